@@ -1,0 +1,39 @@
+"""funcga: gradient accumulation as a pure fold over micro-batches, for PyTorch and JAX.
+
+>>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
+>>> loss, grads = step(params, batch)
+
+Importing it imports neither framework; the arrays of a call decide which one runs.
+"""
+
+from funcga import monoids as monoids
+from funcga import normalizers as normalizers
+from funcga import reducers as reducers
+from funcga.accumulation import accumulate as accumulate
+from funcga.accumulator import Accumulator as Accumulator
+from funcga.accumulator import AccumulatorState as AccumulatorState
+from funcga.arguments import CARRY as CARRY
+from funcga.errors import FuncgaError as FuncgaError
+from funcga.folds import Fold as Fold
+from funcga.folds import carry as carry
+from funcga.folds import concat as concat
+from funcga.folds import max as max
+from funcga.folds import mean as mean
+from funcga.folds import min as min
+from funcga.folds import moments as moments
+from funcga.folds import per_weight as per_weight
+from funcga.folds import sum as sum
+from funcga.gradients import grad as grad
+from funcga.gradients import value_and_grad as value_and_grad
+from funcga.interop import to_jax as to_jax
+from funcga.interop import to_numpy as to_numpy
+from funcga.interop import to_torch as to_torch
+from funcga.monoids import Monoid as Monoid
+from funcga.normalizers import Moments as Moments
+from funcga.normalizers import Normalizer as Normalizer
+from funcga.reducers import Reducer as Reducer
+from funcga.streaming import stream as stream
+from funcga.streaming import windows as windows
+from funcga.tally import Tally as Tally
+
+__version__ = "0.1.0"

@@ -1,0 +1,72 @@
+"""`accumulate`: the fold over the micro-batches that a batch is split into."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from funcga.backend import backend_of
+from funcga.errors import FuncgaError
+from funcga.folds import mean
+from funcga.program import Program, check_across, check_callable, check_count
+
+
+def accumulate(
+    grad_fn: Callable[..., Any],
+    n: int | None = None,
+    *,
+    microbatch_size: int | None = None,
+    fold: Any = mean(),  # noqa: B008 - a frozen value
+    weight: Callable[..., Any] | None = None,
+    in_axes: Any = None,
+    across: Any = None,
+) -> Callable[..., Any]:
+    """A function with grad_fn's own signature, output structure and dtypes: the fold of grad_fn over micro-batches.
+
+    The batch is split into `n` micro-batches of rows in order, whose sizes differ by at most one, or into
+    micro-batches of `microbatch_size` rows, the last one smaller. grad_fn is applied to each; the values are combined
+    by `fold` and normalised once, at the end, by what was really folded. With `fold` matched to the loss the result
+    equals that of the whole batch, for every n.
+
+    grad_fn: any pure function of arrays that returns a tree of arrays: torch.func.grad, jax.value_and_grad,
+        funcga.value_and_grad(loss_fn) and so on.
+    fold: a Fold, or a tree prefix of Folds over grad_fn's output. `mean()` is for a loss that is a mean over its
+        micro-batch, `per_weight()` for a sum.
+    weight: `weight(*split_args)` gives a micro-batch's weight, a number or 0-d array >= 0. Default: its rows.
+    in_axes: as in vmap: an axis, None (passed whole), a tree prefix, or funcga.CARRY for threaded state. Default: the
+        first argument whole, every other positional argument split on axis 0. Keyword arguments are passed whole.
+    across: a process group, device mesh or mesh axis to merge over; not in this version.
+
+    Nothing is mutated and nothing returned aliases an argument. Floats of less than 32 bits are accumulated in
+    float32. Raises FuncgaError for bad input, before any work.
+
+    In JAX the micro-batch body is traced and compiled once (twice if the rows do not divide), and a call outside of
+    jit is jitted: arrays are traced, all other arguments are static. In torch, grad_fn gets detached arguments, and
+    no graph outlives its micro-batch.
+
+    >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
+    >>> loss, grads = step(params, batch)
+    """
+    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    if (n is None) == (microbatch_size is None):
+        given = "neither" if n is None else "both"
+        raise FuncgaError(
+            f"{given} of n and microbatch_size were given. Say one: accumulate(grad_fn, n=8) for 8 micro-batches, or "
+            f"accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
+        )
+    n = None if n is None else check_count(n, "n")
+    microbatch_size = None if microbatch_size is None else check_count(microbatch_size, "microbatch_size")
+    if weight is not None:
+        check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
+    check_across(across)
+    program = Program(grad_fn, fold, weight, in_axes, n, microbatch_size)
+    loops: dict[str, Callable[..., Any]] = {}
+
+    @functools.wraps(grad_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
+    def accumulated(*args: Any, **kwargs: Any) -> Any:
+        backend = backend_of([*zip(program.names(len(args)), args, strict=True), *kwargs.items()])
+        loop = loops.get(backend.name)
+        if loop is None:
+            loop = loops[backend.name] = backend.loop.accumulate(program.bound(backend), backend)
+        return loop(args, kwargs)
+
+    return accumulated

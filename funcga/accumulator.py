@@ -1,0 +1,115 @@
+"""`Accumulator`: the fold as a protocol, for whoever writes the loop: init / update / merge / finalize."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from funcga import tally
+from funcga.backend import Backend, backend_of
+from funcga.errors import FuncgaError
+from funcga.folds import mean
+from funcga.leaves import LeafFold
+from funcga.outputs import Outputs, bind_outputs
+from funcga.tally import Tally
+from funcga.weights import check_weight
+
+
+class AccumulatorState(NamedTuple):
+    """What has been folded so far: a tree of arrays that passes through jit, scan, checkpoints and torch.save.
+
+    `leaves` has, for every leaf of the folded value in order, what its reducer holds: an array or a tuple of arrays.
+    `like` has the structure of the folded value, with a 0-d array of the leaf's dtype in every place.
+    """
+
+    leaves: tuple[Any, ...]
+    like: Any
+    tally: Tally
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """A fold as pure functions of a state.
+
+    Laws: merge(s, init) = s; merge is associative, and commutative for all folds but concat and carry, which keep the
+    order; update(s, v, w) = merge(s, update(init, v, w)). So any split and any order give the same `finalize`.
+
+    >>> accumulator = funcga.Accumulator(funcga.mean())
+    >>> state = accumulator.init(grads)
+    >>> state = accumulator.update(state, grads, weight=tokens)
+    >>> average = accumulator.finalize(state)
+    """
+
+    fold: Any = field(default_factory=mean)
+
+    def init(self, like: Any) -> AccumulatorState:
+        """The state of nothing folded, for values like this: arrays, or structs with a shape and a dtype.
+
+        Raises FuncgaError if the fold does not fit them.
+        """
+        backend = backend_of([("like", like)])
+        outputs = bind_outputs(self.fold, like, backend)
+        xp, as_array = backend.arrays.xp, backend.arrays.as_array
+        arrays = [as_array(leaf) if fold else None for fold, leaf in _bound(outputs, backend.trees.flatten(like)[0])]
+        marks = [None if a is None else xp.zeros((), dtype=a.dtype) for a in arrays]
+        return AccumulatorState(
+            tuple(fold.identity(a) if fold else None for fold, a in _bound(outputs, arrays)),
+            backend.trees.unflatten(outputs.structure, marks),
+            tally.empty(backend.arrays),
+        )
+
+    def update(self, state: AccumulatorState, value: Any, weight: Any = 1) -> AccumulatorState:
+        """The state with one more value, of this weight: a number or 0-d array >= 0.
+
+        Raises FuncgaError if the value has another structure, shape or dtype than the state was made for.
+        """
+        backend = backend_of([("state", state), ("value", value)])
+        outputs = self._outputs(state, backend)
+        weight = check_weight(weight, backend.arrays)
+        leaves = outputs.leaves(value, "this update")
+        lifted = [fold.lift(leaf, weight) if fold else None for fold, leaf in _bound(outputs, leaves)]
+        more = AccumulatorState(tuple(lifted), state.like, tally.one(weight, backend.arrays))
+        return _merge(outputs, state, more)
+
+    def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
+        """The state of what both have folded: two halves of a window, or two replicas. `a` comes first.
+
+        Raises FuncgaError if they were made for different values.
+        """
+        backend = backend_of([("a", a), ("b", b)])
+        outputs = self._outputs(a, backend)
+        outputs.leaves(b.like, "the second state")
+        return _merge(outputs, a, b)
+
+    def finalize(self, state: AccumulatorState) -> Any:
+        """The result: normalised by the weights and steps in the state, in the structure and dtypes of the values."""
+        backend = backend_of([("state", state)])
+        outputs = self._outputs(state, backend)
+        results = [fold.normalize(r, state.tally) if fold else None for fold, r in _bound(outputs, state.leaves)]
+        return backend.trees.unflatten(outputs.structure, results)
+
+    def _outputs(self, state: AccumulatorState, backend: Backend) -> Outputs:
+        return bind_outputs(self.fold, state.like, backend, shaped=False)
+
+
+def _bound(outputs: Outputs, leaves: Any) -> list[tuple[LeafFold | None, Any]]:
+    return list(zip(outputs.folds, leaves, strict=True))
+
+
+def _merge(outputs: Outputs, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
+    merged = []
+    for i, fold in enumerate(outputs.folds):
+        before, more = a.leaves[i], b.leaves[i]
+        if fold is not None and fold.fold.reducer.monoid.axis is None:
+            _check_shapes(outputs, i, before, more)
+        merged.append(None if fold is None else fold.combine(before, more))
+    return AccumulatorState(tuple(merged), a.like, tally.merge(a.tally, b.tally))
+
+
+def _check_shapes(outputs: Outputs, i: int, before: Any, more: Any) -> None:
+    describe = outputs.backend.arrays.describe
+    for x, y in zip(*(z if isinstance(z, tuple) else (z,) for z in (before, more)), strict=True):
+        if x.shape != y.shape:
+            raise FuncgaError(
+                f"{outputs.paths[i]} is {describe(y)}, and the state was made for {describe(x)}: the two cannot be "
+                f"combined. Make a state for each shape, or, if it has a row for each example, fold with "
+                f"funcga.concat()."
+            )

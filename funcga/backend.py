@@ -1,0 +1,211 @@
+"""What a framework must supply, and which framework owns a call.
+
+The mathematics of a fold is in this package and is written against an array namespace, `xp`: `torch` or `jax.numpy`.
+A backend supplies only what a framework truly owns: its trees, the facts about its arrays, its loop and its gradients.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from funcga.errors import FuncgaError
+
+if TYPE_CHECKING:
+    from funcga.program import Program
+
+# Arrays, dtypes and trees belong to the frameworks, which this package does not import.
+Array = Any
+Dtype = Any
+Tree = Any
+
+
+class Trees(Protocol):
+    """A framework's own idea of a tree: which containers it walks, in which order, and what it does with None."""
+
+    def flatten(self, tree: Tree) -> tuple[list[Any], Any]:
+        """The leaves, in the framework's order, and the structure that puts them back."""
+        ...
+
+    def unflatten(self, structure: Any, leaves: Sequence[Any]) -> Tree:
+        """The tree of this structure with these leaves."""
+        ...
+
+    def children(self, tree: Tree) -> list[tuple[str, Any]] | None:
+        """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
+        ...
+
+
+class Arrays(Protocol):
+    """The facts about a framework's arrays that the mathematics needs."""
+
+    xp: Any
+
+    def owns(self, leaf: Any) -> bool:
+        """Whether only this framework can have made the leaf."""
+        ...
+
+    def is_array(self, leaf: Any) -> bool:
+        """Whether the leaf can be split and folded as it is."""
+        ...
+
+    def as_array(self, leaf: Any) -> Array:
+        """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
+        ...
+
+    def convert(self, leaf: Any) -> Array:
+        """A copy, in this framework, of an array of any framework."""
+        ...
+
+    def to_numpy(self, leaf: Array) -> Any:
+        """A NumPy copy of an array of this framework."""
+        ...
+
+    def describe(self, leaf: Any) -> str:
+        """`float32[8, 3]`, or the type of what is no array."""
+        ...
+
+    def kind(self, dtype: Dtype) -> str:
+        """'bool', 'int', 'float', 'complex' or 'other'."""
+        ...
+
+    def as_dtype(self, dtype: Any) -> Dtype:
+        """The dtype of this name; TypeError if the framework has none."""
+        ...
+
+    def accumulator_dtype(self, dtype: Dtype) -> Dtype:
+        """The dtype that sums of this dtype are held in: at least 32 bits."""
+        ...
+
+    def cast(self, array: Array, dtype: Dtype) -> Array:
+        """The array in another dtype."""
+        ...
+
+    def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
+        """`size` rows from `start` on, along an axis."""
+        ...
+
+    def scalar(self, weight: Any) -> Any:
+        """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
+        ...
+
+    def limbs(self, weight: Any) -> tuple[Any, ...]:
+        """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
+        ...
+
+    def count(self, steps: int) -> Any:
+        """A number of steps in the type that a loop can carry."""
+        ...
+
+
+class Gradients(Protocol):
+    """A framework's transforms from a loss to its gradient."""
+
+    def grad(self, loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
+        """A function that returns grads, or (grads, aux)."""
+        ...
+
+    def value_and_grad(
+        self, loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    ) -> Any:
+        """A function that returns (value, grads), or ((value, aux), grads)."""
+        ...
+
+
+class Loop(Protocol):
+    """A framework's way to go through the micro-batches."""
+
+    def accumulate(self, program: "Program", backend: "Backend") -> Callable[..., Any]:
+        """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+        ...
+
+    def stream(self, program: "Program", backend: "Backend") -> Callable[..., Any]:
+        """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+        ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One framework's four parts, under the framework's name."""
+
+    name: str
+    trees: Trees
+    arrays: Arrays
+    gradients: Gradients
+    loop: Loop
+
+
+_FRAMEWORKS = ("torch", "jax")
+
+
+def load(framework: str) -> Backend:
+    """The backend of a framework.
+
+    Raises FuncgaError if the framework is not installed, or if another module stands under the backend's name.
+    """
+    name = f"{framework}_backend"
+    module = sys.modules.get(name)
+    if module is None:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] not in (framework, name):
+                raise
+            raise FuncgaError(
+                f"{error.name} is not installed, and this call needs it. Install it: pip install 'funcga[{framework}]'"
+            ) from error
+    backend = getattr(module, "BACKEND", None)
+    if not isinstance(backend, Backend):
+        found = getattr(module, "__file__", None) or "a module without a file"
+        raise FuncgaError(
+            f"`import {name}` finds {found}, which is not funcga's: it hides the backend. Rename that file (or "
+            f"take its folder off sys.path), or reinstall: pip install 'funcga[{framework}]'"
+        )
+    return backend
+
+
+def backend_of(named: Iterable[tuple[str, Any]]) -> Backend:
+    """The backend that owns the array leaves of (name, tree) pairs, asked only of frameworks already imported.
+
+    NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none and it is imported.
+
+    Raises FuncgaError if two frameworks own leaves, or none.
+    """
+    named = list(named)
+    tree = [value for _, value in named]
+    loaded = [load(framework) for framework in _FRAMEWORKS if framework in sys.modules]
+    owners = [b for b in loaded if any(b.arrays.owns(leaf) for leaf in b.trees.flatten(tree)[0])]
+    if len(owners) == 1:
+        return owners[0]
+    if owners:
+        raise _mixed(named, owners)
+    for backend in loaded:
+        if backend.name == "jax" and any(backend.arrays.is_array(leaf) for leaf in backend.trees.flatten(tree)[0]):
+            return backend
+    names = ", ".join(f"`{name}`" for name, _ in named) or "no arguments"
+    seen = " or ".join(framework for framework in _FRAMEWORKS if framework in sys.modules)
+    raise FuncgaError(
+        f"no array was found in {names}"
+        + (f" (looked for arrays of {seen})" if seen else "")
+        + ". A fold needs torch tensors or JAX arrays, which also say in which framework it runs. Convert first: "
+        "`funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
+    )
+
+
+def _mixed(named: list[tuple[str, Any]], owners: list[Backend]) -> FuncgaError:
+    from funcga.prefixes import leaf_paths
+
+    found = {}
+    for backend in owners:
+        for name, tree in named:
+            for path, leaf in zip(leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True):
+                if backend.arrays.owns(leaf):
+                    found.setdefault(backend.name, (path, name))
+    articles = {"torch": "a torch tensor", "jax": "a JAX array"}
+    what = " and ".join(f"`{path}` is {articles[framework]}" for framework, (path, _) in found.items())
+    first, last = owners[0].name, found[owners[-1].name][1]
+    return FuncgaError(
+        f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
+        f"`funcga.to_{first}({last})`."
+    )

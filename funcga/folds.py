@@ -1,0 +1,74 @@
+"""A fold: a reducer and a normalizer. Folds are values; mix the parts for one of your own."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from funcga import normalizers, reducers
+from funcga.normalizers import Normalizer
+from funcga.reducers import Reducer
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What is accumulated over micro-batches, and how the sum of it becomes the result.
+
+    >>> from funcga import Fold, normalizers, reducers
+    >>> every_microbatch_alike = Fold(reducers.sum, normalizers.by_steps)
+    """
+
+    reducer: Reducer
+    normalizer: Normalizer
+
+
+def mean(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
+    """The weighted mean: `sum(w * v) / sum(w)`. For a loss that is a **mean** over its micro-batch (the default).
+
+    dtype: of the accumulator (default: the leaf's own, float32 for floats of less than 32 bits).
+    out_dtype: of the result (default: the leaf's own). Both may be given by name, "float32".
+    """
+    return Fold(replace(reducers.weighted, dtype=dtype), replace(normalizers.by_weight, dtype=out_dtype))
+
+
+def per_weight(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
+    """The sum over the total weight: `sum(v) / sum(w)`. For a loss that is a **sum** over its items, weighed by them.
+
+    dtype, out_dtype: of the accumulator and of the result, as for `mean`.
+    """
+    return Fold(replace(reducers.sum, dtype=dtype), replace(normalizers.by_weight, dtype=out_dtype))
+
+
+def sum(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
+    """The plain sum: `sum(v)`. Integers keep their dtype; bools are counted.
+
+    dtype, out_dtype: of the accumulator and of the result, as for `mean`.
+    """
+    return Fold(replace(reducers.sum, dtype=dtype), replace(normalizers.identity, dtype=out_dtype))
+
+
+def max() -> Fold:
+    """The elementwise maximum over micro-batches; NaN if any of them is."""
+    return Fold(reducers.max, normalizers.identity)
+
+
+def min() -> Fold:
+    """The elementwise minimum over micro-batches; NaN if any of them is."""
+    return Fold(reducers.min, normalizers.identity)
+
+
+def moments(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
+    """`Moments(mean, variance)`: weighted mean and population variance over micro-batches, for every leaf.
+
+    dtype, out_dtype: of the accumulator and of the result, as for `mean`.
+    Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+    return Fold(replace(reducers.moments, dtype=dtype), replace(normalizers.moments, dtype=out_dtype))
+
+
+def concat(axis: int = 0) -> Fold:
+    """The values of all micro-batches along `axis`, in the order of the batch. For per-example outputs."""
+    return Fold(reducers.concat(axis), normalizers.identity)
+
+
+def carry() -> Fold:
+    """State that grad_fn returns and gets back with the next micro-batch: the argument that `in_axes` calls CARRY."""
+    return Fold(reducers.carry, normalizers.carry)

@@ -1,0 +1,105 @@
+"""A fold bound to one leaf of grad_fn's output: dtypes decided once, then the mathematics of that leaf, in order."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from funcga.backend import Arrays
+from funcga.errors import FuncgaError
+from funcga.folds import Fold
+from funcga.tally import Tally
+
+
+@dataclass(frozen=True)
+class LeafFold:
+    """`identity`, `lift`, `combine` and `normalize` of one leaf, with the casts that keep sums in enough bits."""
+
+    fold: Fold
+    accumulator_dtype: Any
+    result_dtype: Any
+    arrays: Arrays
+
+    def identity(self, like: Any) -> Any:
+        """The reduced value of no micro-batch at all; `like` gives the shape."""
+        xp = self.arrays.xp
+        return self.fold.reducer.monoid.identity(xp, self.lift(xp.zeros_like(like, dtype=self.accumulator_dtype), 0))
+
+    def lift(self, value: Any, weight: Any) -> Any:
+        """What one micro-batch's value contributes."""
+        if self.arrays.is_array(weight):
+            weight = self.arrays.cast(weight, self.accumulator_dtype)
+        return self.fold.reducer.lift(self.arrays.xp, self.arrays.cast(value, self.accumulator_dtype), weight)
+
+    def combine(self, a: Any, b: Any) -> Any:
+        """What both contribute."""
+        return self.fold.reducer.monoid.combine(self.arrays.xp, a, b)
+
+    def normalize(self, reduced: Any, tally: Tally) -> Any:
+        """The result, in the dtype that the caller is to see."""
+        scalars = Tally(*(self._scalar(total) for total in tally))
+        return self._cast(self.fold.normalizer.apply(self.arrays.xp, reduced, scalars))
+
+    def _scalar(self, total: Any) -> Any:
+        if isinstance(total, tuple):
+            total = total[0] if len(total) == 1 else total[0] + total[1]
+        return self.arrays.cast(total, self.accumulator_dtype) if self.arrays.is_array(total) else total
+
+    def _cast(self, result: Any) -> Any:
+        if isinstance(result, tuple):
+            parts = (self._cast(part) for part in result)
+            return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
+        return self.arrays.cast(result, self.result_dtype)
+
+
+def bind(fold: Fold, like: Any, path: str, arrays: Arrays) -> LeafFold:
+    """The fold for a leaf of `like`'s dtype.
+
+    Raises FuncgaError if the fold cannot take that dtype, or its dtype is not one of the framework's.
+    """
+    reducer, normalizer = fold.reducer, fold.normalizer
+    own = like.dtype
+    accumulator = _named(reducer.dtype, arrays) if reducer.dtype is not None else own
+    kind = arrays.kind(accumulator)
+    if kind not in reducer.kinds or kind not in normalizer.kinds:
+        raise _unfit(path, like, kind, arrays)
+    if reducer.dtype is None and reducer.monoid.rounds:
+        accumulator = arrays.accumulator_dtype(own)
+    if normalizer.dtype is not None:
+        result = _named(normalizer.dtype, arrays)
+    else:
+        result = own if arrays.kind(own) == arrays.kind(accumulator) else accumulator
+    return LeafFold(fold, accumulator, result, arrays)
+
+
+def check_axis(fold: Fold, like: Any, path: str, arrays: Arrays) -> None:
+    """Raises FuncgaError if the leaf lacks the axis that the fold collects along."""
+    axis = fold.reducer.monoid.axis
+    if axis is not None and not -len(like.shape) <= axis < len(like.shape):
+        raise FuncgaError(
+            f"{path} is {arrays.describe(like)}: it has no axis {axis} for concat(axis={axis}) to collect along. "
+            f"Fold it with funcga.mean() or funcga.sum(), or return one value for each example."
+        )
+
+
+def _named(dtype: Any, arrays: Arrays) -> Any:
+    try:
+        return arrays.as_dtype(dtype)
+    except TypeError as error:
+        raise FuncgaError(
+            f"the fold asks for dtype {dtype!r}, which the framework of this call does not have. Give it by name, "
+            f'which both frameworks understand: funcga.mean(dtype="float32")'
+        ) from error
+
+
+def _unfit(path: str, like: Any, kind: str, arrays: Arrays) -> FuncgaError:
+    if kind in ("bool", "int"):
+        why, instead = (
+            f"{'integers' if kind == 'int' else 'bools'} are not averaged silently",
+            "Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "
+            'funcga.mean()); or average it in floats: funcga.mean(dtype="float32")',
+        )
+    else:
+        why, instead = (
+            f"this fold is not defined for {kind} values",
+            "Fold it with funcga.sum() or funcga.mean(), or cast it",
+        )
+    return FuncgaError(f"{path} is {arrays.describe(like)}, and {why}. {instead}.")

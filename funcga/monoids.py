@@ -1,0 +1,82 @@
+"""A monoid: the associative operation that joins what micro-batches, or replicas, have contributed.
+
+`combine(identity, x) = x`, and `combine(a, combine(b, c)) = combine(combine(a, b), c)`. All but `last` and `concat`,
+which keep the order, are commutative too. Operands are what a reducer lifts from one leaf: one array, or a tuple of
+arrays; `sum`, `max` and `min` work on each array of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Monoid:
+    """`identity(xp, like)` and `combine(xp, a, b)`, pure functions on what a reducer lifts from one leaf.
+
+    `xp` is the array namespace, `torch` or `jax.numpy`. `like` has the shapes and dtypes of the operands.
+    `rounds` says that combining rounds, so that 16-bit floats are held in float32. `axis` is that of a monoid whose
+    values grow along an axis: loops collect such values and join them once.
+    """
+
+    identity: Callable[[Any, Any], Any]
+    combine: Callable[[Any, Any, Any], Any]
+    rounds: bool = True
+    axis: int | None = None
+
+
+def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def on_each(xp: Any, *operands: Any) -> Any:
+        if isinstance(operands[0], tuple):
+            return tuple(operation(xp, *parts) for parts in zip(*operands, strict=True))
+        return operation(xp, *operands)
+
+    return on_each
+
+
+def _lowest(xp: Any, like: Any) -> Any:
+    return xp.full_like(like, _extreme(xp, like, lowest=True))
+
+
+def _highest(xp: Any, like: Any) -> Any:
+    return xp.full_like(like, _extreme(xp, like, lowest=False))
+
+
+def _extreme(xp: Any, like: Any, lowest: bool) -> Any:
+    if like.dtype == xp.bool:
+        return not lowest
+    try:
+        info = xp.iinfo(like.dtype)
+    except (TypeError, ValueError):
+        return float("-inf") if lowest else float("inf")
+    return info.min if lowest else info.max
+
+
+def _merge_moments(xp: Any, a: tuple[Any, Any, Any], b: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Chan, Golub and LeVeque (1979): the moments of a union, without the cancellation of a sum of squares."""
+    weight = a[0] + b[0]
+    share = b[0] / xp.where(weight > 0, weight, 1)
+    delta = b[1] - a[1]
+    return weight, a[1] + delta * share, a[2] + b[2] + delta * delta * (a[0] * share)
+
+
+def _latest(xp: Any, a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+    return xp.where(b[1], b[0], a[0]), a[1] | b[1]
+
+
+def _empty(axis: int) -> Callable[[Any, Any], Any]:
+    return lambda xp, like: like[(slice(None),) * (axis % like.ndim) + (slice(0, 0),)]
+
+
+def concat(axis: int) -> Monoid:
+    """Concatenation along an axis: what came first stays first."""
+    return Monoid(_empty(axis), lambda xp, a, b: xp.concatenate((a, b), axis=axis), rounds=False, axis=axis)
+
+
+_zeros = _each(lambda xp, like: xp.zeros_like(like))
+
+sum = Monoid(_zeros, _each(lambda xp, a, b: a + b))
+max = Monoid(_each(_lowest), _each(lambda xp, a, b: xp.maximum(a, b)), rounds=False)
+min = Monoid(_each(_highest), _each(lambda xp, a, b: xp.minimum(a, b)), rounds=False)
+moments = Monoid(_zeros, _merge_moments)
+last = Monoid(_zeros, _latest, rounds=False)

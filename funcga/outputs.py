@@ -1,0 +1,225 @@
+"""The outputs of grad_fn: which leaf is folded how, and that every micro-batch returns the same structure."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from funcga import reducers
+from funcga.backend import Backend
+from funcga.errors import FuncgaError
+from funcga.folds import Fold
+from funcga.leaves import LeafFold, bind, check_axis
+from funcga.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """The leaves of grad_fn's output, sorted by what becomes of them.
+
+    `folds` has a LeafFold for every array leaf and None for a leaf that is None. A leaf of carry() is threaded, one of
+    a growing monoid is collected, every other is reduced in place. `threads[k]` is the leaf that becomes the k-th
+    leaf of the CARRY arguments.
+    """
+
+    structure: Any
+    folds: tuple[LeafFold | None, ...]
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    dtypes: tuple[Any, ...]
+    reduced: tuple[int, ...]
+    collected: tuple[int, ...]
+    threads: tuple[int, ...]
+    backend: Backend
+
+    @property
+    def reduced_folds(self) -> list[LeafFold]:
+        """The folds of the reduced leaves, in order."""
+        return [fold for i in self.reduced if (fold := self.folds[i]) is not None]
+
+    @property
+    def collected_folds(self) -> list[LeafFold]:
+        """The folds of the collected leaves, in order."""
+        return [fold for i in self.collected if (fold := self.folds[i]) is not None]
+
+    def leaves(self, value: Any, which: str) -> list[Any]:
+        """The leaves of another micro-batch's output, as arrays.
+
+        Raises FuncgaError if its structure, a shape or a dtype is not that of the first. The order of a dict may differ.
+        """
+        trees, is_array = self.backend.trees, self.backend.arrays.is_array
+        leaves, structure = trees.flatten(value)
+        if structure != self.structure:
+            leaves = self._reordered(value, leaves, which)
+        for i, (fold, leaf) in enumerate(zip(self.folds, leaves, strict=True)):
+            if fold is None:
+                if leaf is not None and i not in self.threads:
+                    raise self._changed(i, leaf, which)
+                continue
+            if not is_array(leaf):
+                if leaf is None:
+                    raise self._changed(i, leaf, which)
+                leaf = leaves[i] = as_leaf(leaf, self.paths[i], self.backend)
+            shape = self.shapes[i]
+            if leaf.dtype != self.dtypes[i] or (leaf.shape != shape and not self._may_differ(i, leaf)):
+                raise self._changed(i, leaf, which)
+        return leaves
+
+    def _reordered(self, value: Any, leaves: list[Any], which: str) -> list[Any]:
+        paths = leaf_paths(value, self.backend.trees, "output")
+        if sorted(paths) != sorted(self.paths):
+            raise self._restructured(paths, which)
+        by_path = dict(zip(paths, leaves, strict=True))
+        return [by_path[path] for path in self.paths]
+
+    def _may_differ(self, i: int, leaf: Any) -> bool:
+        fold, shape = self.folds[i], self.shapes[i]
+        if fold is None or shape is None:
+            return True
+        axis = fold.fold.reducer.monoid.axis
+        if axis is None or len(leaf.shape) != len(shape):
+            return False
+        return all(a == b or k == axis % len(shape) for k, (a, b) in enumerate(zip(leaf.shape, shape, strict=True)))
+
+    def join(self, reduced: list[Any], collected: list[Any], threaded: list[Any]) -> Any:
+        """The result, in the structure of grad_fn's output."""
+        leaves: list[Any] = [None] * len(self.folds)
+        for places, values in ((self.reduced, reduced), (self.collected, collected), (self.threads, threaded)):
+            for i, value in zip(places, values, strict=True):
+                leaves[i] = value
+        return self.backend.trees.unflatten(self.structure, leaves)
+
+    def _restructured(self, paths: list[str], which: str) -> FuncgaError:
+        missing = [p for p in self.paths if p not in paths]
+        new = [p for p in paths if p not in self.paths]
+        return FuncgaError(
+            f"grad_fn returned another structure for {which} than for the first: missing {_some(missing)}, "
+            f"new {_some(new)}. A fold needs one structure. Return the same keys for every micro-batch, with zeros "
+            f"where there is nothing to add."
+        )
+
+    def _changed(self, i: int, leaf: Any, which: str) -> FuncgaError:
+        describe = self.backend.arrays.describe
+        fold, shape = self.folds[i], self.shapes[i]
+        before = "None" if fold is None else _spell(self.dtypes[i], shape)
+        return FuncgaError(
+            f"grad_fn returned {self.paths[i]} as {describe(leaf)} for {which} and as {before} for the first: the two "
+            f"cannot be combined. Return one shape and dtype for every micro-batch, or, if it has a row for each "
+            f"example, fold it with funcga.concat()."
+        )
+
+
+def _spell(dtype: Any, shape: tuple[int, ...] | None) -> str:
+    return str(dtype).removeprefix("torch.") + ("" if shape is None else f"[{', '.join(map(str, shape))}]")
+
+
+def _some(paths: list[str]) -> str:
+    return ", ".join(f"`{path}`" for path in paths[:4]) + (", ..." if len(paths) > 4 else "") if paths else "nothing"
+
+
+def as_leaf(leaf: Any, path: str, backend: Backend) -> Any:
+    """The leaf as an array. Raises FuncgaError for what is neither an array nor a number."""
+    try:
+        return backend.arrays.as_array(leaf)
+    except TypeError as error:
+        raise FuncgaError(
+            f"{path} of grad_fn is {backend.arrays.describe(leaf)}, which cannot be folded. Return arrays "
+            f"or numbers; convert others with funcga.to_{backend.name}(...)."
+        ) from error
+
+
+def place(fold: Any, value: Any, backend: Backend) -> list[Placed]:
+    """The Fold of every leaf of grad_fn's output, from a tree prefix of Folds.
+
+    Raises FuncgaError if the tree of folds is no prefix of the output.
+    """
+    try:
+        return broadcast(fold, value, lambda f: isinstance(f, Fold), backend.trees, "output")
+    except PrefixError as error:
+        if not isinstance(fold, Fold) and backend.trees.children(fold) is None:
+            raise FuncgaError(f"fold= is {fold!r}. Pass a Fold, such as funcga.mean(), or a tree of them.") from error
+        trees, describe = backend.trees, backend.arrays.describe
+        folds = outline(error.prefix, trees, lambda leaf: "Fold" if isinstance(leaf, Fold) else repr(leaf))
+        raise FuncgaError(
+            f"the tree of folds is no prefix of what grad_fn returns: at {error.path}, fold= has {folds} and grad_fn "
+            f"returned {outline(error.tree, trees, describe)}. Give one Fold for all that stands below, such as "
+            f"funcga.mean(), or a container with the same keys."
+        ) from error
+
+
+def bind_outputs(fold: Any, value: Any, backend: Backend, shaped: bool = True) -> Outputs:
+    """The Outputs for values like this one, every leaf of them reduced, carry() and concat() as the monoids they are.
+
+    `value` has arrays, or structs with a shape and a dtype; with `shaped` False only the dtypes count. Raises
+    FuncgaError for folds that do not fit.
+    """
+    placed = place(fold, value, backend)
+    leaves, structure = backend.trees.flatten(value)
+    folds: list[LeafFold | None] = [None] * len(leaves)
+    for i, ((leaf_fold, _, path), leaf) in enumerate(zip(placed, leaves, strict=True)):
+        # What is carried may be any object; what is folded must be an array.
+        if leaf is not None and (leaf_fold.reducer != reducers.carry or backend.arrays.is_array(leaf)):
+            leaves[i] = as_leaf(leaf, path, backend)
+            folds[i] = bind(leaf_fold, leaves[i], path, backend.arrays)
+            if shaped:
+                check_axis(leaf_fold, leaves[i], path, backend.arrays)
+    return Outputs(
+        structure=structure,
+        folds=tuple(folds),
+        paths=tuple(p.path for p in placed),
+        shapes=tuple(None if f is None or not shaped else leaf.shape for f, leaf in zip(folds, leaves, strict=True)),
+        dtypes=tuple(None if f is None else leaf.dtype for f, leaf in zip(folds, leaves, strict=True)),
+        reduced=tuple(i for i, f in enumerate(folds) if f is not None),
+        collected=(),
+        threads=(),
+        backend=backend,
+    )
+
+
+def sort_outputs(fold: Any, value: Any, carried: list[Placed], backend: Backend) -> Outputs:
+    """The Outputs of a first micro-batch in a loop, which threads what is carried and collects what grows.
+
+    `carried` are the places of the leaves of the CARRY arguments. Raises FuncgaError if they do not match the leaves
+    of carry(), and for leaves without the axis that concat() collects along.
+    """
+    outputs = bind_outputs(fold, value, backend)
+    placed = place(fold, value, backend)
+    threaded = [i for i, (leaf_fold, *_) in enumerate(placed) if leaf_fold.reducer == reducers.carry]
+    growing = [i for i, f in enumerate(outputs.folds) if f is not None and f.fold.reducer.monoid.axis is not None]
+    return replace(
+        outputs,
+        reduced=tuple(i for i in outputs.reduced if i not in (*threaded, *growing)),
+        collected=tuple(growing),
+        threads=_match([placed[i] for i in threaded], threaded, carried),
+    )
+
+
+def _match(returned: list[Placed], places: list[int], carried: list[Placed]) -> tuple[int, ...]:
+    """For every carried leaf, the output leaf that replaces it: k-th CARRY to k-th carry(), below it by path."""
+    inputs = _by_root(carried)
+    outputs = _by_root(returned)
+    where = dict(zip((p.path for p in returned), places, strict=True))
+    if len(inputs) != len(outputs):
+        ins = ", ".join(f"`{root}`" for root in inputs) or "no argument"
+        outs = ", ".join(f"`{root}`" for root in outputs) or "no output"
+        raise FuncgaError(
+            f"{ins} is funcga.CARRY in in_axes, and {outs} has the fold funcga.carry(): each carried argument needs "
+            f"the output that replaces it. Write both, as in accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), "
+            f"fold=(funcga.mean(), funcga.carry()))."
+        )
+    threads = []
+    for (root, below), (out_root, out_below) in zip(inputs.items(), outputs.items(), strict=True):
+        if sorted(below) != sorted(out_below):
+            missing = [root + p for p in below if p not in out_below]
+            new = [out_root + p for p in out_below if p not in below]
+            raise FuncgaError(
+                f"the carried argument `{root}` and what grad_fn returns for it, `{out_root}`, have different "
+                f"structures: missing {_some(missing)}, new {_some(new)}. Return the state in the structure it came in."
+            )
+        threads += [where[out_root + p] for p in below]
+    return tuple(threads)
+
+
+def _by_root(placed: list[Placed]) -> dict[str, list[str]]:
+    roots: dict[str, list[str]] = {}
+    for _, root, path in placed:
+        roots.setdefault(root, []).append(path[len(root) :])
+    return roots

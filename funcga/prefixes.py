@@ -1,0 +1,65 @@
+"""Tree prefixes: one value for a whole subtree, as `in_axes` of vmap, and the names of the leaves below."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from funcga.backend import Trees
+
+
+class Placed(NamedTuple):
+    """A prefix's value at one leaf of the tree that it covers."""
+
+    value: Any
+    root: str  # the path at which the prefix says this value
+    path: str  # the path of the leaf
+
+
+class PrefixError(Exception):
+    """The prefix and the tree part ways at a path; the caller knows what to say about it."""
+
+    def __init__(self, path: str, prefix: Any, tree: Any):
+        super().__init__(path)
+        self.path, self.prefix, self.tree = path, prefix, tree
+
+
+def leaf_paths(tree: Any, trees: Trees, path: str = "") -> list[str]:
+    """The path of every leaf, as one would write it in code, in the order of `trees.flatten`."""
+    children = trees.children(tree)
+    if children is None:
+        return [path]
+    return [p for key, child in children for p in leaf_paths(child, trees, path + key)]
+
+
+def broadcast(prefix: Any, tree: Any, is_value: Callable[[Any], bool], trees: Trees, path: str = "") -> list[Placed]:
+    """The prefix's value for every leaf of the tree, in the order of `trees.flatten`.
+
+    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where they don't match.
+    """
+    if is_value(prefix):
+        return [Placed(prefix, path, leaf) for leaf in leaf_paths(tree, trees, path)]
+    branches, children = trees.children(prefix), trees.children(tree)
+    if branches is None or children is None or len(branches) != len(children):
+        raise PrefixError(path, prefix, tree)
+    if type(prefix) in (tuple, list) and isinstance(tree, tuple | list):
+        matched = dict(zip((key for key, _ in children), (branch for _, branch in branches), strict=True))
+    else:
+        matched = dict(branches)
+    placed = []
+    for key, child in children:
+        if key not in matched:
+            raise PrefixError(path, prefix, tree)
+        placed += broadcast(matched[key], child, is_value, trees, path + key)
+    return placed
+
+
+def outline(tree: Any, trees: Trees, leaf: Callable[[Any], str], depth: int = 2) -> str:
+    """A short picture of a tree for an error message: its keys, and its leaves in a few characters."""
+    children = trees.children(tree)
+    if children is None:
+        return leaf(tree)
+    if depth == 0:
+        return "..."
+    shown = [f"{key}: {outline(child, trees, leaf, depth - 1)}" for key, child in children[:4]]
+    if len(children) > 4:
+        shown.append(f"... {len(children) - 4} more")
+    return f"{type(tree).__name__}({', '.join(shown)})"

@@ -1,0 +1,62 @@
+"""A reducer: how one micro-batch's value enters the monoid.
+
+`reducer = (lift, monoid)`. Lift is where weights enter: with `weighted`, a micro-batch of weight 0 contributes
+nothing, whatever its value, so a fully masked micro-batch whose mean is NaN does no harm.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from funcga import monoids
+from funcga.monoids import Monoid
+
+_NUMBERS = ("bool", "int", "float", "complex")
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """`lift(xp, value, weight)` into a monoid: one array, or a tuple of arrays, for a leaf of one micro-batch.
+
+    `value` comes in the dtype of the accumulator: `dtype`, or that of the leaf with floats of less than 32 bits in
+    float32. `weight` is a number, or a 0-d array of that dtype. `kinds` are the kinds of dtype that it accepts:
+    'bool', 'int', 'float', 'complex', 'other'.
+    """
+
+    lift: Callable[[Any, Any, Any], Any]
+    monoid: Monoid
+    dtype: Any = None
+    kinds: tuple[str, ...] = _NUMBERS
+
+
+def _scale(xp: Any, value: Any, weight: Any) -> Any:
+    if isinstance(weight, int | float):
+        return value * weight if weight else xp.zeros_like(value)
+    return xp.where(weight != 0, value * weight, xp.zeros_like(value))
+
+
+def _keep(xp: Any, value: Any, weight: Any) -> Any:
+    return value
+
+
+def _moments(xp: Any, value: Any, weight: Any) -> tuple[Any, Any, Any]:
+    corner = value[(slice(0, 1),) * value.ndim]
+    filled = xp.zeros_like(corner.sum()) + weight
+    return filled, xp.where(filled > 0, value, 0), xp.zeros_like(value)
+
+
+def _mark(xp: Any, value: Any, weight: Any) -> tuple[Any, Any]:
+    return value, xp.ones_like(value, dtype=xp.bool)
+
+
+weighted = Reducer(_scale, monoids.sum, kinds=("float", "complex"))
+sum = Reducer(_keep, monoids.sum)
+max = Reducer(_keep, monoids.max, kinds=("bool", "int", "float"))
+min = Reducer(_keep, monoids.min, kinds=("bool", "int", "float"))
+moments = Reducer(_moments, monoids.moments, kinds=("float",))
+carry = Reducer(_mark, monoids.last, kinds=(*_NUMBERS, "other"))
+
+
+def concat(axis: int = 0) -> Reducer:
+    """Collects the values of all micro-batches along an axis, in their order."""
+    return Reducer(_keep, monoids.concat(axis), kinds=(*_NUMBERS, "other"))

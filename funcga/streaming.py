@@ -1,0 +1,100 @@
+"""`stream`: the same fold over any iterable of micro-batches; `windows`: an iterable of micro-batches, n at a time."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+from funcga.backend import backend_of
+from funcga.errors import FuncgaError
+from funcga.folds import mean
+from funcga.program import Program, check_across, check_callable, check_count
+
+
+def stream(
+    grad_fn: Callable[..., Any],
+    *,
+    fold: Any = mean(),  # noqa: B008 - a frozen value
+    weight: Callable[..., Any] | None = None,
+    in_axes: Any = None,
+    across: Any = None,
+) -> Callable[..., Any]:
+    """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.
+
+    `microbatches` is a DataLoader, a generator, a list: one micro-batch at a time is taken from it and let go. A tuple
+    or list item is grad_fn(params, *item), anything else grad_fn(params, item). How many there are, and whether they
+    are of one size, does not matter: the result is normalised by what was folded, so a shorter last window is exact.
+
+    fold, weight, across: as in `accumulate`.
+    in_axes: as in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says where
+        their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the initial state
+        stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).
+
+    In JAX the step is compiled once for each shape of micro-batch and the accumulator is donated from step to step.
+    Raises FuncgaError for bad input, and for an iterable without any micro-batch.
+
+    >>> for window in funcga.windows(loader, 8):
+    ...     loss, grads = funcga.stream(funcga.value_and_grad(loss_fn))(params, window)
+    """
+    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    if weight is not None:
+        check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
+    check_across(across)
+    program = Program(grad_fn, fold, weight, in_axes)
+    loops: dict[str, Callable[..., Any]] = {}
+
+    def streamed(*args: Any, **kwargs: Any) -> Any:
+        leading, items = _iterate(args)
+        first = next(items, None)
+        if first is None:
+            raise FuncgaError(
+                "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
+                "loader, or that a generator was not used up before."
+            )
+        call = (*leading, *first)
+        backend = backend_of([*zip(program.names(len(call)), call, strict=True), *kwargs.items()])
+        loop = loops.get(backend.name)
+        if loop is None:
+            loop = loops[backend.name] = backend.loop.stream(program.bound(backend), backend)
+        items = chain([first], items)
+        del first, call
+        return loop(leading, items, kwargs)
+
+    return streamed
+
+
+def _iterate(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
+    if not args:
+        raise FuncgaError(
+            "stream's function was called without positional arguments. Call it as f(params, microbatches)."
+        )
+    *leading, microbatches = args
+    try:
+        items = iter(microbatches)
+    except TypeError:
+        raise FuncgaError(
+            f"microbatches is a {type(microbatches).__name__}, which cannot be iterated over. Pass a DataLoader, a "
+            f"generator or a list of micro-batches; for one batch to be split, use funcga.accumulate(grad_fn, n)."
+        ) from None
+    if hasattr(microbatches, "shape") or isinstance(microbatches, dict | str):
+        raise FuncgaError(
+            f"microbatches is a {type(microbatches).__name__}: one batch, not an iterable of micro-batches. Split it "
+            f"with funcga.accumulate(grad_fn, n), or pass a list of micro-batches."
+        )
+    return tuple(leading), (tuple(item) if isinstance(item, tuple | list) else (item,) for item in items)
+
+
+def windows(iterable: Iterable[Any], n: int) -> Iterator[list[Any]]:
+    """Lists of n micro-batches in order, the last one shorter; nothing is dropped, and nothing is taken ahead.
+
+    Raises FuncgaError if n is not an int >= 1.
+
+    >>> [len(window) for window in funcga.windows(range(10), 4)]
+    [4, 4, 2]
+    """
+    n = check_count(n, "n")
+    return _windows(iter(iterable), n)
+
+
+def _windows(items: Iterator[Any], n: int) -> Iterator[list[Any]]:
+    while window := list(islice(items, n)):
+        yield window

@@ -1,0 +1,33 @@
+"""The weight of a micro-batch: a finite number or a 0-d array, at least 0."""
+
+import math
+import numbers
+from typing import Any
+
+from funcga.backend import Arrays
+from funcga.errors import FuncgaError
+
+
+def check_weight(weight: Any, arrays: Arrays) -> Any:
+    """The weight as a Python number where the host can see it, else as the 0-d array that it is.
+
+    Raises FuncgaError if it is no number, no scalar, or seen to be negative, NaN or infinite.
+    """
+    if type(weight).__module__ == "numpy" and getattr(weight, "shape", None) == ():
+        weight = weight.item()
+    if not isinstance(weight, numbers.Number):
+        kind = arrays.kind(weight.dtype) if arrays.is_array(weight) else None
+        if kind not in ("bool", "int", "float") or weight.shape != ():
+            raise FuncgaError(
+                f"the weight of a micro-batch is {arrays.describe(weight)}; it must be a real number or a 0-d array, "
+                f'such as the number of tokens: weight=lambda batch: (batch["labels"] != -100).sum()'
+            )
+        weight = arrays.scalar(weight)
+    if isinstance(weight, numbers.Number):
+        if not isinstance(weight, numbers.Real) or not math.isfinite(weight) or weight < 0:
+            raise FuncgaError(
+                f"the weight of a micro-batch is {weight!r}; it must be finite and at least 0, such as the number of "
+                f"rows or tokens in it."
+            )
+        return int(weight) if isinstance(weight, numbers.Integral) else float(weight)
+    return weight

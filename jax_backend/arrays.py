@@ -1,0 +1,117 @@
+"""The facts about arrays of this framework that the mathematics needs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from funcga.errors import FuncgaError
+from funcga.tally import two_sum
+
+xp = jnp
+
+
+def owns(leaf: Any) -> bool:
+    """Whether only this framework can have made the leaf."""
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether the leaf can be split and folded as it is."""
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
+
+
+def as_array(leaf: Any) -> Any:
+    """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
+    if is_array(leaf):
+        return leaf
+    if isinstance(leaf, int | float | complex):
+        return jnp.asarray(leaf)
+    raise TypeError(type(leaf).__name__)
+
+
+def convert(leaf: Any) -> jax.Array:
+    """A copy, in this framework, of an array of any framework."""
+    if isinstance(leaf, jax.Array):
+        return jnp.array(leaf, copy=True)
+
+    array = np.array(leaf)
+    if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
+        raise FuncgaError(
+            f"the array is {array.dtype}{list(array.shape)}, and JAX would narrow it to "
+            f"{jax.dtypes.canonicalize_dtype(array.dtype)} because 64-bit types are switched off. Switch them on: "
+            f'jax.config.update("jax_enable_x64", True), or narrow it yourself before you convert.'
+        )
+    return jnp.array(array, copy=True)
+
+
+def to_numpy(leaf: Any) -> Any:
+    """A NumPy copy of an array of this framework."""
+    return np.array(leaf)
+
+
+def describe(leaf: Any) -> str:
+    """`float32[8, 3]`, or the type of what is no array."""
+    if is_array(leaf):
+        kind_of = "a NumPy array " if isinstance(leaf, np.ndarray | np.generic) else ""
+        return f"{kind_of}{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+    return "None" if leaf is None else f"a {type(leaf).__name__}"
+
+
+def kind(dtype: Any) -> str:
+    """'bool', 'int', 'float', 'complex' or 'other'."""
+    for name, kinds in (("bool", jnp.bool_), ("int", jnp.integer), ("float", jnp.floating), ("complex", jnp.complexfloating)):  # fmt: skip
+        if jnp.issubdtype(dtype, kinds):
+            return name
+    return "other"
+
+
+def as_dtype(dtype: Any) -> Any:
+    """The dtype of this name; TypeError if the framework has none."""
+    return jnp.dtype(dtype)
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """The dtype that sums of this dtype are held in: at least 32 bits."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.dtype("float32") if dtype.itemsize < 4 else dtype
+    if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
+        return jnp.dtype("int32") if dtype.itemsize < 4 else dtype
+    return dtype
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    """The array in another dtype."""
+    return jnp.asarray(array, dtype=dtype)
+
+
+def slice(array: Any, axis: int, start: Any, size: int) -> jax.Array:
+    """`size` rows from `start` on, along an axis."""
+    return lax.dynamic_slice_in_dim(jnp.asarray(array), start, size, axis)
+
+
+def scalar(weight: Any) -> Any:
+    """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
+    if isinstance(weight, jax.core.Tracer) or not isinstance(weight, jax.Array):
+        return weight
+    return weight.item() if {device.platform for device in weight.devices()} == {"cpu"} else weight
+
+
+def limbs(weight: Any) -> tuple[Any, ...]:
+    """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
+    if jax.config.jax_enable_x64:
+        return (jnp.asarray(weight, dtype=jnp.float64),)
+    if not isinstance(weight, jax.Array):
+        high = np.float32(weight)
+        return jnp.asarray(high), jnp.asarray(np.float32(weight - float(high)))
+    if not jnp.issubdtype(weight.dtype, jnp.integer):
+        return weight.astype(jnp.float32), jnp.zeros_like(weight, dtype=jnp.float32)
+    low = weight & jnp.asarray(0xFFFF, dtype=weight.dtype) if weight.dtype.itemsize > 2 else jnp.zeros_like(weight)
+    return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
+
+
+def count(steps: int) -> jax.Array:
+    """A number of steps in the type that a loop can carry."""
+    return jnp.asarray(steps, dtype=jnp.int32)

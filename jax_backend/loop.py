@@ -1,0 +1,169 @@
+"""The loop over the micro-batches."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from funcga import tally
+from funcga.arguments import Arguments, groups
+from funcga.backend import Backend
+from funcga.leaves import LeafFold
+from funcga.outputs import Outputs
+from funcga.program import Program
+from jax_backend import arrays
+from jax_backend.compilation import compiled, signature
+
+
+def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
+    """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+
+    def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = program.read(args, backend)
+        found = groups(arguments.rows(), program.n, program.microbatch_size)
+        state = [_strong(leaf) for leaf in arguments.state]
+        outputs = carry = None
+        chunks: list[list[jax.Array]] = []
+        first = 0
+        for count, size in found:
+            # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
+            evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size), inline=True)
+            if outputs is None:
+                value, _ = jax.eval_shape(evaluate, jnp.int32(0), state)
+                outputs = program.bind(value, arguments)
+            carry = (*_nothing(outputs), state) if carry is None else carry
+
+            def body(carry: Any, start: Any, evaluate: Any = evaluate, size: int = size) -> Any:
+                return _add(outputs, carry, evaluate(start, carry[-1]), size)
+
+            places = first + size * jnp.arange(count, dtype=jnp.int32)
+            carry, collected = lax.scan(body, _varying(body, carry, places[0]), places)
+            chunks.append([_unstack(*pair) for pair in zip(outputs.collected_folds, collected, strict=True)])
+            first += count * size
+        assert outputs is not None
+        return _finish(outputs, carry, chunks)
+
+    return compiled(fold)
+
+
+def _cut_and_evaluate(
+    program: Program, arguments: Arguments, kwargs: dict[str, Any], size: int, start: Any, state: list[Any]
+) -> tuple[Any, Any]:
+    return _evaluate(program, arguments, arguments.cut(start, size, state), kwargs)
+
+
+def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The value and the weight of one micro-batch; the default weight is left out, the caller knows the rows."""
+    weight = None if program.weight is None else program.weigh(arguments, args, int)
+    return program.grad_fn(*args, **kwargs), weight
+
+
+def stream(program: Program, backend: Backend) -> Callable[..., Any]:
+    """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+    known: dict[Any, Outputs] = {}
+
+    @partial(compiled, inline=True)
+    def evaluate(leading: Any, item: Any, kwargs: Any, state: Any) -> Any:
+        arguments = program.read((*leading, *item), backend)
+        state = arguments.state if state is None else state
+        return _evaluate(program, arguments, arguments.build(list(arguments.leaves), state), kwargs)
+
+    @compiled
+    def begin(outputs: Outputs, leading: Any, item: Any) -> Any:
+        state = program.read((*leading, *item), backend).state
+        return *_nothing(outputs), [jnp.array(_strong(leaf), copy=True) for leaf in state]
+
+    @partial(compiled, donate=True)
+    def step(carry: Any, outputs: Outputs, leading: Any, item: Any, kwargs: Any) -> Any:
+        arguments = program.read((*leading, *item), backend)
+        rows = 0 if program.weight else arguments.rows()
+        return _add(outputs, carry, evaluate(leading, item, kwargs, carry[-1]), rows)
+
+    finish = compiled(_finish)
+
+    def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
+        outputs = carry = None
+        chunks = []
+        for item in microbatches:
+            if outputs is None:
+                key = signature((leading, item, kwargs))
+                if key not in known:
+                    value, _ = jax.eval_shape(evaluate, leading, item, kwargs, None)
+                    known[key] = program.bind(value, program.read((*leading, *item), backend))
+                outputs = known[key]
+                carry = begin(outputs, leading, item)
+            carry, collected = step(carry, outputs, leading, item, kwargs)
+            chunks.append(collected)
+            del item, collected  # so that no more than one micro-batch is held
+        return finish(outputs, carry, chunks)
+
+    return fold
+
+
+def _nothing(outputs: Outputs) -> tuple[list[Any], tally.Tally]:
+    """What no micro-batch has contributed."""
+    pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
+    like = [(fold, jax.ShapeDtypeStruct(outputs.shapes[i] or (), outputs.dtypes[i])) for i, fold in pairs]
+    return [fold.identity(struct) for fold, struct in like], tally.empty(arrays)
+
+
+def _add(outputs: Outputs, carry: Any, evaluated: tuple[Any, Any], rows: int) -> Any:
+    """The carry with one more micro-batch, and its values for the leaves that are collected."""
+    reduced, total, _ = carry
+    value, weight = evaluated
+    weight = rows if weight is None else weight
+    leaves = outputs.leaves(value, "a later micro-batch")
+    reduced = [
+        fold.combine(before, fold.lift(leaves[i], weight))
+        for fold, before, i in zip(outputs.reduced_folds, reduced, outputs.reduced, strict=True)
+    ]
+    total = tally.merge(total, tally.one(weight, arrays))
+    return (reduced, total, [leaves[i] for i in outputs.threads]), [leaves[i] for i in outputs.collected]
+
+
+def _finish(outputs: Outputs, carry: Any, chunks: list[list[Any]]) -> Any:
+    """The normalised result, in the structure of grad_fn's output."""
+    reduced, total, state = carry
+    results = [fold.normalize(r, total) for fold, r in zip(outputs.reduced_folds, reduced, strict=True)]
+    collected = [
+        jnp.concatenate(column, axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
+        for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
+    ]
+    return outputs.join(results, collected, state)
+
+
+def _unstack(fold: LeafFold, stacked: jax.Array) -> jax.Array:
+    """What a scan collected, [micro-batches, ...], with the micro-batches in order along the fold's own axis."""
+    axis = (fold.fold.reducer.monoid.axis or 0) % (stacked.ndim - 1)
+    moved = jnp.moveaxis(stacked, 0, axis)
+    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+
+
+def _strong(leaf: Any) -> Any:
+    """The leaf as an array whose dtype a loop can keep."""
+    leaf = arrays.as_array(leaf)
+    return jnp.asarray(leaf, dtype=leaf.dtype)
+
+
+def _varying(body: Callable[..., Any], carry: Any, start: Any) -> Any:
+    """The carry marked as varying over the mesh axes that the body makes it vary over, inside shard_map."""
+    for _ in range(3):  # what varies can make more vary; it settles at once in practice
+        leaves, structure = jax.tree.flatten(carry)
+        after = jax.tree.leaves(jax.eval_shape(body, carry, start)[0])
+        axes = [tuple(_axes(b) - _axes(jax.typeof(a))) for a, b in zip(leaves, after, strict=True)]
+        if not any(axes):
+            break
+        marked = [
+            lax.pcast(leaf, names, to="varying") if names else leaf for leaf, names in zip(leaves, axes, strict=True)
+        ]
+        carry = jax.tree.unflatten(structure, marked)
+    return carry
+
+
+def _axes(aval: Any) -> frozenset[Any]:
+    kind = getattr(aval, "manual_axis_type", None)
+    found = kind.varying if kind is not None else getattr(aval, "vma", None)
+    return frozenset(found or ())

@@ -1,0 +1,128 @@
+"""The facts about arrays of this framework that the mathematics needs."""
+
+from typing import Any
+
+import torch
+from torch._C import _functorch  # no public test for a running transform exists
+
+xp = torch
+
+
+def owns(leaf: Any) -> bool:
+    """Whether only this framework can have made the leaf."""
+    return isinstance(leaf, torch.Tensor)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether the leaf can be split and folded as it is."""
+    return isinstance(leaf, torch.Tensor)
+
+
+def as_array(leaf: Any) -> torch.Tensor:
+    """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, int | float | complex):
+        return torch.as_tensor(leaf)
+    raise TypeError(type(leaf).__name__)
+
+
+def convert(leaf: Any) -> torch.Tensor:
+    """A copy, in this framework, of an array of any framework."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    import numpy as np
+
+    array = np.array(leaf)
+    if array.dtype.isbuiltin == 1:
+        return torch.from_numpy(array)
+    bits = array.view(f"uint{8 * array.dtype.itemsize}")  # bfloat16 and float8, which NumPy only knows by extension
+    return torch.from_numpy(bits).view(as_dtype(array.dtype.name))
+
+
+def to_numpy(leaf: torch.Tensor) -> Any:
+    """A NumPy copy of an array of this framework."""
+    import numpy as np
+
+    tensor = leaf.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    if tensor.dtype in (torch.bfloat16, *_FLOAT8):
+        import ml_dtypes
+
+        bits = tensor.view(torch.uint16 if tensor.dtype.itemsize == 2 else torch.uint8).numpy()
+        return np.array(bits.view(getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."))))
+    return np.array(tensor.numpy())
+
+
+_FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8"))
+
+
+def describe(leaf: Any) -> str:
+    """`float32[8, 3]`, or the type of what is no array."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, leaf.shape))}]"
+    if type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
+        return f"a NumPy array {leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+    return "None" if leaf is None else f"a {type(leaf).__name__}"
+
+
+def kind(dtype: torch.dtype) -> str:
+    """'bool', 'int', 'float', 'complex' or 'other'."""
+    if dtype.is_floating_point:
+        return "float"
+    if dtype.is_complex:
+        return "complex"
+    return "bool" if dtype == torch.bool else "int"
+
+
+def as_dtype(dtype: Any) -> torch.dtype:
+    """The dtype of this name; TypeError if the framework has none."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch has no dtype {dtype!r}")
+    return found
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of this dtype are held in: at least 32 bits."""
+    if dtype.is_floating_point:
+        return torch.float32 if dtype.itemsize < 4 else dtype
+    if dtype.is_complex:
+        return torch.complex64 if dtype.itemsize < 8 else dtype
+    return torch.int64 if dtype.itemsize < 4 else dtype
+
+
+def cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The array in another dtype."""
+    return array.to(dtype)
+
+
+def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
+    """`size` rows from `start` on, along an axis."""
+    return array.narrow(axis, start, size)
+
+
+def in_transform() -> bool:
+    """Whether a torch.func transform is running, whose tensors must not be written to or detached."""
+    return not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is not None
+
+
+def scalar(weight: Any) -> Any:
+    """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
+    plain = type(weight) is torch.Tensor and weight.device.type == "cpu"
+    if not plain or torch.compiler.is_compiling() or in_transform():
+        return weight
+    return weight.item()
+
+
+def limbs(weight: Any) -> tuple[Any, ...]:
+    """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
+    if not isinstance(weight, torch.Tensor):
+        return (weight,)
+    if not weight.is_floating_point():
+        return (weight.to(torch.int64),)
+    return (weight.to(torch.float32 if weight.device.type == "mps" else torch.float64),)
+
+
+def count(steps: int) -> int:
+    """A number of steps in the type that a loop can carry."""
+    return steps

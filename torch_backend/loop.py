@@ -1,0 +1,80 @@
+"""The loop over the micro-batches."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from funcga.arguments import Arguments, groups, starts
+from funcga.backend import Backend
+from funcga.program import Program
+from torch_backend import arrays
+from torch_backend.buffers import Buffers
+
+# What one micro-batch needs: the arguments it comes from, how to cut them given the threaded state, and its rows.
+_Microbatch = tuple[Arguments, Callable[[list[Any]], tuple[Any, ...]], Callable[[], int]]
+
+
+def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
+    """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+
+    def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = _detached((args, kwargs), backend)
+        arguments = program.read(args, backend)
+        found = groups(arguments.rows(), program.n, program.microbatch_size)
+        return _fold(program, _cuts(arguments, starts(found)), arguments.state, kwargs)
+
+    return fold
+
+
+def _cuts(arguments: Arguments, found: Iterator[tuple[int, int]]) -> Iterator[_Microbatch]:
+    for start, size in found:
+        yield arguments, lambda state, a=start, b=size: arguments.cut(a, b, state), lambda b=size: b  # type: ignore[misc]
+
+
+def stream(program: Program, backend: Backend) -> Callable[..., Any]:
+    """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+
+    def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
+        leading, kwargs = _detached((leading, kwargs), backend)
+        return _fold(program, _items(program, leading, microbatches, backend), None, kwargs)
+
+    return fold
+
+
+def _items(
+    program: Program, leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], backend: Backend
+) -> Iterator[_Microbatch]:
+    for item in microbatches:
+        arguments = program.read((*leading, *_detached(item, backend)), backend)
+        del item  # so that no more than one micro-batch is held
+        yield arguments, lambda state, a=arguments: a.build(list(a.leaves), state), arguments.rows  # type: ignore[misc]
+        del arguments
+
+
+def _fold(
+    program: Program, microbatches: Iterator[_Microbatch], state: list[Any] | None, kwargs: dict[str, Any]
+) -> Any:
+    buffers = None
+    for k, (arguments, cut, rows) in enumerate(microbatches):
+        state = arguments.state if state is None else state
+        args = cut(state)
+        weight = program.weigh(arguments, args, rows)
+        value = program.grad_fn(*args, **kwargs)
+        if buffers is None:
+            buffers = Buffers(program.bind(value, arguments))
+        leaves = buffers.outputs.leaves(value, f"micro-batch {k + 1}")
+        del args, value, arguments, cut, rows
+        state = buffers.add(leaves, weight)
+        del leaves
+    assert buffers is not None
+    assert state is not None
+    return buffers.result(state)
+
+
+def _detached(tree: Any, backend: Backend) -> Any:
+    """The tree without the graphs of its tensors: torch.func records a second graph for those that require grad."""
+    if arrays.in_transform():
+        return tree
+    leaves, structure = backend.trees.flatten(tree)
+    if not any(arrays.is_array(leaf) and leaf.requires_grad for leaf in leaves):
+        return tree
+    return backend.trees.unflatten(structure, [leaf.detach() if arrays.is_array(leaf) else leaf for leaf in leaves])

@@ -1,0 +1,33 @@
+"""Trees, as this framework walks them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+# torch has no public pytree module; this file is the only one that knows the private one.
+from torch.utils import _pytree
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves, in the framework's order, and the structure that puts them back."""
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
+    """The tree of this structure with these leaves."""
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+def children(tree: Any) -> list[tuple[str, Any]] | None:
+    """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
+
+    def below(node: Any) -> bool:
+        return node is not tree
+
+    try:
+        found, _ = _pytree.tree_flatten_with_path(tree, is_leaf=below)
+    except ValueError:  # a registered node without keys
+        subtrees, _ = _pytree.tree_flatten(tree, is_leaf=below)
+        return [(f"[{i}]", subtree) for i, subtree in enumerate(subtrees)]
+    if [path for path, _ in found] == [()]:
+        return None
+    return [(str(path[0]), subtree) for path, subtree in found]
