@@ -52,7 +52,7 @@ class Accumulator:
         marks = [None if a is None else xp.zeros((), dtype=a.dtype) for a in arrays]
         return AccumulatorState(
             tuple(fold.identity(a) if fold else None for fold, a in _bound(outputs, arrays)),
-            backend.trees.unflatten(outputs.structure, marks),
+            outputs.structure_of(marks),
             tally.empty(backend.arrays),
         )
 
@@ -84,7 +84,7 @@ class Accumulator:
         backend = backend_of([("state", state)])
         outputs = self._outputs(state, backend)
         results = [fold.normalize(r, state.tally) if fold else None for fold, r in _bound(outputs, state.leaves)]
-        return backend.trees.unflatten(outputs.structure, results)
+        return outputs.structure_of(results)
 
     def _outputs(self, state: AccumulatorState, backend: Backend) -> Outputs:
         return bind_outputs(self.fold, state.like, backend, shaped=False)

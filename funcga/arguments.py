@@ -1,4 +1,4 @@
-"""The arguments of one call: which are split, which are passed whole, which are threaded, and how many rows there are."""
+"""The arguments of one call: which are split, passed whole or threaded, and how many rows there are."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
-from funcga.prefixes import Placed, PrefixError, broadcast, outline
+from funcga.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline
 
 
 class _Carry:
@@ -21,7 +21,7 @@ class _Carry:
 
 
 CARRY = _Carry()
-"""In `in_axes`: the state that is threaded from one micro-batch to the next. grad_fn returns it where fold is carry()."""
+"""In `in_axes`: state that is threaded from one micro-batch to the next; grad_fn returns it where fold is carry()."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,23 @@ class Arguments:
     leaves: tuple[Any, ...]
     axes: tuple[Placed, ...]
     structure: Any
+    names: tuple[str, ...]
     is_split: tuple[bool, ...]  # for each argument: whether any leaf of it has an axis
     backend: Backend
 
     @property
-    def carried(self) -> list[Placed]:
-        """The places of the leaves that are CARRY."""
-        return [placed for placed in self.axes if placed.value is CARRY]
+    def paths(self) -> list[str]:
+        """The path of every leaf, for error messages and to match what is carried."""
+        trees = self.backend.trees
+        args = trees.unflatten(self.structure, list(range(len(self.leaves))))
+        return [path for name, arg in zip(self.names, args, strict=True) for path in leaf_paths(arg, trees, name)]
+
+    @property
+    def carried(self) -> list[tuple[str, str]]:
+        """(root, path) of the leaves that are CARRY: where in_axes says so, and where the leaf is."""
+        if not any(placed.value is CARRY for placed in self.axes):
+            return []
+        return [(root, path) for (axis, root), path in zip(self.axes, self.paths, strict=True) if axis is CARRY]
 
     @property
     def state(self) -> list[Any]:
@@ -58,7 +68,7 @@ class Arguments:
         cut = self.backend.arrays.slice
         leaves = [
             cut(leaf, axis, start, size) if type(axis) is int and leaf is not None else leaf
-            for leaf, (axis, _, _) in zip(self.leaves, self.axes, strict=True)
+            for leaf, (axis, _) in zip(self.leaves, self.axes, strict=True)
         ]
         return self.build(leaves, state)
 
@@ -71,55 +81,53 @@ class Arguments:
 
         Raises FuncgaError if they differ, if there are none, or if a leaf has no such axis.
         """
-        sizes = {}
-        describe = self.backend.arrays.describe
-        for leaf, (axis, _, path) in zip(self.leaves, self.axes, strict=True):
-            if type(axis) is int and leaf is not None:
-                sizes[path] = (_rows(leaf, axis, path, self.backend), f"axis {axis} of {describe(leaf)}")
+        split = [i for i, leaf in enumerate(self.leaves) if type(self.axes[i].value) is int and leaf is not None]
+        sizes = [_rows(self, i) for i in split]
         if not sizes:
             raise FuncgaError(
                 "no argument is split, so there are no rows to make micro-batches of. By default the first argument "
                 "is passed whole and every other one is split on axis 0; say otherwise with in_axes, as in vmap: "
                 "in_axes=0 splits all of them."
             )
-        if len({size for size, _ in sizes.values()}) > 1:
-            listed = "; ".join(f"`{path}` has {size} ({where})" for path, (size, where) in _distinct(sizes).items())
-            raise FuncgaError(
-                f"the split arguments have different numbers of rows: {listed}. Micro-batches cut all of them alike. "
-                f"Pass what has no rows whole: in_axes with None in its place."
-            )
-        ((rows, _), *_) = sizes.values()
-        if rows == 0:
-            raise FuncgaError(f"the batch has 0 rows ({', '.join(f'`{path}`' for path in sizes)}): nothing to fold.")
-        return rows
+        if any(size != sizes[0] for size in sizes):
+            raise _uneven(self, dict(zip(split, sizes, strict=True)))
+        if sizes[0] == 0:
+            raise FuncgaError(f"the batch has 0 rows (`{self.paths[split[0]]}` is empty): there is nothing to fold.")
+        return sizes[0]
 
 
-def _distinct(sizes: dict[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
-    """The first path of every number of rows."""
-    first: dict[int, str] = {}
-    for path, (size, _) in sizes.items():
-        first.setdefault(size, path)
-    return {path: sizes[path] for path in first.values()}
+def _uneven(arguments: Arguments, sizes: dict[int, int]) -> FuncgaError:
+    first = {size: i for i, size in reversed(sizes.items())}  # the first leaf of every number of rows
+    listed = "; ".join(
+        f"`{arguments.paths[i]}` has {size} (axis {arguments.axes[i].value} of "
+        f"{arguments.backend.arrays.describe(arguments.leaves[i])})"
+        for size, i in sorted(first.items(), key=lambda pair: pair[1])
+    )
+    return FuncgaError(
+        f"the split arguments have different numbers of rows: {listed}. Micro-batches cut all of them alike. Pass "
+        f"what has no rows whole: in_axes with None in its place."
+    )
 
 
-def _rows(leaf: Any, axis: int, path: str, backend: Backend) -> int:
+def _rows(arguments: Arguments, i: int) -> int:
+    leaf, axis, backend = arguments.leaves[i], arguments.axes[i].value, arguments.backend
     if not backend.arrays.is_array(leaf):
-        found = backend.arrays.describe(leaf)
+        path = arguments.paths[i]
         convert = f"funcga.to_{backend.name}({path.split('[')[0].split('.')[0]})"
         raise FuncgaError(
-            f"`{path}` is {found}, and in_axes splits it on axis {axis}: only {backend.name} arrays can be split. "
-            f"Convert it, `{convert}`, or pass it whole: in_axes with None in its place."
+            f"`{path}` is {backend.arrays.describe(leaf)}, and in_axes splits it on axis {axis}: only {backend.name} "
+            f"arrays can be split. Convert it, `{convert}`, or pass it whole: in_axes with None in its place."
         )
     shape = leaf.shape
     if not shape:
         raise FuncgaError(
-            f"`{path}` is {backend.arrays.describe(leaf)}, a scalar: it has no axis {axis} to split. Pass it whole: "
-            f"in_axes with None in its place, or as a keyword argument."
+            f"`{arguments.paths[i]}` is {backend.arrays.describe(leaf)}, a scalar: it has no axis {axis} to split. "
+            f"Pass it whole: in_axes with None in its place, or as a keyword argument."
         )
     if not -len(shape) <= axis < len(shape):
         raise FuncgaError(
-            f"`{path}` is {backend.arrays.describe(leaf)}: axis {axis} is out of range. in_axes for it lies between "
-            f"{-len(shape)} and {len(shape) - 1}."
+            f"`{arguments.paths[i]}` is {backend.arrays.describe(leaf)}: axis {axis} is out of range. in_axes for it "
+            f"lies between {-len(shape)} and {len(shape) - 1}."
         )
     return int(shape[axis])
 
@@ -154,7 +162,7 @@ def read_arguments(args: tuple[Any, ...], in_axes: Any, names: list[str], backen
         leaves += own
         axes += placed
         is_split.append(any(type(p.value) is int for p in placed))
-    return Arguments(tuple(leaves), tuple(axes), flatten(args)[1], tuple(is_split), backend)
+    return Arguments(tuple(leaves), tuple(axes), flatten(args)[1], tuple(names), tuple(is_split), backend)
 
 
 def _per_argument(in_axes: Any, count: int) -> tuple[Any, ...]:
@@ -181,15 +189,15 @@ def _is_axis(value: Any) -> bool:
 
 def _place(arg: Any, axis: Any, name: str, count: int, backend: Backend) -> list[Placed]:
     if axis is None:
-        return [Placed(None, name, name)] * count  # the paths of what is passed whole are never asked for
+        return [Placed(None, name)] * count  # also where None is not a leaf but no tree at all
     try:
         return broadcast(axis, arg, _is_axis, backend.trees, name)
     except PrefixError as error:
         trees = backend.trees
         raise FuncgaError(
             f"in_axes is no prefix of the arguments: for `{error.path}` it has {outline(error.prefix, trees, repr)}, "
-            f"and the argument is {outline(error.tree, trees, backend.arrays.describe)}. Write an axis, None (whole) or "
-            f"funcga.CARRY for all that stands below, or a container with the same keys."
+            f"and the argument is {outline(error.tree, trees, backend.arrays.describe)}. Write an axis, None (whole) "
+            f"or funcga.CARRY for all that stands below, or a container with the same keys."
         ) from error
 
 

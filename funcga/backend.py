@@ -196,7 +196,7 @@ def backend_of(named: Iterable[tuple[str, Any]]) -> Backend:
 def _mixed(named: list[tuple[str, Any]], owners: list[Backend]) -> FuncgaError:
     from funcga.prefixes import leaf_paths
 
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for backend in owners:
         for name, tree in named:
             for path, leaf in zip(leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True):

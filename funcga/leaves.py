@@ -1,5 +1,6 @@
 """A fold bound to one leaf of grad_fn's output: dtypes decided once, then the mathematics of that leaf, in order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,8 @@ class LeafFold:
         return self.arrays.cast(result, self.result_dtype)
 
 
-def bind(fold: Fold, like: Any, path: str, arrays: Arrays) -> LeafFold:
-    """The fold for a leaf of `like`'s dtype.
+def bind(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> LeafFold:
+    """The fold for a leaf of `like`'s dtype, which stands at the path `where()`.
 
     Raises FuncgaError if the fold cannot take that dtype, or its dtype is not one of the framework's.
     """
@@ -60,7 +61,7 @@ def bind(fold: Fold, like: Any, path: str, arrays: Arrays) -> LeafFold:
     accumulator = _named(reducer.dtype, arrays) if reducer.dtype is not None else own
     kind = arrays.kind(accumulator)
     if kind not in reducer.kinds or kind not in normalizer.kinds:
-        raise _unfit(path, like, kind, arrays)
+        raise _unfit(where(), like, kind, arrays)
     if reducer.dtype is None and reducer.monoid.rounds:
         accumulator = arrays.accumulator_dtype(own)
     if normalizer.dtype is not None:
@@ -70,12 +71,12 @@ def bind(fold: Fold, like: Any, path: str, arrays: Arrays) -> LeafFold:
     return LeafFold(fold, accumulator, result, arrays)
 
 
-def check_axis(fold: Fold, like: Any, path: str, arrays: Arrays) -> None:
+def check_axis(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> None:
     """Raises FuncgaError if the leaf lacks the axis that the fold collects along."""
     axis = fold.reducer.monoid.axis
     if axis is not None and not -len(like.shape) <= axis < len(like.shape):
         raise FuncgaError(
-            f"{path} is {arrays.describe(like)}: it has no axis {axis} for concat(axis={axis}) to collect along. "
+            f"{where()} is {arrays.describe(like)}: it has no axis {axis} for concat(axis={axis}) to collect along. "
             f"Fold it with funcga.mean() or funcga.sum(), or return one value for each example."
         )
 

@@ -1,6 +1,8 @@
 """The outputs of grad_fn: which leaf is folded how, and that every micro-batch returns the same structure."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from funcga import reducers
@@ -22,7 +24,6 @@ class Outputs:
 
     structure: Any
     folds: tuple[LeafFold | None, ...]
-    paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
     dtypes: tuple[Any, ...]
     reduced: tuple[int, ...]
@@ -31,19 +32,32 @@ class Outputs:
     backend: Backend
 
     @property
+    def paths(self) -> list[str]:
+        """The path of every leaf: for error messages, and to match what comes in another order."""
+        return leaf_paths(self.structure_of(range(len(self.folds))), self.backend.trees, "output")
+
+    def structure_of(self, leaves: Iterable[Any]) -> Any:
+        """The tree of these leaves."""
+        return self.backend.trees.unflatten(self.structure, list(leaves))
+
+    @property
     def reduced_folds(self) -> list[LeafFold]:
         """The folds of the reduced leaves, in order."""
-        return [fold for i in self.reduced if (fold := self.folds[i]) is not None]
+        return self._folds(self.reduced)
 
     @property
     def collected_folds(self) -> list[LeafFold]:
         """The folds of the collected leaves, in order."""
-        return [fold for i in self.collected if (fold := self.folds[i]) is not None]
+        return self._folds(self.collected)
+
+    def _folds(self, places: tuple[int, ...]) -> list[LeafFold]:
+        found = [self.folds[i] for i in places]
+        return [fold for fold in found if fold is not None]
 
     def leaves(self, value: Any, which: str) -> list[Any]:
         """The leaves of another micro-batch's output, as arrays.
 
-        Raises FuncgaError if its structure, a shape or a dtype is not that of the first. The order of a dict may differ.
+        The order of a dict may differ. Raises FuncgaError if the structure, a shape or a dtype is not the first one's.
         """
         trees, is_array = self.backend.trees, self.backend.arrays.is_array
         leaves, structure = trees.flatten(value)
@@ -57,11 +71,14 @@ class Outputs:
             if not is_array(leaf):
                 if leaf is None:
                     raise self._changed(i, leaf, which)
-                leaf = leaves[i] = as_leaf(leaf, self.paths[i], self.backend)
+                leaf = leaves[i] = as_leaf(leaf, partial(self._path, i), self.backend)
             shape = self.shapes[i]
             if leaf.dtype != self.dtypes[i] or (leaf.shape != shape and not self._may_differ(i, leaf)):
                 raise self._changed(i, leaf, which)
         return leaves
+
+    def _path(self, i: int) -> str:
+        return self.paths[i]
 
     def _reordered(self, value: Any, leaves: list[Any], which: str) -> list[Any]:
         paths = leaf_paths(value, self.backend.trees, "output")
@@ -85,7 +102,7 @@ class Outputs:
         for places, values in ((self.reduced, reduced), (self.collected, collected), (self.threads, threaded)):
             for i, value in zip(places, values, strict=True):
                 leaves[i] = value
-        return self.backend.trees.unflatten(self.structure, leaves)
+        return self.structure_of(leaves)
 
     def _restructured(self, paths: list[str], which: str) -> FuncgaError:
         missing = [p for p in self.paths if p not in paths]
@@ -115,13 +132,13 @@ def _some(paths: list[str]) -> str:
     return ", ".join(f"`{path}`" for path in paths[:4]) + (", ..." if len(paths) > 4 else "") if paths else "nothing"
 
 
-def as_leaf(leaf: Any, path: str, backend: Backend) -> Any:
-    """The leaf as an array. Raises FuncgaError for what is neither an array nor a number."""
+def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Any:
+    """The leaf at the path `where()` as an array. Raises FuncgaError for what is neither an array nor a number."""
     try:
         return backend.arrays.as_array(leaf)
     except TypeError as error:
         raise FuncgaError(
-            f"{path} of grad_fn is {backend.arrays.describe(leaf)}, which cannot be folded. Return arrays "
+            f"{where()} of grad_fn is {backend.arrays.describe(leaf)}, which cannot be folded. Return arrays "
             f"or numbers; convert others with funcga.to_{backend.name}(...)."
         ) from error
 
@@ -154,17 +171,17 @@ def bind_outputs(fold: Any, value: Any, backend: Backend, shaped: bool = True) -
     placed = place(fold, value, backend)
     leaves, structure = backend.trees.flatten(value)
     folds: list[LeafFold | None] = [None] * len(leaves)
-    for i, ((leaf_fold, _, path), leaf) in enumerate(zip(placed, leaves, strict=True)):
+    for i, ((leaf_fold, _), leaf) in enumerate(zip(placed, leaves, strict=True)):
         # What is carried may be any object; what is folded must be an array.
         if leaf is not None and (leaf_fold.reducer != reducers.carry or backend.arrays.is_array(leaf)):
-            leaves[i] = as_leaf(leaf, path, backend)
-            folds[i] = bind(leaf_fold, leaves[i], path, backend.arrays)
+            where = partial(_leaf_path, value, i, backend)
+            leaves[i] = as_leaf(leaf, where, backend)
+            folds[i] = bind(leaf_fold, leaves[i], where, backend.arrays)
             if shaped:
-                check_axis(leaf_fold, leaves[i], path, backend.arrays)
+                check_axis(leaf_fold, leaves[i], where, backend.arrays)
     return Outputs(
         structure=structure,
         folds=tuple(folds),
-        paths=tuple(p.path for p in placed),
         shapes=tuple(None if f is None or not shaped else leaf.shape for f, leaf in zip(folds, leaves, strict=True)),
         dtypes=tuple(None if f is None else leaf.dtype for f, leaf in zip(folds, leaves, strict=True)),
         reduced=tuple(i for i, f in enumerate(folds) if f is not None),
@@ -174,29 +191,36 @@ def bind_outputs(fold: Any, value: Any, backend: Backend, shaped: bool = True) -
     )
 
 
-def sort_outputs(fold: Any, value: Any, carried: list[Placed], backend: Backend) -> Outputs:
+def _leaf_path(value: Any, i: int, backend: Backend) -> str:
+    return leaf_paths(value, backend.trees, "output")[i]
+
+
+def sort_outputs(fold: Any, value: Any, carried: list[tuple[str, str]], backend: Backend) -> Outputs:
     """The Outputs of a first micro-batch in a loop, which threads what is carried and collects what grows.
 
-    `carried` are the places of the leaves of the CARRY arguments. Raises FuncgaError if they do not match the leaves
+    `carried` has (root, path) for every leaf of the CARRY arguments. Raises FuncgaError if they do not match the leaves
     of carry(), and for leaves without the axis that concat() collects along.
     """
     outputs = bind_outputs(fold, value, backend)
     placed = place(fold, value, backend)
-    threaded = [i for i, (leaf_fold, *_) in enumerate(placed) if leaf_fold.reducer == reducers.carry]
+    threaded = [i for i, (leaf_fold, _) in enumerate(placed) if leaf_fold.reducer == reducers.carry]
     growing = [i for i, f in enumerate(outputs.folds) if f is not None and f.fold.reducer.monoid.axis is not None]
+    if threaded or carried:
+        paths = outputs.paths
+        threads = _match([(placed[i].root, paths[i]) for i in threaded], threaded, carried)
     return replace(
         outputs,
         reduced=tuple(i for i in outputs.reduced if i not in (*threaded, *growing)),
         collected=tuple(growing),
-        threads=_match([placed[i] for i in threaded], threaded, carried),
+        threads=threads if threaded else (),
     )
 
 
-def _match(returned: list[Placed], places: list[int], carried: list[Placed]) -> tuple[int, ...]:
+def _match(returned: list[tuple[str, str]], places: list[int], carried: list[tuple[str, str]]) -> tuple[int, ...]:
     """For every carried leaf, the output leaf that replaces it: k-th CARRY to k-th carry(), below it by path."""
     inputs = _by_root(carried)
     outputs = _by_root(returned)
-    where = dict(zip((p.path for p in returned), places, strict=True))
+    where = dict(zip((path for _, path in returned), places, strict=True))
     if len(inputs) != len(outputs):
         ins = ", ".join(f"`{root}`" for root in inputs) or "no argument"
         outs = ", ".join(f"`{root}`" for root in outputs) or "no output"
@@ -218,8 +242,8 @@ def _match(returned: list[Placed], places: list[int], carried: list[Placed]) -> 
     return tuple(threads)
 
 
-def _by_root(placed: list[Placed]) -> dict[str, list[str]]:
+def _by_root(placed: list[tuple[str, str]]) -> dict[str, list[str]]:
     roots: dict[str, list[str]] = {}
-    for _, root, path in placed:
+    for root, path in placed:
         roots.setdefault(root, []).append(path[len(root) :])
     return roots

@@ -7,11 +7,10 @@ from funcga.backend import Trees
 
 
 class Placed(NamedTuple):
-    """A prefix's value at one leaf of the tree that it covers."""
+    """A prefix's value at one leaf of the tree that it covers, and the path at which the prefix says so."""
 
     value: Any
-    root: str  # the path at which the prefix says this value
-    path: str  # the path of the leaf
+    root: str
 
 
 class PrefixError(Exception):
@@ -36,7 +35,7 @@ def broadcast(prefix: Any, tree: Any, is_value: Callable[[Any], bool], trees: Tr
     Children are matched by key, so the order of a dict does not matter. Raises PrefixError where they don't match.
     """
     if is_value(prefix):
-        return [Placed(prefix, path, leaf) for leaf in leaf_paths(tree, trees, path)]
+        return [Placed(prefix, path)] * len(trees.flatten(tree)[0])
     branches, children = trees.children(prefix), trees.children(tree)
     if branches is None or children is None or len(branches) != len(children):
         raise PrefixError(path, prefix, tree)

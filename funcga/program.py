@@ -54,14 +54,14 @@ class Program:
 def _check_state(outputs: Outputs, value: Any, arguments: Arguments) -> None:
     leaves = arguments.backend.trees.flatten(value)[0]
     describe, is_array = arguments.backend.arrays.describe, arguments.backend.arrays.is_array
-    for place, before, i in zip(arguments.carried, arguments.state, outputs.threads, strict=True):
+    for (_, path), before, i in zip(arguments.carried, arguments.state, outputs.threads, strict=True):
         after = leaves[i]
         if is_array(before) and (before.shape, before.dtype) != (
             getattr(after, "shape", None),
             getattr(after, "dtype", None),
         ):
             raise FuncgaError(
-                f"the carried state `{place.path}` came in as {describe(before)} and grad_fn returned it as "
+                f"the carried state `{path}` came in as {describe(before)} and grad_fn returned it as "
                 f"{describe(after)}. Every micro-batch gets what the one before returned: return the shape and dtype "
                 f"that came in."
             )

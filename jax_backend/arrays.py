@@ -62,10 +62,10 @@ def describe(leaf: Any) -> str:
 
 def kind(dtype: Any) -> str:
     """'bool', 'int', 'float', 'complex' or 'other'."""
-    for name, kinds in (("bool", jnp.bool_), ("int", jnp.integer), ("float", jnp.floating), ("complex", jnp.complexfloating)):  # fmt: skip
-        if jnp.issubdtype(dtype, kinds):
-            return name
-    return "other"
+    return next((name for name, kinds in _KINDS.items() if jnp.issubdtype(dtype, kinds)), "other")
+
+
+_KINDS = {"bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
 
 
 def as_dtype(dtype: Any) -> Any:
@@ -101,7 +101,7 @@ def scalar(weight: Any) -> Any:
 
 def limbs(weight: Any) -> tuple[Any, ...]:
     """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
-    if jax.config.jax_enable_x64:
+    if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         return (jnp.asarray(weight, dtype=jnp.float64),)
     if not isinstance(weight, jax.Array):
         high = np.float32(weight)

@@ -24,29 +24,35 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
-        state = [_strong(leaf) for leaf in arguments.state]
-        outputs = carry = None
+        carry: Any = None
         chunks: list[list[jax.Array]] = []
         first = 0
         for count, size in found:
             # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
             evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size), inline=True)
-            if outputs is None:
-                value, _ = jax.eval_shape(evaluate, jnp.int32(0), state)
-                outputs = program.bind(value, arguments)
-            carry = (*_nothing(outputs), state) if carry is None else carry
-
-            def body(carry: Any, start: Any, evaluate: Any = evaluate, size: int = size) -> Any:
-                return _add(outputs, carry, evaluate(start, carry[-1]), size)
-
-            places = first + size * jnp.arange(count, dtype=jnp.int32)
-            carry, collected = lax.scan(body, _varying(body, carry, places[0]), places)
-            chunks.append([_unstack(*pair) for pair in zip(outputs.collected_folds, collected, strict=True)])
+            if carry is None:
+                state = [_strong(leaf) for leaf in arguments.state]
+                outputs = program.bind(jax.eval_shape(evaluate, jnp.int32(0), state)[0], arguments)
+                carry = (*_nothing(outputs), state)
+            carry, collected = _scan(outputs, evaluate, carry, first, count, size)
+            chunks.append(collected)
             first += count * size
-        assert outputs is not None
         return _finish(outputs, carry, chunks)
 
     return compiled(fold)
+
+
+def _scan(
+    outputs: Outputs, evaluate: Callable[..., Any], carry: Any, first: int, count: int, size: int
+) -> tuple[Any, list[jax.Array]]:
+    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
+
+    def body(carry: Any, start: Any) -> Any:
+        return _add(outputs, carry, evaluate(start, carry[-1]), size)
+
+    places = first + size * jnp.arange(count, dtype=jnp.int32)
+    carry, collected = lax.scan(body, _varying(body, carry, places[0]), places)
+    return carry, [_unstack(*pair) for pair in zip(outputs.collected_folds, collected, strict=True)]
 
 
 def _cut_and_evaluate(
@@ -68,7 +74,6 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     @partial(compiled, inline=True)
     def evaluate(leading: Any, item: Any, kwargs: Any, state: Any) -> Any:
         arguments = program.read((*leading, *item), backend)
-        state = arguments.state if state is None else state
         return _evaluate(program, arguments, arguments.build(list(arguments.leaves), state), kwargs)
 
     @compiled
@@ -91,8 +96,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             if outputs is None:
                 key = signature((leading, item, kwargs))
                 if key not in known:
-                    value, _ = jax.eval_shape(evaluate, leading, item, kwargs, None)
-                    known[key] = program.bind(value, program.read((*leading, *item), backend))
+                    arguments = program.read((*leading, *item), backend)
+                    state = [_strong(leaf) for leaf in arguments.state]
+                    known[key] = program.bind(jax.eval_shape(evaluate, leading, item, kwargs, state)[0], arguments)
                 outputs = known[key]
                 carry = begin(outputs, leading, item)
             carry, collected = step(carry, outputs, leading, item, kwargs)
@@ -106,8 +112,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 def _nothing(outputs: Outputs) -> tuple[list[Any], tally.Tally]:
     """What no micro-batch has contributed."""
     pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
-    like = [(fold, jax.ShapeDtypeStruct(outputs.shapes[i] or (), outputs.dtypes[i])) for i, fold in pairs]
-    return [fold.identity(struct) for fold, struct in like], tally.empty(arrays)
+    zeros = [(fold, jnp.zeros(outputs.shapes[i] or (), outputs.dtypes[i])) for i, fold in pairs]
+    return [fold.identity(like) for fold, like in zeros], tally.empty(arrays)
 
 
 def _add(outputs: Outputs, carry: Any, evaluated: tuple[Any, Any], rows: int) -> Any:

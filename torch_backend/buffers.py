@@ -81,9 +81,7 @@ class Buffers:
             value, reduced[k] = reduced[k], None
             results.append(value.to(fold.result_dtype) if k in done else fold.normalize(value, self.tally))
         collected = []
-        for i, chunks in zip(self.outputs.collected, self.collected, strict=True):
-            fold = self.outputs.folds[i]
-            assert fold is not None
+        for fold, chunks in zip(self.outputs.collected_folds, self.collected, strict=True):
             collected.append(torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype))
             chunks.clear()
         return self.outputs.join(results, collected, state)
