@@ -6,6 +6,8 @@ The rival keeps one accumulator, adds with torch._foreach_add_ under no_grad, le
 the next is computed and divides once, in place. Time is a ratio of paired runs; memory counts bytes of storages.
 """
 
+import functools
+
 import torch
 from torch.func import functional_call, grad_and_value
 from torch.utils import _pytree
@@ -76,19 +78,23 @@ def main(n: int = 8) -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, n={n}")
     print(f"{'workload':12} {'time ratio (quartiles)':>28} {'peak/P ours':>12} {'peak/P theirs':>14}")
     for make in (transformer, wide_mlp, tiny_mlp):
-        params, batch, loss = make()
-        gradient = grad_and_value(loss)
-        ours, theirs = funcga.accumulate(gradient, n), hand_written(gradient, n)
-        for a, b in zip(*(_pytree.tree_leaves(f(params, *batch)) for f in (ours, theirs)), strict=True):
-            torch.testing.assert_close(a, b)
-        low, median, high = ratio(lambda f=ours: f(params, *batch), lambda f=theirs: f(params, *batch))
-        size = sum(p.nbytes for p in params.values())
-        peaks = []
-        for step in (lambda v: ours(v, *batch), lambda v: theirs(v, *batch)):
-            with PeakBytes() as peak:
-                step(params)
-            peaks.append(peak.bytes / size)
-        print(f"{make.__name__:12} {median:12.3f} ({low:.3f}-{high:.3f}) {peaks[0]:12.2f} {peaks[1]:14.2f}")
+        print(f"{make.__name__:12} {compare(*make(), n)}")
+
+
+def compare(params, batch, loss, n):
+    """The time ratio with its quartiles, and both peaks as multiples of the parameters' bytes."""
+    gradient = grad_and_value(loss)
+    steps = funcga.accumulate(gradient, n), hand_written(gradient, n)
+    for a, b in zip(*(_pytree.tree_leaves(step(params, *batch)) for step in steps), strict=True):
+        torch.testing.assert_close(a, b)
+    low, median, high = ratio(*(functools.partial(step, params, *batch) for step in steps), runs=61)
+    size = sum(p.nbytes for p in params.values())
+    peaks = []
+    for step in steps:
+        with PeakBytes() as peak:
+            step(params, *batch)
+        peaks.append(peak.bytes / size)
+    return f"{median:12.3f} ({low:.3f}-{high:.3f}) {peaks[0]:12.2f} {peaks[1]:14.2f}"
 
 
 if __name__ == "__main__":

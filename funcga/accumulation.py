@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from funcga.backend import backend_of
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.program import Program, check_across, check_callable, check_count
@@ -63,7 +62,7 @@ def accumulate(
 
     @functools.wraps(grad_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
-        backend = backend_of([*zip(program.names(len(args)), args, strict=True), *kwargs.items()])
+        backend = program.backend(args, kwargs)
         loop = loops.get(backend.name)
         if loop is None:
             loop = loops[backend.name] = backend.loop.accumulate(program.bound(backend), backend)

@@ -45,7 +45,7 @@ class Accumulator:
 
         Raises FuncgaError if the fold does not fit them.
         """
-        backend = backend_of([("like", like)])
+        backend = backend_of([like], lambda: ["like"])
         outputs = bind_outputs(self.fold, like, backend)
         xp, as_array = backend.arrays.xp, backend.arrays.as_array
         arrays = [as_array(leaf) if fold else None for fold, leaf in _bound(outputs, backend.trees.flatten(like)[0])]
@@ -61,7 +61,7 @@ class Accumulator:
 
         Raises FuncgaError if the value has another structure, shape or dtype than the state was made for.
         """
-        backend = backend_of([("state", state), ("value", value)])
+        backend = backend_of([state, value], lambda: ["state", "value"])
         outputs = self._outputs(state, backend)
         weight = check_weight(weight, backend.arrays)
         leaves = outputs.leaves(value, "this update")
@@ -74,14 +74,14 @@ class Accumulator:
 
         Raises FuncgaError if they were made for different values.
         """
-        backend = backend_of([("a", a), ("b", b)])
+        backend = backend_of([a, b], lambda: ["a", "b"])
         outputs = self._outputs(a, backend)
         outputs.leaves(b.like, "the second state")
         return _merge(outputs, a, b)
 
     def finalize(self, state: AccumulatorState) -> Any:
         """The result: normalised by the weights and steps in the state, in the structure and dtypes of the values."""
-        backend = backend_of([("state", state)])
+        backend = backend_of([state], lambda: ["state"])
         outputs = self._outputs(state, backend)
         results = [fold.normalize(r, state.tally) if fold else None for fold, r in _bound(outputs, state.leaves)]
         return outputs.structure_of(results)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
@@ -24,83 +24,111 @@ CARRY = _Carry()
 """In `in_axes`: state that is threaded from one micro-batch to the next; grad_fn returns it where fold is carry()."""
 
 
+class Argument(NamedTuple):
+    """One positional argument. What is passed whole has no leaves here."""
+
+    value: Any
+    leaves: list[Any]
+    axes: list[Placed]  # for each leaf: an int, None (whole) or CARRY
+    structure: Any
+
+
 @dataclass(frozen=True)
 class Arguments:
-    """The positional arguments of a call as leaves, each with its axis: an int, None (whole) or CARRY."""
+    """The positional arguments of one call of `grad_fn`."""
 
-    leaves: tuple[Any, ...]
-    axes: tuple[Placed, ...]
-    structure: Any
-    names: tuple[str, ...]
-    is_split: tuple[bool, ...]  # for each argument: whether any leaf of it has an axis
+    parts: tuple[Argument, ...]
+    grad_fn: Callable[..., Any]
     backend: Backend
 
-    @property
-    def paths(self) -> list[str]:
-        """The path of every leaf, for error messages and to match what is carried."""
-        trees = self.backend.trees
-        args = trees.unflatten(self.structure, list(range(len(self.leaves))))
-        return [path for name, arg in zip(self.names, args, strict=True) for path in leaf_paths(arg, trees, name)]
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """(leaf, axis) of every leaf that is not simply passed whole."""
+        return (
+            (leaf, placed.value) for part in self.parts for leaf, placed in zip(part.leaves, part.axes, strict=True)
+        )
 
-    @property
+    def paths(self) -> list[tuple[str, str]]:
+        """(root, path) of the same leaves: where in_axes speaks of it, and where it is."""
+        names = argument_names(self.grad_fn, len(self.parts))
+        return [
+            (name + placed.root, path)
+            for name, part in zip(names, self.parts, strict=True)
+            if part.axes
+            for placed, path in zip(part.axes, leaf_paths(part.value, self.backend.trees, name), strict=True)
+        ]
+
+    def path(self, leaf: int) -> str:
+        """Where one of these leaves is."""
+        return self.paths()[leaf][1]
+
     def carried(self) -> list[tuple[str, str]]:
-        """(root, path) of the leaves that are CARRY: where in_axes says so, and where the leaf is."""
-        if not any(placed.value is CARRY for placed in self.axes):
+        """(root, path) of the leaves that are CARRY."""
+        axes = [axis for _, axis in self]
+        if CARRY not in axes:
             return []
-        return [(root, path) for (axis, root), path in zip(self.axes, self.paths, strict=True) if axis is CARRY]
+        return [place for place, axis in zip(self.paths(), axes, strict=True) if axis is CARRY]
 
-    @property
     def state(self) -> list[Any]:
         """The leaves that are CARRY."""
-        return [leaf for leaf, placed in zip(self.leaves, self.axes, strict=True) if placed.value is CARRY]
+        return [leaf for leaf, axis in self if axis is CARRY]
 
-    def build(self, leaves: list[Any], state: list[Any]) -> tuple[Any, ...]:
-        """The positional arguments with these leaves, and the threaded state in its places."""
+    def cut(self, start: Any, size: int | None, state: list[Any]) -> tuple[Any, ...]:
+        """The arguments of the micro-batch of `size` rows from row `start` on; with size None, of all rows."""
         threaded = iter(state)
-        filled = [
-            next(threaded) if placed.value is CARRY else leaf for leaf, placed in zip(leaves, self.axes, strict=True)
-        ]
-        args: tuple[Any, ...] = self.backend.trees.unflatten(self.structure, filled)
-        return args
 
-    def cut(self, start: Any, size: int, state: list[Any]) -> tuple[Any, ...]:
-        """The positional arguments of the micro-batch of `size` rows that begins at row `start`."""
-        cut = self.backend.arrays.slice
-        leaves = [
-            cut(leaf, axis, start, size) if type(axis) is int and leaf is not None else leaf
-            for leaf, (axis, _) in zip(self.leaves, self.axes, strict=True)
-        ]
-        return self.build(leaves, state)
+        def piece(leaf: Any, axis: Any) -> Any:
+            if axis is CARRY:
+                return next(threaded)
+            if axis is None or leaf is None or size is None:
+                return leaf
+            return self.backend.arrays.slice(leaf, axis, start, size)
+
+        return tuple(
+            self.backend.trees.unflatten(
+                part.structure, [piece(leaf, placed.value) for leaf, placed in zip(part.leaves, part.axes, strict=True)]
+            )
+            if part.axes
+            else part.value
+            for part in self.parts
+        )
 
     def split_args(self, args: tuple[Any, ...]) -> list[Any]:
         """Those of a micro-batch's arguments that are split: what `weight` is called with."""
-        return [arg for arg, split in zip(args, self.is_split, strict=True) if split]
+        return [
+            arg
+            for arg, part in zip(args, self.parts, strict=True)
+            if any(type(placed.value) is int for placed in part.axes)
+        ]
 
     def rows(self) -> int:
         """The number of rows that the split leaves have in common.
 
         Raises FuncgaError if they differ, if there are none, or if a leaf has no such axis.
         """
-        split = [i for i, leaf in enumerate(self.leaves) if type(self.axes[i].value) is int and leaf is not None]
-        sizes = [_rows(self, i) for i in split]
+        sizes = {
+            i: _rows(self, i, leaf, axis)
+            for i, (leaf, axis) in enumerate(self)
+            if type(axis) is int and leaf is not None
+        }
         if not sizes:
             raise FuncgaError(
                 "no argument is split, so there are no rows to make micro-batches of. By default the first argument "
                 "is passed whole and every other one is split on axis 0; say otherwise with in_axes, as in vmap: "
                 "in_axes=0 splits all of them."
             )
-        if any(size != sizes[0] for size in sizes):
-            raise _uneven(self, dict(zip(split, sizes, strict=True)))
-        if sizes[0] == 0:
-            raise FuncgaError(f"the batch has 0 rows (`{self.paths[split[0]]}` is empty): there is nothing to fold.")
-        return sizes[0]
+        first, rows = next(iter(sizes.items()))
+        if any(size != rows for size in sizes.values()):
+            raise _uneven(self, sizes)
+        if rows == 0:
+            raise FuncgaError(f"the batch has 0 rows (`{self.path(first)}` is empty): there is nothing to fold.")
+        return rows
 
 
 def _uneven(arguments: Arguments, sizes: dict[int, int]) -> FuncgaError:
     first = {size: i for i, size in reversed(sizes.items())}  # the first leaf of every number of rows
+    leaves = list(arguments)
     listed = "; ".join(
-        f"`{arguments.paths[i]}` has {size} (axis {arguments.axes[i].value} of "
-        f"{arguments.backend.arrays.describe(arguments.leaves[i])})"
+        f"`{arguments.path(i)}` has {size} (axis {leaves[i][1]} of {arguments.backend.arrays.describe(leaves[i][0])})"
         for size, i in sorted(first.items(), key=lambda pair: pair[1])
     )
     return FuncgaError(
@@ -109,27 +137,27 @@ def _uneven(arguments: Arguments, sizes: dict[int, int]) -> FuncgaError:
     )
 
 
-def _rows(arguments: Arguments, i: int) -> int:
-    leaf, axis, backend = arguments.leaves[i], arguments.axes[i].value, arguments.backend
+def _rows(arguments: Arguments, i: int, leaf: Any, axis: int) -> int:
+    backend = arguments.backend
     if not backend.arrays.is_array(leaf):
-        path = arguments.paths[i]
+        path = arguments.path(i)
         convert = f"funcga.to_{backend.name}({path.split('[')[0].split('.')[0]})"
         raise FuncgaError(
             f"`{path}` is {backend.arrays.describe(leaf)}, and in_axes splits it on axis {axis}: only {backend.name} "
             f"arrays can be split. Convert it, `{convert}`, or pass it whole: in_axes with None in its place."
         )
-    shape = leaf.shape
-    if not shape:
+    if not leaf.shape:
         raise FuncgaError(
-            f"`{arguments.paths[i]}` is {backend.arrays.describe(leaf)}, a scalar: it has no axis {axis} to split. "
+            f"`{arguments.path(i)}` is {backend.arrays.describe(leaf)}, a scalar: it has no axis {axis} to split. "
             f"Pass it whole: in_axes with None in its place, or as a keyword argument."
         )
-    if not -len(shape) <= axis < len(shape):
+    rank = len(leaf.shape)
+    if not -rank <= axis < rank:
         raise FuncgaError(
-            f"`{arguments.paths[i]}` is {backend.arrays.describe(leaf)}: axis {axis} is out of range. in_axes for it "
-            f"lies between {-len(shape)} and {len(shape) - 1}."
+            f"`{arguments.path(i)}` is {backend.arrays.describe(leaf)}: axis {axis} is out of range. in_axes for it "
+            f"lies between {-rank} and {rank - 1}."
         )
-    return int(shape[axis])
+    return int(leaf.shape[axis])
 
 
 def argument_names(function: Callable[..., Any], count: int) -> list[str]:
@@ -146,23 +174,32 @@ def argument_names(function: Callable[..., Any], count: int) -> list[str]:
     return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
 
 
-def read_arguments(args: tuple[Any, ...], in_axes: Any, names: list[str], backend: Backend) -> Arguments:
+def read_arguments(args: tuple[Any, ...], in_axes: Any, grad_fn: Callable[..., Any], backend: Backend) -> Arguments:
     """The Arguments of a call; `in_axes` None is the default: the first whole, the others split on axis 0.
 
     Raises FuncgaError if in_axes is no tree prefix of the arguments.
     """
-    per_argument = _per_argument(in_axes, len(args))
-    flatten = backend.trees.flatten
-    leaves: list[Any] = []
-    axes: list[Placed] = []
-    is_split = []
-    for arg, axis, name in zip(args, per_argument, names, strict=True):
-        own, _ = flatten(arg)
-        placed = _place(arg, axis, name, len(own), backend)
-        leaves += own
-        axes += placed
-        is_split.append(any(type(p.value) is int for p in placed))
-    return Arguments(tuple(leaves), tuple(axes), flatten(args)[1], tuple(names), tuple(is_split), backend)
+    parts = []
+    for i, (arg, axis) in enumerate(zip(args, _per_argument(in_axes, len(args)), strict=True)):
+        if axis is None:
+            parts.append(Argument(arg, [], [], None))
+            continue
+        leaves, structure = backend.trees.flatten(arg)
+        try:
+            axes = broadcast(axis, arg, len(leaves), _is_axis, backend.trees)
+        except PrefixError as error:
+            raise _no_prefix(error, argument_names(grad_fn, len(args))[i], backend) from error
+        parts.append(Argument(arg, leaves, axes, structure))
+    return Arguments(tuple(parts), grad_fn, backend)
+
+
+def _no_prefix(error: PrefixError, name: str, backend: Backend) -> FuncgaError:
+    trees = backend.trees
+    return FuncgaError(
+        f"in_axes is no prefix of the arguments: for `{name}{error.path}` it has {outline(error.prefix, trees, repr)}, "
+        f"and the argument is {outline(error.tree, trees, backend.arrays.describe)}. Write an axis, None (whole) or "
+        f"funcga.CARRY for all that stands below, or a container with the same keys."
+    )
 
 
 def _per_argument(in_axes: Any, count: int) -> tuple[Any, ...]:
@@ -185,20 +222,6 @@ def _per_argument(in_axes: Any, count: int) -> tuple[Any, ...]:
 
 def _is_axis(value: Any) -> bool:
     return value is None or value is CARRY or type(value) is int
-
-
-def _place(arg: Any, axis: Any, name: str, count: int, backend: Backend) -> list[Placed]:
-    if axis is None:
-        return [Placed(None, name)] * count  # also where None is not a leaf but no tree at all
-    try:
-        return broadcast(axis, arg, _is_axis, backend.trees, name)
-    except PrefixError as error:
-        trees = backend.trees
-        raise FuncgaError(
-            f"in_axes is no prefix of the arguments: for `{error.path}` it has {outline(error.prefix, trees, repr)}, "
-            f"and the argument is {outline(error.tree, trees, backend.arrays.describe)}. Write an axis, None (whole) "
-            f"or funcga.CARRY for all that stands below, or a container with the same keys."
-        ) from error
 
 
 def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ A backend supplies only what a framework truly owns: its trees, the facts about 
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -165,47 +165,44 @@ def load(framework: str) -> Backend:
     return backend
 
 
-def backend_of(named: Iterable[tuple[str, Any]]) -> Backend:
-    """The backend that owns the array leaves of (name, tree) pairs, asked only of frameworks already imported.
+def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Backend:
+    """The backend that owns the array leaves of some trees, asked only of frameworks already imported.
 
     NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none and it is imported.
-
-    Raises FuncgaError if two frameworks own leaves, or none.
+    Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
     """
-    named = list(named)
-    tree = [value for _, value in named]
     loaded = [load(framework) for framework in _FRAMEWORKS if framework in sys.modules]
-    owners = [b for b in loaded if any(b.arrays.owns(leaf) for leaf in b.trees.flatten(tree)[0])]
+    leaves = {b.name: b.trees.flatten(list(trees))[0] for b in loaded}
+    owners = [b for b in loaded if any(map(b.arrays.owns, leaves[b.name]))]
+    if not owners:
+        owners = [b for b in loaded if b.name == "jax" and any(map(b.arrays.is_array, leaves["jax"]))]
     if len(owners) == 1:
         return owners[0]
-    if owners:
-        raise _mixed(named, owners)
-    for backend in loaded:
-        if backend.name == "jax" and any(backend.arrays.is_array(leaf) for leaf in backend.trees.flatten(tree)[0]):
-            return backend
-    names = ", ".join(f"`{name}`" for name, _ in named) or "no arguments"
-    seen = " or ".join(framework for framework in _FRAMEWORKS if framework in sys.modules)
-    raise FuncgaError(
-        f"no array was found in {names}"
-        + (f" (looked for arrays of {seen})" if seen else "")
+    raise _mixed(trees, names(), owners) if owners else _without_arrays(names(), [b.name for b in loaded])
+
+
+def _without_arrays(names: Sequence[str], loaded: list[str]) -> FuncgaError:
+    where = ", ".join(f"`{name}`" for name in names) or "the call, which has no arguments"
+    return FuncgaError(
+        f"no array was found in {where}"
+        + (f" (looked for arrays of {' and '.join(loaded)})" if loaded else "")
         + ". A fold needs torch tensors or JAX arrays, which also say in which framework it runs. Convert first: "
         "`funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
     )
 
 
-def _mixed(named: list[tuple[str, Any]], owners: list[Backend]) -> FuncgaError:
+def _mixed(trees: Sequence[Any], names: Sequence[str], owners: list[Backend]) -> FuncgaError:
     from funcga.prefixes import leaf_paths
 
     found: dict[str, tuple[str, str]] = {}
     for backend in owners:
-        for name, tree in named:
+        for name, tree in zip(names, trees, strict=True):
             for path, leaf in zip(leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True):
                 if backend.arrays.owns(leaf):
                     found.setdefault(backend.name, (path, name))
     articles = {"torch": "a torch tensor", "jax": "a JAX array"}
     what = " and ".join(f"`{path}` is {articles[framework]}" for framework, (path, _) in found.items())
-    first, last = owners[0].name, found[owners[-1].name][1]
     return FuncgaError(
         f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
-        f"`funcga.to_{first}({last})`."
+        f"`funcga.to_{owners[0].name}({found[owners[-1].name][1]})`."
     )

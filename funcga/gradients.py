@@ -30,8 +30,8 @@ class GradientFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value and gradient, or the gradient, at these arguments."""
-        names = argument_names(self.loss_fn, len(args))
-        backend = backend_of([*zip(names, args, strict=True), *kwargs.items()])
+        names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
+        backend = backend_of([*args, *kwargs.values()], names)
         return self.bound(backend)(*args, **kwargs)
 
 

@@ -25,7 +25,7 @@ def to_jax(tree: Any) -> Any:
 def to_numpy(tree: Any) -> Any:
     """The tree with every array as a NumPy array: a copy of the same shape and dtype (bfloat16 as ml_dtypes has it)."""
     try:
-        source = backend_of([("tree", tree)])
+        source = backend_of([tree], lambda: ["tree"])
     except FuncgaError:
         return tree
     return _map(lambda leaf: source.arrays.to_numpy(leaf) if source.arrays.is_array(leaf) else leaf, tree, source)
@@ -33,7 +33,7 @@ def to_numpy(tree: Any) -> Any:
 
 def _convert(tree: Any, target: Backend) -> Any:
     try:
-        source = backend_of([("tree", tree)])
+        source = backend_of([tree], lambda: ["tree"])
     except FuncgaError:
         source = target
 

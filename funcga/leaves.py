@@ -22,7 +22,8 @@ class LeafFold:
     def identity(self, like: Any) -> Any:
         """The reduced value of no micro-batch at all; `like` gives the shape."""
         xp = self.arrays.xp
-        return self.fold.reducer.monoid.identity(xp, self.lift(xp.zeros_like(like, dtype=self.accumulator_dtype), 0))
+        zeros = xp.zeros_like(like, dtype=self.accumulator_dtype)
+        return self.fold.reducer.monoid.identity(xp, self.fold.reducer.lift(xp, zeros, 0))
 
     def lift(self, value: Any, weight: Any) -> Any:
         """What one micro-batch's value contributes."""

@@ -24,8 +24,8 @@ class Outputs:
 
     structure: Any
     folds: tuple[LeafFold | None, ...]
-    shapes: tuple[tuple[int, ...] | None, ...]
-    dtypes: tuple[Any, ...]
+    shapes: list[tuple[int, ...] | None]
+    dtypes: list[Any]
     reduced: tuple[int, ...]
     collected: tuple[int, ...]
     threads: tuple[int, ...]
@@ -59,10 +59,12 @@ class Outputs:
 
         The order of a dict may differ. Raises FuncgaError if the structure, a shape or a dtype is not the first one's.
         """
-        trees, is_array = self.backend.trees, self.backend.arrays.is_array
-        leaves, structure = trees.flatten(value)
+        leaves, structure = self.backend.trees.flatten(value)
         if structure != self.structure:
             leaves = self._reordered(value, leaves, which)
+        elif self._is_alike(leaves):
+            return leaves
+        is_array = self.backend.arrays.is_array
         for i, (fold, leaf) in enumerate(zip(self.folds, leaves, strict=True)):
             if fold is None:
                 if leaf is not None and i not in self.threads:
@@ -76,6 +78,12 @@ class Outputs:
             if leaf.dtype != self.dtypes[i] or (leaf.shape != shape and not self._may_differ(i, leaf)):
                 raise self._changed(i, leaf, which)
         return leaves
+
+    def _is_alike(self, leaves: list[Any]) -> bool:
+        """Whether these are arrays of the first micro-batch's shapes and dtypes: the usual case, seen at a glance."""
+        if not all(map(self.backend.arrays.is_array, leaves)):
+            return False
+        return [leaf.shape for leaf in leaves] == self.shapes and [leaf.dtype for leaf in leaves] == self.dtypes
 
     def _path(self, i: int) -> str:
         return self.paths[i]
@@ -143,13 +151,13 @@ def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Any:
         ) from error
 
 
-def place(fold: Any, value: Any, backend: Backend) -> list[Placed]:
+def place(fold: Any, value: Any, leaves: int, backend: Backend) -> list[Placed]:
     """The Fold of every leaf of grad_fn's output, from a tree prefix of Folds.
 
     Raises FuncgaError if the tree of folds is no prefix of the output.
     """
     try:
-        return broadcast(fold, value, lambda f: isinstance(f, Fold), backend.trees, "output")
+        return broadcast(fold, value, leaves, lambda f: isinstance(f, Fold), backend.trees, "output")
     except PrefixError as error:
         if not isinstance(fold, Fold) and backend.trees.children(fold) is None:
             raise FuncgaError(f"fold= is {fold!r}. Pass a Fold, such as funcga.mean(), or a tree of them.") from error
@@ -168,22 +176,33 @@ def bind_outputs(fold: Any, value: Any, backend: Backend, shaped: bool = True) -
     `value` has arrays, or structs with a shape and a dtype; with `shaped` False only the dtypes count. Raises
     FuncgaError for folds that do not fit.
     """
-    placed = place(fold, value, backend)
     leaves, structure = backend.trees.flatten(value)
+    return _bind(value, leaves, structure, place(fold, value, len(leaves), backend), backend, shaped)
+
+
+def _bind(
+    value: Any, leaves: list[Any], structure: Any, placed: list[Placed], backend: Backend, shaped: bool = True
+) -> Outputs:
+    """The Outputs; replaces the numbers among the leaves by arrays."""
     folds: list[LeafFold | None] = [None] * len(leaves)
-    for i, ((leaf_fold, _), leaf) in enumerate(zip(placed, leaves, strict=True)):
+    known: dict[Any, LeafFold] = {}
+    for i, ((fold, _), leaf) in enumerate(zip(placed, leaves, strict=True)):
         # What is carried may be any object; what is folded must be an array.
-        if leaf is not None and (leaf_fold.reducer != reducers.carry or backend.arrays.is_array(leaf)):
-            where = partial(_leaf_path, value, i, backend)
-            leaves[i] = as_leaf(leaf, where, backend)
-            folds[i] = bind(leaf_fold, leaves[i], where, backend.arrays)
-            if shaped:
-                check_axis(leaf_fold, leaves[i], where, backend.arrays)
+        if leaf is None or (fold.reducer is reducers.carry and not backend.arrays.is_array(leaf)):
+            continue
+        where = partial(_leaf_path, value, i, backend)
+        leaf = leaves[i] = as_leaf(leaf, where, backend)
+        if shaped:
+            check_axis(fold, leaf, where, backend.arrays)
+        kind = (id(fold), leaf.dtype)
+        if kind not in known:
+            known[kind] = bind(fold, leaf, where, backend.arrays)
+        folds[i] = known[kind]
     return Outputs(
         structure=structure,
         folds=tuple(folds),
-        shapes=tuple(None if f is None or not shaped else leaf.shape for f, leaf in zip(folds, leaves, strict=True)),
-        dtypes=tuple(None if f is None else leaf.dtype for f, leaf in zip(folds, leaves, strict=True)),
+        shapes=[None if f is None or not shaped else leaf.shape for f, leaf in zip(folds, leaves, strict=True)],
+        dtypes=[None if f is None else leaf.dtype for f, leaf in zip(folds, leaves, strict=True)],
         reduced=tuple(i for i, f in enumerate(folds) if f is not None),
         collected=(),
         threads=(),
@@ -195,25 +214,26 @@ def _leaf_path(value: Any, i: int, backend: Backend) -> str:
     return leaf_paths(value, backend.trees, "output")[i]
 
 
-def sort_outputs(fold: Any, value: Any, carried: list[tuple[str, str]], backend: Backend) -> Outputs:
-    """The Outputs of a first micro-batch in a loop, which threads what is carried and collects what grows.
+def sort_outputs(fold: Any, value: Any, carried: list[tuple[str, str]], backend: Backend) -> tuple[Outputs, list[Any]]:
+    """The Outputs of a first micro-batch in a loop, which threads what is carried and collects what grows; its leaves.
 
     `carried` has (root, path) for every leaf of the CARRY arguments. Raises FuncgaError if they do not match the leaves
     of carry(), and for leaves without the axis that concat() collects along.
     """
-    outputs = bind_outputs(fold, value, backend)
-    placed = place(fold, value, backend)
-    threaded = [i for i, (leaf_fold, _) in enumerate(placed) if leaf_fold.reducer == reducers.carry]
+    leaves, structure = backend.trees.flatten(value)
+    placed = place(fold, value, len(leaves), backend)
+    outputs = _bind(value, leaves, structure, placed, backend)
+    threaded = [i for i, (leaf_fold, _) in enumerate(placed) if leaf_fold.reducer is reducers.carry]
     growing = [i for i, f in enumerate(outputs.folds) if f is not None and f.fold.reducer.monoid.axis is not None]
-    if threaded or carried:
-        paths = outputs.paths
-        threads = _match([(placed[i].root, paths[i]) for i in threaded], threaded, carried)
+    if not (threaded or carried or growing):
+        return outputs, leaves
+    paths = outputs.paths
     return replace(
         outputs,
-        reduced=tuple(i for i in outputs.reduced if i not in (*threaded, *growing)),
+        reduced=tuple(sorted(set(outputs.reduced) - {*threaded, *growing})),
         collected=tuple(growing),
-        threads=threads if threaded else (),
-    )
+        threads=_match([(placed[i].root, paths[i]) for i in threaded], threaded, carried),
+    ), leaves
 
 
 def _match(returned: list[tuple[str, str]], places: list[int], carried: list[tuple[str, str]]) -> tuple[int, ...]:

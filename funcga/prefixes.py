@@ -29,13 +29,15 @@ def leaf_paths(tree: Any, trees: Trees, path: str = "") -> list[str]:
     return [p for key, child in children for p in leaf_paths(child, trees, path + key)]
 
 
-def broadcast(prefix: Any, tree: Any, is_value: Callable[[Any], bool], trees: Trees, path: str = "") -> list[Placed]:
-    """The prefix's value for every leaf of the tree, in the order of `trees.flatten`.
+def broadcast(
+    prefix: Any, tree: Any, leaves: int, is_value: Callable[[Any], bool], trees: Trees, path: str = ""
+) -> list[Placed]:
+    """The prefix's value for every one of the tree's `leaves`, in the order of `trees.flatten`.
 
     Children are matched by key, so the order of a dict does not matter. Raises PrefixError where they don't match.
     """
     if is_value(prefix):
-        return [Placed(prefix, path)] * len(trees.flatten(tree)[0])
+        return [Placed(prefix, path)] * leaves
     branches, children = trees.children(prefix), trees.children(tree)
     if branches is None or children is None or len(branches) != len(children):
         raise PrefixError(path, prefix, tree)
@@ -47,7 +49,7 @@ def broadcast(prefix: Any, tree: Any, is_value: Callable[[Any], bool], trees: Tr
     for key, child in children:
         if key not in matched:
             raise PrefixError(path, prefix, tree)
-        placed += broadcast(matched[key], child, is_value, trees, path + key)
+        placed += broadcast(matched[key], child, len(trees.flatten(child)[0]), is_value, trees, path + key)
     return placed
 
 

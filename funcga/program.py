@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from funcga.arguments import Arguments, argument_names, read_arguments
-from funcga.backend import Backend
+from funcga.backend import Backend, backend_of
 from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction
 from funcga.outputs import Outputs, sort_outputs
@@ -30,13 +30,13 @@ class Program:
             return replace(self, grad_fn=self.grad_fn.bound(backend))
         return self
 
-    def names(self, count: int) -> list[str]:
-        """What grad_fn calls its positional arguments."""
-        return argument_names(self.grad_fn, count)
+    def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
+        """The backend that owns the arrays of a call."""
+        return backend_of([*args, *kwargs.values()], lambda: [*argument_names(self.grad_fn, len(args)), *kwargs])
 
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, with what in_axes says of them."""
-        return read_arguments(args, self.in_axes, self.names(len(args)), backend)
+        return read_arguments(args, self.in_axes, self.grad_fn, backend)
 
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: Callable[[], int]) -> Any:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet. Default: its rows."""
@@ -44,22 +44,19 @@ class Program:
             return rows()
         return check_weight(self.weight(*arguments.split_args(args)), arguments.backend.arrays)
 
-    def bind(self, value: Any, arguments: Arguments) -> Outputs:
-        """The Outputs of a first micro-batch with this output."""
-        outputs = sort_outputs(self.fold, value, arguments.carried, arguments.backend)
-        _check_state(outputs, value, arguments)
-        return outputs
+    def bind(self, value: Any, arguments: Arguments) -> tuple[Outputs, list[Any]]:
+        """The Outputs of a first micro-batch with this output, and the leaves of it."""
+        outputs, leaves = sort_outputs(self.fold, value, arguments.carried(), arguments.backend)
+        if outputs.threads:
+            _check_state([leaves[i] for i in outputs.threads], arguments)
+        return outputs, leaves
 
 
-def _check_state(outputs: Outputs, value: Any, arguments: Arguments) -> None:
-    leaves = arguments.backend.trees.flatten(value)[0]
+def _check_state(returned: list[Any], arguments: Arguments) -> None:
     describe, is_array = arguments.backend.arrays.describe, arguments.backend.arrays.is_array
-    for (_, path), before, i in zip(arguments.carried, arguments.state, outputs.threads, strict=True):
-        after = leaves[i]
-        if is_array(before) and (before.shape, before.dtype) != (
-            getattr(after, "shape", None),
-            getattr(after, "dtype", None),
-        ):
+    for (_, path), before, after in zip(arguments.carried(), arguments.state(), returned, strict=True):
+        found = (getattr(after, "shape", None), getattr(after, "dtype", None))
+        if is_array(before) and (before.shape, before.dtype) != found:
             raise FuncgaError(
                 f"the carried state `{path}` came in as {describe(before)} and grad_fn returned it as "
                 f"{describe(after)}. Every micro-batch gets what the one before returned: return the shape and dtype "

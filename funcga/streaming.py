@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from funcga.backend import backend_of
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.program import Program, check_across, check_callable, check_count
@@ -50,13 +49,12 @@ def stream(
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
                 "loader, or that a generator was not used up before."
             )
-        call = (*leading, *first)
-        backend = backend_of([*zip(program.names(len(call)), call, strict=True), *kwargs.items()])
+        backend = program.backend((*leading, *first), kwargs)
         loop = loops.get(backend.name)
         if loop is None:
             loop = loops[backend.name] = backend.loop.stream(program.bound(backend), backend)
         items = chain([first], items)
-        del first, call
+        del first
         return loop(leading, items, kwargs)
 
     return streamed

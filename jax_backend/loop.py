@@ -31,8 +31,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
             evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size), inline=True)
             if carry is None:
-                state = [_strong(leaf) for leaf in arguments.state]
-                outputs = program.bind(jax.eval_shape(evaluate, jnp.int32(0), state)[0], arguments)
+                state = [_strong(leaf) for leaf in arguments.state()]
+                outputs, _ = program.bind(jax.eval_shape(evaluate, jnp.int32(0), state)[0], arguments)
                 carry = (*_nothing(outputs), state)
             carry, collected = _scan(outputs, evaluate, carry, first, count, size)
             chunks.append(collected)
@@ -74,11 +74,11 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     @partial(compiled, inline=True)
     def evaluate(leading: Any, item: Any, kwargs: Any, state: Any) -> Any:
         arguments = program.read((*leading, *item), backend)
-        return _evaluate(program, arguments, arguments.build(list(arguments.leaves), state), kwargs)
+        return _evaluate(program, arguments, arguments.cut(0, None, state), kwargs)
 
     @compiled
     def begin(outputs: Outputs, leading: Any, item: Any) -> Any:
-        state = program.read((*leading, *item), backend).state
+        state = program.read((*leading, *item), backend).state()
         return *_nothing(outputs), [jnp.array(_strong(leaf), copy=True) for leaf in state]
 
     @partial(compiled, donate=True)
@@ -97,8 +97,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 key = signature((leading, item, kwargs))
                 if key not in known:
                     arguments = program.read((*leading, *item), backend)
-                    state = [_strong(leaf) for leaf in arguments.state]
-                    known[key] = program.bind(jax.eval_shape(evaluate, leading, item, kwargs, state)[0], arguments)
+                    state = [_strong(leaf) for leaf in arguments.state()]
+                    known[key], _ = program.bind(jax.eval_shape(evaluate, leading, item, kwargs, state)[0], arguments)
                 outputs = known[key]
                 carry = begin(outputs, leading, item)
             carry, collected = step(carry, outputs, leading, item, kwargs)

@@ -29,9 +29,10 @@ class Buffers:
         self.folds = outputs.reduced_folds
         dtypes = [outputs.dtypes[i] for i in outputs.reduced]
         in_place = [] if self.pure else [k for k, d in enumerate(dtypes) if _adds(self.folds[k], d)]
-        self.scaled = [k for k in in_place if self.folds[k].fold.reducer.lift is reducers.weighted.lift]
-        self.plain = [k for k in in_place if k not in self.scaled]
-        self.others = [k for k in range(len(self.folds)) if k not in in_place]
+        lifts = {k: self.folds[k].fold.reducer.lift for k in in_place}
+        self.scaled = [k for k, lift in lifts.items() if lift is reducers.weighted.lift]
+        self.plain = [k for k, lift in lifts.items() if lift is reducers.sum.lift]
+        self.others = [k for k in range(len(self.folds)) if k not in lifts]
 
     def add(self, leaves: list[Any], weight: Any) -> list[Any]:
         """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
@@ -45,25 +46,38 @@ class Buffers:
         return [leaf.detach() if arrays.is_array(leaf) else leaf for leaf in state]
 
     def _add(self, values: list[Any], leaves: list[Any], weight: Any) -> None:
-        if not self.reduced:
-            self.reduced = [
-                torch.zeros_like(value, dtype=fold.accumulator_dtype) if k not in self.others else fold.identity(value)
-                for k, (fold, value) in enumerate(zip(self.folds, values, strict=True))
-            ]
+        first = not self.reduced
+        if first:
+            self.reduced = [None] * len(values)
         if self.plain:
-            torch._foreach_add_([self.reduced[k] for k in self.plain], [values[k] for k in self.plain])
+            self._add_all(self.plain, values, 1, first)
         if self.scaled and not isinstance(weight, torch.Tensor):
-            if weight:
-                accumulators = [self.reduced[k] for k in self.scaled]
-                torch._foreach_add_(accumulators, [values[k] for k in self.scaled], alpha=weight)
-        else:
+            self._add_all(self.scaled, values, weight, first)
+        elif self.scaled:
             for k in self.scaled:
-                self.reduced[k].add_(self.folds[k].lift(values[k], weight))
+                lifted = self.folds[k].lift(values[k], weight)
+                self.reduced[k] = lifted if first else self.reduced[k].add_(lifted)
         for k in self.others:
-            self.reduced[k] = self.folds[k].combine(self.reduced[k], self.folds[k].lift(values[k], weight))
+            fold, value = self.folds[k], values[k]
+            self.reduced[k] = fold.combine(fold.identity(value) if first else self.reduced[k], fold.lift(value, weight))
         for chunks, i in zip(self.collected, self.outputs.collected, strict=True):
             chunks.append(leaves[i].clone())
         self.tally = tally.merge(self.tally, tally.one(weight, arrays))
+
+    def _add_all(self, places: list[int], values: list[Any], weight: int | float, first: bool) -> None:
+        """Adds weight * value to the accumulators at these places, all at once."""
+        chosen = [values[k] for k in places]
+        if not first:
+            if weight:  # a weight of 0 adds nothing, not even a NaN
+                torch._foreach_add_([self.reduced[k] for k in places], chosen, alpha=weight)
+            return
+        if weight and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
+            own = torch._foreach_mul(chosen, weight)
+        else:
+            own = [v.to(self.folds[k].accumulator_dtype, copy=True) for k, v in zip(places, chosen, strict=True)]
+            torch._foreach_mul_(own, weight) if weight else torch._foreach_zero_(own)
+        for k, accumulator in zip(places, own, strict=True):
+            self.reduced[k] = accumulator
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
@@ -74,12 +88,12 @@ class Buffers:
 
     def _result(self, state: list[Any]) -> Any:
         reduced = self.reduced
-        done = [*self._divide(normalizers.by_weight, self.tally.weight[0]),
-                *self._divide(normalizers.by_steps, self.tally.steps)]  # fmt: skip
+        done = {*self._divide(normalizers.by_weight, self.tally.weight[0]),
+                *self._divide(normalizers.by_steps, self.tally.steps)}  # fmt: skip
         results = []
         for k, fold in enumerate(self.folds):
             value, reduced[k] = reduced[k], None
-            results.append(value.to(fold.result_dtype) if k in done else fold.normalize(value, self.tally))
+            results.append(_cast(value, fold) if k in done else fold.normalize(value, self.tally))
         collected = []
         for fold, chunks in zip(self.outputs.collected_folds, self.collected, strict=True):
             collected.append(torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype))
@@ -96,6 +110,10 @@ class Buffers:
         for k in [] if total else found:
             self.reduced[k].zero_()
         return found
+
+
+def _cast(value: torch.Tensor, fold: LeafFold) -> torch.Tensor:
+    return value if value.dtype == fold.result_dtype else value.to(fold.result_dtype)
 
 
 def _adds(fold: LeafFold, dtype: torch.dtype) -> bool:

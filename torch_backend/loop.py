@@ -20,7 +20,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         args, kwargs = _detached((args, kwargs), backend)
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
-        return _fold(program, _cuts(arguments, starts(found)), arguments.state, kwargs)
+        return _fold(program, _cuts(arguments, starts(found)), arguments.state(), kwargs)
 
     return fold
 
@@ -46,7 +46,7 @@ def _items(
     for item in microbatches:
         arguments = program.read((*leading, *_detached(item, backend)), backend)
         del item  # so that no more than one micro-batch is held
-        yield arguments, lambda state, a=arguments: a.build(list(a.leaves), state), arguments.rows  # type: ignore[misc]
+        yield arguments, lambda state, a=arguments: a.cut(0, None, state), arguments.rows  # type: ignore[misc]
         del arguments
 
 
@@ -55,13 +55,15 @@ def _fold(
 ) -> Any:
     buffers = None
     for k, (arguments, cut, rows) in enumerate(microbatches):
-        state = arguments.state if state is None else state
+        state = arguments.state() if state is None else state
         args = cut(state)
         weight = program.weigh(arguments, args, rows)
         value = program.grad_fn(*args, **kwargs)
         if buffers is None:
-            buffers = Buffers(program.bind(value, arguments))
-        leaves = buffers.outputs.leaves(value, f"micro-batch {k + 1}")
+            outputs, leaves = program.bind(value, arguments)
+            buffers = Buffers(outputs)
+        else:
+            leaves = buffers.outputs.leaves(value, f"micro-batch {k + 1}")
         del args, value, arguments, cut, rows
         state = buffers.add(leaves, weight)
         del leaves
