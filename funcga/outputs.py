@@ -187,12 +187,12 @@ def _bind(
     folds: list[LeafFold | None] = [None] * len(leaves)
     known: dict[Any, LeafFold] = {}
     for i, ((fold, _), leaf) in enumerate(zip(placed, leaves, strict=True)):
-        # What is carried may be any object; what is folded must be an array.
-        if leaf is None or (fold.reducer is reducers.carry and not backend.arrays.is_array(leaf)):
-            continue
         where = partial(_leaf_path, value, i, backend)
-        leaf = leaves[i] = as_leaf(leaf, where, backend)
-        if shaped:
+        if not backend.arrays.is_array(leaf):
+            if leaf is None or fold.reducer is reducers.carry:
+                continue  # what is carried may be any object; what is folded must be an array
+            leaf = leaves[i] = as_leaf(leaf, where, backend)
+        if shaped and fold.reducer.monoid.axis is not None:
             check_axis(fold, leaf, where, backend.arrays)
         kind = (id(fold), leaf.dtype)
         if kind not in known:

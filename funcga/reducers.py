@@ -20,18 +20,20 @@ class Reducer:
 
     `value` comes in the dtype of the accumulator: `dtype`, or that of the leaf with floats of less than 32 bits in
     float32. `weight` is a number, or a 0-d array of that dtype. `kinds` are the kinds of dtype that it accepts:
-    'bool', 'int', 'float', 'complex', 'other'.
+    'bool', 'int', 'float', 'complex', 'other'. `linear` says that lift(v, w) = w * v in the monoid of sums, so that a
+    weight which all micro-batches share can be taken out of the loop.
     """
 
     lift: Callable[[Any, Any, Any], Any]
     monoid: Monoid
     dtype: Any = None
     kinds: tuple[str, ...] = _NUMBERS
+    linear: bool = False
 
 
 def _scale(xp: Any, value: Any, weight: Any) -> Any:
     if isinstance(weight, int | float):
-        return value * weight if weight else xp.zeros_like(value)
+        return xp.zeros_like(value) if weight == 0 else value if weight == 1 else value * weight
     return xp.where(weight != 0, value * weight, xp.zeros_like(value))
 
 
@@ -49,7 +51,7 @@ def _mark(xp: Any, value: Any, weight: Any) -> tuple[Any, Any]:
     return value, xp.ones_like(value, dtype=xp.bool)
 
 
-weighted = Reducer(_scale, monoids.sum, kinds=("float", "complex"))
+weighted = Reducer(_scale, monoids.sum, kinds=("float", "complex"), linear=True)
 sum = Reducer(_keep, monoids.sum)
 max = Reducer(_keep, monoids.max, kinds=("bool", "int", "float"))
 min = Reducer(_keep, monoids.min, kinds=("bool", "int", "float"))

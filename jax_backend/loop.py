@@ -34,7 +34,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 state = [_strong(leaf) for leaf in arguments.state()]
                 outputs, _ = program.bind(jax.eval_shape(evaluate, jnp.int32(0), state)[0], arguments)
                 carry = (*_nothing(outputs), state)
-            carry, collected = _scan(outputs, evaluate, carry, first, count, size)
+            shared = program.weight is None and len(found) == 1
+            carry, collected = _scan(outputs, evaluate, carry, first, count, size, shared)
             chunks.append(collected)
             first += count * size
         return _finish(outputs, carry, chunks)
@@ -43,16 +44,22 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
 
 def _scan(
-    outputs: Outputs, evaluate: Callable[..., Any], carry: Any, first: int, count: int, size: int
+    outputs: Outputs, evaluate: Callable[..., Any], carry: Any, first: int, count: int, size: int, shared: bool
 ) -> tuple[Any, list[jax.Array]]:
-    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
+    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected.
+
+    A weight `shared` by all micro-batches is applied once, after the loop: XLA then adds every gradient in place.
+    """
 
     def body(carry: Any, start: Any) -> Any:
-        return _add(outputs, carry, evaluate(start, carry[-1]), size)
+        return _add(outputs, carry, evaluate(start, carry[-1]), size, shared)
 
     places = first + size * jnp.arange(count, dtype=jnp.int32)
-    carry, collected = lax.scan(body, _varying(body, carry, places[0]), places)
-    return carry, [_unstack(*pair) for pair in zip(outputs.collected_folds, collected, strict=True)]
+    (reduced, total, state), collected = lax.scan(body, _varying(body, carry, places[0]), places)
+    if shared:
+        folds = zip(outputs.reduced_folds, reduced, strict=True)
+        reduced = [fold.lift(r, size) if fold.fold.reducer.linear else r for fold, r in folds]
+    return (reduced, total, state), [_unstack(*p) for p in zip(outputs.collected_folds, collected, strict=True)]
 
 
 def _cut_and_evaluate(
@@ -116,14 +123,14 @@ def _nothing(outputs: Outputs) -> tuple[list[Any], tally.Tally]:
     return [fold.identity(like) for fold, like in zeros], tally.empty(arrays)
 
 
-def _add(outputs: Outputs, carry: Any, evaluated: tuple[Any, Any], rows: int) -> Any:
+def _add(outputs: Outputs, carry: Any, evaluated: tuple[Any, Any], rows: int, shared: bool = False) -> Any:
     """The carry with one more micro-batch, and its values for the leaves that are collected."""
     reduced, total, _ = carry
     value, weight = evaluated
     weight = rows if weight is None else weight
     leaves = outputs.leaves(value, "a later micro-batch")
     reduced = [
-        fold.combine(before, fold.lift(leaves[i], weight))
+        fold.combine(before, fold.lift(leaves[i], 1 if shared and fold.fold.reducer.linear else weight))
         for fold, before, i in zip(outputs.reduced_folds, reduced, outputs.reduced, strict=True)
     ]
     total = tally.merge(total, tally.one(weight, arrays))

@@ -66,13 +66,15 @@ class Buffers:
 
     def _add_all(self, places: list[int], values: list[Any], weight: int | float, first: bool) -> None:
         """Adds weight * value to the accumulators at these places, all at once."""
-        chosen = [values[k] for k in places]
+        every = len(places) == len(values)
+        chosen = values if every else [values[k] for k in places]
         if not first:
             if weight:  # a weight of 0 adds nothing, not even a NaN
-                torch._foreach_add_([self.reduced[k] for k in places], chosen, alpha=weight)
+                own = self.reduced if every else [self.reduced[k] for k in places]
+                torch._foreach_add_(own, chosen, alpha=weight)
             return
         if weight and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
-            own = torch._foreach_mul(chosen, weight)
+            own = list(torch._foreach_mul(chosen, weight))
         else:
             own = [v.to(self.folds[k].accumulator_dtype, copy=True) for k, v in zip(places, chosen, strict=True)]
             torch._foreach_mul_(own, weight) if weight else torch._foreach_zero_(own)
