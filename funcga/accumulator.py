@@ -66,7 +66,7 @@ class Accumulator:
         weight = check_weight(weight, backend.arrays)
         leaves = outputs.leaves(value, "this update")
         lifted = [fold.lift(leaf, weight) if fold else None for fold, leaf in _bound(outputs, leaves)]
-        more = AccumulatorState(tuple(lifted), state.like, tally.one(weight, backend.arrays))
+        more = AccumulatorState(tuple(lifted), state.like, tally.of(weight, backend.arrays))
         return _merge(outputs, state, more)
 
     def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:

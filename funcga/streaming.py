@@ -1,7 +1,7 @@
 """`stream`: the same fold over any iterable of micro-batches; `windows`: an iterable of micro-batches, n at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from funcga.errors import FuncgaError
@@ -53,9 +53,9 @@ def stream(
         loop = loops.get(backend.name)
         if loop is None:
             loop = loops[backend.name] = backend.loop.stream(program.bound(backend), backend)
-        items = chain([first], items)
+        ahead = [first]
         del first
-        return loop(leading, items, kwargs)
+        return loop(leading, _put_back(ahead, items), kwargs)
 
     return streamed
 
@@ -78,7 +78,13 @@ def _iterate(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Iterator[tuple[Any
             f"microbatches is a {type(microbatches).__name__}: one batch, not an iterable of micro-batches. Split it "
             f"with funcga.accumulate(grad_fn, n), or pass a list of micro-batches."
         )
-    return tuple(leading), (tuple(item) if isinstance(item, tuple | list) else (item,) for item in items)
+    # map, as a generator would hold on to its last item
+    return tuple(leading), map(lambda item: tuple(item) if isinstance(item, tuple | list) else (item,), items)
+
+
+def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
+    yield ahead.pop()
+    yield from items
 
 
 def windows(iterable: Iterable[Any], n: int) -> Iterator[list[Any]]:

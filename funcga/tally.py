@@ -21,9 +21,9 @@ def empty(arrays: Arrays) -> Tally:
     return Tally(arrays.limbs(0), arrays.count(0))
 
 
-def one(weight: Any, arrays: Arrays) -> Tally:
-    """The tally of one micro-batch of this weight."""
-    return Tally(arrays.limbs(weight), arrays.count(1))
+def of(weight: Any, arrays: Arrays, steps: int = 1) -> Tally:
+    """The tally of one micro-batch of this weight, or of some that weigh this much together."""
+    return Tally(arrays.limbs(weight), arrays.count(steps))
 
 
 def merge(a: Tally, b: Tally) -> Tally:

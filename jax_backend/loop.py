@@ -34,8 +34,10 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 state = [_strong(leaf) for leaf in arguments.state()]
                 outputs, _ = program.bind(jax.eval_shape(evaluate, jnp.int32(0), state)[0], arguments)
                 carry = (*_nothing(outputs), state)
-            shared = program.weight is None and len(found) == 1
-            carry, collected = _scan(outputs, evaluate, carry, first, count, size, shared)
+            if program.weight is not None:
+                carry, collected = _scan(outputs, evaluate, carry, first, count, size)
+            else:
+                carry, collected = _scan_rows(outputs, evaluate, carry, first, count, size, shared=len(found) == 1)
             chunks.append(collected)
             first += count * size
         return _finish(outputs, carry, chunks)
@@ -44,21 +46,42 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
 
 def _scan(
-    outputs: Outputs, evaluate: Callable[..., Any], carry: Any, first: int, count: int, size: int, shared: bool
+    outputs: Outputs, evaluate: Callable[..., Any], carry: Any, first: int, count: int, size: int
 ) -> tuple[Any, list[jax.Array]]:
-    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected.
-
-    A weight `shared` by all micro-batches is applied once, after the loop: XLA then adds every gradient in place.
-    """
+    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
 
     def body(carry: Any, start: Any) -> Any:
-        return _add(outputs, carry, evaluate(start, carry[-1]), size, shared)
+        reduced, total, state = carry
+        value, weight = evaluate(start, state)
+        total = tally.merge(total, tally.of(weight, arrays))
+        reduced, state, collected = _add(outputs, reduced, value, [weight] * len(reduced))
+        return (reduced, total, state), collected
 
     places = first + size * jnp.arange(count, dtype=jnp.int32)
-    (reduced, total, state), collected = lax.scan(body, _varying(body, carry, places[0]), places)
-    if shared:
-        folds = zip(outputs.reduced_folds, reduced, strict=True)
-        reduced = [fold.lift(r, size) if fold.fold.reducer.linear else r for fold, r in folds]
+    carry, collected = lax.scan(body, _varying(body, carry, places[0]), places)
+    return carry, [_unstack(*pair) for pair in zip(outputs.collected_folds, collected, strict=True)]
+
+
+def _scan_rows(
+    outputs: Outputs, evaluate: Callable[..., Any], carry: Any, first: int, count: int, size: int, shared: bool
+) -> tuple[Any, list[jax.Array]]:
+    """The same for micro-batches that weigh as much as they have rows, which is known before the loop.
+
+    A weight `shared` by the whole window is applied once, after the loop: XLA then adds every gradient in place.
+    """
+    folds = outputs.reduced_folds
+    weights = [1 if shared and fold.fold.reducer.linear else size for fold in folds]
+
+    def body(carry: Any, start: Any) -> Any:
+        reduced, state = carry
+        reduced, state, collected = _add(outputs, reduced, evaluate(start, state)[0], weights)
+        return (reduced, state), collected
+
+    reduced, total, state = carry
+    places = first + size * jnp.arange(count, dtype=jnp.int32)
+    (reduced, state), collected = lax.scan(body, _varying(body, (reduced, state), places[0]), places)
+    reduced = [fold.lift(r, size) if w != size else r for fold, r, w in zip(folds, reduced, weights, strict=True)]
+    total = tally.merge(total, tally.of(count * size, arrays, steps=count))
     return (reduced, total, state), [_unstack(*p) for p in zip(outputs.collected_folds, collected, strict=True)]
 
 
@@ -69,8 +92,8 @@ def _cut_and_evaluate(
 
 
 def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The value and the weight of one micro-batch; the default weight is left out, the caller knows the rows."""
-    weight = None if program.weight is None else program.weigh(arguments, args, int)
+    """The value and the weight of one micro-batch; the default weight is left to the caller, who knows the rows."""
+    weight = None if program.weight is None else program.weigh(arguments, args, arguments.rows)
     return program.grad_fn(*args, **kwargs), weight
 
 
@@ -91,22 +114,28 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     @partial(compiled, donate=True)
     def step(carry: Any, outputs: Outputs, leading: Any, item: Any, kwargs: Any) -> Any:
         arguments = program.read((*leading, *item), backend)
-        rows = 0 if program.weight else arguments.rows()
-        return _add(outputs, carry, evaluate(leading, item, kwargs, carry[-1]), rows)
+        reduced, total, state = carry
+        value, weight = evaluate(leading, item, kwargs, state)
+        weight = arguments.rows() if program.weight is None else weight
+        reduced, state, collected = _add(outputs, reduced, value, [weight] * len(reduced))
+        return (reduced, tally.merge(total, tally.of(weight, arrays)), state), collected
 
     finish = compiled(_finish)
+
+    def outputs_of(leading: Any, item: Any, kwargs: Any) -> Outputs:
+        key = signature((leading, item, kwargs))
+        if key not in known:
+            arguments = program.read((*leading, *item), backend)
+            state = [_strong(leaf) for leaf in arguments.state()]
+            known[key], _ = program.bind(jax.eval_shape(evaluate, leading, item, kwargs, state)[0], arguments)
+        return known[key]
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         outputs = carry = None
         chunks = []
         for item in microbatches:
             if outputs is None:
-                key = signature((leading, item, kwargs))
-                if key not in known:
-                    arguments = program.read((*leading, *item), backend)
-                    state = [_strong(leaf) for leaf in arguments.state()]
-                    known[key], _ = program.bind(jax.eval_shape(evaluate, leading, item, kwargs, state)[0], arguments)
-                outputs = known[key]
+                outputs = outputs_of(leading, item, kwargs)
                 carry = begin(outputs, leading, item)
             carry, collected = step(carry, outputs, leading, item, kwargs)
             chunks.append(collected)
@@ -123,18 +152,16 @@ def _nothing(outputs: Outputs) -> tuple[list[Any], tally.Tally]:
     return [fold.identity(like) for fold, like in zeros], tally.empty(arrays)
 
 
-def _add(outputs: Outputs, carry: Any, evaluated: tuple[Any, Any], rows: int, shared: bool = False) -> Any:
-    """The carry with one more micro-batch, and its values for the leaves that are collected."""
-    reduced, total, _ = carry
-    value, weight = evaluated
-    weight = rows if weight is None else weight
+def _add(
+    outputs: Outputs, reduced: list[Any], value: Any, weights: list[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """What is reduced with one more micro-batch, its threaded state, and its values for the leaves that are collected."""
     leaves = outputs.leaves(value, "a later micro-batch")
     reduced = [
-        fold.combine(before, fold.lift(leaves[i], 1 if shared and fold.fold.reducer.linear else weight))
-        for fold, before, i in zip(outputs.reduced_folds, reduced, outputs.reduced, strict=True)
+        fold.combine(before, fold.lift(leaves[i], weight))
+        for fold, before, i, weight in zip(outputs.reduced_folds, reduced, outputs.reduced, weights, strict=True)
     ]
-    total = tally.merge(total, tally.one(weight, arrays))
-    return (reduced, total, [leaves[i] for i in outputs.threads]), [leaves[i] for i in outputs.collected]
+    return reduced, [leaves[i] for i in outputs.threads], [leaves[i] for i in outputs.collected]
 
 
 def _finish(outputs: Outputs, carry: Any, chunks: list[list[Any]]) -> Any:

@@ -62,7 +62,7 @@ class Buffers:
             self.reduced[k] = fold.combine(fold.identity(value) if first else self.reduced[k], fold.lift(value, weight))
         for chunks, i in zip(self.collected, self.outputs.collected, strict=True):
             chunks.append(leaves[i].clone())
-        self.tally = tally.merge(self.tally, tally.one(weight, arrays))
+        self.tally = tally.merge(self.tally, tally.of(weight, arrays))
 
     def _add_all(self, places: list[int], values: list[Any], weight: int | float, first: bool) -> None:
         """Adds weight * value to the accumulators at these places, all at once."""

@@ -54,7 +54,9 @@ def _fold(
     program: Program, microbatches: Iterator[_Microbatch], state: list[Any] | None, kwargs: dict[str, Any]
 ) -> Any:
     buffers = None
-    for k, (arguments, cut, rows) in enumerate(microbatches):
+    k = 0
+    for arguments, cut, rows in microbatches:  # not enumerate, which would hold on to the last micro-batch
+        k += 1
         state = arguments.state() if state is None else state
         args = cut(state)
         weight = program.weigh(arguments, args, rows)
@@ -63,7 +65,7 @@ def _fold(
             outputs, leaves = program.bind(value, arguments)
             buffers = Buffers(outputs)
         else:
-            leaves = buffers.outputs.leaves(value, f"micro-batch {k + 1}")
+            leaves = buffers.outputs.leaves(value, f"micro-batch {k}")
         del args, value, arguments, cut, rows
         state = buffers.add(leaves, weight)
         del leaves

@@ -1,0 +1,68 @@
+"""The losses that `python -m funcga parity` compares, written as this framework's users write them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+PAD = 255
+"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+
+
+@contextmanager
+def precision(dtype: str) -> Iterator[None]:
+    """A context in which arrays of this dtype exist and are computed with in all of their bits."""
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"):
+        yield
+
+
+def digits_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for `funcga.mean()`.
+
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a `weight` [in, out] and a
+    `bias` [out].
+    """
+    hidden = jnp.tanh(images @ params["hidden"]["weight"] + params["hidden"]["bias"])
+    logits = hidden @ params["output"]["weight"] + params["output"]["bias"]
+    targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    return -jnp.mean(jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1))
+
+
+def text_loss(params: Any, tokens: jax.Array) -> jax.Array:
+    """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for `funcga.per_weight()`.
+
+    tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width], which is also the
+    output layer, and `position` [length - 1, width]), `blocks` (each leaf has the blocks on its first axis) and `norm`.
+    The result has the dtype of the parameters, and is 0 where every target is PAD.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    x = params["embed"]["token"][inputs] + params["embed"]["position"][: inputs.shape[1]]
+    x, _ = lax.scan(_block, x, params["blocks"])
+    x = _standardize(x) * params["norm"]["scale"] + params["norm"]["bias"]
+    scores = jax.nn.log_softmax(x @ params["embed"]["token"].T)
+    chosen = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    return -jnp.sum(chosen, where=targets != PAD)
+
+
+def _block(x: jax.Array, block: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+    normed = _standardize(x) * block["norm1_scale"] + block["norm1_bias"]
+    x = x + jnp.einsum("bthd,hdw->btw", _attention(normed, block["qkv"]), block["out"])
+    normed = _standardize(x) * block["norm2_scale"] + block["norm2_bias"]
+    hidden = jax.nn.gelu(normed @ block["up"] + block["up_bias"], approximate=False)
+    return x + hidden @ block["down"] + block["down_bias"], None
+
+
+def _attention(x: jax.Array, qkv: jax.Array) -> jax.Array:
+    # Not jax.nn.dot_product_attention, which takes the softmax in float32 whatever the dtype of its arguments.
+    query, key, value = jnp.einsum("btw,wchd->cbthd", x, qkv)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    # Padding stands at the end, so that causality already hides it from every token that counts.
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], dtype=bool))
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, where=causal), value)
+
+
+def _standardize(x: jax.Array) -> jax.Array:
+    return jax.nn.standardize(x, epsilon=1e-5, algorithm="stable")

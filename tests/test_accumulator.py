@@ -1,0 +1,137 @@
+"""`Accumulator`: its state is a plain tree, and its four functions obey the laws (test_laws.py) anywhere."""
+
+import io
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import funcga
+from tests import problems
+from tests.kits import JAX, LIMITS, TORCH, difference
+
+FOLDS = {
+    "mean": funcga.mean(),
+    "per_weight": funcga.per_weight(),
+    "sum": funcga.sum(),
+    "max": funcga.max(),
+    "min": funcga.min(),
+    "moments": funcga.moments(),
+    "concat": funcga.concat(),
+    "carry": funcga.carry(),
+}
+
+
+def values(kit, count=4):
+    r = problems.rng(3)
+    return [
+        kit.arrays({"a": r.normal(size=(2, 3)).astype("float32"), "b": r.normal(size=4).astype("float32")})
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
+def test_equals_accumulate(kit, fold):
+    items = values(kit)
+    accumulator = funcga.Accumulator(fold)
+    state = accumulator.init(items[0])
+    for k, item in enumerate(items):
+        state = accumulator.update(state, item, weight=k + 1)
+    result = accumulator.finalize(state)
+    index = kit.arrays(np.arange(4, dtype="int32"))
+    stacked = {name: kit.xp.stack([item[name] for item in items]) for name in items[0]}
+    if fold.reducer is funcga.reducers.carry:
+        expected = items[-1]
+    else:
+        expected = funcga.accumulate(
+            lambda i, stacked: {k: v[0] for k, v in stacked.items()},
+            4,
+            in_axes=0,
+            fold=fold,
+            weight=lambda i, _: i.sum() + 1,
+        )(index, stacked)
+    assert difference(kit, result, expected) <= LIMITS["float32"]
+
+
+def test_merging_halves(kit):
+    accumulator = funcga.Accumulator(FOLDS["moments"])
+    items = values(kit)
+    whole = left = right = accumulator.init(items[0])
+    for k, item in enumerate(items):
+        whole = accumulator.update(whole, item, weight=k)
+        left, right = (
+            (accumulator.update(left, item, k), right) if k < 2 else (left, accumulator.update(right, item, k))
+        )
+    merged = accumulator.finalize(accumulator.merge(left, right))
+    assert difference(kit, merged, accumulator.finalize(whole)) <= LIMITS["float32"]
+
+
+def test_a_state_is_pure(kit):
+    accumulator = funcga.Accumulator()
+    item = values(kit)[0]
+    empty = accumulator.init(item)
+    before = kit.leaves(empty)
+    accumulator.merge(accumulator.update(empty, item), empty)
+    for a, b in zip(before, kit.leaves(empty), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert all((leaf == 0).all() for leaf in kit.leaves(accumulator.finalize(empty)))
+
+
+def test_through_scan_and_jit():
+    accumulator = funcga.Accumulator((funcga.mean(), funcga.max()))
+    xs = JAX.arrays(problems.rng(4).normal(size=(6, 3)).astype("float32"))
+    like = (jax.ShapeDtypeStruct((3,), "float32"), jax.ShapeDtypeStruct((), "float32"))
+
+    @jax.jit
+    def run(xs):
+        step = lambda state, x: (accumulator.update(state, (x, x.max()), weight=x[0] ** 2), None)
+        return accumulator.finalize(jax.lax.scan(step, accumulator.init(like), xs)[0])
+
+    mean, top = run(xs)
+    np.testing.assert_allclose(mean, np.average(xs, axis=0, weights=np.asarray(xs)[:, 0] ** 2), rtol=1e-5)
+    assert float(top) == float(xs.max())
+
+
+@pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
+def test_through_torch_save(fold):
+    accumulator = funcga.Accumulator(fold)
+    items = values(TORCH)
+    state = accumulator.update(accumulator.init(items[0]), items[0], weight=torch.tensor(3))
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    result = accumulator.finalize(accumulator.update(loaded, items[1], weight=2))
+    expected = accumulator.finalize(accumulator.update(state, items[1], weight=2))
+    assert difference(TORCH, result, expected) == 0
+
+
+def test_results_keep_dtypes(kit):
+    like = {"half": kit.cast(kit.arrays(np.ones(2, "float32")), "bfloat16"), "count": kit.arrays(np.int32(1))}
+    accumulator = funcga.Accumulator({"half": funcga.mean(), "count": funcga.sum()})
+    state = accumulator.init(like)
+    for _ in range(300):
+        state = accumulator.update(state, like)
+    result = accumulator.finalize(state)
+    assert str(result["half"].dtype).endswith("bfloat16")
+    assert str(result["count"].dtype).endswith("int32")
+    assert (float(result["half"][0]), int(result["count"])) == (1.0, 300)
+
+
+def test_tally_is_exact_past_two_to_the_24(kit):
+    accumulator = funcga.Accumulator()
+    value = kit.arrays(np.float32(1))
+    state = accumulator.update(accumulator.init(value), value, weight=kit.arrays(np.int32(2**24)))
+    for _ in range(5):
+        state = accumulator.update(state, value, weight=kit.arrays(np.int32(1)))
+    state = accumulator.update(state, value, weight=kit.arrays(np.float32(0.5)))
+    assert sum(float(limb) for limb in state.tally.weight) == 2**24 + 5.5
+    assert int(state.tally.steps) == 7
+
+
+def test_update_does_not_broadcast(kit):
+    accumulator = funcga.Accumulator()
+    state = accumulator.init(kit.arrays(np.zeros((2, 3), "float32")))
+    with pytest.raises(funcga.FuncgaError, match=r"output is float32\[3\], and the state was made for float32\[2, 3\]"):
+        accumulator.update(state, kit.arrays(np.zeros(3, "float32")))

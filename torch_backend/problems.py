@@ -1,0 +1,54 @@
+"""The losses that `python -m funcga parity` compares, written as this framework's users write them."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that torch users know
+
+PAD = 255
+"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+
+
+def precision(dtype: str) -> AbstractContextManager[Any]:
+    """A context in which arrays of this dtype exist and are computed with in all of their bits."""
+    return nullcontext()  # on the CPU they always are
+
+
+def digits_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for `funcga.mean()`.
+
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a `weight` [in, out] and a
+    `bias` [out].
+    """
+    hidden = torch.tanh(F.linear(images, params["hidden"]["weight"].T, params["hidden"]["bias"]))
+    logits = F.linear(hidden, params["output"]["weight"].T, params["output"]["bias"])
+    return F.cross_entropy(logits, labels.long())
+
+
+def text_loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for `funcga.per_weight()`.
+
+    tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width], which is also the
+    output layer, and `position` [length - 1, width]), `blocks` (each leaf has the blocks on its first axis) and `norm`.
+    The result has the dtype of the parameters, and is 0 where every target is PAD.
+    """
+    inputs, targets = tokens[:, :-1].long(), tokens[:, 1:].long()
+    x = F.embedding(inputs, params["embed"]["token"]) + params["embed"]["position"][: inputs.shape[1]]
+    for weights in zip(*params["blocks"].values(), strict=True):
+        x = _block(dict(zip(params["blocks"], weights, strict=True)), x)
+    x = F.layer_norm(x, x.shape[-1:], params["norm"]["scale"], params["norm"]["bias"])
+    logits = F.linear(x, params["embed"]["token"])
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
+
+
+def _block(block: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    normed = F.layer_norm(x, x.shape[-1:], block["norm1_scale"], block["norm1_bias"])
+    qkv = F.linear(normed, block["qkv"].flatten(1).T).unflatten(-1, block["qkv"].shape[1:])
+    query, key, value = qkv.permute(2, 0, 3, 1, 4)
+    # Padding stands at the end, so that causality already hides it from every token that counts.
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    x = x + F.linear(mixed.transpose(1, 2).flatten(2), block["out"].flatten(0, 1).T)
+    normed = F.layer_norm(x, x.shape[-1:], block["norm2_scale"], block["norm2_bias"])
+    hidden = F.gelu(F.linear(normed, block["up"].T, block["up_bias"]))
+    return x + F.linear(hidden, block["down"].T, block["down_bias"])
