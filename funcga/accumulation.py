@@ -58,14 +58,10 @@ def accumulate(
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     check_across(across)
     program = Program(grad_fn, fold, weight, in_axes, n, microbatch_size)
-    loops: dict[str, Callable[..., Any]] = {}
 
     @functools.wraps(grad_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         backend = program.backend(args, kwargs)
-        loop = loops.get(backend.name)
-        if loop is None:
-            loop = loops[backend.name] = backend.loop.accumulate(program.bound(backend), backend)
-        return loop(args, kwargs)
+        return backend.loop.accumulate(program.bound(backend), backend)(args, kwargs)
 
     return accumulated

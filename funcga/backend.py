@@ -172,13 +172,21 @@ def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Back
     Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
     """
     loaded = [load(framework) for framework in _FRAMEWORKS if framework in sys.modules]
-    leaves = {b.name: b.trees.flatten(list(trees))[0] for b in loaded}
-    owners = [b for b in loaded if any(map(b.arrays.owns, leaves[b.name]))]
-    if not owners:
-        owners = [b for b in loaded if b.name == "jax" and any(map(b.arrays.is_array, leaves["jax"]))]
-    if len(owners) == 1:
-        return owners[0]
-    raise _mixed(trees, names(), owners) if owners else _without_arrays(names(), [b.name for b in loaded])
+    for test in ("owns", "is_array"):
+        for backend in loaded:
+            leaves, mine = backend.trees.flatten(list(trees))[0], getattr(backend.arrays, test)
+            if not any(map(mine, leaves)) or (test == "is_array" and backend.name != "jax"):
+                continue
+            # by the name of the type, as torch.compile cannot look into another framework
+            if any(_framework(leaf) not in (None, backend.name) for leaf in leaves if not mine(leaf)):
+                raise _mixed(trees, names(), loaded)
+            return backend
+    raise _without_arrays(names(), [backend.name for backend in loaded])
+
+
+def _framework(leaf: Any) -> str | None:
+    top = type(leaf).__module__.split(".")[0]
+    return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(top)
 
 
 def _without_arrays(names: Sequence[str], loaded: list[str]) -> FuncgaError:
@@ -191,11 +199,11 @@ def _without_arrays(names: Sequence[str], loaded: list[str]) -> FuncgaError:
     )
 
 
-def _mixed(trees: Sequence[Any], names: Sequence[str], owners: list[Backend]) -> FuncgaError:
+def _mixed(trees: Sequence[Any], names: Sequence[str], loaded: list[Backend]) -> FuncgaError:
     from funcga.prefixes import leaf_paths
 
     found: dict[str, tuple[str, str]] = {}
-    for backend in owners:
+    for backend in loaded:
         for name, tree in zip(names, trees, strict=True):
             for path, leaf in zip(leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True):
                 if backend.arrays.owns(leaf):
@@ -204,5 +212,5 @@ def _mixed(trees: Sequence[Any], names: Sequence[str], owners: list[Backend]) ->
     what = " and ".join(f"`{path}` is {articles[framework]}" for framework, (path, _) in found.items())
     return FuncgaError(
         f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
-        f"`funcga.to_{owners[0].name}({found[owners[-1].name][1]})`."
+        f"`funcga.to_{loaded[0].name}({found[loaded[-1].name][1]})`."
     )

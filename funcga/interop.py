@@ -36,6 +36,8 @@ def _convert(tree: Any, target: Backend) -> Any:
         source = backend_of([tree], lambda: ["tree"])
     except FuncgaError:
         source = target
+    if not any(map(source.arrays.owns, source.trees.flatten(tree)[0])):
+        source = target  # NumPy's arrays: a tree as the target walks it
 
     def convert(leaf: Any) -> Any:
         if source is not target and source.arrays.owns(leaf):

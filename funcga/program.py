@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from funcga.arguments import Arguments, argument_names, read_arguments
@@ -23,6 +23,7 @@ class Program:
     in_axes: Any = None
     n: int | None = None
     microbatch_size: int | None = None
+    compiled: dict[str, Any] = field(default_factory=dict, repr=False)  # by a backend that compiles: what lasts as long
 
     def bound(self, backend: Backend) -> "Program":
         """The same, with a gradient function of funcga's made the framework's own once, not at every micro-batch."""

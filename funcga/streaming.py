@@ -39,7 +39,6 @@ def stream(
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     check_across(across)
     program = Program(grad_fn, fold, weight, in_axes)
-    loops: dict[str, Callable[..., Any]] = {}
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         leading, items = _iterate(args)
@@ -50,12 +49,9 @@ def stream(
                 "loader, or that a generator was not used up before."
             )
         backend = program.backend((*leading, *first), kwargs)
-        loop = loops.get(backend.name)
-        if loop is None:
-            loop = loops[backend.name] = backend.loop.stream(program.bound(backend), backend)
         ahead = [first]
         del first
-        return loop(leading, _put_back(ahead, items), kwargs)
+        return backend.loop.stream(program.bound(backend), backend)(leading, _put_back(ahead, items), kwargs)
 
     return streamed
 
@@ -70,16 +66,19 @@ def _iterate(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Iterator[tuple[Any
         items = iter(microbatches)
     except TypeError:
         raise FuncgaError(
-            f"microbatches is a {type(microbatches).__name__}, which cannot be iterated over. Pass a DataLoader, a "
-            f"generator or a list of micro-batches; for one batch to be split, use funcga.accumulate(grad_fn, n)."
+            f"microbatches is of type {type(microbatches).__name__}, which cannot be iterated over. Pass a DataLoader, "
+            f"a generator or a list of micro-batches; for one batch to be split, use funcga.accumulate(grad_fn, n)."
         ) from None
     if hasattr(microbatches, "shape") or isinstance(microbatches, dict | str):
         raise FuncgaError(
-            f"microbatches is a {type(microbatches).__name__}: one batch, not an iterable of micro-batches. Split it "
-            f"with funcga.accumulate(grad_fn, n), or pass a list of micro-batches."
+            f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of micro-batches. "
+            f"Split it with funcga.accumulate(grad_fn, n), or pass a list of micro-batches."
         )
-    # map, as a generator would hold on to its last item
-    return tuple(leading), map(lambda item: tuple(item) if isinstance(item, tuple | list) else (item,), items)
+    return tuple(leading), map(_spread, items)  # map, as a generator would hold on to its last item
+
+
+def _spread(item: Any) -> tuple[Any, ...]:
+    return tuple(item) if isinstance(item, tuple | list) else (item,)
 
 
 def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:

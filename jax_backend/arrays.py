@@ -57,7 +57,7 @@ def describe(leaf: Any) -> str:
     if is_array(leaf):
         kind_of = "a NumPy array " if isinstance(leaf, np.ndarray | np.generic) else ""
         return f"{kind_of}{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
-    return "None" if leaf is None else f"a {type(leaf).__name__}"
+    return "None" if leaf is None else f"of type {type(leaf).__name__}"
 
 
 def kind(dtype: Any) -> str:

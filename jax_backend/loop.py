@@ -20,7 +20,13 @@ from jax_backend.compilation import compiled, signature
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+    if "accumulate" not in program.compiled:
+        program.compiled["accumulate"] = compiled(_accumulate(program, backend))
+    fold: Callable[..., Any] = program.compiled["accumulate"]
+    return fold
 
+
+def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
@@ -42,7 +48,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             first += count * size
         return _finish(outputs, carry, chunks)
 
-    return compiled(fold)
+    return fold
 
 
 def _scan(
@@ -99,6 +105,13 @@ def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwa
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+    if "stream" not in program.compiled:
+        program.compiled["stream"] = _stream(program, backend)
+    fold: Callable[..., Any] = program.compiled["stream"]
+    return fold
+
+
+def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
     known: dict[Any, Outputs] = {}
 
     @partial(compiled, inline=True)
@@ -155,7 +168,7 @@ def _nothing(outputs: Outputs) -> tuple[list[Any], tally.Tally]:
 def _add(
     outputs: Outputs, reduced: list[Any], value: Any, weights: list[Any]
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """What is reduced with one more micro-batch, its threaded state, and its values for the leaves that are collected."""
+    """What is reduced with one more micro-batch, the state that it threads, and its values of the collected leaves."""
     leaves = outputs.leaves(value, "a later micro-batch")
     reduced = [
         fold.combine(before, fold.lift(leaves[i], weight))

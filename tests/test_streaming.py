@@ -1,5 +1,6 @@
 """`stream` and `windows`: the fold over micro-batches that arrive one by one."""
 
+import itertools
 import weakref
 
 import jax
@@ -15,7 +16,7 @@ from tests.kits import LIMITS, counted, difference
 def cut(batch, sizes):
     """The batch as tuples of that many rows each."""
     places = np.cumsum([0, *sizes])
-    return [tuple(a[i:j] for a in batch) for i, j in zip(places[:-1], places[1:], strict=True)]
+    return [tuple(a[i:j] for a in batch) for i, j in itertools.pairwise(places)]
 
 
 @pytest.mark.parametrize("sizes", [[12], [4, 4, 4], [5, 5, 2], [1] * 12, [1, 7, 4]])

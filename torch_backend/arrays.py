@@ -62,7 +62,7 @@ def describe(leaf: Any) -> str:
         return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, leaf.shape))}]"
     if type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
         return f"a NumPy array {leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
-    return "None" if leaf is None else f"a {type(leaf).__name__}"
+    return "None" if leaf is None else f"of type {type(leaf).__name__}"
 
 
 def kind(dtype: torch.dtype) -> str:

@@ -54,9 +54,7 @@ def _fold(
     program: Program, microbatches: Iterator[_Microbatch], state: list[Any] | None, kwargs: dict[str, Any]
 ) -> Any:
     buffers = None
-    k = 0
-    for arguments, cut, rows in microbatches:  # not enumerate, which would hold on to the last micro-batch
-        k += 1
+    for arguments, cut, rows in microbatches:
         state = arguments.state() if state is None else state
         args = cut(state)
         weight = program.weigh(arguments, args, rows)
@@ -65,7 +63,7 @@ def _fold(
             outputs, leaves = program.bind(value, arguments)
             buffers = Buffers(outputs)
         else:
-            leaves = buffers.outputs.leaves(value, f"micro-batch {k}")
+            leaves = buffers.outputs.leaves(value, f"micro-batch {buffers.tally.steps + 1}")
         del args, value, arguments, cut, rows
         state = buffers.add(leaves, weight)
         del leaves

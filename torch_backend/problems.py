@@ -44,7 +44,7 @@ def text_loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 def _block(block: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     normed = F.layer_norm(x, x.shape[-1:], block["norm1_scale"], block["norm1_bias"])
-    qkv = F.linear(normed, block["qkv"].flatten(1).T).unflatten(-1, block["qkv"].shape[1:])
+    qkv = F.linear(normed, block["qkv"].flatten(1).T).reshape(*x.shape[:2], *block["qkv"].shape[1:])
     query, key, value = qkv.permute(2, 0, 3, 1, 4)
     # Padding stands at the end, so that causality already hides it from every token that counts.
     mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -12,7 +12,7 @@ from funcga.folds import Fold, mean, per_weight
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
 
-_ROWS, _LENGTH = 64, 96  # of the text
+_ROWS, _LENGTH = 40, 48  # of the text
 _WIDTH, _HEADS, _BLOCKS = 32, 4, 2  # of its transformer
 
 
@@ -59,7 +59,7 @@ def text() -> Problem:
     for row, paragraph in zip(tokens, rows, strict=True):
         row[: len(paragraph)] = list(paragraph)
     items = np.array([len(paragraph) - 1 for paragraph in rows])  # the first byte is not predicted
-    about = "summed cross-entropy of a causal transformer on padded paragraphs, byte by byte; fold=funcga.per_weight()"
+    about = "summed cross-entropy of a small causal transformer, byte by byte; fold=funcga.per_weight()"
     params = _transformer(np.random.default_rng(2))
     total = int(items.sum())
     return Problem("text", about, "text_loss", params, (tokens,), per_weight(), count_targets, items, "tokens", total)

@@ -1,0 +1,50 @@
+"""The command: problems computed and reported one after the other, then the verdict."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from funcga.errors import FuncgaError
+from funcga.parity import report
+from funcga.parity.problems import PROBLEMS, Problem
+from funcga.parity.run import Case, check_counts, run
+
+
+def parity(name: str, dtypes: Sequence[str], ns: Sequence[int], file: Path | None = None) -> int:
+    """The exit code: 0 if every difference is within its limit, 1 if not. The report goes to standard output.
+
+    name: of a problem, or 'all'; file: where the figures are written as JSON.
+    Raises FuncgaError for a number of micro-batches beyond a problem's rows, before any work, and if the file cannot
+    be written.
+    """
+    problems = [PROBLEMS[key]() for key in (PROBLEMS if name == "all" else [name])]
+    for problem in problems:
+        check_counts(problem, ns)
+    console = _console()
+    console.print("funcga parity: " + ", ".join(f"{name} {version}" for name, version in report.versions().items()))
+    cases = [case for problem in problems for case in _run(problem, dtypes, ns, console)]
+    console.print("", report.summary(cases), "", report.verdict(cases), sep="\n")
+    if file is not None:
+        _write(file, cases)
+    return 0 if all(case.ok for case in cases) else 1
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    # A pipe has no width, and rich would assume 80 columns.
+    return console if console.is_terminal else Console(highlight=False, width=report.WIDTH)
+
+
+def _run(problem: Problem, dtypes: Sequence[str], ns: Sequence[int], console: Console) -> list[Case]:
+    cases = run(problem, dtypes, ns)
+    console.print("", report.table(problem, cases), sep="\n")
+    return cases
+
+
+def _write(file: Path, cases: Sequence[Case]) -> None:
+    try:
+        file.write_text(json.dumps(report.as_json(cases), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise FuncgaError(f"--json: {file} cannot be written: {error.strerror}") from error

@@ -1,0 +1,149 @@
+"""The report: a table for each problem, the verdict, and the same as JSON."""
+
+import importlib
+import math
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from funcga.parity.differences import Difference, rank
+from funcga.parity.problems import Problem
+from funcga.parity.run import COMPARISONS, Case, Comparison
+
+WIDTH = 100
+"""The columns that the tables need."""
+
+_CAPTION = (
+    "abs: the largest absolute difference of a leaf. rel: that / the largest absolute element of the leaf's gradient "
+    "(or the loss), on the right of 'vs'. Each rel must be within its column's limit; one with a ! is not."
+)
+
+
+def versions() -> dict[str, str]:
+    """The versions of what the figures depend on, by name."""
+    modules = {name: importlib.import_module(name) for name in ("funcga", "torch", "jax", "numpy")}
+    return {"python": platform.python_version()} | {name: module.__version__ for name, module in modules.items()}
+
+
+def table(problem: Problem, cases: Sequence[Case]) -> Table:
+    """The table of a problem: a section for each dtype and n, a row for each leaf, a pair for each comparison."""
+    made = Table(title=_title(problem, cases), title_justify="left", caption=_CAPTION, caption_justify="left")
+    made.box, made.padding, made.show_edge = SIMPLE_HEAD, (0, 0), False
+    made.add_column("leaf", vertical="bottom", min_width=18)
+    made.add_column("shape", vertical="bottom", min_width=10)
+    for comparison in COMPARISONS:
+        heading = comparison.name.replace(": ", ":\n")
+        made.add_column(f"{heading}\n    abs     rel", vertical="bottom", width=16)
+    for case in cases:
+        limits = [f"{f'limit {c.limits[case.dtype]:g}':>15}" for c in COMPARISONS]
+        made.add_row(f"{case.dtype}, n = {case.n}", "", *limits, style="bold")
+        for row in case.rows:
+            shape = "x".join(map(str, row.shape)) if row.shape else f"{case.losses['jax full']:.6g}"
+            made.add_row(row.leaf, shape, *map(_pair, row.differences))
+        made.add_section()
+    return made
+
+
+def _title(problem: Problem, cases: Sequence[Case]) -> Text:
+    lines = [f"{problem.name}: {problem.about}"]
+    for case in {case.n: case for case in cases}.values():
+        parts = [(case.microbatch_rows, "rows")]
+        if problem.unit != "rows":
+            parts.append((case.microbatch_items, problem.unit))
+        total = " and ".join(f"{sum(sizes)} {unit}" for sizes, unit in parts)
+        each = " and ".join(f"{min(sizes)}..{max(sizes)} {unit}" for sizes, unit in parts)
+        lines.append(f"n = {case.n}: {total} in {case.n} micro-batches of {each}")
+    return Text("\n".join(lines), style="bold")
+
+
+def _pair(difference: Difference) -> Text:
+    mark, style = (" ", "") if difference.ok else ("!", "bold red")
+    return Text(f"{_figure(difference.absolute):>7} {_figure(difference.relative):>7}{mark}", style=style)
+
+
+def _figure(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+class Worst(NamedTuple):
+    """The leaf of some cases at which a comparison differs most, and how many leaves are beyond the limit, of all."""
+
+    case: Case
+    leaf: str
+    difference: Difference
+    beyond: int
+    leaves: int
+
+
+def worst(cases: Sequence[Case], comparison: Comparison) -> Worst:
+    """The Worst of a comparison in these cases."""
+    place = COMPARISONS.index(comparison)
+    found = [(case, row.leaf, row.differences[place]) for case in cases for row in case.rows]
+    return Worst(*max(found, key=lambda entry: rank(entry[2])), sum(not entry[2].ok for entry in found), len(found))
+
+
+def summary(cases: Sequence[Case]) -> Table:
+    """The table of the largest relative difference of each comparison, in each dtype."""
+    made = Table(
+        "comparison", "dtype", "worst rel", "limit", "where", "", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    for dtype in dict.fromkeys(case.dtype for case in cases):
+        for comparison in COMPARISONS:
+            w = worst([case for case in cases if case.dtype == dtype], comparison)
+            figures = (_figure(w.difference.relative), f"{w.difference.limit:g}")
+            verdict = Text("within", "green") if w.difference.ok else Text("BEYOND", "bold red")
+            made.add_row(comparison.name, dtype, *figures, f"{w.case.problem} n = {w.case.n}, {w.leaf}", verdict)
+    return made
+
+
+def verdict(cases: Sequence[Case]) -> Text:
+    """The verdict: one line if every difference is within its limit, else one more for each comparison that is not."""
+    count = sum(len(row.differences) for case in cases for row in case.rows)
+    if all(case.ok for case in cases):
+        return Text(f"Verdict: the same gradients. All {count} differences are within their limits.", "bold green")
+    return Text("\n".join(["Verdict: DIFFERENT gradients.", *_complaints(cases)]), "bold red")
+
+
+def _complaints(cases: Sequence[Case]) -> Iterator[str]:
+    for case in cases:
+        for comparison in COMPARISONS:
+            w = worst([case], comparison)
+            if w.beyond:
+                yield (
+                    f"  {case.problem}, {case.dtype}, n = {case.n}, {comparison.name}: {w.beyond} of {w.leaves} leaves "
+                    f"differ, most {w.leaf}: {_figure(w.difference.relative)} (limit {w.difference.limit:g})"
+                )
+
+
+def as_json(cases: Sequence[Case]) -> dict[str, Any]:
+    """Everything that the tables show, as JSON has it: a figure that is not finite is None."""
+    return {
+        "ok": all(case.ok for case in cases),
+        "versions": versions(),
+        "limits": {comparison.name: comparison.limits for comparison in COMPARISONS},
+        "cases": [_case_as_json(case) for case in cases],
+    }
+
+
+def _case_as_json(case: Case) -> dict[str, Any]:
+    leaves = [
+        {
+            "leaf": row.leaf,
+            "shape": list(row.shape),
+            "differences": {
+                c.name: {"absolute": _finite(d.absolute), "relative": _finite(d.relative), "ok": d.ok}
+                for c, d in zip(COMPARISONS, row.differences, strict=True)
+            },
+        }
+        for row in case.rows
+    ]
+    losses = {run: _finite(loss) for run, loss in case.losses.items()}
+    return {**case._asdict(), "ok": case.ok, "losses": losses, "rows": leaves}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

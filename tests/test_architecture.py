@@ -1,0 +1,188 @@
+"""What the design promises of the code itself: who imports whom, laziness, mirror images; each check can fail."""
+
+import ast
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import funcga
+import jax_backend
+import torch_backend
+from funcga.backend import Arrays, Gradients, Loop, Trees
+
+ROOT = Path(__file__).parent.parent
+FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
+TYPES = {"funcga.arguments", "funcga.backend", "funcga.errors", "funcga.leaves", "funcga.normalizers", "funcga.outputs",
+         "funcga.program", "funcga.reducers", "funcga.tally", "funcga"}  # fmt: skip
+# Lower imports higher nowhere: each name may import those before it.
+LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
+          "outputs", "arguments", "gradients", "program", "accumulation", "streaming", "accumulator", "interop",
+          "__init__", "parity", "__main__"]  # fmt: skip
+
+
+def imported(source):
+    """Every module that a source imports anywhere, also inside functions, with `from a import b` as a and a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def sources(package):
+    return {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def foreign_imports(source, allowed=()):
+    tops = {name.split(".")[0] for name in imported(source)}
+    return tops & ({*FRAMEWORKS, "torch_backend", "jax_backend"} - set(allowed))
+
+
+def upward_imports(name, source):
+    place = LAYERS.index(name)
+    used = {module.split(".")[1] for module in imported(source) if module.startswith("funcga.")}
+    return {module for module in used if module in LAYERS and LAYERS.index(module) > place}
+
+
+def test_the_core_imports_no_framework():
+    for path, source in sources("funcga").items():
+        allowed = {"numpy"} if "parity" in path.parts else set()
+        assert not foreign_imports(source, allowed), path
+
+
+def test_imports_point_one_way():
+    for path, source in sources("funcga").items():
+        if "parity" not in path.parts:
+            # backend_of names the path of what it refuses, and program is a type of the loop's protocol
+            lazily = {"backend": {"prefixes", "program"}}.get(path.stem, set())
+            assert upward_imports(path.stem, source) <= lazily, path
+
+
+def test_backends_import_core_types_only_and_never_each_other():
+    for own, other in (("torch", "jax"), ("jax", "torch")):
+        for path, source in sources(f"{own}_backend").items():
+            assert not foreign_imports(source, {own, "numpy", f"{own}_backend", "optax" if own == "jax" else own}), path
+            core = {".".join(m.split(".")[:2]) for m in imported(source) if m.split(".")[0] == "funcga"}
+            modules = {m for m in core if m == "funcga" or (ROOT / "funcga" / f"{m.split('.')[1]}.py").exists()}
+            assert modules <= TYPES, (path, other)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch", {"torch"}),
+        ("def f():\n    from jax import numpy", {"jax"}),
+        ("import funcga.folds, os", set()),
+        ("from torch_backend import arrays", {"torch_backend"}),
+    ],
+)
+def test_the_import_check_can_fail(source, found):
+    assert foreign_imports(source) == found
+
+
+def test_the_layer_check_can_fail():
+    assert upward_imports("folds", "from funcga.accumulation import accumulate") == {"accumulation"}
+    assert upward_imports("folds", "from funcga import reducers") == set()
+
+
+def loaded_after(code):
+    program = f"import sys\n{code}\nprint(*sorted(m for m in sys.modules if '.' not in m))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+def test_importing_funcga_imports_no_framework():
+    assert not loaded_after("import funcga") & {*FRAMEWORKS, "rich", "sklearn", "torch_backend", "jax_backend"}
+    assert "torch" in loaded_after("import funcga, torch")
+
+
+def test_a_torch_user_never_imports_jax():
+    call = "import funcga, {0}\nfuncga.accumulate(funcga.grad(lambda p, x: (p * x).sum()), 2)({1}, {2})"
+    assert "jax" not in loaded_after(call.format("torch", "torch.ones(())", "torch.ones(4)"))
+    assert "torch" not in loaded_after(call.format("jax", "jax.numpy.ones(())", "jax.numpy.ones(4)"))
+
+
+# Files and names that only one backend has, each with its reason.
+ALONE = {
+    "buffers": "torch adds in place; XLA does so by itself",
+    "compilation": "JAX compiles calls outside of jit; torch runs them as they are",
+}
+HELPERS = {
+    "in_transform": "torch must not write to the tensors of a running torch.func transform; JAX has no in-place writes"
+}
+
+
+def public(module):
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+def modules(package):
+    names = {m.name for m in pkgutil.iter_modules(package.__path__)}
+    return {name: __import__(f"{package.__name__}.{name}", fromlist=["_"]) for name in names - set(ALONE)}
+
+
+def differences(left, right):
+    """What two modules that should mirror each other do not have in common."""
+    a, b = public(left), public(right)
+    found = [f"{name} is only in one" for name in (set(a) ^ set(b)) - set(HELPERS)]
+    for name in set(a) & set(b):
+        if list(inspect.signature(a[name]).parameters) != list(inspect.signature(b[name]).parameters):
+            found.append(f"{name} has other parameters")
+        if (a[name].__doc__ or "").splitlines()[:1] != (b[name].__doc__ or "").splitlines()[:1]:
+            found.append(f"{name} says something else")
+    if (left.__doc__ or "").splitlines()[:1] != (right.__doc__ or "").splitlines()[:1]:
+        found.append("the modules say something else")
+    return found
+
+
+def test_backends_are_mirror_images():
+    torch_modules, jax_modules = modules(torch_backend), modules(jax_backend)
+    assert set(torch_modules) == set(jax_modules)
+    for name in torch_modules:
+        assert differences(torch_modules[name], jax_modules[name]) == [], name
+
+
+def test_the_mirror_check_can_fail():
+    from jax_backend import arrays, trees
+
+    assert differences(arrays, trees)
+
+
+@pytest.mark.parametrize("backend", [torch_backend, jax_backend])
+def test_backends_supply_what_the_core_asks_for(backend):
+    for part, protocol in (("arrays", Arrays), ("trees", Trees), ("gradients", Gradients), ("loop", Loop)):
+        for name, member in vars(protocol).items():
+            if inspect.isfunction(member) and not name.startswith("_"):
+                own = getattr(getattr(backend, part), name)
+                assert list(inspect.signature(own).parameters) == list(inspect.signature(member).parameters)[1:]
+                assert (own.__doc__ or "").splitlines()[0] == (member.__doc__ or "").splitlines()[0]
+
+
+def test_public_names_have_docstrings_and_types():
+    for name in vars(funcga):
+        value = getattr(funcga, name)
+        if name.startswith("_") or inspect.ismodule(value) or name == "CARRY":
+            continue
+        assert inspect.getdoc(value), name
+        if inspect.isfunction(value):
+            assert all(p.annotation is not p.empty for p in inspect.signature(value).parameters.values()), name
+
+
+def test_the_contract_is_there():
+    names = """accumulate stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy FuncgaError CARRY Fold
+               Reducer Monoid mean per_weight sum max min moments concat carry reducers normalizers"""
+    assert not [name for name in names.split() if not hasattr(funcga, name)]
+    parameters = list(inspect.signature(funcga.accumulate).parameters.values())
+    assert [p.name for p in parameters] == ["grad_fn", "n", "microbatch_size", "fold", "weight", "in_axes", "across"]
+    assert [p.kind is p.KEYWORD_ONLY for p in parameters] == [False, False, True, True, True, True, True]

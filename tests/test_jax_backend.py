@@ -1,0 +1,176 @@
+"""What the JAX backend promises beyond the shared properties: traces, memory, sharding, compilation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import funcga
+from benchmarks.fold_jax import hand_written, mlp
+from tests import problems
+from tests.kits import JAX, LIMITS, counted, difference
+
+
+def regression():
+    params, batch, loss = problems.regression()
+    return JAX.arrays(params), JAX.arrays(batch), loss
+
+
+@pytest.mark.parametrize(("n", "bodies"), [(1, 1), (4, 1), (5, 2), (12, 1)])
+def test_the_body_is_traced_once_and_twice_for_a_remainder(n, bodies):
+    params, batch, loss = regression()
+    traced, calls = counted(loss)
+    step = funcga.accumulate(jax.value_and_grad(traced), n)
+    jax.jit(step)(params, *batch)
+    assert len(calls) == bodies
+    step = funcga.accumulate(jax.value_and_grad(traced), n)
+    calls.clear()
+    for _ in range(3):  # outside of jit it is jitted, once
+        step(params, *batch)
+    assert len(calls) == bodies
+
+
+def scans(jaxpr):
+    """(length, number of equations outside) of the scans in a jaxpr."""
+    return [e.params["length"] for e in jaxpr.eqns if e.primitive.name == "scan"]
+
+
+def test_the_program_does_not_grow_with_n():
+    params, batch, loss = regression()
+    sizes = []
+    for n in (2, 6):
+        jaxpr = jax.make_jaxpr(funcga.accumulate(jax.value_and_grad(loss), n))(params, *batch).jaxpr
+        assert scans(jaxpr) == [n]
+        sizes.append(len(jaxpr.eqns))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("fold", ["mean", "per_weight", "sum"])
+def test_temporary_memory_is_that_of_a_scan_by_hand(fold):
+    params, batch, loss = mlp(4, 128, 32)
+    gradient = jax.value_and_grad(loss)
+    memory = lambda f: jax.jit(f).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+    ours = memory(funcga.accumulate(gradient, 8, fold=getattr(funcga, fold)()))
+    assert ours <= memory(hand_written(gradient, 8)) + 256  # a few scalars
+
+
+def test_static_and_traced_arguments():
+    """Outside of jit, arrays are traced and everything else is part of the program."""
+    gradient, calls = counted(lambda p, x, scale=1, train=True: p * x.mean() * (scale if train else 0))
+    step = funcga.accumulate(gradient, 3)
+    p, x = jnp.float32(2), jnp.arange(6, dtype=jnp.float32)
+    assert float(step(p, x, scale=3)) == 15
+    assert float(step(p + 1, x, scale=3)) == 22.5
+    assert len(calls) == 1
+    assert float(step(p, x, scale=3, train=False)) == 0
+    assert float(step(p, x, scale=4)) == 20
+    assert len(calls) == 3
+    unhashable = []
+    assert float(funcga.accumulate(lambda p, x, log: (log.append(1), p * x.mean())[1], 3)(p, x, log=unhashable)) == 5
+
+
+def mesh():
+    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("n", [3, 2])
+def test_inside_shard_map_without_across(n):
+    params, batch, loss = regression()
+    full = jax.value_and_grad(loss)(params, *batch)
+    step = funcga.accumulate(jax.value_and_grad(loss), n)
+
+    def local(params, x, y):
+        params = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
+        return jax.tree.map(lambda leaf: lax.pmean(leaf, "data"), step(params, x, y))
+
+    specs = {"mesh": mesh(), "in_specs": (P(), P("data"), P("data")), "out_specs": P()}
+    assert difference(JAX, jax.jit(jax.shard_map(local, **specs))(params, *batch), full) <= LIMITS["float32"]
+
+    def unmarked(params, x, y):  # gradients of replicated parameters are psummed by JAX itself
+        value, grads = step(params, x, y)
+        return lax.pmean(value, "data"), jax.tree.map(lambda g: g / 4, grads)
+
+    assert difference(JAX, jax.jit(jax.shard_map(unmarked, **specs))(params, *batch), full) <= LIMITS["float32"]
+
+
+def test_state_in_shard_map():
+    x = jnp.arange(16, dtype=jnp.float32)
+    step = funcga.accumulate(
+        lambda s, x: (x.mean(), s + x.sum()), 2, in_axes=(funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry())
+    )
+    local = lambda s, x: tuple(lax.psum(leaf, "data") for leaf in step(s, x))
+    total, state = jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())(jnp.float32(1), x)
+    assert (float(total), float(state)) == (30, 124)
+
+
+def test_donation_and_optax_in_one_step():
+    params, batch, loss = regression()
+    tx = optax.adam(1e-2)
+    step = funcga.accumulate(jax.value_and_grad(loss), 4)
+
+    @jax.jit
+    def update(params, state, x, y):
+        _, grads = step(params, x, y)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def whole(params, state, x, y):
+        updates, state = tx.update(jax.grad(loss)(params, x, y), state)
+        return optax.apply_updates(params, updates), state
+
+    with jax.numpy_dtype_promotion("standard"):  # as optax's Adam needs it
+        ours = theirs = (params, tx.init(params))
+        for _ in range(5):
+            ours, theirs = update(*ours, *batch), whole(*theirs, *batch)
+    assert difference(JAX, ours[0], theirs[0]) <= 1e-5
+
+
+def test_keys_are_split_and_carried():
+    keys = jax.random.split(jax.random.key(0), 6)
+    x = jnp.zeros(6)
+    draw = lambda keys, x: x + jax.vmap(jax.random.normal)(keys)
+    out = funcga.accumulate(draw, 4, in_axes=0, fold=funcga.concat())(keys, x)
+    np.testing.assert_array_equal(out, draw(keys, x))
+
+    def noisy(key, x):
+        key, use = jax.random.split(key)
+        return x.mean() + jax.random.normal(use), key
+
+    step = funcga.accumulate(noisy, 3, in_axes=(funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))
+    first, second = step(jax.random.key(1), x), step(jax.random.key(1), x)
+    assert float(first[0]) == float(second[0]) != 0
+    assert first[1] == second[1]
+
+
+def test_checkpointed_and_custom_gradients():
+    params, batch, loss = regression()
+    full = jax.value_and_grad(loss)(params, *batch)
+    out = funcga.accumulate(jax.value_and_grad(jax.checkpoint(loss)), 5)(params, *batch)
+    assert difference(JAX, out, full) <= LIMITS["float32"]
+
+
+def test_counts_without_64_bit_types_are_exact():
+    accumulator = funcga.Accumulator()
+    update = jax.jit(lambda state, w: accumulator.update(state, jnp.float32(1), weight=w))
+    state = accumulator.init(jnp.float32(1))
+    total = 0
+    for weight in (2**30, 1, 2**30 + 1, 3, 2**31 - 1, 2**24 + 1, 7):
+        state = update(state, jnp.int32(weight))
+        total += weight
+        assert sum(int(float(limb)) for limb in state.tally.weight) == total
+    state = update(state, jnp.float32(0.25))
+    assert sum(float(limb) for limb in state.tally.weight) == total + 0.25
+
+
+def test_disabled_jit():
+    params, batch, loss = regression()
+    full = jax.value_and_grad(loss)(params, *batch)
+    with jax.disable_jit():
+        assert (
+            difference(JAX, funcga.accumulate(jax.value_and_grad(loss), 5)(params, *batch), full) <= LIMITS["float32"]
+        )

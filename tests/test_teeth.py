@@ -1,0 +1,176 @@
+"""The suite must reject wrong folds and wrong backends: each one here is a mistake that people make."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+import funcga
+import jax_backend
+import torch_backend
+from tests import properties
+from tests.kits import JAX, TORCH
+
+CHECKS = [
+    *properties.WITHOUT_PARAMETERS,
+    *(
+        functools.partial(properties.equals_the_full_batch, dtype="float32", problem=p)
+        for p in ("regression", "tokens")
+    ),
+]
+
+
+def rejected(kit, accumulate):
+    """Whether a property is seen not to hold. A wrong program that does not even run proves nothing here."""
+    for check in CHECKS:
+        try:
+            check(kit, accumulate=accumulate)
+        except AssertionError:
+            return True
+    return False
+
+
+def divides_by_n(grad_fn, n=None, *, fold=None, weight=None, **options):
+    """The loop of most tutorials: every micro-batch counts alike."""
+    return funcga.accumulate(grad_fn, n, fold=funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps), **options)
+
+
+def weighs_by_rows(grad_fn, n=None, *, weight=None, **options):
+    """Averages losses over micro-batches with different token counts."""
+    return funcga.accumulate(grad_fn, n, **options)
+
+
+def drops_the_last_rows(grad_fn, n=None, *, microbatch_size=None, in_axes=None, **options):
+    """Integer division, as in reshape: the remainder is left out."""
+    step = funcga.accumulate(grad_fn, n, microbatch_size=microbatch_size, in_axes=in_axes, **options)
+
+    def dropping(*args):
+        first = 0 if in_axes is not None else 1
+        rows = next(leaf.shape[0] for leaf in _leaves(args[first:]))
+        keep = rows // (n or microbatch_size) * (n or microbatch_size) or rows
+        return step(*args[:first], *(_cut(arg, keep) for arg in args[first:]))
+
+    return dropping
+
+
+def _leaves(tree):
+    return [x for v in tree for x in (v.values() if isinstance(v, dict) else [v])]
+
+
+def _cut(arg, keep):
+    return {k: v[:keep] for k, v in arg.items()} if isinstance(arg, dict) else arg[:keep]
+
+
+def averages_halves(grad_fn, n=None, **options):
+    """Replicas that average their own averages, as DDP does with uneven token counts."""
+    options = {**options, "microbatch_size": None, "n": 1}
+    step = funcga.accumulate(grad_fn, **options)
+
+    def averaged(params, *batch):
+        rows = next(leaf.shape[0] for leaf in _leaves(batch))
+        if rows < 2:
+            return step(params, *batch)
+        half = rows // 2 + 1
+        parts = [step(params, *(_slice(b, s) for b in batch)) for s in (slice(0, half), slice(half, None))]
+        flatten = (TORCH if isinstance(parts[0][0], torch.Tensor) else JAX).backend.trees
+        (a, structure), (b, _) = (flatten.flatten(part) for part in parts)
+        return flatten.unflatten(structure, [(x + y) / 2 for x, y in zip(a, b, strict=True)])
+
+    return averaged
+
+
+def _slice(arg, s):
+    return {k: v[s] for k, v in arg.items()} if isinstance(arg, dict) else arg[s]
+
+
+def multiplies_by_the_weight(grad_fn, n=None, **options):
+    """0 * NaN is NaN: a masked micro-batch poisons the sum."""
+    fold = funcga.Fold(funcga.Reducer(lambda xp, v, w: v * w, funcga.monoids.sum), funcga.normalizers.by_weight)
+    return funcga.accumulate(grad_fn, n, **{**options, "fold": fold})
+
+
+def divides_by_zero(grad_fn, n=None, **options):
+    """NaN where every token is masked."""
+    by_weight = funcga.Normalizer(lambda xp, r, t: r / (xp.zeros_like(r) + t.weight))
+    return funcga.accumulate(grad_fn, n, **{**options, "fold": funcga.Fold(funcga.reducers.sum, by_weight)})
+
+
+def reverses_the_order(grad_fn, n=None, **options):
+    """Right for sums, wrong for everything that has an order."""
+    backwards = funcga.Monoid(
+        funcga.reducers.concat().monoid.identity, lambda xp, a, b: xp.concatenate((b, a)), rounds=False, axis=0
+    )
+    first = lambda: funcga.Accumulator(
+        funcga.Fold(funcga.Reducer(lambda xp, v, w: v, backwards), funcga.normalizers.identity)
+    )
+
+    def reversing(x):
+        accumulator = first()
+        values = [grad_fn(part)[0] for part in (x[:6], x[6:])]
+        state = accumulator.init(values[0])
+        for value in values:
+            state = accumulator.update(state, value)
+        return accumulator.finalize(state), x.max(), x.min()
+
+    return reversing
+
+
+WRONG = [divides_by_n, weighs_by_rows, drops_the_last_rows, averages_halves, multiplies_by_the_weight, divides_by_zero]
+
+
+@pytest.mark.parametrize("accumulate", WRONG, ids=lambda f: f.__name__)
+def test_wrong_folds_are_rejected(kit, accumulate):
+    assert rejected(kit, accumulate)
+
+
+def test_the_wrong_order_is_rejected(kit):
+    with pytest.raises(AssertionError):
+        properties.keeps_the_order_of_rows(kit, reverses_the_order)
+
+
+def in_float32(limbs):
+    """A total weight that stops counting at 2**24."""
+
+    def mutant(weight):
+        high = limbs(weight)[0]
+        return (torch.as_tensor(high).to(torch.float32) if limbs.__module__.startswith("torch") else high,)
+
+    return mutant
+
+
+MUTANTS = {
+    "accumulates in the leaf's own dtype": ("accumulator_dtype", lambda own: lambda dtype: dtype),
+    "cuts at the wrong place": (
+        "slice",
+        lambda own: lambda array, axis, start, size: own(array, axis, start // 2, size),
+    ),
+    "keeps the total weight in float32": ("limbs", in_float32),
+    "counts no weight": ("limbs", lambda own: lambda weight: own(1)),
+    "returns another dtype": ("cast", lambda own: lambda x, dtype: own(x, _wide(x))),
+}
+
+
+def _wide(x):
+    return torch.float32 if isinstance(x, torch.Tensor) else np.dtype("float32")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_wrong_backends_are_rejected(kit, mutant, monkeypatch):
+    name, change = MUTANTS[mutant]
+    module = torch_backend.arrays if kit.name == "torch" else jax_backend.arrays
+    monkeypatch.setattr(module, name, change(getattr(module, name)))
+    assert rejected(kit, funcga.accumulate)
+
+
+def test_a_buffer_that_is_not_copied_is_rejected(monkeypatch):
+    """The first gradient taken as the accumulator: what is returned aliases an argument."""
+    from torch_backend.buffers import Buffers
+
+    def steals(self, places, values, weight, first):
+        for k in places:
+            self.reduced[k] = values[k] if first else self.reduced[k].add_(values[k] * weight)
+
+    monkeypatch.setattr(Buffers, "_add_all", steals)
+    with pytest.raises(AssertionError):
+        properties.leaves_arguments_alone(TORCH, funcga.accumulate)

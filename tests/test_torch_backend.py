@@ -1,0 +1,273 @@
+"""What the torch backend promises beyond the shared properties: memory, graphs, compilation, devices."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.func import functional_call, grad, grad_and_value, vmap
+
+import funcga
+from benchmarks.measure import PeakBytes
+from tests import problems
+from tests.kits import LIMITS, TORCH, counted, difference
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
+
+
+def deep(layers=8, width=64, rows=16):
+    """Equal layers: P = layers * width**2 * 4 bytes, so one leaf is P / layers."""
+    r = problems.rng(7)
+    params = {f"w{i}": torch.from_numpy(r.normal(size=(width, width)).astype("float32") / 8) for i in range(layers)}
+
+    def loss(params, x):
+        for w in params.values():
+            x = torch.tanh(x @ w)
+        return (x**2).mean()
+
+    return params, torch.from_numpy(r.normal(size=(rows, width)).astype("float32")), loss
+
+
+def size(tree):
+    return sum(p.nbytes for p in tree.values())
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_peak_memory_is_two_gradients_and_a_leaf(n):
+    params, x, loss = deep(rows=8)
+    step = funcga.accumulate(grad(loss), n)
+    activations = 8 * 64 * 4 * 40
+    with PeakBytes() as peak:
+        step(params, x)
+    assert peak.bytes <= 2 * size(params) + size(params) / len(params) + activations
+
+
+def test_memory_is_flat_in_n():
+    params, x, loss = deep(rows=64)
+    peaks = []
+    for rows in (4, 64):
+        with PeakBytes() as peak:
+            funcga.accumulate(grad(loss), microbatch_size=2)(params, x[:rows])
+        peaks.append(peak.bytes)
+    assert peaks[1] <= 1.01 * peaks[0]
+
+
+def test_a_float32_accumulator_of_a_16_bit_gradient_adds_no_copy_of_it():
+    params, x, loss = deep(rows=8)
+    params = {k: v.bfloat16() for k, v in params.items()}
+    with PeakBytes() as peak:
+        funcga.accumulate(grad(loss), 4)(params, x.bfloat16())
+    # accumulator 2 P, gradient P, and one leaf on its way
+    assert peak.bytes <= 3 * size(params) + 2 * size(params) / len(params) + 8 * 64 * 4 * 40
+
+
+def test_no_graph_outlives_its_microbatch():
+    """Parameters that require grad: the arguments are detached, so that torch.func records no second graph."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    params = dict(module.named_parameters())
+    _, (x, y), _ = problems.regression()
+    x, y = torch.from_numpy(x), torch.from_numpy(y)
+    seen = []
+
+    def loss(params, x, y):
+        seen.append([p.requires_grad for p in params.values()])
+        return ((functional_call(module, params, (x,)) - y) ** 2).mean()
+
+    value, grads = funcga.accumulate(funcga.value_and_grad(loss), 5)(params, x, y)
+    assert value.grad_fn is None
+    assert not any(leaf.requires_grad for leaf in grads.values())
+    assert all(p.requires_grad and p.grad is None for p in params.values())
+    loss_value = ((module(x) - y) ** 2).mean()
+    loss_value.backward()
+    assert difference(TORCH, grads, {k: p.grad for k, p in params.items()}) <= LIMITS["float32"]
+
+
+def test_a_gradient_function_that_uses_autograd_itself():
+    params, batch, loss = problems.regression()
+    params, batch = TORCH.arrays(params), TORCH.arrays(batch)
+
+    def gradient(params, x, y):
+        leaves = {k: v.detach().requires_grad_() for k, v in params.items()}
+        value = loss(leaves, x, y)
+        return value, dict(
+            zip(leaves, torch.autograd.grad(value, list(leaves.values()), create_graph=True), strict=True)
+        )
+
+    out = funcga.accumulate(gradient, 5)(params, *batch)
+    assert difference(TORCH, out, funcga.value_and_grad(loss)(params, *batch)) <= LIMITS["float32"]
+    assert not out[0].requires_grad
+
+
+def test_under_no_grad_and_inference_mode():
+    params, batch, loss = problems.regression()
+    params, batch = TORCH.arrays(params), TORCH.arrays(batch)
+    full = funcga.value_and_grad(loss)(params, *batch)
+    with torch.no_grad():
+        assert (
+            difference(TORCH, funcga.accumulate(funcga.value_and_grad(loss), 5)(params, *batch), full)
+            <= LIMITS["float32"]
+        )
+
+
+def test_gradients_of_expanded_and_transposed_memory():
+    """A gradient may be a view of one number, or of the parameters: neither is added into."""
+    w = torch.arange(6.0).reshape(2, 3)
+    x = torch.ones(4, 3)
+    step = funcga.accumulate(lambda w, x: (w.sum().expand(5), w.T, x.sum() * w), 4)
+    for _ in range(2):
+        expanded, transposed, scaled = step(w, x)
+        torch.testing.assert_close(expanded, torch.full((5,), 15.0))
+        torch.testing.assert_close(transposed, w.T)
+        torch.testing.assert_close(scaled, 3 * w)
+    torch.testing.assert_close(w, torch.arange(6.0).reshape(2, 3))
+
+
+def test_per_example_gradients_within():
+    params, batch, loss = problems.regression()
+    params, batch = TORCH.arrays(params), TORCH.arrays(batch)
+    each = vmap(grad(lambda p, x, y: loss(p, x[None], y[None])), (None, 0, 0))
+    step = funcga.accumulate(each, 5, fold=funcga.concat())
+    assert difference(TORCH, step(params, *batch), each(params, *batch)) <= LIMITS["float32"]
+
+
+@pytest.mark.parametrize("n", [4, 5])
+@pytest.mark.parametrize("fold", ["mean", "per_weight", "sum", "max", "moments"])
+def test_compiles_to_one_graph(n, fold):
+    params, batch, loss = problems.regression()
+    params, batch = TORCH.arrays(params), TORCH.arrays(batch)
+    step = funcga.accumulate(grad_and_value(loss), n, fold=getattr(funcga, fold)(), weight=lambda x, y: (x > 0).sum())
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    assert difference(TORCH, compiled(params, *batch), step(params, *batch)) <= 4 * LIMITS["float32"]
+    assert difference(TORCH, compiled(params, *batch), step(params, *batch)) <= 4 * LIMITS["float32"]
+    assert len(graphs) == 1
+
+
+def test_a_compiled_loss():
+    params, batch, loss = problems.regression()
+    params, batch = TORCH.arrays(params), TORCH.arrays(batch)
+    gradient = torch.compile(grad_and_value(loss), backend="eager")
+    out = funcga.accumulate(gradient, 4)(params, *batch)
+    assert difference(TORCH, out, grad_and_value(loss)(params, *batch)) <= LIMITS["float32"]
+
+
+def test_buffers_threaded_as_carry():
+    """BatchNorm's running statistics: a pure function of buffers, threaded from one micro-batch to the next."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    reference = copy.deepcopy(module)
+    x = torch.from_numpy(problems.rng(8).normal(size=(12, 3)).astype("float32"))
+
+    def loss(params, buffers, x):
+        buffers = {k: v.clone() for k, v in buffers.items()}
+        return (functional_call(module, (params, buffers), (x,)) ** 2).mean(), buffers
+
+    step = funcga.accumulate(
+        grad(loss, has_aux=True), 3, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry())
+    )
+    before = {k: v.clone() for k, v in module.named_buffers()}
+    grads, buffers = step(dict(module.named_parameters()), dict(module.named_buffers()), x)
+    for chunk in x.chunk(3):
+        ((reference(chunk) ** 2).mean() / 3).backward()
+    assert difference(TORCH, grads, {k: p.grad for k, p in reference.named_parameters()}) <= LIMITS["float32"]
+    for name, value in reference.named_buffers():
+        torch.testing.assert_close(buffers[name], value)
+        torch.testing.assert_close(before[name], dict(module.named_buffers())[name])
+    assert int(buffers["1.num_batches_tracked"]) == 3
+
+
+def test_python_state_can_be_carried():
+    step = funcga.accumulate(lambda s, x: (x.sum(), {"k": s["k"] + 1, "name": s["name"]}), 3,
+                             in_axes=(funcga.CARRY, 0), fold=(funcga.sum(), funcga.carry()))  # fmt: skip
+    assert step({"k": 0, "name": "a"}, torch.ones(6))[1] == {"k": 3, "name": "a"}
+
+
+def test_carry_is_matched_by_key_not_by_order():
+    def step(state, x):
+        return x.sum(), {"b": state["b"] * 2, "a": state["a"] + 1}
+
+    _, state = funcga.accumulate(step, 3, in_axes=(funcga.CARRY, 0), fold=(funcga.sum(), funcga.carry()))(
+        {"a": torch.tensor(0.0), "b": torch.tensor(1.0)}, torch.ones(3)
+    )
+    assert (float(state["a"]), float(state["b"])) == (3, 8)
+
+
+def test_folds_of_dicts_are_matched_by_key_not_by_order():
+    out = funcga.accumulate(
+        lambda x: {"a": x.sum(), "b": x.sum()}, 2, in_axes=0, fold={"b": funcga.sum(), "a": funcga.max()}
+    )(torch.tensor([1.0, 2.0]))
+    assert (float(out["a"]), float(out["b"])) == (2, 3)
+
+
+def test_float8():
+    x = torch.ones(64).to(torch.float8_e4m3fn)
+    out = funcga.accumulate(lambda x: x, 64, in_axes=0, fold=funcga.sum())(x)
+    assert (out.dtype, float(out[0])) == (torch.float8_e4m3fn, 64.0)
+
+
+def test_carry_and_folds_survive_copies():
+    assert copy.deepcopy(funcga.CARRY) is funcga.CARRY
+    assert pickle.loads(pickle.dumps(funcga.CARRY)) is funcga.CARRY
+    assert repr(funcga.CARRY) == "funcga.CARRY"
+    assert funcga.mean() == funcga.mean()
+
+
+def test_weights_are_taken_on_the_host_without_a_device():
+    calls = []
+    original = torch.Tensor.item
+    gradient, seen = counted(lambda x: x.sum())
+    step = funcga.accumulate(gradient, 4, in_axes=0, weight=lambda x: (x > 0).sum())
+    try:
+        torch.Tensor.item = lambda self: (calls.append(self.device.type), original(self))[1]
+        step(torch.ones(8))
+    finally:
+        torch.Tensor.item = original
+    assert (calls, len(seen)) == (["cpu"] * 4, 4)
+
+
+def test_a_step_on_the_meta_device():
+    """No value is ever looked at, so that a fold can be planned without data."""
+    params, batch, loss = problems.regression()
+    meta = lambda tree: torch.utils._pytree.tree_map(lambda a: torch.from_numpy(a).to("meta"), tree)
+    for weight in (None, lambda x, y: (x > 0).sum()):
+        value, grads = funcga.accumulate(funcga.value_and_grad(loss), 5, weight=weight)(meta(params), *meta(batch))
+        assert (value.shape, grads["w"].shape, grads["w"].device.type) == ((), (3, 2), "meta")
+
+
+@needs_cuda
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nothing_waits_for_the_device(weighted):
+    params, batch, loss = problems.regression()
+    params, batch = ({k: v.cuda() for k, v in TORCH.arrays(params).items()}, [a.cuda() for a in TORCH.arrays(batch)])
+    step = funcga.accumulate(grad_and_value(loss), 5, weight=(lambda x, y: (x > 0).sum()) if weighted else None)
+    expected = step(params, *batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = step(params, *batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert difference(TORCH, out, expected) == 0
+    on_host = funcga.accumulate(grad_and_value(loss), 5, weight=(lambda x, y: (x > 0).sum()) if weighted else None)(
+        {k: v.cpu() for k, v in params.items()}, *(a.cpu() for a in batch)
+    )
+    assert difference(TORCH, out, on_host) <= 1e-5
+
+
+@needs_cuda
+def test_a_batch_of_a_nan_on_the_device_with_weight_zero():
+    x = torch.tensor([float("nan"), 1.0, 2.0, 3.0], device="cuda")
+    step = funcga.accumulate(lambda x: x.sum(), 4, in_axes=0, weight=lambda x: (~x.isnan()).sum())
+    assert float(step(x)) == 2.0
+
+
+def test_a_weight_that_stays_on_the_device_masks_nan():
+    """Under vmap no weight is seen on the host; a micro-batch of weight 0 is still left out, NaN or not."""
+    x = torch.tensor([[float("nan"), 1.0, 2.0], [4.0, float("nan"), 6.0]])
+    step = funcga.accumulate(lambda x: x.sum(), 3, in_axes=0, weight=lambda x: (~x.isnan()).sum())
+    np.testing.assert_array_equal(vmap(step)(x), [1.5, 5.0])
