@@ -82,7 +82,7 @@ def _check_installed() -> None:
     if missing:
         raise FuncgaError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and parity compares torch "
-            f"with JAX on data of scikit-learn. Install what it needs: pip install 'funcga[parity]'"
+            f"with JAX on data of scikit-learn. Install what parity needs: pip install 'funcga[parity]'"
         )
 
 

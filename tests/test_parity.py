@@ -110,7 +110,7 @@ def test_the_printed_report():
     assert "largest absolute element of the" in ran.stdout
     for heading in ("float32, n = 2", "float32, n = 7", "float64, n = 2", "float64, n = 7"):
         assert heading in ran.stdout
-    for leaf in ("loss", "hidden.weight", "hidden.bias", "output.weight", "output.bias"):
+    for leaf in ("loss = 2.293484", "hidden.weight", "hidden.bias", "output.weight", "output.bias"):
         assert ran.stdout.count(f"\n{leaf} ") == 4
     # 4 comparisons of 5 leaves in 2 dtypes and for 2 n
     assert ran.stdout.rstrip().endswith("Verdict: the same gradients. All 80 differences are within their limits.")
@@ -151,10 +151,10 @@ def test_a_wrong_fold_is_found(mistake, monkeypatch, capsys):
     n = {"text": 4, "digits": 7}[name]  # neither has micro-batches that all weigh the same
     assert main(["parity", "--problem", name, "--dtype", "float64", "--n", str(n)]) == 1
     _, verdict = capsys.readouterr().out.split("Verdict: ")
-    assert verdict.startswith("DIFFERENT gradients.")
+    assert verdict.startswith("DIFFERENT gradients. Beyond the limits:\n")
     for framework in ("torch", "JAX"):
-        assert f"{name}, float64, n = {n}, {framework}: accumulated vs full: " in verdict
-    assert "(limit 1e-13)" in verdict
+        assert f"\n  {name} float64 n = {n}, {framework}: accumulated vs full: " in verdict
+    assert len(verdict.splitlines()) == 3
     assert "torch vs JAX" not in verdict  # both are wrong alike
 
 
@@ -168,8 +168,8 @@ def test_a_loss_that_differs_between_frameworks_is_found(framework, dtype, error
     arguments = ["--problem", "digits", "--dtype", dtype, "--json", str(file)]
     assert main(["parity", *arguments]) == 1
     out, verdict = capsys.readouterr().out.split("Verdict: ")
-    assert f"digits, {dtype}, n = 7, torch vs JAX (accumulated): 5 of 5 leaves differ, most" in verdict
-    assert f"digits, {dtype}, n = 7, torch vs JAX (full): 5 of 5 leaves differ, most" in verdict
+    assert f"\n  digits {dtype} n = 7, torch vs JAX (accumulated): 5 of 5 leaves, worst " in verdict
+    assert f"\n  digits {dtype} n = 7, torch vs JAX (full): 5 of 5 leaves, worst " in verdict
     assert "accumulated vs full" not in verdict
     assert out.count("!") == 10 + 1  # in the table, and in its caption
     found = json.loads(file.read_text())
@@ -360,7 +360,7 @@ def test_a_missing_package(module, prelude):
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.count("\n") == 1
     assert NEEDED[module] in ran.stderr.split(" not installed")[0]
-    assert ran.stderr.endswith("Install what it needs: pip install 'funcga[parity]'\n")
+    assert ran.stderr.endswith("Install what parity needs: pip install 'funcga[parity]'\n")
 
 
 def test_all_missing_packages_are_named_at_once():

@@ -45,6 +45,6 @@ def _run(problem: Problem, dtypes: Sequence[str], ns: Sequence[int], console: Co
 
 def _write(file: Path, cases: Sequence[Case]) -> None:
     try:
-        file.write_text(json.dumps(report.as_json(cases), indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(report.as_json(cases), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise FuncgaError(f"--json: {file} cannot be written: {error.strerror}") from error

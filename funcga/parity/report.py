@@ -42,8 +42,8 @@ def table(problem: Problem, cases: Sequence[Case]) -> Table:
         limits = [f"{f'limit {c.limits[case.dtype]:g}':>15}" for c in COMPARISONS]
         made.add_row(f"{case.dtype}, n = {case.n}", "", *limits, style="bold")
         for row in case.rows:
-            shape = "x".join(map(str, row.shape)) if row.shape else f"{case.losses['jax full']:.6g}"
-            made.add_row(row.leaf, shape, *map(_pair, row.differences))
+            leaf = f"loss = {case.losses['torch full']:.6f}" if row.leaf == "loss" else row.leaf
+            made.add_row(leaf, "x".join(map(str, row.shape)), *map(_pair, row.differences))
         made.add_section()
     return made
 
@@ -55,9 +55,14 @@ def _title(problem: Problem, cases: Sequence[Case]) -> Text:
         if problem.unit != "rows":
             parts.append((case.microbatch_items, problem.unit))
         total = " and ".join(f"{sum(sizes)} {unit}" for sizes, unit in parts)
-        each = " and ".join(f"{min(sizes)}..{max(sizes)} {unit}" for sizes, unit in parts)
+        each = " and ".join(f"{_span(sizes)} {unit}" for sizes, unit in parts)
         lines.append(f"n = {case.n}: {total} in {case.n} micro-batches of {each}")
     return Text("\n".join(lines), style="bold")
+
+
+def _span(sizes: list[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return f"{least}" if least == most else f"{least}..{most}"
 
 
 def _pair(difference: Difference) -> Text:
@@ -105,7 +110,7 @@ def verdict(cases: Sequence[Case]) -> Text:
     count = sum(len(row.differences) for case in cases for row in case.rows)
     if all(case.ok for case in cases):
         return Text(f"Verdict: the same gradients. All {count} differences are within their limits.", "bold green")
-    return Text("\n".join(["Verdict: DIFFERENT gradients.", *_complaints(cases)]), "bold red")
+    return Text("\n".join(["Verdict: DIFFERENT gradients. Beyond the limits:", *_complaints(cases)]), "bold red")
 
 
 def _complaints(cases: Sequence[Case]) -> Iterator[str]:
@@ -114,8 +119,8 @@ def _complaints(cases: Sequence[Case]) -> Iterator[str]:
             w = worst([case], comparison)
             if w.beyond:
                 yield (
-                    f"  {case.problem}, {case.dtype}, n = {case.n}, {comparison.name}: {w.beyond} of {w.leaves} leaves "
-                    f"differ, most {w.leaf}: {_figure(w.difference.relative)} (limit {w.difference.limit:g})"
+                    f"  {case.problem} {case.dtype} n = {case.n}, {comparison.name}: {w.beyond} of {w.leaves} leaves, "
+                    f"worst {w.leaf} {_figure(w.difference.relative)}"
                 )
 
 

@@ -26,16 +26,15 @@ class Comparison(NamedTuple):
     limits: dict[str, float]
 
 
-_ACCUMULATED = {"float32": 2e-6, "float64": 1e-13}
-_FRAMEWORKS = {"float32": 5e-6, "float64": 1e-12}
+_OF_ONE_FRAMEWORK = {"float32": 2e-6, "float64": 1e-13}
+_OF_TWO_FRAMEWORKS = {"float32": 5e-6, "float64": 1e-12}
 
 COMPARISONS = (
-    Comparison("torch: accumulated vs full", ("torch", "accumulated"), ("torch", "full"), _ACCUMULATED),
-    Comparison("JAX: accumulated vs full", ("jax", "accumulated"), ("jax", "full"), _ACCUMULATED),
-    Comparison("torch vs JAX (accumulated)", ("torch", "accumulated"), ("jax", "accumulated"), _FRAMEWORKS),
-    Comparison("torch vs JAX (full)", ("torch", "full"), ("jax", "full"), _FRAMEWORKS),
+    Comparison("torch: accumulated vs full", ("torch", "accumulated"), ("torch", "full"), _OF_ONE_FRAMEWORK),
+    Comparison("JAX: accumulated vs full", ("jax", "accumulated"), ("jax", "full"), _OF_ONE_FRAMEWORK),
+    Comparison("torch vs JAX (accumulated)", ("torch", "accumulated"), ("jax", "accumulated"), _OF_TWO_FRAMEWORKS),
+    Comparison("torch vs JAX (full)", ("torch", "full"), ("jax", "full"), _OF_TWO_FRAMEWORKS),
 )
-DTYPES = tuple(_ACCUMULATED)
 
 
 class Row(NamedTuple):
