@@ -12,8 +12,8 @@ from funcga.folds import Fold, mean, per_weight
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
 
-# Of the text. With several thousand tokens, torch's own float32 gradient of the whole batch (not the accumulated one) is
-# more than 2e-6 from its float64 gradient: layer_norm's backward adds up rows one after the other.
+# Of the text. With several thousand tokens, torch's own float32 gradient of the whole batch (not the accumulated one)
+# is more than 2e-6 from its float64 gradient: layer_norm's backward adds up rows one after the other.
 _ROWS, _LENGTH = 40, 48
 _WIDTH, _HEADS, _BLOCKS = 32, 4, 2  # of its transformer
 
