@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from funcga.backend import load_imported
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.program import Program, check_across, check_callable, check_count
@@ -38,9 +39,11 @@ def accumulate(
     Nothing is mutated and nothing returned aliases an argument. Floats of less than 32 bits are accumulated in
     float32. Raises FuncgaError for bad input, before any work.
 
-    In JAX the micro-batch body is traced and compiled once (twice if the rows do not divide), and a call outside of
-    jit is jitted: arrays are traced, all other arguments are static. In torch, grad_fn gets detached arguments, and
-    no graph outlives its micro-batch.
+    In JAX the micro-batch body is traced and compiled once (twice if the rows do not divide). A call outside of jit is
+    jitted: arrays are traced and all other arguments are static, so each new number is a new program, and an object
+    that changes without changing its hash is not seen to. Rows are cut one micro-batch after the other; a batch that is
+    sharded over devices by its rows is gathered for it, unless the call is inside shard_map, where each device cuts its
+    own. In torch, grad_fn gets detached arguments, and no graph outlives its micro-batch.
 
     >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
     >>> loss, grads = step(params, batch)
@@ -57,6 +60,7 @@ def accumulate(
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     check_across(across)
+    load_imported()
     program = Program(grad_fn, fold, weight, in_axes, n, microbatch_size)
 
     @functools.wraps(grad_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())

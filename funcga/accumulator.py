@@ -83,11 +83,23 @@ class Accumulator:
         """The result: normalised by the weights and steps in the state, in the structure and dtypes of the values."""
         backend = backend_of([state], lambda: ["state"])
         outputs = self._outputs(state, backend)
-        results = [fold.normalize(r, state.tally) if fold else None for fold, r in _bound(outputs, state.leaves)]
+        owned = backend.arrays.owned  # the result may be what the state holds, and the caller may write to it
+        results = [
+            fold.normalize(_map(owned, r), state.tally) if fold else None for fold, r in _bound(outputs, state.leaves)
+        ]
         return outputs.structure_of(results)
 
     def _outputs(self, state: AccumulatorState, backend: Backend) -> Outputs:
+        if not isinstance(state, AccumulatorState):
+            raise FuncgaError(
+                f"the state is of type {type(state).__name__}. Start with state = accumulator.init(like) and pass on "
+                f"what update and merge return."
+            )
         return bind_outputs(self.fold, state.like, backend, shaped=False)
+
+
+def _map(function: Any, lifted: Any) -> Any:
+    return tuple(map(function, lifted)) if isinstance(lifted, tuple) else function(lifted)
 
 
 def _bound(outputs: Outputs, leaves: Any) -> list[tuple[LeafFold | None, Any]]:

@@ -94,11 +94,13 @@ class Arguments:
 
     def split_args(self, args: tuple[Any, ...]) -> list[Any]:
         """Those of a micro-batch's arguments that are split: what `weight` is called with."""
-        return [
-            arg
-            for arg, part in zip(args, self.parts, strict=True)
-            if any(type(placed.value) is int for placed in part.axes)
-        ]
+        split = [any(_is_split(placed.value) for placed in part.axes) for part in self.parts]
+        if not any(split):
+            raise FuncgaError(
+                "weight= is called with the arguments that are split, and in_axes splits none. Give an argument an "
+                "axis: in_axes=(None, 0)."
+            )
+        return [arg for arg, is_split in zip(args, split, strict=True) if is_split]
 
     def rows(self) -> int:
         """The number of rows that the split leaves have in common.
@@ -106,15 +108,14 @@ class Arguments:
         Raises FuncgaError if they differ, if there are none, or if a leaf has no such axis.
         """
         sizes = {
-            i: _rows(self, i, leaf, axis)
-            for i, (leaf, axis) in enumerate(self)
-            if type(axis) is int and leaf is not None
+            i: _rows(self, i, leaf, axis) for i, (leaf, axis) in enumerate(self) if _is_split(axis) and leaf is not None
         }
         if not sizes:
             raise FuncgaError(
                 "no argument is split, so there are no rows to make micro-batches of. By default the first argument "
                 "is passed whole and every other one is split on axis 0; say otherwise with in_axes, as in vmap: "
-                "in_axes=0 splits all of them."
+                "in_axes=0 splits all of them. Keyword arguments are passed whole: pass what is to be split by "
+                "position."
             )
         first, rows = next(iter(sizes.items()))
         if any(size != rows for size in sizes.values()):
@@ -122,6 +123,10 @@ class Arguments:
         if rows == 0:
             raise FuncgaError(f"the batch has 0 rows (`{self.path(first)}` is empty): there is nothing to fold.")
         return rows
+
+
+def _is_split(axis: Any) -> bool:
+    return axis is not None and axis is not CARRY
 
 
 def _uneven(arguments: Arguments, sizes: dict[int, int]) -> FuncgaError:
@@ -142,9 +147,10 @@ def _rows(arguments: Arguments, i: int, leaf: Any, axis: int) -> int:
     if not backend.arrays.is_array(leaf):
         path = arguments.path(i)
         convert = f"funcga.to_{backend.name}({path.split('[')[0].split('.')[0]})"
+        remedy = f"Convert it, `{convert}`, or pass" if hasattr(leaf, "shape") else "Make it a tree of arrays, or pass"
         raise FuncgaError(
             f"`{path}` is {backend.arrays.describe(leaf)}, and in_axes splits it on axis {axis}: only {backend.name} "
-            f"arrays can be split. Convert it, `{convert}`, or pass it whole: in_axes with None in its place."
+            f"arrays can be split. {remedy} it whole: in_axes with None in its place."
         )
     if not leaf.shape:
         raise FuncgaError(
@@ -204,8 +210,8 @@ def _no_prefix(error: PrefixError, name: str, backend: Backend) -> FuncgaError:
 
 def _per_argument(in_axes: Any, count: int) -> tuple[Any, ...]:
     if in_axes is None:
-        return (None,) + (0,) * (count - 1)
-    if type(in_axes) is int or in_axes is CARRY:
+        return ((None,) + (0,) * (count - 1))[:count]
+    if _is_axis(in_axes):
         return (in_axes,) * count
     if not isinstance(in_axes, tuple | list):
         raise FuncgaError(
@@ -221,7 +227,7 @@ def _per_argument(in_axes: Any, count: int) -> tuple[Any, ...]:
 
 
 def _is_axis(value: Any) -> bool:
-    return value is None or value is CARRY or type(value) is int
+    return value is None or value is CARRY or (hasattr(value, "__index__") and not isinstance(value, bool))
 
 
 def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[int, int]]:
@@ -230,16 +236,15 @@ def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[
     `n` micro-batches differ by at most one row; those of `microbatch_size` rows leave a smaller last one.
     Raises FuncgaError if n is more than the rows.
     """
-    if n is None:
-        size = microbatch_size or rows
-        found = [(rows // size, size), (1, rows % size)]
-    else:
+    if microbatch_size is not None:
+        found = [(rows // microbatch_size, microbatch_size), (1, rows % microbatch_size)]
+    elif n is not None:
         if n > rows:
             raise FuncgaError(
                 f"n={n} micro-batches were asked of a batch of {rows} rows: a micro-batch has at least one. Write "
                 f"n={rows} or less, or say how large one is: microbatch_size=1."
             )
-        size, longer = divmod(rows, n)
+        size, longer = rows // n, rows % n  # not divmod, which torch.compile lacks for symbolic sizes
         found = [(longer, size + 1), (n - longer, size)]
     return [(count, size) for count, size in found if count and size]
 

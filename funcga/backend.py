@@ -94,6 +94,10 @@ class Arrays(Protocol):
         """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
         ...
 
+    def owned(self, array: Array) -> Array:
+        """The array in memory that nobody else writes to."""
+        ...
+
     def count(self, steps: int) -> Any:
         """A number of steps in the type that a loop can carry."""
         ...
@@ -165,13 +169,21 @@ def load(framework: str) -> Backend:
     return backend
 
 
+def load_imported() -> list[Backend]:
+    """The backends of the frameworks that are imported.
+
+    What makes a step calls this, so that no import is left for the first call, which torch.compile may be tracing.
+    """
+    return [load(framework) for framework in _FRAMEWORKS if framework in sys.modules]
+
+
 def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Backend:
     """The backend that owns the array leaves of some trees, asked only of frameworks already imported.
 
     NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none and it is imported.
     Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
     """
-    loaded = [load(framework) for framework in _FRAMEWORKS if framework in sys.modules]
+    loaded = load_imported()
     for test in ("owns", "is_array"):
         for backend in loaded:
             leaves, mine = backend.trees.flatten(list(trees))[0], getattr(backend.arrays, test)
@@ -185,8 +197,9 @@ def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Back
 
 
 def _framework(leaf: Any) -> str | None:
-    top = type(leaf).__module__.split(".")[0]
-    return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(top)
+    if not hasattr(leaf, "shape"):
+        return None
+    return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(type(leaf).__module__.split(".")[0])
 
 
 def _without_arrays(names: Sequence[str], loaded: list[str]) -> FuncgaError:

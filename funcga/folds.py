@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from funcga import normalizers, reducers
+from funcga.errors import FuncgaError
 from funcga.normalizers import Normalizer
 from funcga.reducers import Reducer
 
@@ -18,6 +19,14 @@ class Fold:
 
     reducer: Reducer
     normalizer: Normalizer
+
+    def __post_init__(self) -> None:
+        for part, kind in ((self.reducer, Reducer), (self.normalizer, Normalizer)):
+            if not isinstance(part, kind):
+                raise FuncgaError(
+                    f"a Fold was given {part!r} where it takes a {kind.__name__}. Write "
+                    f"Fold(reducers.weighted, normalizers.by_weight); reducers.concat is called, reducers.concat(axis)."
+                )
 
 
 def mean(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
@@ -38,7 +47,7 @@ def per_weight(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
 
 
 def sum(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
-    """The plain sum: `sum(v)`. Integers keep their dtype; bools are counted.
+    """The plain sum: `sum(v)`. Bools are counted; integers keep their dtype, so that an int8 result can overflow.
 
     dtype, out_dtype: of the accumulator and of the result, as for `mean`.
     """
@@ -65,7 +74,10 @@ def moments(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
 
 
 def concat(axis: int = 0) -> Fold:
-    """The values of all micro-batches along `axis`, in the order of the batch. For per-example outputs."""
+    """The values of all micro-batches along `axis`, in the order of the batch. For per-example outputs.
+
+    In an `Accumulator` its state grows with every update, so it does not pass through lax.scan.
+    """
     return Fold(reducers.concat(axis), normalizers.identity)
 
 

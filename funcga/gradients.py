@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcga.arguments import argument_names
-from funcga.backend import Backend, backend_of
+from funcga.backend import Backend, backend_of, load_imported
 from funcga.errors import FuncgaError
 
 
@@ -40,7 +40,7 @@ def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_au
 
     loss_fn returns a real scalar, or (scalar, aux) with has_aux. grads has the structure, shapes and dtypes of the
     argument `argnums`; a tuple of them for a tuple of argnums. Works on torch tensors and on JAX arrays, on its own
-    and in `accumulate`.
+    and in `accumulate`, where arguments after the first are split: if one of them is in argnums, say in_axes as well.
 
     >>> gradient = funcga.grad(lambda w, x: ((x @ w) ** 2).mean())
     """
@@ -67,4 +67,5 @@ def _gradient_function(
     entries = argnums if isinstance(argnums, tuple) else (argnums,)
     if not entries or any(type(entry) is not int for entry in entries):
         raise FuncgaError(f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0.")
+    load_imported()
     return GradientFunction(loss_fn, argnums, has_aux, with_value)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from funcga.backend import Backend, backend_of, load
+from funcga.backend import Backend, backend_of, load, load_imported
 from funcga.errors import FuncgaError
 
 
@@ -39,9 +39,12 @@ def _convert(tree: Any, target: Backend) -> Any:
     if not any(map(source.arrays.owns, source.trees.flatten(tree)[0])):
         source = target  # NumPy's arrays: a tree as the target walks it
 
+    others = [backend for backend in load_imported() if backend is not target]
+
     def convert(leaf: Any) -> Any:
-        if source is not target and source.arrays.owns(leaf):
-            leaf = source.arrays.to_numpy(leaf)
+        for other in others:
+            if other.arrays.owns(leaf):
+                leaf = other.arrays.to_numpy(leaf)
         return target.arrays.convert(leaf) if target.arrays.is_array(leaf) or _is_numpy(leaf) else leaf
 
     return _map(convert, tree, source)

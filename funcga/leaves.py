@@ -7,7 +7,7 @@ from typing import Any
 from funcga.backend import Arrays
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
-from funcga.tally import Tally
+from funcga.tally import Tally, total
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class LeafFold:
         """What one micro-batch's value contributes."""
         if self.arrays.is_array(weight):
             weight = self.arrays.cast(weight, self.accumulator_dtype)
+        elif isinstance(weight, int):
+            weight = float(weight)  # an int of more than 31 bits is no operand in JAX
         return self.fold.reducer.lift(self.arrays.xp, self.arrays.cast(value, self.accumulator_dtype), weight)
 
     def combine(self, a: Any, b: Any) -> Any:
@@ -37,13 +39,11 @@ class LeafFold:
 
     def normalize(self, reduced: Any, tally: Tally) -> Any:
         """The result, in the dtype that the caller is to see."""
-        scalars = Tally(*(self._scalar(total) for total in tally))
+        scalars = Tally(self._scalar(total(tally)), self._scalar(tally.steps))
         return self._cast(self.fold.normalizer.apply(self.arrays.xp, reduced, scalars))
 
-    def _scalar(self, total: Any) -> Any:
-        if isinstance(total, tuple):
-            total = total[0] if len(total) == 1 else total[0] + total[1]
-        return self.arrays.cast(total, self.accumulator_dtype) if self.arrays.is_array(total) else total
+    def _scalar(self, amount: Any) -> Any:
+        return self.arrays.cast(amount, self.accumulator_dtype) if self.arrays.is_array(amount) else float(amount)
 
     def _cast(self, result: Any) -> Any:
         if isinstance(result, tuple):
@@ -63,7 +63,7 @@ def bind(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> Lea
     kind = arrays.kind(accumulator)
     if kind not in reducer.kinds or kind not in normalizer.kinds:
         raise _unfit(where(), like, kind, arrays)
-    if reducer.dtype is None and reducer.monoid.rounds:
+    if reducer.dtype is None and reducer.monoid.widens:
         accumulator = arrays.accumulator_dtype(own)
     if normalizer.dtype is not None:
         result = _named(normalizer.dtype, arrays)
@@ -87,8 +87,8 @@ def _named(dtype: Any, arrays: Arrays) -> Any:
         return arrays.as_dtype(dtype)
     except TypeError as error:
         raise FuncgaError(
-            f"the fold asks for dtype {dtype!r}, which the framework of this call does not have. Give it by name, "
-            f'which both frameworks understand: funcga.mean(dtype="float32")'
+            f"the fold asks for dtype {dtype!r}, which the framework of this call does not have ({error}). Give one "
+            f'that it has by name, which both frameworks understand: funcga.mean(dtype="float32")'
         ) from error
 
 

@@ -15,13 +15,13 @@ class Monoid:
     """`identity(xp, like)` and `combine(xp, a, b)`, pure functions on what a reducer lifts from one leaf.
 
     `xp` is the array namespace, `torch` or `jax.numpy`. `like` has the shapes and dtypes of the operands.
-    `rounds` says that combining rounds, so that 16-bit floats are held in float32. `axis` is that of a monoid whose
-    values grow along an axis: loops collect such values and join them once.
+    `widens` says that operands of less than 32 bits are held in 32. `axis` is that of a monoid whose values grow along
+    an axis: loops collect such values and join them once.
     """
 
     identity: Callable[[Any, Any], Any]
     combine: Callable[[Any, Any, Any], Any]
-    rounds: bool = True
+    widens: bool = True
     axis: int | None = None
 
 
@@ -68,13 +68,13 @@ def _empty(axis: int) -> Callable[[Any, Any], Any]:
 
 def concat(axis: int) -> Monoid:
     """Concatenation along an axis: what came first stays first."""
-    return Monoid(_empty(axis), lambda xp, a, b: xp.concatenate((a, b), axis=axis), rounds=False, axis=axis)
+    return Monoid(_empty(axis), lambda xp, a, b: xp.concatenate((a, b), axis=axis), widens=False, axis=axis)
 
 
 _zeros = _each(lambda xp, like: xp.zeros_like(like))
 
 sum = Monoid(_zeros, _each(lambda xp, a, b: a + b))
-max = Monoid(_each(_lowest), _each(lambda xp, a, b: xp.maximum(a, b)), rounds=False)
-min = Monoid(_each(_highest), _each(lambda xp, a, b: xp.minimum(a, b)), rounds=False)
+max = Monoid(_each(_lowest), _each(lambda xp, a, b: xp.maximum(a, b)))
+min = Monoid(_each(_highest), _each(lambda xp, a, b: xp.minimum(a, b)))
 moments = Monoid(_zeros, _merge_moments)
-last = Monoid(_zeros, _latest, rounds=False)
+last = Monoid(_zeros, _latest, widens=False)

@@ -1,13 +1,13 @@
 """A normalizer: what becomes of the reduced value, once, at the end.
 
-It divides by what was folded, never by what was planned; where nothing was folded the result is zeros, not NaN.
+It divides by what was folded, never by what was planned; a total of 0 gives zeros, not NaN.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_NUMBERS = ("bool", "int", "float", "complex", "other")
+_ANY = ("bool", "int", "float", "complex", "other")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Normalizer:
 
     apply: Callable[[Any, Any, Any], Any]
     dtype: Any = None
-    kinds: tuple[str, ...] = _NUMBERS
+    kinds: tuple[str, ...] = _ANY
 
 
 class Moments(NamedTuple):
@@ -35,7 +35,7 @@ def _divide(xp: Any, reduced: Any, total: Any) -> Any:
         return tuple(_divide(xp, part, total) for part in reduced)
     if isinstance(total, int | float):
         return reduced / total if total else xp.zeros_like(reduced)
-    return xp.where(total != 0, reduced / xp.where(total != 0, total, xp.ones_like(total)), xp.zeros_like(reduced))
+    return xp.where(total != 0, reduced / xp.where(total != 0, total, 1), 0)
 
 
 def _spread(xp: Any, reduced: Any, tally: Any) -> Moments:
@@ -47,8 +47,12 @@ def _first(xp: Any, reduced: Any, tally: Any) -> Any:
     return reduced[0]
 
 
+# By the total weight; zeros if that is 0.
 by_weight = Normalizer(lambda xp, reduced, tally: _divide(xp, reduced, tally.weight), kinds=("float", "complex"))
+# By the number of micro-batches, whatever their weights.
 by_steps = Normalizer(lambda xp, reduced, tally: _divide(xp, reduced, tally.steps), kinds=("float", "complex"))
+# Nothing: the reduced value itself.
 identity = Normalizer(lambda xp, reduced, tally: reduced)
+# `Moments` of what reducers.moments holds, and the value of what reducers.carry holds.
 moments = Normalizer(_spread)
 carry = Normalizer(_first)

@@ -13,7 +13,7 @@ from funcga.leaves import LeafFold, bind, check_axis
 from funcga.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Outputs:
     """The leaves of grad_fn's output, sorted by what becomes of them.
 
@@ -24,8 +24,8 @@ class Outputs:
 
     structure: Any
     folds: tuple[LeafFold | None, ...]
-    shapes: list[tuple[int, ...] | None]
-    dtypes: list[Any]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    dtypes: tuple[Any, ...]
     reduced: tuple[int, ...]
     collected: tuple[int, ...]
     threads: tuple[int, ...]
@@ -81,9 +81,11 @@ class Outputs:
 
     def _is_alike(self, leaves: list[Any]) -> bool:
         """Whether these are arrays of the first micro-batch's shapes and dtypes: the usual case, seen at a glance."""
-        if not all(map(self.backend.arrays.is_array, leaves)):
-            return False
-        return [leaf.shape for leaf in leaves] == self.shapes and [leaf.dtype for leaf in leaves] == self.dtypes
+        is_array = self.backend.arrays.is_array
+        return all(
+            is_array(leaf) and leaf.shape == shape and leaf.dtype == dtype
+            for leaf, shape, dtype in zip(leaves, self.shapes, self.dtypes, strict=True)
+        )
 
     def _path(self, i: int) -> str:
         return self.paths[i]
@@ -187,9 +189,9 @@ def _bind(
     folds: list[LeafFold | None] = [None] * len(leaves)
     known: dict[Any, LeafFold] = {}
     for i, ((fold, _), leaf) in enumerate(zip(placed, leaves, strict=True)):
-        where = partial(_leaf_path, value, i, backend)
+        where = partial(leaf_path, value, i, backend)
         if not backend.arrays.is_array(leaf):
-            if leaf is None or fold.reducer is reducers.carry:
+            if leaf is None or _is_carry(fold):
                 continue  # what is carried may be any object; what is folded must be an array
             leaf = leaves[i] = as_leaf(leaf, where, backend)
         if shaped and fold.reducer.monoid.axis is not None:
@@ -201,8 +203,8 @@ def _bind(
     return Outputs(
         structure=structure,
         folds=tuple(folds),
-        shapes=[None if f is None or not shaped else leaf.shape for f, leaf in zip(folds, leaves, strict=True)],
-        dtypes=[None if f is None else leaf.dtype for f, leaf in zip(folds, leaves, strict=True)],
+        shapes=tuple(None if f is None or not shaped else leaf.shape for f, leaf in zip(folds, leaves, strict=True)),
+        dtypes=tuple(None if f is None else leaf.dtype for f, leaf in zip(folds, leaves, strict=True)),
         reduced=tuple(i for i, f in enumerate(folds) if f is not None),
         collected=(),
         threads=(),
@@ -210,7 +212,12 @@ def _bind(
     )
 
 
-def _leaf_path(value: Any, i: int, backend: Backend) -> str:
+def _is_carry(fold: Fold) -> bool:
+    return fold.reducer.lift is reducers.carry.lift  # also of a copy
+
+
+def leaf_path(value: Any, i: int, backend: Backend) -> str:
+    """Where the i-th leaf of grad_fn's output is."""
     return leaf_paths(value, backend.trees, "output")[i]
 
 
@@ -223,7 +230,7 @@ def sort_outputs(fold: Any, value: Any, carried: list[tuple[str, str]], backend:
     leaves, structure = backend.trees.flatten(value)
     placed = place(fold, value, len(leaves), backend)
     outputs = _bind(value, leaves, structure, placed, backend)
-    threaded = [i for i, (leaf_fold, _) in enumerate(placed) if leaf_fold.reducer is reducers.carry]
+    threaded = [i for i, (leaf_fold, _) in enumerate(placed) if _is_carry(leaf_fold)]
     growing = [i for i, f in enumerate(outputs.folds) if f is not None and f.fold.reducer.monoid.axis is not None]
     if not (threaded or carried or growing):
         return outputs, leaves

@@ -34,7 +34,7 @@ class Reducer:
 def _scale(xp: Any, value: Any, weight: Any) -> Any:
     if isinstance(weight, int | float):
         return xp.zeros_like(value) if weight == 0 else value if weight == 1 else value * weight
-    return xp.where(weight != 0, value * weight, xp.zeros_like(value))
+    return xp.where(weight != 0, value * weight, 0)
 
 
 def _keep(xp: Any, value: Any, weight: Any) -> Any:
@@ -42,7 +42,7 @@ def _keep(xp: Any, value: Any, weight: Any) -> Any:
 
 
 def _moments(xp: Any, value: Any, weight: Any) -> tuple[Any, Any, Any]:
-    corner = value[(slice(0, 1),) * value.ndim]
+    corner = value[(slice(0, 1),) * value.ndim]  # made of the value, so that it is where and what the value is
     filled = xp.zeros_like(corner.sum()) + weight
     return filled, xp.where(filled > 0, value, 0), xp.zeros_like(value)
 
@@ -51,11 +51,16 @@ def _mark(xp: Any, value: Any, weight: Any) -> tuple[Any, Any]:
     return value, xp.ones_like(value, dtype=xp.bool)
 
 
+# The weighted sum, `sum(w * v)`; a micro-batch of weight 0 is left out.
 weighted = Reducer(_scale, monoids.sum, kinds=("float", "complex"), linear=True)
+# The sum, `sum(v)`, whatever the weights.
 sum = Reducer(_keep, monoids.sum)
+# The elementwise maximum and minimum.
 max = Reducer(_keep, monoids.max, kinds=("bool", "int", "float"))
 min = Reducer(_keep, monoids.min, kinds=("bool", "int", "float"))
+# (total weight, weighted mean, weighted sum of squared deviations from it).
 moments = Reducer(_moments, monoids.moments, kinds=("float",))
+# The last value.
 carry = Reducer(_mark, monoids.last, kinds=(*_NUMBERS, "other"))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from funcga.backend import load_imported
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.program import Program, check_across, check_callable, check_count
@@ -20,24 +21,28 @@ def stream(
     """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.
 
     `microbatches` is a DataLoader, a generator, a list: one micro-batch at a time is taken from it and let go. A tuple
-    or list item is grad_fn(params, *item), anything else grad_fn(params, item). How many there are, and whether they
-    are of one size, does not matter: the result is normalised by what was folded, so a shorter last window is exact.
+    or list item, a NamedTuple too, is grad_fn(params, *item), anything else grad_fn(params, item). How many there are,
+    and whether they are of one size, does not matter: the result is normalised by what was folded, so a shorter last
+    window is exact.
 
     fold, weight, across: as in `accumulate`.
     in_axes: as in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says where
         their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the initial state
         stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).
 
-    In JAX the step is compiled once for each shape of micro-batch and the accumulator is donated from step to step.
+    In JAX the step is compiled once for each shape of micro-batch, so make the function once, outside of the loop; the
+    accumulator is donated from step to step.
     Raises FuncgaError for bad input, and for an iterable without any micro-batch.
 
+    >>> step = funcga.stream(funcga.value_and_grad(loss_fn))
     >>> for window in funcga.windows(loader, 8):
-    ...     loss, grads = funcga.stream(funcga.value_and_grad(loss_fn))(params, window)
+    ...     loss, grads = step(params, window)
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     check_across(across)
+    load_imported()
     program = Program(grad_fn, fold, weight, in_axes)
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
@@ -95,6 +100,8 @@ def windows(iterable: Iterable[Any], n: int) -> Iterator[list[Any]]:
     [4, 4, 2]
     """
     n = check_count(n, "n")
+    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+        raise FuncgaError(f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a list.")
     return _windows(iter(iterable), n)
 
 

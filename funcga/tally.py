@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from funcga.backend import Arrays
+from funcga.errors import FuncgaError
 
 
 class Tally(NamedTuple):
@@ -31,7 +32,17 @@ def merge(a: Tally, b: Tally) -> Tally:
     return Tally(_plus(a.weight, b.weight), a.steps + b.steps)
 
 
+def total(tally: Tally) -> Any:
+    """The total weight as one scalar, rounded to the type of its limbs."""
+    return tally.weight[0] if len(tally.weight) == 1 else tally.weight[0] + tally.weight[1]
+
+
 def _plus(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(a) != len(b):
+        raise FuncgaError(
+            "one state counts in 64 bits and the other in 32: they were made with and without JAX's 64-bit types. "
+            'Choose once for the whole program: jax.config.update("jax_enable_x64", True)'
+        )
     if len(a) == 1:
         return (a[0] + b[0],)
     high, error = two_sum(a[0], b[0])

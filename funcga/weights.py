@@ -1,11 +1,13 @@
 """The weight of a micro-batch: a finite number or a 0-d array, at least 0."""
 
-import math
 import numbers
+import sys
 from typing import Any
 
 from funcga.backend import Arrays
 from funcga.errors import FuncgaError
+
+_MOST = sys.float_info.max
 
 
 def check_weight(weight: Any, arrays: Arrays) -> Any:
@@ -24,10 +26,11 @@ def check_weight(weight: Any, arrays: Arrays) -> Any:
             )
         weight = arrays.scalar(weight)
     if isinstance(weight, numbers.Number):
-        if not isinstance(weight, numbers.Real) or not math.isfinite(weight) or weight < 0:
+        number: Any = weight
+        if not isinstance(weight, numbers.Real) or not 0 <= number <= _MOST:
             raise FuncgaError(
                 f"the weight of a micro-batch is {weight!r}; it must be finite and at least 0, such as the number of "
                 f"rows or tokens in it."
             )
-        return int(weight) if isinstance(weight, numbers.Integral) else float(weight)
+        return int(number) if isinstance(weight, numbers.Integral) else float(number)
     return weight

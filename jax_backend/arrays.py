@@ -38,6 +38,7 @@ def convert(leaf: Any) -> jax.Array:
         return jnp.array(leaf, copy=True)
 
     array = np.array(leaf)
+    array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
         raise FuncgaError(
             f"the array is {array.dtype}{list(array.shape)}, and JAX would narrow it to "
@@ -70,7 +71,10 @@ _KINDS = {"bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating, "complex
 
 def as_dtype(dtype: Any) -> Any:
     """The dtype of this name; TypeError if the framework has none."""
-    return jnp.dtype(dtype)
+    found = jnp.dtype(dtype)
+    if found != jax.dtypes.canonicalize_dtype(found):
+        raise TypeError('64-bit types are switched off: jax.config.update("jax_enable_x64", True)')
+    return found
 
 
 def accumulator_dtype(dtype: Any) -> Any:
@@ -110,6 +114,11 @@ def limbs(weight: Any) -> tuple[Any, ...]:
         return weight.astype(jnp.float32), jnp.zeros_like(weight, dtype=jnp.float32)
     low = weight & jnp.asarray(0xFFFF, dtype=weight.dtype) if weight.dtype.itemsize > 2 else jnp.zeros_like(weight)
     return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
+
+
+def owned(array: jax.Array) -> jax.Array:
+    """The array in memory that nobody else writes to."""
+    return array  # JAX's arrays are never written to
 
 
 def count(steps: int) -> jax.Array:

@@ -9,67 +9,82 @@ from typing import Any
 import jax
 import numpy as np
 
+from funcga.errors import FuncgaError
+
 
 class Static:
-    """A value that is part of the compiled program: equal if it has the same type and is equal, or is the same."""
+    """Of some arguments, all that is no array: the structure and the other leaves. It is part of a compiled program.
 
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self) -> int:
-        try:
-            return hash((type(self.value), self.value))
-        except TypeError:
-            return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Static) or type(self.value) is not type(other.value):
-            return False
-        if self.value is other.value:
-            return True
-        try:
-            hash(self.value)
-        except TypeError:
-            return False
-        return bool(self.value == other.value)
-
-
-def compiled(function: Callable[..., Any], donate: bool = False, inline: bool = False) -> Callable[..., Any]:
-    """The function, jitted for calls outside of any trace; its first argument donated if asked.
-
-    Inside jit, vmap, grad or shard_map it is called as it is, or with `inline` traced once for all such calls.
+    Two are equal if their leaves are equal and of the same type: 1, 1.0 and True make three programs.
     """
 
-    def run(static: tuple[Static, ...], donated: list[Any], traced: list[Any]) -> Any:
-        structure, *fixed = (s.value for s in static)
-        arrays = iter([*donated, *traced])
-        leaves = [next(arrays) if leaf is _ARRAY else leaf for leaf in fixed]
-        return function(*jax.tree.unflatten(structure, leaves))
+    def __init__(self, tree: Any):
+        leaves, self.structure = jax.tree.flatten(tree)
+        self.arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        fixed = [(None, leaf) if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves]
+        self.fixed = tuple((kind, None if kind is None else leaf) for kind, leaf in fixed)
+        try:
+            self._hash = hash((self.structure, self.fixed))
+        except TypeError:
+            raise _unhashable([leaf for kind, leaf in fixed if kind is not None]) from None
 
-    jitted = jax.jit(run, static_argnums=0, donate_argnums=1 if donate else (), inline=inline)
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and (self.structure, self.fixed) == (other.structure, other.fixed)
+
+    def taken(self) -> "tuple[Static, list[Any]]":
+        """Itself without the arrays, for a cache that outlives them; and the arrays."""
+        arrays, self.arrays = self.arrays, []
+        return self, arrays
+
+    def tree(self, arrays: list[Any]) -> Any:
+        """The arguments again, with these arrays."""
+        found = iter(arrays)
+        return jax.tree.unflatten(self.structure, [next(found) if kind is None else leaf for kind, leaf in self.fixed])
+
+
+def _unhashable(leaves: list[Any]) -> FuncgaError:
+    def hashable(leaf: Any) -> bool:
+        try:
+            hash(leaf)
+        except TypeError:
+            return False
+        return True
+
+    kinds = sorted({type(leaf).__name__ for leaf in leaves if not hashable(leaf)})
+    return FuncgaError(
+        f"an argument of type {' and '.join(kinds)} is neither an array nor hashable. Outside of jit this call is "
+        f"compiled, and what is no array becomes part of the program, which could not tell when it changes. If it "
+        f"holds arrays, make it a tree, such as dict(batch); if it is a setting, make it hashable, such as a dataclass "
+        f"with frozen=True; or call the step inside jax.jit."
+    )
+
+
+def compiled(function: Callable[..., Any], inline: bool = False) -> Callable[..., Any]:
+    """The function, jitted for calls outside of any trace.
+
+    Inside jit, vmap, grad or shard_map it is called as it is, or with `inline` traced once for all such calls.
+    Raises FuncgaError for an argument that is neither an array nor hashable.
+    """
+
+    def run(static: Static, arrays: list[Any]) -> Any:
+        return function(*static.tree(arrays))
+
+    jitted = jax.jit(run, static_argnums=0, inline=inline)
 
     def call(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        if not inline and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if not inline and is_traced(args):
             return function(*args)
-        static = (Static(structure), *(Static(_ARRAY if _is_array(leaf) else leaf) for leaf in leaves))
-        split = sum(map(_is_array, jax.tree.leaves(args[0]))) if donate else 0
-        found = [leaf for leaf in leaves if _is_array(leaf)]
-        return jitted(static, found[:split], found[split:])
+        return jitted(*Static(args).taken())
 
     return call
 
 
-def signature(tree: Any) -> Any:
-    """What of the arguments a compiled program depends on: structure, shapes, dtypes and all that is no array."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple(
-        (leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False)) if _is_array(leaf) else Static(leaf)
-        for leaf in leaves
-    )
-
-
-_ARRAY = type("_Array", (), {"__repr__": lambda self: "array"})()
+def is_traced(tree: Any) -> bool:
+    """Whether a leaf belongs to a running trace."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _is_array(leaf: Any) -> bool:

@@ -12,10 +12,10 @@ from funcga import tally
 from funcga.arguments import Arguments, groups
 from funcga.backend import Backend
 from funcga.leaves import LeafFold
-from funcga.outputs import Outputs
+from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
 from jax_backend import arrays
-from jax_backend.compilation import compiled, signature
+from jax_backend.compilation import Static, compiled, is_traced
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -57,11 +57,7 @@ def _scan(
     """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
 
     def body(carry: Any, start: Any) -> Any:
-        reduced, total, state = carry
-        value, weight = evaluate(start, state)
-        total = tally.merge(total, tally.of(weight, arrays))
-        reduced, state, collected = _add(outputs, reduced, value, [weight] * len(reduced))
-        return (reduced, total, state), collected
+        return _add(outputs, carry, *evaluate(start, carry[-1]))
 
     places = first + size * jnp.arange(count, dtype=jnp.int32)
     carry, collected = lax.scan(body, _varying(body, carry, places[0]), places)
@@ -80,7 +76,7 @@ def _scan_rows(
 
     def body(carry: Any, start: Any) -> Any:
         reduced, state = carry
-        reduced, state, collected = _add(outputs, reduced, evaluate(start, state)[0], weights)
+        reduced, state, collected = _combine(outputs, reduced, evaluate(start, state)[0], weights)
         return (reduced, state), collected
 
     reduced, total, state = carry
@@ -98,9 +94,12 @@ def _cut_and_evaluate(
 
 
 def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The value and the weight of one micro-batch; the default weight is left to the caller, who knows the rows."""
-    weight = None if program.weight is None else program.weigh(arguments, args, arguments.rows)
-    return program.grad_fn(*args, **kwargs), weight
+    """The value of one micro-batch, and its weight as limbs; the default weight is left to the caller."""
+    limbs = () if program.weight is None else arrays.limbs(program.weigh(arguments, args, arguments.rows))
+    value = program.grad_fn(*args, **kwargs)
+    for i, leaf in enumerate(jax.tree.leaves(value)):
+        as_leaf(leaf, partial(leaf_path, value, i, arguments.backend), arguments.backend)
+    return value, limbs
 
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -115,7 +114,7 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
     known: dict[Any, Outputs] = {}
 
     @partial(compiled, inline=True)
-    def evaluate(leading: Any, item: Any, kwargs: Any, state: Any) -> Any:
+    def evaluate(leading: Any, kwargs: Any, item: Any, state: Any) -> Any:
         arguments = program.read((*leading, *item), backend)
         return _evaluate(program, arguments, arguments.cut(0, None, state), kwargs)
 
@@ -124,38 +123,48 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
         state = program.read((*leading, *item), backend).state()
         return *_nothing(outputs), [jnp.array(_strong(leaf), copy=True) for leaf in state]
 
-    @partial(compiled, donate=True)
-    def step(carry: Any, outputs: Outputs, leading: Any, item: Any, kwargs: Any) -> Any:
+    def step(outputs: Outputs, whole: Static, cut: Static, carry: Any, arrays_whole: Any, arrays_cut: Any) -> Any:
+        (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
         arguments = program.read((*leading, *item), backend)
-        reduced, total, state = carry
-        value, weight = evaluate(leading, item, kwargs, state)
-        weight = arguments.rows() if program.weight is None else weight
-        reduced, state, collected = _add(outputs, reduced, value, [weight] * len(reduced))
-        return (reduced, tally.merge(total, tally.of(weight, arrays)), state), collected
+        value, limbs = evaluate(leading, kwargs, item, carry[-1])
+        limbs = arrays.limbs(arguments.rows()) if program.weight is None else limbs
+        return _add(outputs, carry, value, limbs)
 
     finish = compiled(_finish)
+    jitted = jax.jit(step, static_argnums=(0, 1, 2), donate_argnums=3)
 
-    def outputs_of(leading: Any, item: Any, kwargs: Any) -> Outputs:
-        key = signature((leading, item, kwargs))
-        if key not in known:
+    def outputs_of(leading: Any, kwargs: Any, item: Any) -> Outputs:
+        key, found = Static((leading, kwargs, item)).taken()
+        shapes = tuple((leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in found)
+        if (key, shapes) not in known:
             arguments = program.read((*leading, *item), backend)
             state = [_strong(leaf) for leaf in arguments.state()]
-            known[key], _ = program.bind(jax.eval_shape(evaluate, leading, item, kwargs, state)[0], arguments)
-        return known[key]
+            # over the arrays alone, as all else is static
+            value, _ = jax.eval_shape(lambda found: evaluate(*key.tree(found), state), found)
+            known[key, shapes], _ = program.bind(value, arguments)
+        return known[key, shapes]
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         outputs = carry = None
         chunks = []
+        whole, arrays_whole = Static((leading, kwargs)).taken()
+        run = step if is_traced(arrays_whole) else jitted
         for item in microbatches:
             if outputs is None:
-                outputs = outputs_of(leading, item, kwargs)
+                outputs = outputs_of(leading, kwargs, item)
                 carry = begin(outputs, leading, item)
-            carry, collected = step(carry, outputs, leading, item, kwargs)
-            chunks.append(collected)
+            carry, collected = run(outputs, whole, *_parted(item, carry, arrays_whole))
+            if collected:  # else finish would be compiled for every number of micro-batches
+                chunks.append(collected)
             del item, collected  # so that no more than one micro-batch is held
         return finish(outputs, carry, chunks)
 
     return fold
+
+
+def _parted(item: Any, carry: Any, arrays_whole: list[Any]) -> tuple[Any, ...]:
+    cut, arrays_cut = Static(item).taken()
+    return cut, carry, arrays_whole, arrays_cut
 
 
 def _nothing(outputs: Outputs) -> tuple[list[Any], tally.Tally]:
@@ -165,7 +174,15 @@ def _nothing(outputs: Outputs) -> tuple[list[Any], tally.Tally]:
     return [fold.identity(like) for fold, like in zeros], tally.empty(arrays)
 
 
-def _add(
+def _add(outputs: Outputs, carry: Any, value: Any, limbs: Any) -> Any:
+    """The carry with one more micro-batch of this weight, and its values of the collected leaves."""
+    reduced, total, state = carry
+    more = tally.Tally(limbs, arrays.count(1))
+    reduced, state, collected = _combine(outputs, reduced, value, [tally.total(more)] * len(reduced))
+    return (reduced, tally.merge(total, more), state), collected
+
+
+def _combine(
     outputs: Outputs, reduced: list[Any], value: Any, weights: list[Any]
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """What is reduced with one more micro-batch, the state that it threads, and its values of the collected leaves."""
@@ -192,7 +209,7 @@ def _unstack(fold: LeafFold, stacked: jax.Array) -> jax.Array:
     """What a scan collected, [micro-batches, ...], with the micro-batches in order along the fold's own axis."""
     axis = (fold.fold.reducer.monoid.axis or 0) % (stacked.ndim - 1)
     moved = jnp.moveaxis(stacked, 0, axis)
-    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+    return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
 
 
 def _strong(leaf: Any) -> Any:

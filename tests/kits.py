@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -69,7 +68,3 @@ def counted(function):
         return function(*args, **kwargs)
 
     return wrapped, calls
-
-
-def jax_devices():
-    return len(jax.devices())

@@ -1,5 +1,7 @@
 """`accumulate` has the properties, in both frameworks, with every kind of gradient function and tree."""
 
+import copy
+import inspect
 from collections import OrderedDict, namedtuple
 
 import jax
@@ -133,6 +135,8 @@ def test_a_signature_is_kept(kit):
 
     step = funcga.accumulate(gradient, 2)
     assert (step.__name__, step.__doc__) == ("gradient", "What it is.")
+    assert str(inspect.signature(step)) == "(params, batch)"
+    assert str(inspect.signature(funcga.accumulate(funcga.grad(lambda w, *, scale: w), 2))) == "(w, *, scale)"
 
 
 def test_numpy_arrays_join_the_arrays_of_the_call():
@@ -238,6 +242,17 @@ def test_weights_of_every_kind(kit):
     assert float(uneven) == pytest.approx((1 + 4 + 16) / 7)
 
 
+def test_very_large_weights(kit):
+    x = kit.arrays(np.array([1.0, 2.0, 4.0], "float32"))
+    for weight in (2**31, 10**12, 1e30):
+        assert float(
+            funcga.accumulate(lambda x: x.sum(), 3, in_axes=0, weight=lambda x, w=weight: w)(x)
+        ) == pytest.approx(7 / 3)
+        accumulator = funcga.Accumulator()
+        state = accumulator.update(accumulator.init(x), x, weight=weight)
+        assert float(accumulator.finalize(state)[2]) == 4
+
+
 def test_weight_gets_what_is_split(kit):
     x = kit.arrays(np.arange(6, dtype="float32"))
     seen = []
@@ -250,7 +265,7 @@ def test_weight_gets_what_is_split(kit):
     one = kit.arrays(np.float32(1))
     step = funcga.accumulate(
         gradient, 2, weight=weight, fold=(funcga.mean(), funcga.carry()),
-        in_axes=(None, 0, None, {"x": 0, "whole": None}, funcga.CARRY),
+        in_axes=(None, np.int64(0), None, {"x": 0, "whole": None}, funcga.CARRY),
     )  # fmt: skip
     step(one, x, one, {"x": x, "whole": x}, one)
     assert [(3,), (3,)] in seen
@@ -273,3 +288,28 @@ def test_errors_of_grad_fn_pass_through(kit):
 
     with pytest.raises(Mine):
         funcga.accumulate(gradient, 2, in_axes=0)(kit.arrays(np.ones(4, "float32")))
+
+
+def test_the_largest_of_8_bit_floats(kit):
+    x = kit.cast(kit.arrays(np.arange(1, 5, dtype="float32").reshape(4, 1)), "float8_e4m3fn")
+    out = funcga.accumulate(lambda x: (x[0], x[0]), 4, in_axes=0, fold=(funcga.max(), funcga.min()))(x)
+    assert [float(v[0]) for v in out] == [4, 1]
+    assert "float8_e4m3fn" in str(out[0].dtype)
+
+
+def test_an_empty_leaf(kit):
+    x = kit.arrays(np.ones((4, 0), "float32"))
+    out = funcga.accumulate(lambda x: (x, x.sum(0)), 2, in_axes=0, fold=(funcga.concat(), funcga.mean()))(x)
+    assert [tuple(leaf.shape) for leaf in out] == [(4, 0), (0,)]
+
+
+def test_16_bit_floats_summed_as_integers(kit):
+    ones = kit.cast(kit.arrays(np.ones(4, "float32")), "bfloat16")
+    assert float(funcga.accumulate(lambda x: x.sum(), 4, in_axes=0, fold=funcga.sum(dtype="int32"))(ones)) == 4
+
+
+def test_a_copy_of_a_fold_is_the_fold(kit):
+    step = lambda fold: funcga.accumulate(lambda s, x: (x.sum(), s + x.sum()), 2, in_axes=(funcga.CARRY, 0), fold=fold)
+    fold = copy.deepcopy((funcga.sum(), funcga.carry()))
+    one, x = kit.arrays(np.float32(1)), kit.arrays(np.ones(4, "float32"))
+    assert [float(v) for v in step(fold)(one, x)] == [4, 5]

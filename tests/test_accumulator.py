@@ -101,7 +101,7 @@ def test_through_torch_save(fold):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = torch.load(file, weights_only=True)
     result = accumulator.finalize(accumulator.update(loaded, items[1], weight=2))
     expected = accumulator.finalize(accumulator.update(state, items[1], weight=2))
     assert difference(TORCH, result, expected) == 0
@@ -128,6 +128,15 @@ def test_tally_is_exact_past_two_to_the_24(kit):
     state = accumulator.update(state, value, weight=kit.arrays(np.float32(0.5)))
     assert sum(float(limb) for limb in state.tally.weight) == 2**24 + 5.5
     assert int(state.tally.steps) == 7
+
+
+def test_a_result_can_be_written_to():
+    accumulator = funcga.Accumulator((funcga.sum(), funcga.concat(), funcga.carry()))
+    value = (torch.ones(2), torch.ones(2), torch.ones(2))
+    state = accumulator.update(accumulator.init(value), value)
+    for leaf in accumulator.finalize(state):
+        leaf.mul_(7)
+    assert all((leaf == 1).all() for leaf in TORCH.leaves(accumulator.finalize(state)))
 
 
 def test_update_does_not_broadcast(kit):

@@ -16,7 +16,7 @@ from funcga.backend import Arrays, Gradients, Loop, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
-TYPES = {"funcga.arguments", "funcga.backend", "funcga.errors", "funcga.leaves", "funcga.normalizers", "funcga.outputs",
+TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.leaves", "funcga.normalizers", "funcga.outputs",
          "funcga.program", "funcga.reducers", "funcga.tally", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",

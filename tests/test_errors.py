@@ -1,8 +1,10 @@
 """Every refusal: what was found, where, and the line to write instead. The texts are pinned here."""
 
+import dataclasses
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -111,7 +113,8 @@ def test_what_cannot_be_split(kit):
         step, None, x, {"k": x[0, 0]},
     )  # fmt: skip
     refused(
-        f"`batch` is of type str, and in_axes splits it on axis 0: only {kit.name} arrays can be split.",
+        f"`batch` is of type str, and in_axes splits it on axis 0: only {kit.name} arrays can be split. "
+        "Make it a tree of arrays, or pass it whole: in_axes with None in its place.",
         step,
         None,
         x,
@@ -187,6 +190,60 @@ def test_weights_out_of_range(kit, bad):
     )
 
 
+def test_weights_beyond_a_float(kit):
+    refused(
+        "it must be finite and at least 0",
+        funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, weight=lambda x: 10**400),
+        kit.arrays(X),
+    )
+
+
+def test_weights_of_nothing(kit):
+    step = funcga.stream(lambda p, x: x.sum(), in_axes=(None, None), weight=lambda x: 1)
+    refused(
+        "weight= is called with the arguments that are split, and in_axes splits none. Give an argument an axis:",
+        step,
+        kit.arrays(X),
+        [kit.arrays(X)],
+    )
+
+
+def test_arguments_by_keyword(kit):
+    step = funcga.accumulate(lambda params, batch: batch.sum(), 2)
+    says = "Keyword arguments are passed whole: pass what is to be split by position."
+    refused(says, step, params=kit.arrays(X), batch=kit.arrays(X))
+    refused(says, step, kit.arrays(X), batch=kit.arrays(X))
+
+
+def test_parts_that_make_no_fold():
+    refused("a Fold was given <function concat", funcga.Fold, funcga.reducers.concat, funcga.normalizers.identity)
+    refused("where it takes a Normalizer. Write", funcga.Fold, funcga.reducers.sum, None)
+
+
+def test_what_jax_cannot_tell_apart():
+    @dataclasses.dataclass
+    class Settings:
+        scale: float = 1.0
+
+    step = funcga.accumulate(lambda p, x, settings: p * x.sum() * settings.scale, 2)
+    x = funcga.to_jax(X)
+    refused(
+        "an argument of type Settings is neither an array nor hashable. Outside of jit this call is compiled,",
+        step,
+        x,
+        x,
+        settings=Settings(),
+    )
+    inside = jax.jit(lambda x: step(x, x, settings=Settings()))
+    assert inside(x).shape == X.shape
+
+
+def test_other_objects_of_a_framework_are_no_arrays():
+    x = torch.ones(4)
+    out = funcga.accumulate(lambda x, dtype: x.sum(), 2, in_axes=(0, None))(x, jax.numpy.float32)
+    assert float(out) == 2
+
+
 def test_weights_seen_on_the_host():
     step = funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, weight=lambda x: -x.sum())
     refused("the weight of a micro-batch is -15.0;", step, torch.from_numpy(X))
@@ -260,9 +317,9 @@ def test_concat_without_an_axis(kit):
             funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=funcga.concat()), kit.arrays(X))  # fmt: skip
 
 
-def test_outputs_that_are_no_arrays():
+def test_outputs_that_are_no_arrays(kit):
     refused("output[1] of grad_fn is of type str, which cannot be folded. Return arrays or numbers;",
-            funcga.accumulate(lambda x: (x.sum(), "a"), 2, in_axes=0), torch.from_numpy(X))  # fmt: skip
+            funcga.accumulate(lambda x: (x.sum(), "a"), 2, in_axes=0), kit.arrays(X))  # fmt: skip
 
 
 def test_another_structure_for_another_microbatch():
@@ -381,3 +438,29 @@ def test_narrowing_is_refused():
         funcga.to_jax, np.ones(2),
     )  # fmt: skip
     refused("the array is int64[1]", funcga.to_jax, torch.ones(1, dtype=torch.int64))
+
+
+def test_a_dtype_that_would_be_narrowed():
+    step = funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=funcga.mean(dtype="float64"))
+    says = refused(
+        "the fold asks for dtype 'float64', which the framework of this call does not have (64-bit types are",
+        step,
+        funcga.to_jax(X),
+    )
+    assert 'jax.config.update("jax_enable_x64", True)' in says
+
+
+def test_states_of_two_widths():
+    accumulator = funcga.Accumulator()
+    value = funcga.to_jax(X)
+    narrow = accumulator.init(value)
+    with jax.enable_x64(True):
+        wide = accumulator.init(value)
+        refused("one state counts in 64 bits and the other in 32:", accumulator.merge, narrow, wide)
+
+
+def test_states_that_are_none(kit):
+    value = kit.arrays(X)
+    for call in (lambda: funcga.Accumulator().update(None, value), lambda: funcga.Accumulator().finalize(value)):
+        refused("Start with state = accumulator.init(like) and pass on what update and merge return.", call)
+    refused("iterable is of type int. Pass a DataLoader, a generator or a list.", funcga.windows, 3, 2)

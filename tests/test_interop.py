@@ -68,3 +68,14 @@ def test_without_arrays():
     assert funcga.to_numpy({"a": 1}) == {"a": 1}
     assert funcga.to_torch([1, "b"]) == [1, "b"]
     assert float(funcga.to_jax({"a": jnp.ones(())})["a"]) == 1
+
+
+def test_a_tree_of_both():
+    mixed = {"a": jnp.ones(2), "b": torch.ones(2), "c": np.ones(2, "float32")}
+    assert {type(leaf) for leaf in funcga.to_torch(mixed).values()} == {torch.Tensor}
+    assert all(isinstance(leaf, jnp.ndarray) for leaf in funcga.to_jax(mixed).values())
+
+
+def test_bytes_in_another_order():
+    np.testing.assert_array_equal(funcga.to_torch(np.arange(3, dtype=">f4")), [0, 1, 2])
+    np.testing.assert_array_equal(funcga.to_jax(np.arange(3, dtype=">i4")), [0, 1, 2])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import funcga
+import jax_backend
 from tests import problems
 from tests.kits import LIMITS, counted, difference
 
@@ -130,7 +131,15 @@ def test_compiles_once_for_each_shape():
     assert len(calls) == 2
 
 
-def test_donates_the_accumulator_and_nothing_else():
+def test_donates_the_accumulator_and_nothing_else(monkeypatch):
+    carries = []
+    original = jax_backend.loop._parted
+
+    def spied(item, carry, arrays_whole):
+        carries.append(jax.tree.leaves(carry))
+        return original(item, carry, arrays_whole)
+
+    monkeypatch.setattr(jax_backend.loop, "_parted", spied)
     params, batch, loss = problems.regression()
     from tests.kits import JAX
 
@@ -141,6 +150,8 @@ def test_donates_the_accumulator_and_nothing_else():
     for leaf in jax.tree.leaves((params, batch, first, second)):
         assert not leaf.is_deleted()
     assert difference(JAX, first, second) == 0
+    assert len(carries) == 4
+    assert all(leaf.is_deleted() for carry in carries for leaf in carry if leaf.ndim > 0)
 
 
 def test_inside_jit():
@@ -151,3 +162,33 @@ def test_inside_jit():
     step = funcga.stream(funcga.value_and_grad(loss))
     inside = jax.jit(lambda p, x, y: step(p, [(x[:5], y[:5]), (x[5:], y[5:])]))(params, *batch)
     assert difference(JAX, inside, funcga.value_and_grad(loss)(params, *batch)) <= LIMITS["float32"]
+
+
+def test_arguments_that_are_no_arrays(kit):
+    def gradient(p, item, *, train=False, name=""):
+        return p * item["x"].mean() * (2 if train else 1) * len(name) * item["x"].shape[0]
+
+    step = funcga.stream(gradient, in_axes=(None, {"x": 0, "id": None}))
+    x = kit.arrays(np.ones(4, "float32"))
+    out = step(kit.arrays(np.float32(3)), [{"x": x, "id": "a"}, {"x": x, "id": "b"}], train=True, name="ab")
+    assert float(out) == 48
+
+
+def test_in_two_widths():
+    """One function serves a program that has 64-bit types and one that has not."""
+    step = funcga.stream(lambda p, x: (x * p).sum())
+    ones = np.ones(4)
+    assert step(ones, [ones, ones]).dtype == "float32"
+    with jax.enable_x64(True):
+        assert step(ones, [ones, ones]).dtype == "float64"
+
+
+def test_state_that_is_a_view_of_a_buffer_in_use():
+    buffer = torch.zeros(4)
+
+    def items():
+        for k in (1, 2, 3):
+            yield buffer.fill_(k)
+
+    step = funcga.stream(lambda s, x: (s.sum(), x[-1:]), in_axes=(funcga.CARRY, 0), fold=(funcga.sum(), funcga.carry()))
+    assert float(step(torch.zeros(1), items())[0]) == 0 + 1 + 2

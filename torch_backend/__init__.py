@@ -1,6 +1,13 @@
 """The torch backend of funcga: torch.func and torch tensors on any device."""
 
+import torch
+
+from funcga.accumulator import AccumulatorState
 from funcga.backend import Backend
+from funcga.tally import Tally
 from torch_backend import arrays, gradients, loop, trees
 
 BACKEND = Backend("torch", trees, arrays, gradients, loop)
+
+# A state holds nothing but tensors and numbers, so torch.load takes it with weights_only=True.
+torch.serialization.add_safe_globals([AccumulatorState, Tally])

@@ -34,8 +34,8 @@ def convert(leaf: Any) -> torch.Tensor:
     import numpy as np
 
     array = np.array(leaf)
-    if array.dtype.isbuiltin == 1:
-        return torch.from_numpy(array)
+    if array.dtype.isbuiltin == 1 or not array.dtype.isnative:
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
     bits = array.view(f"uint{8 * array.dtype.itemsize}")  # bfloat16 and float8, which NumPy only knows by extension
     return torch.from_numpy(bits).view(as_dtype(array.dtype.name))
 
@@ -103,7 +103,12 @@ def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor
 
 def in_transform() -> bool:
     """Whether a torch.func transform is running, whose tensors must not be written to or detached."""
-    return not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is not None
+    if torch.compiler.is_compiling() and not _TRACES_DEPTH:
+        return True  # it cannot be known there, and not to write is right in any case
+    return bool(_functorch.get_dynamic_layer_stack_depth() > 0)
+
+
+_TRACES_DEPTH = torch.__version__ >= "2.13"
 
 
 def scalar(weight: Any) -> Any:
@@ -121,6 +126,11 @@ def limbs(weight: Any) -> tuple[Any, ...]:
     if not weight.is_floating_point():
         return (weight.to(torch.int64),)
     return (weight.to(torch.float32 if weight.device.type == "mps" else torch.float64),)
+
+
+def owned(array: torch.Tensor) -> torch.Tensor:
+    """The array in memory that nobody else writes to."""
+    return array.clone()
 
 
 def count(steps: int) -> int:

@@ -43,7 +43,8 @@ class Buffers:
             return state
         with torch.no_grad():
             self._add(values, leaves, weight)
-        return [leaf.detach() if arrays.is_array(leaf) else leaf for leaf in state]
+            # a copy, as it may be a view of the micro-batch, or of a buffer that grad_fn uses again
+            return [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
 
     def _add(self, values: list[Any], leaves: list[Any], weight: Any) -> None:
         first = not self.reduced
@@ -52,19 +53,17 @@ class Buffers:
         if self.plain:
             self._add_all(self.plain, values, 1, first)
         if self.scaled and not isinstance(weight, torch.Tensor):
-            self._add_all(self.scaled, values, weight, first)
+            self._add_all(self.scaled, values, float(weight), first)
         elif self.scaled:
-            for k in self.scaled:
-                lifted = self.folds[k].lift(values[k], weight)
-                self.reduced[k] = lifted if first else self.reduced[k].add_(lifted)
+            self._add_masked(values, weight, first)
         for k in self.others:
             fold, value = self.folds[k], values[k]
             self.reduced[k] = fold.combine(fold.identity(value) if first else self.reduced[k], fold.lift(value, weight))
         for chunks, i in zip(self.collected, self.outputs.collected, strict=True):
-            chunks.append(leaves[i].clone())
+            chunks.append(leaves[i].clone())  # grad_fn may use its buffer again, as a captured CUDA graph does
         self.tally = tally.merge(self.tally, tally.of(weight, arrays))
 
-    def _add_all(self, places: list[int], values: list[Any], weight: int | float, first: bool) -> None:
+    def _add_all(self, places: list[int], values: list[Any], weight: float, first: bool) -> None:
         """Adds weight * value to the accumulators at these places, all at once."""
         every = len(places) == len(values)
         chosen = values if every else [values[k] for k in places]
@@ -81,16 +80,28 @@ class Buffers:
         for k, accumulator in zip(places, own, strict=True):
             self.reduced[k] = accumulator
 
+    def _add_masked(self, values: list[Any], weight: torch.Tensor, first: bool) -> None:
+        """The same for a weight that the host does not see: leaf by leaf, so that one masked leaf lives at a time."""
+        factors: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        for k in self.scaled:
+            value, dtype = values[k], self.folds[k].accumulator_dtype
+            if (value.device, dtype) not in factors:
+                own = weight.to(value.device)
+                factors[value.device, dtype] = own.to(dtype), own != 0
+            factor, counts = factors[value.device, dtype]
+            masked = torch.where(counts, value.to(dtype), 0)
+            self.reduced[k] = masked.mul_(factor) if first else self.reduced[k].addcmul_(masked, factor)
+
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
         if self.pure:
             return self._result(state)
         with torch.no_grad():
-            return self._result([leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state])
+            return self._result(state)
 
     def _result(self, state: list[Any]) -> Any:
         reduced = self.reduced
-        done = {*self._divide(normalizers.by_weight, self.tally.weight[0]),
+        done = {*self._divide(normalizers.by_weight, tally.total(self.tally)),
                 *self._divide(normalizers.by_steps, self.tally.steps)}  # fmt: skip
         results = []
         for k, fold in enumerate(self.folds):
@@ -103,14 +114,18 @@ class Buffers:
         return self.outputs.join(results, collected, state)
 
     def _divide(self, normalizer: normalizers.Normalizer, total: Any) -> list[int]:
-        """Divides in place the sums that this normalizer divides by a number known to the host, and says which."""
-        if isinstance(total, torch.Tensor):
-            return []
+        """Divides in place the sums that this normalizer divides, and says which; the others are left to it."""
         found = [k for k in (*self.scaled, *self.plain) if self.folds[k].fold.normalizer.apply is normalizer.apply]
-        if found and total:
-            torch._foreach_div_([self.reduced[k] for k in found], total)
-        for k in [] if total else found:
-            self.reduced[k].zero_()
+        if isinstance(total, torch.Tensor):
+            # Of a total of 0 the host knows nothing, but then nothing was added to a weighted sum: it is zeros already.
+            found = [k for k in found if k in set(self.scaled)]
+            safe = torch.where(total != 0, total, 1)
+            for k in found:
+                self.reduced[k].div_(safe.to(self.reduced[k].device, self.reduced[k].dtype))
+        elif found and total:
+            torch._foreach_div_([self.reduced[k] for k in found], float(total))
+        elif found:
+            torch._foreach_zero_([self.reduced[k] for k in found])
         return found
 
 
@@ -121,5 +136,6 @@ def _cast(value: torch.Tensor, fold: LeafFold) -> torch.Tensor:
 def _adds(fold: LeafFold, dtype: torch.dtype) -> bool:
     """Whether adding in place, with the weight as a factor, is what the fold does with values of this dtype."""
     stock = fold.fold.reducer.lift in (reducers.weighted.lift, reducers.sum.lift)
-    same = dtype in (fold.accumulator_dtype, torch.bfloat16, torch.float16)
+    halves = (torch.bfloat16, torch.float16) if fold.accumulator_dtype.is_floating_point else ()
+    same = dtype in (fold.accumulator_dtype, *halves)
     return stock and same and fold.fold.reducer.monoid is reducers.sum.monoid

@@ -1,5 +1,6 @@
 """The transforms from a loss to its gradient."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ def value_and_grad(
     """A function that returns (value, grads), or ((value, aux), grads)."""
     transform = torch.func.grad_and_value(loss_fn, argnums=argnums, has_aux=has_aux)
 
+    @functools.wraps(loss_fn)
     def value_first(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         grads, value = transform(*args, **kwargs)
         return value, grads

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from funcga.arguments import Arguments, groups, starts
 from funcga.backend import Backend
 from funcga.program import Program
@@ -77,6 +79,10 @@ def _detached(tree: Any, backend: Backend) -> Any:
     if arrays.in_transform():
         return tree
     leaves, structure = backend.trees.flatten(tree)
-    if not any(arrays.is_array(leaf) and leaf.requires_grad for leaf in leaves):
+    if not any(map(_has_graph, leaves)):
         return tree
-    return backend.trees.unflatten(structure, [leaf.detach() if arrays.is_array(leaf) else leaf for leaf in leaves])
+    return backend.trees.unflatten(structure, [leaf.detach() if _has_graph(leaf) else leaf for leaf in leaves])
+
+
+def _has_graph(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad

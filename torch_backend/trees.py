@@ -1,5 +1,6 @@
 """Trees, as this framework walks them."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
 
 def children(tree: Any) -> list[tuple[str, Any]] | None:
     """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
+    if type(tree) in (tuple, list):
+        return [(f"[{i}]", child) for i, child in enumerate(tree)]
+    if type(tree) in (dict, OrderedDict):
+        return [(f"[{key!r}]", child) for key, child in tree.items()]
 
     def below(node: Any) -> bool:
         return node is not tree
