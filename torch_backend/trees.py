@@ -4,6 +4,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 # torch has no public pytree module; this file is the only one that knows the private one.
 from torch.utils import _pytree
 
@@ -20,6 +22,9 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
 
 def children(tree: Any) -> list[tuple[str, Any]] | None:
     """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
+    # The usual ones first, in a way that torch.compile can trace.
+    if tree is None or isinstance(tree, torch.Tensor | int | float | str):
+        return None
     if type(tree) in (tuple, list):
         return [(f"[{i}]", child) for i, child in enumerate(tree)]
     if type(tree) in (dict, OrderedDict):
