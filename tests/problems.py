@@ -65,3 +65,15 @@ def full_gradient(kit, params, batch, loss, weight):
     total = weight(*batch)
     leaves, structure = kit.backend.trees.flatten((value, grads))
     return kit.backend.trees.unflatten(structure, [leaf / total for leaf in leaves])
+
+
+FOLDS = {
+    "mean": funcga.mean(),
+    "per_weight": funcga.per_weight(),
+    "sum": funcga.sum(),
+    "max": funcga.max(),
+    "min": funcga.min(),
+    "moments": funcga.moments(),
+    "concat": funcga.concat(),
+    "carry": funcga.carry(),
+}

@@ -19,9 +19,9 @@ def test_equals_the_full_batch(kit, dtype, problem):
     properties.equals_the_full_batch(kit, funcga.accumulate, dtype, problem)
 
 
-@pytest.mark.parametrize("holds", properties.WITHOUT_PARAMETERS, ids=lambda f: f.__name__)
-def test_property(kit, holds):
-    holds(kit, funcga.accumulate)
+@pytest.mark.parametrize("check", properties.WITHOUT_PARAMETERS, ids=lambda f: f.__name__)
+def test_property(kit, check):
+    check(kit, funcga.accumulate)
 
 
 def test_every_spelling_of_a_gradient(kit):

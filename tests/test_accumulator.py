@@ -10,17 +10,7 @@ import torch
 import funcga
 from tests import problems
 from tests.kits import JAX, LIMITS, TORCH, difference
-
-FOLDS = {
-    "mean": funcga.mean(),
-    "per_weight": funcga.per_weight(),
-    "sum": funcga.sum(),
-    "max": funcga.max(),
-    "min": funcga.min(),
-    "moments": funcga.moments(),
-    "concat": funcga.concat(),
-    "carry": funcga.carry(),
-}
+from tests.problems import FOLDS
 
 
 def values(kit, count=4):

@@ -17,7 +17,7 @@ from tests.kits import counted
 X = np.arange(12, dtype="float32").reshape(6, 2)
 
 
-def refused(text, function, *args, **kwargs):
+def check_refused(text, function, *args, **kwargs):
     with pytest.raises(FuncgaError) as caught:
         function(*args, **kwargs)
     assert text in str(caught.value)
@@ -39,14 +39,14 @@ def test_it_is_a_value_error():
     ],
 )
 def test_n(n, text):
-    refused(text, funcga.accumulate, lambda x: x, n)
-    refused(
+    check_refused(text, funcga.accumulate, lambda x: x, n)
+    check_refused(
         text.replace("n is", "microbatch_size is").replace("n=", "microbatch_size="),
         funcga.accumulate,
         lambda x: x,
         microbatch_size=n,
     )
-    refused(text, funcga.windows, [], n)
+    check_refused(text, funcga.windows, [], n)
 
 
 def test_n_or_microbatch_size():
@@ -54,19 +54,25 @@ def test_n_or_microbatch_size():
         "Say one: accumulate(grad_fn, n=8) for 8 micro-batches, or accumulate(grad_fn, microbatch_size=4) for "
         "micro-batches of 4 rows."
     )
-    refused("neither of n and microbatch_size were given. " + says, funcga.accumulate, lambda x: x)
-    refused("both of n and microbatch_size were given. " + says, funcga.accumulate, lambda x: x, 2, microbatch_size=2)
+    check_refused("neither of n and microbatch_size were given. " + says, funcga.accumulate, lambda x: x)
+    check_refused(
+        "both of n and microbatch_size were given. " + says, funcga.accumulate, lambda x: x, 2, microbatch_size=2
+    )
 
 
 def test_functions():
-    refused(
+    check_refused(
         "grad_fn is 3, which is no function. Pass one, such as funcga.value_and_grad(loss_fn)", funcga.accumulate, 3, 2
     )
-    refused("grad_fn is 3, which is no function. Pass one, such as funcga.value_and_grad(loss_fn)", funcga.stream, 3)
-    refused("weight is 3, which is no function. Pass one, such as lambda batch:", funcga.accumulate, len, 2, weight=3)
-    refused("loss_fn is None, which is no function. Pass loss_fn(params, *batch) -> scalar.", funcga.grad, None)
-    refused("argnums is 'x': it must be an int or a tuple of ints. Write argnums=0.", funcga.grad, len, "x")
-    refused(
+    check_refused(
+        "grad_fn is 3, which is no function. Pass one, such as funcga.value_and_grad(loss_fn)", funcga.stream, 3
+    )
+    check_refused(
+        "weight is 3, which is no function. Pass one, such as lambda batch:", funcga.accumulate, len, 2, weight=3
+    )
+    check_refused("loss_fn is None, which is no function. Pass loss_fn(params, *batch) -> scalar.", funcga.grad, None)
+    check_refused("argnums is 'x': it must be an int or a tuple of ints. Write argnums=0.", funcga.grad, len, "x")
+    check_refused(
         "across= merges over replicas, which this version of funcga does not do yet.",
         funcga.accumulate,
         len,
@@ -76,7 +82,7 @@ def test_functions():
 
 
 def test_more_microbatches_than_rows(kit):
-    refused(
+    check_refused(
         "n=7 micro-batches were asked of a batch of 6 rows: a micro-batch has at least one. Write n=6 or less, or say "
         "how large one is: microbatch_size=1.",
         funcga.accumulate(lambda x: x.sum(), 7, in_axes=0), kit.arrays(X),
@@ -84,7 +90,7 @@ def test_more_microbatches_than_rows(kit):
 
 
 def test_no_rows(kit):
-    refused(
+    check_refused(
         "the batch has 0 rows (`x` is empty): there is nothing to fold.",
         funcga.accumulate(lambda x: x.sum(), 1, in_axes=0),
         kit.arrays(X[:0]),
@@ -96,7 +102,7 @@ def test_unequal_rows(kit):
         raise AssertionError("no work is done before the refusal")
 
     step = funcga.accumulate(gradient, 2)
-    refused(
+    check_refused(
         "the split arguments have different numbers of rows: `batch['x']` has 6 (axis 0 of float32[6, 2]); `labels` has "
         "5 (axis 0 of float32[5, 2]). Micro-batches cut all of them alike. Pass what has no rows whole: in_axes with "
         "None in its place.",
@@ -107,12 +113,12 @@ def test_unequal_rows(kit):
 def test_what_cannot_be_split(kit):
     step = lambda axes, *args: funcga.accumulate(lambda params, batch: batch, 2, in_axes=axes)(*args)
     x = kit.arrays(X)
-    refused(
+    check_refused(
         "`batch['k']` is float32[], a scalar: it has no axis 0 to split. Pass it whole: in_axes with None in its place, "
         "or as a keyword argument.",
         step, None, x, {"k": x[0, 0]},
     )  # fmt: skip
-    refused(
+    check_refused(
         f"`batch` is of type str, and in_axes splits it on axis 0: only {kit.name} arrays can be split. "
         "Make it a tree of arrays, or pass it whole: in_axes with None in its place.",
         step,
@@ -120,18 +126,18 @@ def test_what_cannot_be_split(kit):
         x,
         "s",
     )
-    refused("`batch` is of type float, and in_axes splits it on axis 0:", step, None, x, 1.0)
-    refused(
+    check_refused("`batch` is of type float, and in_axes splits it on axis 0:", step, None, x, 1.0)
+    check_refused(
         "`batch` is float32[6, 2]: axis 2 is out of range. in_axes for it lies between -2 and 1.", step, (None, 2), x, x
     )
-    refused("no argument is split, so there are no rows to make micro-batches of.", step, (None, None), x, x)
-    refused(
+    check_refused("no argument is split, so there are no rows to make micro-batches of.", step, (None, None), x, x)
+    check_refused(
         "no argument is split, so there are no rows to make micro-batches of.", funcga.accumulate(lambda x: x, 2), x
     )
 
 
 def test_numpy_is_not_split_in_torch():
-    refused(
+    check_refused(
         "`batch` is a NumPy array float32[6, 2], and in_axes splits it on axis 0: only torch arrays can be split. Convert "
         "it, `funcga.to_torch(batch)`, or pass it whole: in_axes with None in its place.",
         funcga.accumulate(lambda params, batch: batch, 2), torch.ones(2), X,
@@ -141,34 +147,34 @@ def test_numpy_is_not_split_in_torch():
 def test_in_axes(kit):
     x = kit.arrays(X)
     step = lambda axes: funcga.accumulate(lambda params, batch: batch["x"], 2, in_axes=axes)(x, {"x": x, "y": x})
-    refused(
+    check_refused(
         "in_axes has 1 entries and the call has 2 positional arguments. Give one entry each, such as in_axes=(None, 0);",
         step,
         (0,),
     )
-    refused(
+    check_refused(
         "in_axes is 'rows'. Give an axis for all arguments, or a tuple with one entry for each of the 2:", step, "rows"
     )
-    refused(
+    check_refused(
         "in_axes is no prefix of the arguments: for `batch` it has dict(['x']: 0), and the argument is dict(",
         step,
         (None, {"x": 0}),
     )
-    refused(
+    check_refused(
         "for `batch['x']` it has tuple([0]: 0), and the argument is float32[6, 2].", step, (None, {"x": (0,), "y": 0})
     )
-    refused("for `batch` it has 1.5", step, (None, 1.5))
+    check_refused("for `batch` it has 1.5", step, (None, 1.5))
 
 
 def test_no_array():
     step = funcga.accumulate(lambda params, batch: params, 2)
-    says = refused("no array was found in `params`, `batch` (looked for arrays of", step, 1.0, [2.0])
+    says = check_refused("no array was found in `params`, `batch` (looked for arrays of", step, 1.0, [2.0])
     assert "Convert first: `funcga.to_torch(batch)` or `funcga.to_jax(batch)`." in says
-    refused("no array was found in the call, which has no arguments", funcga.accumulate(lambda: 1, 2))
+    check_refused("no array was found in the call, which has no arguments", funcga.accumulate(lambda: 1, 2))
 
 
 def test_mixed_frameworks():
-    refused(
+    check_refused(
         "the arguments mix frameworks: `params['w']` is a torch tensor and `batch['x']` is a JAX array. One call folds "
         "in one framework. Convert first: `funcga.to_torch(batch)`.",
         funcga.accumulate(lambda params, batch: params, 2), {"w": torch.ones(2)}, {"x": funcga.to_jax(X)},
@@ -178,10 +184,10 @@ def test_mixed_frameworks():
 @pytest.mark.parametrize("bad", [-1, -0.5, float("nan"), float("inf"), np.float32(-1)])
 def test_weights_out_of_range(kit, bad):
     step = funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, weight=lambda x: bad)
-    refused("it must be finite and at least 0, such as the number of rows or tokens in it.", step, kit.arrays(X))
+    check_refused("it must be finite and at least 0, such as the number of rows or tokens in it.", step, kit.arrays(X))
     accumulator = funcga.Accumulator()
     value = kit.arrays(X)
-    refused(
+    check_refused(
         "the weight of a micro-batch is",
         accumulator.update,
         accumulator.init(value),
@@ -191,7 +197,7 @@ def test_weights_out_of_range(kit, bad):
 
 
 def test_weights_beyond_a_float(kit):
-    refused(
+    check_refused(
         "it must be finite and at least 0",
         funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, weight=lambda x: 10**400),
         kit.arrays(X),
@@ -200,7 +206,7 @@ def test_weights_beyond_a_float(kit):
 
 def test_weights_of_nothing(kit):
     step = funcga.stream(lambda p, x: x.sum(), in_axes=(None, None), weight=lambda x: 1)
-    refused(
+    check_refused(
         "weight= is called with the arguments that are split, and in_axes splits none. Give an argument an axis:",
         step,
         kit.arrays(X),
@@ -211,13 +217,13 @@ def test_weights_of_nothing(kit):
 def test_arguments_by_keyword(kit):
     step = funcga.accumulate(lambda params, batch: batch.sum(), 2)
     says = "Keyword arguments are passed whole: pass what is to be split by position."
-    refused(says, step, params=kit.arrays(X), batch=kit.arrays(X))
-    refused(says, step, kit.arrays(X), batch=kit.arrays(X))
+    check_refused(says, step, params=kit.arrays(X), batch=kit.arrays(X))
+    check_refused(says, step, kit.arrays(X), batch=kit.arrays(X))
 
 
 def test_parts_that_make_no_fold():
-    refused("a Fold was given <function concat", funcga.Fold, funcga.reducers.concat, funcga.normalizers.identity)
-    refused("where it takes a Normalizer. Write", funcga.Fold, funcga.reducers.sum, None)
+    check_refused("a Fold was given <function concat", funcga.Fold, funcga.reducers.concat, funcga.normalizers.identity)
+    check_refused("where it takes a Normalizer. Write", funcga.Fold, funcga.reducers.sum, None)
 
 
 def test_what_jax_cannot_tell_apart():
@@ -227,7 +233,7 @@ def test_what_jax_cannot_tell_apart():
 
     step = funcga.accumulate(lambda p, x, settings: p * x.sum() * settings.scale, 2)
     x = funcga.to_jax(X)
-    refused(
+    check_refused(
         "an argument of type Settings is neither an array nor hashable. Outside of jit this call is compiled,",
         step,
         x,
@@ -246,12 +252,12 @@ def test_other_objects_of_a_framework_are_no_arrays():
 
 def test_weights_seen_on_the_host():
     step = funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, weight=lambda x: -x.sum())
-    refused("the weight of a micro-batch is -15.0;", step, torch.from_numpy(X))
+    check_refused("the weight of a micro-batch is -15.0;", step, torch.from_numpy(X))
 
 
 @pytest.mark.parametrize("bad", ["a", None, 1j, (1,)])
 def test_weights_that_are_no_numbers(kit, bad):
-    refused(
+    check_refused(
         "the weight of a micro-batch is",
         funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, weight=lambda x: bad),
         kit.arrays(X),
@@ -259,7 +265,7 @@ def test_weights_that_are_no_numbers(kit, bad):
 
 
 def test_weights_that_are_no_scalars(kit):
-    refused(
+    check_refused(
         "the weight of a micro-batch is float32[2]; it must be a real number or a 0-d array, such as the number of "
         'tokens: weight=lambda batch: (batch["labels"] != -100).sum()',
         funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, weight=lambda x: x.sum(0)), kit.arrays(X),
@@ -270,42 +276,42 @@ def test_folds_that_are_no_prefix(kit):
     gradient = lambda x: (x.sum(), {"loss": x.sum(), "n": x.sum()})
     step = lambda fold: funcga.accumulate(gradient, 2, in_axes=0, fold=fold)(kit.arrays(X))
     mean = funcga.mean()
-    refused(
+    check_refused(
         "the tree of folds is no prefix of what grad_fn returns: at output, fold= has tuple([0]: Fold, [1]: Fold, [2]: "
         "Fold) and grad_fn returned tuple([0]: float32[], [1]: dict(['loss']: float32[], ['n']: float32[])). Give one "
         "Fold for all that stands below, such as funcga.mean(), or a container with the same keys.",
         step, (mean, mean, mean),
     )  # fmt: skip
-    refused("at output[1], fold= has dict(['loss']: Fold)", step, (mean, {"loss": mean}))
-    refused("at output[0], fold= has tuple([0]: Fold)", step, ((mean,), mean))
-    refused("fold= is 'mean'. Pass a Fold, such as funcga.mean(), or a tree of them.", step, "mean")
-    refused("fold= is <function mean", step, funcga.mean)
+    check_refused("at output[1], fold= has dict(['loss']: Fold)", step, (mean, {"loss": mean}))
+    check_refused("at output[0], fold= has tuple([0]: Fold)", step, ((mean,), mean))
+    check_refused("fold= is 'mean'. Pass a Fold, such as funcga.mean(), or a tree of them.", step, "mean")
+    check_refused("fold= is <function mean", step, funcga.mean)
 
 
 def test_integers_are_not_averaged(kit):
     x = kit.arrays(X)
     count = lambda x: (x.mean(), {"correct": kit.cast(x.sum(), "int32")})
-    refused(
+    check_refused(
         "output[1]['correct'] is int32[], and integers are not averaged silently. Count it with funcga.sum(), in a tree "
         "of folds such as fold=((funcga.mean(), funcga.sum()), funcga.mean()); or average it in floats: "
         'funcga.mean(dtype="float32").',
         funcga.accumulate(count, 2, in_axes=0), x,
     )  # fmt: skip
-    refused(
+    check_refused(
         "output is bool[], and bools are not averaged silently.",
         funcga.accumulate(lambda x: x.sum() > 0, 2, in_axes=0),
         x,
     )
-    refused(
+    check_refused(
         "and integers are not averaged silently.", funcga.accumulate(count, 2, in_axes=0, fold=funcga.per_weight()), x
     )
-    refused("output is complex64[2], and this fold is not defined for complex values.",
+    check_refused("output is complex64[2], and this fold is not defined for complex values.",
             funcga.accumulate(lambda x: kit.cast(x[0], "complex64"), 2, in_axes=0, fold=funcga.max()), x)  # fmt: skip
 
 
 def test_dtypes_the_framework_lacks(kit):
     bad = object() if kit.name == "jax" else "float23"
-    refused(
+    check_refused(
         "the fold asks for dtype",
         funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=funcga.mean(dtype=bad)),
         kit.arrays(X),
@@ -313,29 +319,29 @@ def test_dtypes_the_framework_lacks(kit):
 
 
 def test_concat_without_an_axis(kit):
-    refused("output is float32[]: it has no axis 0 for concat(axis=0) to collect along.",
+    check_refused("output is float32[]: it has no axis 0 for concat(axis=0) to collect along.",
             funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=funcga.concat()), kit.arrays(X))  # fmt: skip
 
 
 def test_outputs_that_are_no_arrays(kit):
-    refused("output[1] of grad_fn is of type str, which cannot be folded. Return arrays or numbers;",
+    check_refused("output[1] of grad_fn is of type str, which cannot be folded. Return arrays or numbers;",
             funcga.accumulate(lambda x: (x.sum(), "a"), 2, in_axes=0), kit.arrays(X))  # fmt: skip
 
 
 def test_another_structure_for_another_microbatch():
     step = lambda gradient: funcga.accumulate(gradient, 3, in_axes=0)(torch.from_numpy(X))
-    refused(
+    check_refused(
         "grad_fn returned another structure for micro-batch 2 than for the first: missing `output['a']`, new "
         "`output['b']`. A fold needs one structure. Return the same keys for every micro-batch, with zeros where there "
         "is nothing to add.",
         step, lambda x: {"a" if x[0, 0] == 0 else "b": x.sum()},
     )  # fmt: skip
-    refused(
+    check_refused(
         "output['a'] as None for micro-batch 2 and as float32[] for the first",
         step,
         lambda x: {"a": x.sum() if x[0, 0] == 0 else None},
     )
-    refused(
+    check_refused(
         "output as float64[] for micro-batch 2 and as float32[] for the first",
         step,
         lambda x: x.sum() if x[0, 0] == 0 else x.sum().double(),
@@ -344,7 +350,7 @@ def test_another_structure_for_another_microbatch():
 
 def test_another_shape_for_another_microbatch(kit):
     """A row for each example under a fold that adds would broadcast, or be added to another example's."""
-    says = refused(
+    says = check_refused(
         "grad_fn returned output as float32[1, 2] for", funcga.accumulate(lambda x: x, 5, in_axes=0), kit.arrays(X)
     )
     assert "if it has a row for each example, fold it with funcga.concat()." in says
@@ -361,22 +367,22 @@ def test_carry(kit):
     x, s = kit.arrays(X), kit.arrays(np.float32(0))
     step = lambda gradient, axes, fold: funcga.accumulate(gradient, 2, in_axes=axes, fold=fold)(s, x)
     both = (funcga.mean(), funcga.carry())
-    refused(
+    check_refused(
         "`s` is funcga.CARRY in in_axes, and no output has the fold funcga.carry(): each carried argument needs the "
         "output that replaces it. Write both, as in accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), "
         "fold=(funcga.mean(), funcga.carry())).",
         step, lambda s, x: (x.mean(), s), (CARRY, 0), funcga.mean(),
     )  # fmt: skip
-    refused(
+    check_refused(
         "no argument is funcga.CARRY in in_axes, and `output[1]` has the fold funcga.carry()",
         step,
         lambda s, x: (x.mean(), s),
         (None, 0),
         both,
     )
-    refused("the carried argument `s` and what grad_fn returns for it, `output[1]`, have different structures: missing "
+    check_refused("the carried argument `s` and what grad_fn returns for it, `output[1]`, have different structures: missing "
             "`s`, new `output[1]['s']`.", step, lambda s, x: (x.mean(), {"s": s}), (CARRY, 0), both)  # fmt: skip
-    refused(
+    check_refused(
         "the carried state `s` came in as float32[] and grad_fn returned it as float32[2].",
         step,
         lambda s, x: (x.mean(), x[0]),
@@ -388,13 +394,17 @@ def test_carry(kit):
 def test_streams(kit):
     x = kit.arrays(X)
     step = funcga.stream(lambda params, batch: batch.mean())
-    refused("the stream is empty: there is no micro-batch to fold, and so no structure to return.", step, x, [])
-    refused("the stream is empty", step, x, iter(()))
-    refused("microbatches is of type int, which cannot be iterated over.", step, x, 3)
-    refused("one batch, not an iterable of micro-batches. Split it with funcga.accumulate(grad_fn, n)", step, x, x)
-    refused("microbatches is of type dict: one batch, not an iterable of micro-batches.", step, x, {"x": x})
-    refused("stream's function was called without positional arguments. Call it as f(params, microbatches).", step)
-    refused("grad_fn returned", funcga.stream(lambda b: b, in_axes=0), [x, x[:3]])
+    check_refused("the stream is empty: there is no micro-batch to fold, and so no structure to return.", step, x, [])
+    check_refused("the stream is empty", step, x, iter(()))
+    check_refused("microbatches is of type int, which cannot be iterated over.", step, x, 3)
+    check_refused(
+        "one batch, not an iterable of micro-batches. Split it with funcga.accumulate(grad_fn, n)", step, x, x
+    )
+    check_refused("microbatches is of type dict: one batch, not an iterable of micro-batches.", step, x, {"x": x})
+    check_refused(
+        "stream's function was called without positional arguments. Call it as f(params, microbatches).", step
+    )
+    check_refused("grad_fn returned", funcga.stream(lambda b: b, in_axes=0), [x, x[:3]])
 
 
 def test_nothing_is_changed_by_a_failed_call(kit):
@@ -402,8 +412,8 @@ def test_nothing_is_changed_by_a_failed_call(kit):
     params, batch = kit.arrays(params), kit.arrays(batch)
     before = kit.leaves((params, batch))
     gradient, calls = counted(lambda p, x, y: p)
-    refused("n=13 micro-batches", funcga.accumulate(gradient, 13), params, *batch)
-    refused("tree of folds", funcga.accumulate(gradient, 2, fold={"w": funcga.mean()}), params, *batch)
+    check_refused("n=13 micro-batches", funcga.accumulate(gradient, 13), params, *batch)
+    check_refused("tree of folds", funcga.accumulate(gradient, 2, fold={"w": funcga.mean()}), params, *batch)
     assert len(calls) == 1
     for a, b in zip(before, kit.leaves((params, batch)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -432,17 +442,17 @@ def test_a_foreign_module_under_a_backends_name(tmp_path):
 
 
 def test_narrowing_is_refused():
-    refused(
+    check_refused(
         "the array is float64[2], and JAX would narrow it to float32 because 64-bit types are switched off. Switch them "
         'on: jax.config.update("jax_enable_x64", True), or narrow it yourself before you convert.',
         funcga.to_jax, np.ones(2),
     )  # fmt: skip
-    refused("the array is int64[1]", funcga.to_jax, torch.ones(1, dtype=torch.int64))
+    check_refused("the array is int64[1]", funcga.to_jax, torch.ones(1, dtype=torch.int64))
 
 
 def test_a_dtype_that_would_be_narrowed():
     step = funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=funcga.mean(dtype="float64"))
-    says = refused(
+    says = check_refused(
         "the fold asks for dtype 'float64', which the framework of this call does not have (64-bit types are",
         step,
         funcga.to_jax(X),
@@ -456,11 +466,11 @@ def test_states_of_two_widths():
     narrow = accumulator.init(value)
     with jax.enable_x64(True):
         wide = accumulator.init(value)
-        refused("one state counts in 64 bits and the other in 32:", accumulator.merge, narrow, wide)
+        check_refused("one state counts in 64 bits and the other in 32:", accumulator.merge, narrow, wide)
 
 
 def test_states_that_are_none(kit):
     value = kit.arrays(X)
     for call in (lambda: funcga.Accumulator().update(None, value), lambda: funcga.Accumulator().finalize(value)):
-        refused("Start with state = accumulator.init(like) and pass on what update and merge return.", call)
-    refused("iterable is of type int. Pass a DataLoader, a generator or a list.", funcga.windows, 3, 2)
+        check_refused("Start with state = accumulator.init(like) and pass on what update and merge return.", call)
+    check_refused("iterable is of type int. Pass a DataLoader, a generator or a list.", funcga.windows, 3, 2)

@@ -6,20 +6,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import funcga
-from tests import oracle
+from tests import oracle, problems
 from tests.kits import JAX, TORCH
 
-FOLDS = {
-    "mean": funcga.mean(),
-    "per_weight": funcga.per_weight(),
-    "sum": funcga.sum(),
-    "max": funcga.max(),
-    "min": funcga.min(),
-    "moments": funcga.moments(),
-    "by_steps": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps),
-    "concat": funcga.concat(),
-    "carry": funcga.carry(),
-}
+FOLDS = {**problems.FOLDS, "by_steps": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)}
 COMMUTATIVE = [name for name in FOLDS if name not in ("concat", "carry")]
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 KITS = pytest.mark.parametrize("kit", [TORCH, JAX], ids=lambda kit: kit.name)
