@@ -174,7 +174,7 @@ def load_imported() -> list[Backend]:
 
     What makes a step calls this, so that no import is left for the first call, which torch.compile may be tracing.
     """
-    return [load(framework) for framework in _FRAMEWORKS if framework in sys.modules]
+    return [load(framework) for framework in _FRAMEWORKS if sys.modules.get(framework) is not None]
 
 
 def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Backend:

@@ -109,6 +109,16 @@ def test_a_torch_user_never_imports_jax():
     assert "torch" not in loaded_after(call.format("jax", "jax.numpy.ones(())", "jax.numpy.ones(4)"))
 
 
+@pytest.mark.parametrize(
+    ("missing", "call"), [("jax", "import torch\nx = torch.ones(4)"), ("torch", "import jax\nx = jax.numpy.ones(4)")]
+)
+def test_one_framework_is_enough(missing, call):
+    """As where the other is not installed: importing it fails."""
+    step = "funcga.accumulate(funcga.value_and_grad(lambda p, x: (p * x).sum()), 2)(x[0], x)"
+    stream = "funcga.stream(funcga.grad(lambda p, x: (p * x).sum()))(x[0], [x, x])"
+    loaded_after(f"sys.modules['{missing}'] = None\n{call}\nimport funcga\n{step}\n{stream}\nfuncga.to_numpy(x)")
+
+
 # Files and names that only one backend has, each with its reason.
 ALONE = {
     "buffers": "torch adds in place; XLA does so by itself",
