@@ -7,6 +7,7 @@ from typing import Any
 from funcga.backend import load_imported
 from funcga.errors import FuncgaError
 from funcga.folds import mean
+from funcga.gradients import GradientFunction
 from funcga.program import Program, check_across, check_callable, check_count
 
 
@@ -63,8 +64,12 @@ def accumulate(
     load_imported()
     program = Program(grad_fn, fold, weight, in_axes, n, microbatch_size)
 
-    @functools.wraps(grad_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
+    # The signature is grad_fn's in any case; the names are only if grad_fn is a function that has them.
+    names = () if isinstance(grad_fn, GradientFunction) else ("__doc__", "__name__", "__qualname__")
+
+    @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
+        """The fold of grad_fn over the micro-batches that the arguments are split into."""
         backend = program.backend(args, kwargs)
         return backend.loop.accumulate(program.bound(backend), backend)(args, kwargs)
 

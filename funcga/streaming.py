@@ -46,6 +46,7 @@ def stream(
     program = Program(grad_fn, fold, weight, in_axes)
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
+        """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         leading, items = _iterate(args)
         first = next(items, None)
         if first is None:

@@ -136,6 +136,7 @@ def test_a_signature_is_kept(kit):
     step = funcga.accumulate(gradient, 2)
     assert (step.__name__, step.__doc__) == ("gradient", "What it is.")
     assert str(inspect.signature(step)) == "(params, batch)"
+    assert funcga.accumulate(funcga.grad(gradient), 2).__doc__.startswith("The fold of grad_fn over the micro-batches")
     assert str(inspect.signature(funcga.accumulate(funcga.grad(lambda w, *, scale: w), 2))) == "(w, *, scale)"
 
 
