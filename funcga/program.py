@@ -1,5 +1,6 @@
 """What `accumulate` and `stream` hand to a backend's loop: the user's functions and choices, checked."""
 
+import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -43,7 +44,13 @@ class Program:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet. Default: its rows."""
         if self.weight is None:
             return rows()
-        return check_weight(self.weight(*arguments.split_args(args)), arguments.backend.arrays)
+        split = arguments.split_args(args)
+        try:
+            weight = self.weight(*split)
+        except TypeError as error:
+            _check_arity(self.weight, len(split), error)
+            raise
+        return check_weight(weight, arguments.backend.arrays)
 
     def bind(self, value: Any, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs of a first micro-batch with this output, and the leaves of it."""
@@ -51,6 +58,19 @@ class Program:
         if outputs.threads:
             _check_state([leaves[i] for i in outputs.threads], arguments)
         return outputs, leaves
+
+
+def _check_arity(weight: Callable[..., Any], count: int, error: TypeError) -> None:
+    """Raises FuncgaError if what went wrong is that weight cannot be called with so many arguments."""
+    try:
+        inspect.signature(weight).bind(*range(count))
+    except TypeError:
+        raise FuncgaError(
+            f"weight is called with each argument that is split, here {count}, and does not take so many ({error}). "
+            f"Write it with one parameter for each: weight=lambda x, y: ..., for micro-batches (x, y)."
+        ) from error
+    except ValueError:  # a builtin without a signature
+        return
 
 
 def _check_state(returned: list[Any], arguments: Arguments) -> None:

@@ -474,3 +474,15 @@ def test_states_that_are_none(kit):
     for call in (lambda: funcga.Accumulator().update(None, value), lambda: funcga.Accumulator().finalize(value)):
         check_refused("Start with state = accumulator.init(like) and pass on what update and merge return.", call)
     check_refused("iterable is of type int. Pass a DataLoader, a generator or a list.", funcga.windows, 3, 2)
+
+
+def test_weights_of_another_arity(kit):
+    x = kit.arrays(X)
+    step = funcga.accumulate(lambda p, x, y: x.sum(), 2, weight=lambda batch: 1)
+    check_refused("weight is called with each argument that is split, here 2, and does not take so many", step, x, x, x)
+
+    def weight(x, y):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        funcga.accumulate(lambda p, x, y: x.sum(), 2, weight=weight)(x, x, x)
