@@ -259,6 +259,27 @@ def test_buffers_threaded_as_carry():
     assert int(buffers["1.num_batches_tracked"]) == 3
 
 
+def test_buffers_that_grad_fn_updates_in_place():
+    """The caller's buffers are copied on entry, so that the same call gives the same result twice."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    x = torch.from_numpy(problems.rng(8).normal(size=(12, 3)).astype("float32"))
+    buffers = {k: v.clone() for k, v in module.named_buffers()}
+    before = {k: v.clone() for k, v in buffers.items()}
+
+    def outputs(params, buffers, x):
+        return functional_call(module, (params, buffers), (x,)).mean(), buffers
+
+    fold = (funcga.mean(), funcga.carry())
+    split = funcga.accumulate(outputs, 3, in_axes=(None, funcga.CARRY, 0), fold=fold)
+    streamed = funcga.stream(outputs, in_axes=(None, funcga.CARRY, 0), fold=fold)
+    for batch, step in ((x, split), (x.chunk(3), lambda p, b, x: streamed(p, b, list(x)))):
+        first, second = (step(dict(module.named_parameters()), buffers, batch)[1] for _ in range(2))
+        for name, value in buffers.items():
+            torch.testing.assert_close(value, before[name])
+            torch.testing.assert_close(first[name], second[name])
+        assert int(first["1.num_batches_tracked"]) == 3
+
+
 def test_python_state_can_be_carried():
     step = funcga.accumulate(lambda s, x: (x.sum(), {"k": s["k"] + 1, "name": s["name"]}), 3,
                              in_axes=(funcga.CARRY, 0), fold=(funcga.sum(), funcga.carry()))  # fmt: skip

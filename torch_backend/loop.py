@@ -22,7 +22,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         args, kwargs = _detached((args, kwargs), backend)
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
-        return _fold(program, _cuts(arguments, starts(found)), arguments.state(), kwargs)
+        return _fold(program, _cuts(arguments, starts(found)), _copied(arguments), kwargs)
 
     return fold
 
@@ -57,7 +57,7 @@ def _fold(
 ) -> Any:
     buffers = None
     for arguments, cut, rows in microbatches:
-        state = arguments.state() if state is None else state
+        state = _copied(arguments) if state is None else state
         args = cut(state)
         weight = program.weigh(arguments, args, rows)
         value = program.grad_fn(*args, **kwargs)
@@ -72,6 +72,11 @@ def _fold(
     assert buffers is not None
     assert state is not None
     return buffers.result(state)
+
+
+def _copied(arguments: Arguments) -> list[Any]:
+    """The initial state, which grad_fn may update in place as BatchNorm does its buffers, in memory of its own."""
+    return [arrays.owned(leaf) if arrays.is_array(leaf) else leaf for leaf in arguments.state()]
 
 
 def _detached(tree: Any, backend: Backend) -> Any:
