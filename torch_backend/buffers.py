@@ -118,7 +118,7 @@ class Buffers:
         found = [k for k in (*self.scaled, *self.plain) if self.folds[k].fold.normalizer.apply is normalizer.apply]
         if isinstance(total, torch.Tensor):
             # Of a total of 0 the host knows nothing, but then nothing was added to a weighted sum: it is zeros already.
-            found = [k for k in found if k in set(self.scaled)]
+            found = sorted({*found} & {*self.scaled})
             safe = torch.where(total != 0, total, 1)
             for k in found:
                 self.reduced[k].div_(safe.to(self.reduced[k].device, self.reduced[k].dtype))
