@@ -169,9 +169,9 @@ def test_a_buffer_that_is_not_copied_is_rejected(monkeypatch):
     """The first gradient taken as the accumulator: what is returned aliases an argument."""
     from torch_backend.buffers import Buffers
 
-    def steals(self, places, values, weight, first):
+    def steals(self, places, values, factor):
         for k in places:
-            self.reduced[k] = values[k] if first else self.reduced[k].add_(values[k] * weight)
+            self.reduced[k] = values[k] if self.reduced[k] is None else self.reduced[k].add_(values[k] * factor)
 
     monkeypatch.setattr(Buffers, "_add_all", steals)
     with pytest.raises(AssertionError):

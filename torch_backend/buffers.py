@@ -3,6 +3,8 @@
 Only torch has this file: XLA updates the carry of a loop in place by itself.
 """
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,79 +20,142 @@ class Buffers:
 
     Sums, weighted or plain, are added in place, all leaves at once; every other fold is combined leaf by leaf. Inside
     a torch.func transform nothing is written to, so that the fold can itself be differentiated and vmapped.
+
+    `reduced[k]` is the k-th reduced leaf of the outputs. Those of `given`, places among the output's leaves, are added
+    by the caller: `add` leaves them out.
     """
 
-    def __init__(self, outputs: Outputs):
+    def __init__(self, outputs: Outputs, given: Iterable[int] = ()):
         self.outputs = outputs
         self.pure = arrays.in_transform()
         self.tally = tally.empty(arrays)
-        self.reduced: list[Any] = []
-        self.collected: list[list[torch.Tensor]] = [[] for _ in outputs.collected]
+        self.unit: float | None = None
+        self.reduced: list[Any] = [None] * len(outputs.reduced)
         self.folds = outputs.reduced_folds
-        dtypes = [outputs.dtypes[i] for i in outputs.reduced]
-        in_place = [] if self.pure else [k for k, d in enumerate(dtypes) if _adds(self.folds[k], d)]
-        lifts = {k: self.folds[k].fold.reducer.lift for k in in_place}
-        self.scaled = [k for k, lift in lifts.items() if lift is reducers.weighted.lift]
-        self.plain = [k for k, lift in lifts.items() if lift is reducers.sum.lift]
-        self.others = [k for k in range(len(self.folds)) if k not in lifts]
+        given = {*given}
+        self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in outputs.collected}
+        self.collects = [i for i in outputs.collected if i not in given]
+        sums = {} if self.pure else {k: self._sum(k) for k in range(len(self.folds))}
+        self.scaled = [k for k, lift in sums.items() if lift is reducers.weighted.lift]
+        self.plain = [k for k, lift in sums.items() if lift is reducers.sum.lift]
+        own = [k for k, i in enumerate(outputs.reduced) if i not in given]
+        self.adds = [k for k in own if k in self.scaled], [k for k in own if k in self.plain]
+        self.combines = [k for k in own if sums.get(k) is None]
+
+    def _sum(self, k: int) -> Any:
+        """The lift of a fold that adds in place, with the weight as a factor, values of the leaf's dtype; else None."""
+        fold, dtype = self.folds[k], self.outputs.dtypes[self.outputs.reduced[k]]
+        lift = fold.fold.reducer.lift
+        halves = (torch.bfloat16, torch.float16) if fold.accumulator_dtype.is_floating_point else ()
+        same = dtype in (fold.accumulator_dtype, *halves)
+        stock = lift in (reducers.weighted.lift, reducers.sum.lift)
+        return lift if stock and same and fold.fold.reducer.monoid is reducers.sum.monoid else None
+
+    def share(self, weight: Any) -> float | None:
+        """A weight in the unit that weighted sums are held in; None if only the device knows it.
+
+        The unit is the first weight, so that micro-batches alike are added as they are, whatever they weigh. When
+        another one comes it becomes the power of two below, so that the shares are exact.
+        """
+        if self.unit is None and (isinstance(weight, torch.Tensor) or torch.compiler.is_compiling()):
+            self.unit = 1.0
+        if isinstance(weight, torch.Tensor):
+            return None
+        if not weight:
+            return 0.0
+        if self.unit is None:
+            self.unit = float(weight)
+        if weight != self.unit and not torch.compiler.is_compiling():
+            mantissa, exponent = math.frexp(self.unit)
+            self._rescale(2 * mantissa)
+            self.unit = math.ldexp(1.0, exponent - 1)
+        return float(weight / self.unit)
+
+    def _rescale(self, factor: float) -> None:
+        held = [self.reduced[k] for k in self.scaled if self.reduced[k] is not None]
+        if held and factor != 1:
+            torch._foreach_mul_(held, factor)
 
     def add(self, leaves: list[Any], weight: Any) -> list[Any]:
         """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
-        values = [leaves[i] for i in self.outputs.reduced]
         state = [leaves[i] for i in self.outputs.threads]
         if self.pure:
-            self._add(values, leaves, weight)
+            self._add(leaves, weight)
             return state
         with torch.no_grad():
-            self._add(values, leaves, weight)
+            self._add(leaves, weight)
             # a copy, as it may be a view of the micro-batch, or of a buffer that grad_fn uses again
             return [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
 
-    def _add(self, values: list[Any], leaves: list[Any], weight: Any) -> None:
-        first = not self.reduced
-        if first:
-            self.reduced = [None] * len(values)
-        if self.plain:
-            self._add_all(self.plain, values, 1, first)
-        if self.scaled and not isinstance(weight, torch.Tensor):
-            self._add_all(self.scaled, values, float(weight), first)
-        elif self.scaled:
-            self._add_masked(values, weight, first)
-        for k in self.others:
-            fold, value = self.folds[k], values[k]
-            self.reduced[k] = fold.combine(fold.identity(value) if first else self.reduced[k], fold.lift(value, weight))
-        for chunks, i in zip(self.collected, self.outputs.collected, strict=True):
-            chunks.append(leaves[i].clone())  # grad_fn may use its buffer again, as a captured CUDA graph does
+    def _add(self, leaves: list[Any], weight: Any) -> None:
+        values = [_strided(leaves[i]) for i in self.outputs.reduced]
+        share = self.share(weight)
+        scaled, plain = self.adds
+        self._add_all(plain, values, 1)
+        if share is None:
+            self._add_masked(scaled, values, weight)
+        else:
+            self._add_all(scaled, values, share)
+        for k in self.combines:
+            self._combine(k, values[k], weight)
+        for i in self.collects:
+            # grad_fn may use its buffer again, as a captured CUDA graph does
+            self.collected[i].append(_strided(leaves[i]).clone())
         self.tally = tally.merge(self.tally, tally.of(weight, arrays))
 
-    def _add_all(self, places: list[int], values: list[Any], weight: float, first: bool) -> None:
-        """Adds weight * value to the accumulators at these places, all at once."""
-        every = len(places) == len(values)
-        chosen = values if every else [values[k] for k in places]
-        if not first:
-            if weight:  # a weight of 0 adds nothing, not even a NaN
-                own = self.reduced if every else [self.reduced[k] for k in places]
-                torch._foreach_add_(own, chosen, alpha=weight)
+    def add_leaf(self, i: int, value: torch.Tensor, weight: Any) -> None:
+        """Folds in one of the given leaves of one micro-batch, whose memory is from now on the buffers' own."""
+        value = _strided(value)
+        if i in self.collected:
+            self.collected[i].append(value)
             return
-        if weight and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
-            own = list(torch._foreach_mul(chosen, weight))
+        k = self.outputs.reduced.index(i)
+        if k in self.scaled:
+            share = self.share(weight)
+            if share is None:
+                self._add_masked([k], {k: value}, weight)
+            else:
+                self._add_all([k], {k: value}, share)
+        elif k in self.plain:
+            self._add_all([k], {k: value}, 1)
+        else:
+            self._combine(k, value, weight)
+
+    def _combine(self, k: int, value: torch.Tensor, weight: Any) -> None:
+        fold, before = self.folds[k], self.reduced[k]
+        before = fold.identity(value) if before is None else before
+        self.reduced[k] = fold.combine(before, fold.lift(value, weight))
+
+    def _add_all(self, places: list[int], values: Any, factor: float) -> None:
+        """Adds factor * value to the accumulators at these places, all at once."""
+        if not places:
+            return
+        chosen = [values[k] for k in places]
+        if self.reduced[places[0]] is not None:
+            if factor:  # a weight of 0 adds nothing, not even a NaN
+                torch._foreach_add_([self.reduced[k] for k in places], chosen, alpha=factor)
+            return
+        if factor and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
+            own = list(torch._foreach_mul(chosen, factor))
         else:
             own = [v.to(self.folds[k].accumulator_dtype, copy=True) for k, v in zip(places, chosen, strict=True)]
-            torch._foreach_mul_(own, weight) if weight else torch._foreach_zero_(own)
+            torch._foreach_mul_(own, factor) if factor else torch._foreach_zero_(own)
         for k, accumulator in zip(places, own, strict=True):
             self.reduced[k] = accumulator
 
-    def _add_masked(self, values: list[Any], weight: torch.Tensor, first: bool) -> None:
+    def _add_masked(self, places: list[int], values: Any, weight: torch.Tensor) -> None:
         """The same for a weight that the host does not see: leaf by leaf, so that one masked leaf lives at a time."""
         factors: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        for k in self.scaled:
+        for k in places:
             value, dtype = values[k], self.folds[k].accumulator_dtype
             if (value.device, dtype) not in factors:
                 own = weight.to(value.device)
-                factors[value.device, dtype] = own.to(dtype), own != 0
+                factors[value.device, dtype] = own.to(dtype) / self.unit, own != 0
             factor, counts = factors[value.device, dtype]
             masked = torch.where(counts, value.to(dtype), 0)
-            self.reduced[k] = masked.mul_(factor) if first else self.reduced[k].addcmul_(masked, factor)
+            self.reduced[k] = (
+                masked.mul_(factor) if self.reduced[k] is None else self.reduced[k].addcmul_(masked, factor)
+            )
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
@@ -101,24 +166,30 @@ class Buffers:
 
     def _result(self, state: list[Any]) -> Any:
         reduced = self.reduced
-        done = {*self._divide(normalizers.by_weight, tally.total(self.tally)),
-                *self._divide(normalizers.by_steps, self.tally.steps)}  # fmt: skip
+        total, unit = tally.total(self.tally), self.unit or 1.0
+        by_weight, by_steps = normalizers.by_weight, normalizers.by_steps
+        done = {*self._divide(self.scaled, by_weight, total / unit), *self._divide(self.plain, by_weight, total),
+                *self._divide(self.scaled, by_steps, self.tally.steps / unit),
+                *self._divide(self.plain, by_steps, self.tally.steps)}  # fmt: skip
         results = []
         for k, fold in enumerate(self.folds):
             value, reduced[k] = reduced[k], None
+            if k in self.scaled and k not in done and unit != 1:
+                value.mul_(unit)
             results.append(_cast(value, fold) if k in done else fold.normalize(value, self.tally))
         collected = []
-        for fold, chunks in zip(self.outputs.collected_folds, self.collected, strict=True):
+        for fold, chunks in zip(self.outputs.collected_folds, self.collected.values(), strict=True):
             collected.append(torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype))
             chunks.clear()
         return self.outputs.join(results, collected, state)
 
-    def _divide(self, normalizer: normalizers.Normalizer, total: Any) -> list[int]:
-        """Divides in place the sums that this normalizer divides, and says which; the others are left to it."""
-        found = [k for k in (*self.scaled, *self.plain) if self.folds[k].fold.normalizer.apply is normalizer.apply]
+    def _divide(self, places: list[int], normalizer: normalizers.Normalizer, total: Any) -> list[int]:
+        """Divides in place those of the sums that this normalizer divides, and says which; others are left to it."""
+        found = [k for k in places if self.folds[k].fold.normalizer.apply is normalizer.apply]
         if isinstance(total, torch.Tensor):
+            if places is self.plain:
+                return []
             # Of a total of 0 the host knows nothing, but then nothing was added to a weighted sum: it is zeros already.
-            found = sorted({*found} & {*self.scaled})
             safe = torch.where(total != 0, total, 1)
             for k in found:
                 self.reduced[k].div_(safe.to(self.reduced[k].device, self.reduced[k].dtype))
@@ -129,13 +200,10 @@ class Buffers:
         return found
 
 
+def _strided(value: Any) -> Any:
+    """The value with all of its zeros: the gradient of an embedding may be sparse, the sum of a few no longer is."""
+    return value if value.layout is torch.strided else value.to_dense()
+
+
 def _cast(value: torch.Tensor, fold: LeafFold) -> torch.Tensor:
     return value if value.dtype == fold.result_dtype else value.to(fold.result_dtype)
-
-
-def _adds(fold: LeafFold, dtype: torch.dtype) -> bool:
-    """Whether adding in place, with the weight as a factor, is what the fold does with values of this dtype."""
-    stock = fold.fold.reducer.lift in (reducers.weighted.lift, reducers.sum.lift)
-    halves = (torch.bfloat16, torch.float16) if fold.accumulator_dtype.is_floating_point else ()
-    same = dtype in (fold.accumulator_dtype, *halves)
-    return stock and same and fold.fold.reducer.monoid is reducers.sum.monoid
