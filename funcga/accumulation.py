@@ -71,6 +71,6 @@ def accumulate(
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
         backend = program.backend(args, kwargs)
-        return backend.loop.accumulate(program.bound(backend), backend)(args, kwargs)
+        return backend.loop.accumulate(program, backend)(args, kwargs)
 
     return accumulated

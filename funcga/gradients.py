@@ -1,12 +1,14 @@
 """`grad` and `value_and_grad`: one spelling and one order of results for both frameworks."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from funcga.arguments import argument_names
 from funcga.backend import Backend, backend_of, load_imported
 from funcga.errors import FuncgaError
+from funcga.prefixes import leaf_paths
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,16 +25,99 @@ class GradientFunction:
         return self.loss_fn
 
     def bound(self, backend: Backend) -> Callable[..., Any]:
-        """The framework's own gradient function."""
+        """The framework's own gradient function. It raises FuncgaError where loss_fn returns no real scalar."""
         transform = backend.gradients.value_and_grad if self.with_value else backend.gradients.grad
-        made: Callable[..., Any] = transform(self.loss_fn, self.argnums, self.has_aux)
-        return made
+
+        @functools.wraps(self.loss_fn, updated=())
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
+            return (loss, aux) if self.has_aux else loss
+
+        made = transform(checked, self.argnums, self.has_aux)
+
+        def gradient(*args: Any, **kwargs: Any) -> Any:
+            for i in self.places(len(args)):
+                self.check_leaves(args[i], i, backend)
+            return made(*args, **kwargs)
+
+        return gradient
+
+    def check_leaves(self, tree: Any, i: int, backend: Backend) -> list[Any]:
+        """The leaves of the i-th argument. Raises FuncgaError if there is no gradient with respect to one of them."""
+        leaves, _ = backend.trees.flatten(tree)
+        for k, leaf in enumerate(leaves):
+            if leaf is not None and not _has_gradient(leaf, backend):
+                name = argument_names(self.loss_fn, i + 1)[i]
+                raise FuncgaError(
+                    f"`{leaf_paths(tree, backend.trees, name)[k]}` is {backend.arrays.describe(leaf)}, and a gradient "
+                    f"is taken with respect to `{name}`: only float and complex arrays have one. Pass what is not "
+                    f"trained as another argument, whole: in_axes=(None, None, 0), or close over it."
+                )
+        return leaves
+
+    def split(self, output: Any, backend: Backend) -> tuple[Any, Any]:
+        """(loss, aux) of what loss_fn returned. Raises FuncgaError if that is no real scalar, or no pair of it and aux."""
+        loss, aux = output, None
+        if self.has_aux:
+            if not isinstance(output, tuple | list) or len(output) != 2:
+                raise FuncgaError(
+                    f"loss_fn returned {_describe(output, backend)}, and has_aux=True asks for a pair: return loss, aux."
+                )
+            loss, aux = output
+        try:
+            loss = backend.arrays.as_array(loss)
+        except TypeError:
+            hint = " If it returns (loss, aux), say so: has_aux=True." if isinstance(loss, tuple | list) else ""
+            raise FuncgaError(
+                f"loss_fn returned {_describe(loss, backend)}, which has no gradient: return a scalar array.{hint}"
+            ) from None
+        if loss.shape != () or backend.arrays.kind(loss.dtype) != "float":
+            why = "a gradient is that of a scalar: return loss.mean(), or loss.sum() with fold=funcga.per_weight()"
+            if loss.shape == ():
+                why = "a gradient is that of a real number: return a float, such as abs(loss) ** 2"
+            raise FuncgaError(f"loss_fn returned {backend.arrays.describe(loss)}, and {why}.")
+        return loss, aux
+
+    def compose(self, loss: Any, aux: Any, grads: Sequence[Any]) -> Any:
+        """What a gradient function returns, from its parts; `grads` has one tree for each of argnums."""
+        value = (loss, aux) if self.has_aux else loss
+        gradient = tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
+        if self.with_value:
+            return value, gradient
+        return (gradient, aux) if self.has_aux else gradient
+
+    def places(self, count: int) -> tuple[int, ...]:
+        """`argnums` among `count` positional arguments, none negative. Raises FuncgaError for one that is not there."""
+        entries = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
+        if any(not -count <= entry < count for entry in entries):
+            raise FuncgaError(
+                f"argnums is {self.argnums!r}, and the call has {count} positional arguments, 0 to {count - 1}. Pass "
+                f"what is to be differentiated by position."
+            )
+        found = tuple(entry % count for entry in entries)
+        if len({*found}) != len(found):
+            raise FuncgaError(f"argnums is {self.argnums!r}, which names an argument twice. Name each once.")
+        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value and gradient, or the gradient, at these arguments."""
         names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
         backend = backend_of([*args, *kwargs.values()], names)
+        self.places(len(args))
         return self.bound(backend)(*args, **kwargs)
+
+
+def _has_gradient(leaf: Any, backend: Backend) -> bool:
+    try:
+        return backend.arrays.kind(backend.arrays.as_array(leaf).dtype) in ("float", "complex")
+    except TypeError:
+        return False
+
+
+def _describe(output: Any, backend: Backend) -> str:
+    if isinstance(output, tuple | list):
+        return f"a {type(output).__name__} of {len(output)}"
+    return backend.arrays.describe(output)
 
 
 def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:

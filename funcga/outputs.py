@@ -1,6 +1,6 @@
 """The outputs of grad_fn: which leaf is folded how, and that every micro-batch returns the same structure."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -53,6 +53,19 @@ class Outputs:
     def _folds(self, places: tuple[int, ...]) -> list[LeafFold]:
         found = [self.folds[i] for i in places]
         return [fold for fold in found if fold is not None]
+
+    def part(self, places: Sequence[int], structure: Any) -> "Outputs":
+        """The Outputs of these leaves alone, in a structure of their own: to check values that lack the others."""
+        return replace(
+            self,
+            structure=structure,
+            folds=tuple(self.folds[i] for i in places),
+            shapes=tuple(self.shapes[i] for i in places),
+            dtypes=tuple(self.dtypes[i] for i in places),
+            reduced=(),
+            collected=(),
+            threads=tuple(k for k, i in enumerate(places) if i in self.threads),
+        )
 
     def leaves(self, value: Any, which: str) -> list[Any]:
         """The leaves of another micro-batch's output, as arrays.

@@ -57,7 +57,7 @@ def stream(
         backend = program.backend((*leading, *first), kwargs)
         ahead = [first]
         del first
-        return backend.loop.stream(program.bound(backend), backend)(leading, _put_back(ahead, items), kwargs)
+        return backend.loop.stream(program, backend)(leading, _put_back(ahead, items), kwargs)
 
     return streamed
 

@@ -21,7 +21,7 @@ from jax_backend.compilation import Static, compiled, is_traced
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
     if "accumulate" not in program.compiled:
-        program.compiled["accumulate"] = compiled(_accumulate(program, backend))
+        program.compiled["accumulate"] = compiled(_accumulate(program.bound(backend), backend))
     fold: Callable[..., Any] = program.compiled["accumulate"]
     return fold
 
@@ -105,7 +105,7 @@ def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwa
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
     if "stream" not in program.compiled:
-        program.compiled["stream"] = _stream(program, backend)
+        program.compiled["stream"] = _stream(program.bound(backend), backend)
     fold: Callable[..., Any] = program.compiled["stream"]
     return fold
 

@@ -16,7 +16,7 @@ from funcga.backend import Arrays, Gradients, Loop, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
-TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.leaves", "funcga.normalizers", "funcga.outputs",
+TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.gradients", "funcga.leaves", "funcga.normalizers", "funcga.outputs",
          "funcga.program", "funcga.reducers", "funcga.tally", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
@@ -122,6 +122,9 @@ def test_one_framework_is_enough(missing, call):
 # Files and names that only one backend has, each with its reason.
 ALONE = {
     "buffers": "torch adds in place; XLA does so by itself",
+    "backward": "torch adds where autograd computes; XLA fuses the two by itself",
+    "engine": "torch has autograd beside torch.func; JAX has one way to a gradient",
+    "modules": "torch has modules, whose parameters must be put in; in JAX they are arguments already",
     "compilation": "JAX compiles calls outside of jit; torch runs them as they are",
 }
 HELPERS = {

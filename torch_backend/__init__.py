@@ -6,6 +6,7 @@ from funcga.accumulator import AccumulatorState
 from funcga.backend import Backend
 from funcga.tally import Tally
 from torch_backend import arrays, gradients, loop, trees
+from torch_backend.modules import pure_loss as pure_loss
 
 BACKEND = Backend("torch", trees, arrays, gradients, loop)
 

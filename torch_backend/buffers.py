@@ -4,7 +4,7 @@ Only torch has this file: XLA updates the carry of a loop in place by itself.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,22 +25,22 @@ class Buffers:
     by the caller: `add` leaves them out.
     """
 
-    def __init__(self, outputs: Outputs, given: Iterable[int] = ()):
+    def __init__(self, outputs: Outputs, given: Collection[int] = ()):
         self.outputs = outputs
         self.pure = arrays.in_transform()
         self.tally = tally.empty(arrays)
         self.unit: float | None = None
         self.reduced: list[Any] = [None] * len(outputs.reduced)
         self.folds = outputs.reduced_folds
-        given = {*given}
+        self.passed: dict[int, torch.Tensor] = {}
         self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in outputs.collected}
         self.collects = [i for i in outputs.collected if i not in given]
         sums = {} if self.pure else {k: self._sum(k) for k in range(len(self.folds))}
         self.scaled = [k for k, lift in sums.items() if lift is reducers.weighted.lift]
         self.plain = [k for k, lift in sums.items() if lift is reducers.sum.lift]
-        own = [k for k, i in enumerate(outputs.reduced) if i not in given]
-        self.adds = [k for k in own if k in self.scaled], [k for k in own if k in self.plain]
-        self.combines = [k for k in own if sums.get(k) is None]
+        self.own = [k for k, i in enumerate(outputs.reduced) if i not in given]
+        self.adds = [k for k in self.own if k in self.scaled], [k for k in self.own if k in self.plain]
+        self.combines = [k for k in self.own if sums.get(k) is None]
 
     def _sum(self, k: int) -> Any:
         """The lift of a fold that adds in place, with the weight as a factor, values of the leaf's dtype; else None."""
@@ -78,7 +78,7 @@ class Buffers:
 
     def add(self, leaves: list[Any], weight: Any) -> list[Any]:
         """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
-        state = [leaves[i] for i in self.outputs.threads]
+        state = [self.passed.pop(i, leaves[i]) for i in self.outputs.threads]
         if self.pure:
             self._add(leaves, weight)
             return state
@@ -88,7 +88,7 @@ class Buffers:
             return [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
 
     def _add(self, leaves: list[Any], weight: Any) -> None:
-        values = [_strided(leaves[i]) for i in self.outputs.reduced]
+        values = {k: _strided(leaves[self.outputs.reduced[k]]) for k in self.own}
         share = self.share(weight)
         scaled, plain = self.adds
         self._add_all(plain, values, 1)
@@ -106,6 +106,9 @@ class Buffers:
     def add_leaf(self, i: int, value: torch.Tensor, weight: Any) -> None:
         """Folds in one of the given leaves of one micro-batch, whose memory is from now on the buffers' own."""
         value = _strided(value)
+        if i in self.outputs.threads:
+            self.passed[i] = value
+            return
         if i in self.collected:
             self.collected[i].append(value)
             return
@@ -126,7 +129,7 @@ class Buffers:
         before = fold.identity(value) if before is None else before
         self.reduced[k] = fold.combine(before, fold.lift(value, weight))
 
-    def _add_all(self, places: list[int], values: Any, factor: float) -> None:
+    def _add_all(self, places: list[int], values: dict[int, torch.Tensor], factor: float) -> None:
         """Adds factor * value to the accumulators at these places, all at once."""
         if not places:
             return
@@ -143,7 +146,7 @@ class Buffers:
         for k, accumulator in zip(places, own, strict=True):
             self.reduced[k] = accumulator
 
-    def _add_masked(self, places: list[int], values: Any, weight: torch.Tensor) -> None:
+    def _add_masked(self, places: list[int], values: dict[int, torch.Tensor], weight: torch.Tensor) -> None:
         """The same for a weight that the host does not see: leaf by leaf, so that one masked leaf lives at a time."""
         factors: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         for k in places:

@@ -1,26 +1,47 @@
 """The transforms from a loss to its gradient."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from torch_backend import arrays, trees
+
 
 def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """A function that returns grads, or (grads, aux)."""
-    return torch.func.grad(loss_fn, argnums=argnums, has_aux=has_aux)
+    transform = value_and_grad(loss_fn, argnums, has_aux)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, grads = transform(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return gradient
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
     """A function that returns (value, grads), or ((value, aux), grads)."""
-    transform = torch.func.grad_and_value(loss_fn, argnums=argnums, has_aux=has_aux)
 
-    @functools.wraps(loss_fn)
     def value_first(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        grads, value = transform(*args, **kwargs)
-        return value, grads
+        places = tuple(i % len(args) for i in (argnums if isinstance(argnums, tuple) else (argnums,)))
+        leaves, structure = trees.flatten(tuple(args[i] for i in places))
+        present = [leaf is not None for leaf in leaves]
+
+        # over the tensors alone: torch.func takes neither None nor numbers among what it differentiates
+        def of(tensors: list[torch.Tensor]) -> Any:
+            found = dict(zip(places, trees.unflatten(structure, _spread(tensors, present)), strict=True))
+            return loss_fn(*(found.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+
+        tensors = [arrays.as_array(leaf) for leaf in leaves if leaf is not None]
+        grads, value = torch.func.grad_and_value(of, has_aux=has_aux)(tensors)
+        grads = trees.unflatten(structure, _spread(grads, present))
+        return value, grads if isinstance(argnums, tuple) else grads[0]
 
     return value_first
+
+
+def _spread(tensors: list[torch.Tensor], present: list[bool]) -> list[torch.Tensor | None]:
+    rest = iter(tensors)
+    return [next(rest) if there else None for there in present]

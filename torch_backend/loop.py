@@ -7,9 +7,11 @@ import torch
 
 from funcga.arguments import Arguments, groups, starts
 from funcga.backend import Backend
+from funcga.gradients import GradientFunction
 from funcga.program import Program
 from torch_backend import arrays
 from torch_backend.buffers import Buffers
+from torch_backend.engine import Engine
 
 # What one micro-batch needs: the arguments it comes from, how to cut them given the threaded state, and its rows.
 _Microbatch = tuple[Arguments, Callable[[list[Any]], tuple[Any, ...]], Callable[[], int]]
@@ -22,7 +24,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         args, kwargs = _detached((args, kwargs), backend)
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
-        return _fold(program, _cuts(arguments, starts(found)), _copied(arguments), kwargs)
+        return _fold(program, _cuts(arguments, starts(found)), _copied(arguments), kwargs, backend)
 
     return fold
 
@@ -37,7 +39,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         leading, kwargs = _detached((leading, kwargs), backend)
-        return _fold(program, _items(program, leading, microbatches, backend), None, kwargs)
+        return _fold(program, _items(program, leading, microbatches, backend), None, kwargs, backend)
 
     return fold
 
@@ -53,25 +55,61 @@ def _items(
 
 
 def _fold(
-    program: Program, microbatches: Iterator[_Microbatch], state: list[Any] | None, kwargs: dict[str, Any]
+    program: Program,
+    microbatches: Iterator[_Microbatch],
+    state: list[Any] | None,
+    kwargs: dict[str, Any],
+    backend: Backend,
 ) -> Any:
-    buffers = None
-    for arguments, cut, rows in microbatches:
-        state = _copied(arguments) if state is None else state
-        args = cut(state)
-        weight = program.weigh(arguments, args, rows)
-        value = program.grad_fn(*args, **kwargs)
-        if buffers is None:
-            outputs, leaves = program.bind(value, arguments)
-            buffers = Buffers(outputs)
+    with _window(program, backend) as window:
+        for arguments, cut, rows in microbatches:
+            state = _copied(arguments) if state is None else state
+            args = cut(state)
+            weight = program.weigh(arguments, args, rows)
+            state = window.fold(arguments, args, kwargs, weight)
+            del args, arguments, cut, rows
+        assert state is not None
+        return window.result(state)
+
+
+def _window(program: Program, backend: Backend) -> "Engine | _Calls":
+    """How a window is folded: by autograd where funcga made the gradient function, else by calling grad_fn.
+
+    Autograd cannot run in a torch.func transform, nor be traced by torch.compile.
+    """
+    if isinstance(program.grad_fn, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
+        return Engine(program, program.grad_fn, backend)
+    return _Calls(program.bound(backend))
+
+
+class _Calls:
+    """One window of any grad_fn: `fold` each micro-batch, then take the `result`."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.buffers: Buffers | None = None
+
+    def __enter__(self) -> "_Calls":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def fold(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any) -> list[Any]:
+        """Folds one micro-batch in, and returns the state that is threaded to the next."""
+        value = self.program.grad_fn(*args, **kwargs)
+        if self.buffers is None:
+            outputs, leaves = self.program.bind(value, arguments)
+            self.buffers = Buffers(outputs)
         else:
-            leaves = buffers.outputs.leaves(value, f"micro-batch {buffers.tally.steps + 1}")
-        del args, value, arguments, cut, rows
-        state = buffers.add(leaves, weight)
-        del leaves
-    assert buffers is not None
-    assert state is not None
-    return buffers.result(state)
+            leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.tally.steps + 1}")
+        del value
+        return self.buffers.add(leaves, weight)
+
+    def result(self, state: list[Any]) -> Any:
+        """The normalised result, in the structure of grad_fn's output."""
+        assert self.buffers is not None
+        return self.buffers.result(state)
 
 
 def _copied(arguments: Arguments) -> list[Any]:

@@ -1,0 +1,191 @@
+"""Losses of modules, as pure functions of the parameters."""
+
+import difflib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from funcga.errors import FuncgaError
+from torch_backend import arrays
+
+
+def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool = False) -> "PureLoss":
+    """`loss(params, *batch)`, pure, from `loss_fn(module, *batch)`: what loss_fn returns, the module's parameters being params.
+
+    module: any module, in train or eval mode as it is at the time of a call. It is left as it was, its parameters,
+        buffers and `.grad`s too, whatever happens.
+    loss_fn: `loss_fn(module, *batch)` returns a scalar, or (scalar, aux) for has_aux=True.
+    params: `{name: tensor}` as `dict(module.named_parameters())`, all of them or those that are trained; the others are
+        the module's own. A parameter that the module uses under several names, tied, has one of them.
+    buffers: False, and every call sees the module's own buffers, while what it writes to them, as BatchNorm does its
+        running statistics, is dropped. True, and they are an argument and a result:
+        `loss(params, buffers, *batch) -> (loss, buffers)`, or `(loss, (aux, buffers))`; `{name: tensor}` as
+        `dict(module.named_buffers())`. Thread them through a window with funcga.CARRY and funcga.carry().
+
+    It works in torch.func and torch.compile. In `accumulate` and `stream` over `funcga.grad` the parameters are put
+    into the module once for a window; other threads that use the same module through a pure_loss wait until then.
+    Raises FuncgaError for names that the module does not have, and for modules wrapped in DDP or FSDP, whose gradients
+    would silently not be reduced.
+
+    >>> loss = torch_backend.pure_loss(model, lambda model, x, y: F.cross_entropy(model(x), y))
+    >>> step = funcga.accumulate(funcga.value_and_grad(loss), n=8)
+    >>> value, grads = step(dict(model.named_parameters()), x, y)
+    """
+    if not isinstance(module, nn.Module):
+        raise FuncgaError(
+            f"pure_loss was given {type(module).__name__} as its module. Pass the module, then the loss: "
+            f"pure_loss(model, lambda model, x, y: F.mse_loss(model(x), y))."
+        )
+    if not callable(loss_fn):
+        raise FuncgaError(
+            f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(module, *batch) -> scalar, such as "
+            f"lambda model, x, y: F.mse_loss(model(x), y)."
+        )
+    check_not_wrapped(module)
+    return PureLoss(module, loss_fn, buffers)
+
+
+@dataclass(frozen=True, eq=False)
+class PureLoss:
+    """A pure function of a module's parameters. Made by `pure_loss`."""
+
+    module: nn.Module
+    loss_fn: Callable[..., Any]
+    buffers: bool
+
+    def __call__(self, params: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """The loss of a batch with these parameters; with the buffers, if they are threaded."""
+        with self.entered(params) as loss:
+            return loss(*args, **kwargs)
+
+    @contextmanager
+    def entered(self, params: Mapping[str, torch.Tensor]) -> Iterator[Callable[..., Any]]:
+        """`loss(*batch)` while the parameters are in the module, which is as before when the context is left."""
+        check_not_wrapped(self.module)
+        with nullcontext() if torch.compiler.is_compiling() else _lock(self.module):
+            parameters, buffers = _slots(self.module, "_parameters"), _slots(self.module, "_buffers")
+            try:
+                _fill(parameters, _checked(params, parameters, "parameters"))
+                yield partial(self._threaded, buffers) if self.buffers else partial(self._isolated, buffers, {})
+            finally:
+                for slot in (*parameters, *buffers):
+                    slot.table[slot.key] = slot.held
+
+    def _isolated(self, buffers: "list[_Slot]", copies: dict[int, tuple[Any, int]], *args: Any, **kwargs: Any) -> Any:
+        """The loss, on copies of the module's own buffers, made again where the last micro-batch wrote to them."""
+        for slot in buffers:
+            copy, version = copies.get(id(slot.held), (None, 0))
+            if copy is None or copy._version != version:
+                copy = slot.held.detach().clone()
+                copies[id(slot.held)] = copy, copy._version
+            slot.table[slot.key] = copy
+        return self.loss_fn(self.module, *args, **kwargs)
+
+    def _threaded(
+        self, buffers: "list[_Slot]", given: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """(loss, buffers) on copies of the given buffers."""
+        _fill(buffers, {held: tensor.clone() for held, tensor in _checked(given, buffers, "buffers").items()})
+        output = self.loss_fn(self.module, *args, **kwargs)
+        found = {slot.name: slot.table[slot.key].detach() for slot in buffers}
+        after = {name: found[name] for name in given}
+        if isinstance(output, tuple | list) and len(output) == 2:
+            return output[0], (output[1], after)
+        return output, after
+
+
+class _Slot(NamedTuple):
+    """Where a module holds a tensor: `table[key]`; `name` is its name in the outermost module."""
+
+    table: dict[str, Any]
+    key: str
+    name: str
+    held: torch.Tensor
+
+
+def _slots(module: nn.Module, table: str) -> list[_Slot]:
+    return [
+        _Slot(getattr(owner, table), key, f"{prefix}.{key}" if prefix else key, held)
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for key, held in getattr(owner, table).items()
+        if held is not None
+    ]
+
+
+def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> None:
+    """Puts the tensors where those of these ids are held; what is not given is held fast, without a graph of its own."""
+    for slot in slots:
+        found = tensors.get(id(slot.held))
+        slot.table[slot.key] = slot.held.detach() if found is None else found
+
+
+def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str) -> dict[int, torch.Tensor]:
+    """The given tensors by the id of what they replace. Raises FuncgaError for names that are not the module's."""
+    spell = f"dict(module.named_{what}())"
+    if not isinstance(tensors, Mapping):
+        raise FuncgaError(
+            f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of name to tensor, such "
+            f"as {spell}."
+        )
+    held = {slot.name: slot.held for slot in slots}
+    placed: dict[int, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name not in held:
+            close = difflib.get_close_matches(str(name), held, 1)
+            hint = f" (`{close[0]}`?)" if close else ""
+            raise FuncgaError(f"the module has no `{name}`{hint} among its {what}. Their names are those of {spell}.")
+        if tensor.shape != held[name].shape:
+            raise FuncgaError(
+                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(held[name])}. Give "
+                f"each of the {what} in the shape that it has there: {spell}."
+            )
+        if id(held[name]) in placed:
+            twin = next(other for other in tensors if held[other] is held[name])
+            raise FuncgaError(
+                f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as {spell} does."
+            )
+        placed[id(held[name])] = tensor
+    return placed
+
+
+_LOCKS: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
+_GUARD = threading.Lock()
+
+
+def _lock(module: nn.Module) -> Any:
+    """A lock for as long as the module lives: of the threads that put parameters into it, one at a time may."""
+    with _GUARD:
+        return _LOCKS.setdefault(module, threading.RLock())
+
+
+def check_not_wrapped(module: nn.Module) -> None:
+    """Raises FuncgaError if the module, or one inside of it, reduces its gradients in a way that a pure loss bypasses."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for name, inner in module.named_modules():
+            found = _wrapper(inner)
+            if found:
+                where = f"`{name}` of it is" if name else "it is"
+                raise FuncgaError(
+                    f"the module of a pure loss must not be wrapped, and {where} wrapped by {found}: its gradients "
+                    f"would silently not be reduced over the replicas. Give the module that was wrapped and reduce "
+                    f"with across=, or use torch_backend.module_value_and_grad(module, loss_fn)."
+                )
+
+
+def _wrapper(module: nn.Module) -> str | None:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return "DistributedDataParallel"
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for name in ("FullyShardedDataParallel", "FSDPModule"):
+        kind = getattr(fsdp, name, None)
+        if kind is not None and isinstance(module, kind):
+            return {"FSDPModule": "fully_shard"}.get(name, name)
+    return None
