@@ -9,8 +9,7 @@ gradient in and frees it at once.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from torch.autograd.graph import _engine_run_backward  # the public one spends 3
 
 from funcga.errors import FuncgaError
 from torch_backend.buffers import Buffers
+
+_NOTHING = nullcontext()
 
 
 class Backward:
@@ -41,6 +42,7 @@ class Backward:
             self.sums[i] = buffers.reduced[places[i]] = torch.zeros_like(leaves[i], dtype=dtype, requires_grad=False)
             if dtype != leaves[i].dtype:
                 leaves[i].grad_dtype = None  # .grad may have another dtype than the leaf
+        self.autocast = autocasting(*{leaf.device.type for leaf in self.inputs})
         self.attached: bool | None = None
         self._attach(True)
         self._watched = [*self.inputs, *self.sums.values()]
@@ -78,12 +80,14 @@ class Backward:
         self._attach(share == seed)
         hooked = self.others if share == seed else [*self.others, *self.scaled]
         waiting = {*hooked}
-        with ExitStack() as hooks:
-            for i in hooked:
-                handle = self.leaves[i].register_post_accumulate_grad_hook(partial(self._take, i, weight, waiting))
-                hooks.callback(handle.remove)
-            if loss.requires_grad and (self.inputs or moving):
-                _run(loss, seed, (*self.inputs, *moving) if moving else self.inputs)
+        inputs = (*self.inputs, *moving)
+        if loss.requires_grad and inputs:
+            handles = [self._hook(i, weight, waiting) for i in hooked]
+            try:
+                self._run(loss, seed, inputs)
+            finally:
+                for handle in handles:
+                    handle.remove()
         for i in waiting.intersection(self.others):  # what the loss does not depend on has a gradient of zeros
             self.buffers.add_leaf(i, torch.zeros_like(self.leaves[i], requires_grad=False), weight)
 
@@ -91,12 +95,32 @@ class Backward:
         """Everything that was written to leaves and accumulators until now was right."""
         self._versions = self._count()
 
-    def _take(self, i: int, weight: Any, waiting: set[int], leaf: torch.Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        waiting.discard(i)
-        assert gradient is not None
-        with torch.no_grad():
-            self.buffers.add_leaf(i, gradient, weight)
+    def _run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
+        """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
+        cotangent = torch.full_like(loss, seed, requires_grad=False)
+        with self._outside() if self.autocast else _NOTHING:
+            if type(loss) is torch.Tensor:
+                _engine_run_backward(
+                    (loss,), (cotangent,), False, False, inputs, allow_unreachable=True, accumulate_grad=True
+                )
+            else:
+                torch.autograd.backward(loss, cotangent, inputs=inputs)
+
+    def _outside(self) -> ExitStack:
+        stack = ExitStack()
+        for device in self.autocast:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        return stack
+
+    def _hook(self, i: int, weight: Any, waiting: set[int]) -> Any:
+        def take(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            waiting.discard(i)
+            assert gradient is not None
+            with torch.no_grad():
+                self.buffers.add_leaf(i, gradient, weight)
+
+        return self.leaves[i].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Takes the accumulators from the leaves, so that the buffers alone hold them."""
@@ -111,16 +135,6 @@ def _holds(dtype: torch.dtype, number: float) -> bool:
     return number == 1 or dtype.itemsize >= 4 or torch.tensor(number, dtype=dtype).item() == number
 
 
-def _run(loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
-    """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast, which is for the forward pass alone."""
-    with ExitStack() as stack:
-        for device in {loss.device.type, "cpu"}:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        cotangent = torch.full_like(loss, seed, requires_grad=False)
-        if type(loss) is torch.Tensor:
-            _engine_run_backward(
-                (loss,), (cotangent,), False, False, inputs, allow_unreachable=True, accumulate_grad=True
-            )
-        else:
-            torch.autograd.backward(loss, cotangent, inputs=inputs)
+def autocasting(*devices: str) -> list[str]:
+    """The types of device, the host's and these, that autocast is on for."""
+    return [d for d in {"cpu", *devices} if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]

@@ -153,7 +153,7 @@ class Buffers:
             value, dtype = values[k], self.folds[k].accumulator_dtype
             if (value.device, dtype) not in factors:
                 own = weight.to(value.device)
-                factors[value.device, dtype] = own.to(dtype) / self.unit, own != 0
+                factors[value.device, dtype] = own.to(dtype) / (self.unit or 1.0), own != 0
             factor, counts = factors[value.device, dtype]
             masked = torch.where(counts, value.to(dtype), 0)
             self.reduced[k] = (

@@ -7,17 +7,17 @@ modules and their `.grad`s are left alone, and everything that autograd can do w
 custom functions, compiled losses.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from funcga.arguments import Arguments
 from funcga.backend import Backend
 from funcga.gradients import GradientFunction
-from funcga.outputs import Outputs
 from funcga.program import Program
-from torch_backend.backward import Backward
+from torch_backend.backward import Backward, autocasting
 from torch_backend.buffers import Buffers
 from torch_backend.modules import PureLoss
 
@@ -30,8 +30,10 @@ class Engine:
 
     def __init__(self, program: Program, gradient: GradientFunction, backend: Backend):
         self.program, self.gradient, self.backend = program, gradient, backend
-        self.loss_fn, self.first = gradient.loss_fn, 0
-        self.trees: dict[int, Any] | None = None
+        self.loss_fn: Callable[..., Any] = gradient.loss_fn
+        self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
+        self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
+        self.first = 0  # the first argument that loss_fn takes
         self.stack = ExitStack()
 
     def __enter__(self) -> "Engine":
@@ -41,33 +43,27 @@ class Engine:
 
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
-        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        if autocasting("cuda"):
             torch.clear_autocast_cache()  # of the casts of leaves that nobody will see again
 
     def fold(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        begins = self.trees is None
-        if self.trees is None:
-            self.trees = self._enter(arguments, args)
-        moving = {i: self._leafy(args[i], i) for i, tree in self.trees.items() if tree is None}
-        found = {**self.trees, **moving}
-        called = [found.get(i, arg) for i, arg in enumerate(args)][self.first :]
+        begins = not self.places
+        if begins:
+            self._enter(arguments, args)
+        found = {i: self.whole[i] if i in self.whole else self._leafy(args[i], i) for i in self.places}
+        called = [found[i].tree if i in found else arg for i, arg in enumerate(args)][self.first :]
         with torch.enable_grad():
             loss, aux = self.gradient.split(self.loss_fn(*called, **kwargs), self.backend)
         if self.gradient.has_aux:
-            aux = self._map(aux, _detached)
+            leaves, structure = self.backend.trees.flatten(aux)
+            aux = self.backend.trees.unflatten(structure, [_detached(leaf) for leaf in leaves])
         if begins:
-            self._bind(loss, aux, found, arguments)
+            self._bind(loss.detach(), aux, found, arguments)
         self.backward.check_untouched()
-        self.backward(loss, weight, self._leaves(moving))
-        grads = {i: self._map(tree, _gradient) for i, tree in moving.items()}
-        leaves: list[Any] = [None] * self.count
-        value = self._compose(loss.detach(), aux, grads)
-        for i, leaf in zip(
-            self.own, self.head.leaves(value, f"micro-batch {self.buffers.tally.steps + 1}"), strict=True
-        ):
-            leaves[i] = leaf
-        state = self.buffers.add(leaves, weight)
+        moving = [leaf for i in self.places if i not in self.whole for leaf in found[i].leaves if leaf is not None]
+        self.backward(loss, weight, moving)
+        state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state
 
@@ -76,65 +72,76 @@ class Engine:
         self.backward.release()
         return self.buffers.result(state)
 
-    def _enter(self, arguments: Arguments, args: tuple[Any, ...]) -> dict[int, Any]:
-        """What is differentiated as trees of leaves, by argument; None for an argument that changes on the way.
-
-        The parameters of a pure_loss go into its module, once for the whole window.
-        """
+    def _enter(self, arguments: Arguments, args: tuple[Any, ...]) -> None:
+        """Makes leaves of what is differentiated; those of a pure_loss go into its module once for the whole window."""
+        self.places = self.gradient.places(len(args))
         whole = [not part.axes for part in arguments.parts]
-        trees = {i: self._leafy(args[i], i) if whole[i] else None for i in self.gradient.places(len(args))}
-        if isinstance(self.loss_fn, PureLoss) and args and whole[0]:
-            self.loss_fn, self.first = self.stack.enter_context(self.loss_fn.entered(trees.get(0, args[0]))), 1
-        return trees
+        self.whole = {i: self._leafy(args[i], i) for i in self.places if whole[i]}
+        if isinstance(self.loss_fn, PureLoss) and whole[0]:
+            params = self.whole[0].tree if 0 in self.whole else args[0]
+            self.loss_fn, self.first = self.stack.enter_context(self.loss_fn.entered(params)), 1
 
-    def _leafy(self, tree: Any, i: int) -> Any:
-        self.gradient.check_leaves(tree, i, self.backend)
-        return self._map(tree, _leaf)
-
-    def _leaves(self, trees: dict[int, Any]) -> list[torch.Tensor]:
-        found = [leaf for tree in trees.values() for leaf in self.backend.trees.flatten(tree)[0]]
-        return [leaf for leaf in found if leaf is not None]
-
-    def _map(self, tree: Any, function: Any) -> Any:
+    def _leafy(self, tree: Any, i: int) -> "_Leaves":
         leaves, structure = self.backend.trees.flatten(tree)
-        return self.backend.trees.unflatten(structure, [leaf if leaf is None else function(leaf) for leaf in leaves])
+        try:
+            made = [leaf if leaf is None else _leaf(leaf) for leaf in leaves]
+        except (RuntimeError, TypeError, ValueError):
+            self.gradient.check_leaves(tree, i, self.backend)
+            raise
+        return _Leaves(self.backend.trees.unflatten(structure, made), made, structure)
 
-    def _compose(self, loss: Any, aux: Any, grads: dict[int, Any]) -> Any:
-        """What grad_fn returns, with nothing where the gradients of an argument are not given."""
-        assert self.trees is not None
-        return self.gradient.compose(loss, aux, [grads.get(i, ()) for i in self.trees])
-
-    def _bind(self, loss: Any, aux: Any, found: dict[int, Any], arguments: Arguments) -> None:
-        """Decides with the first loss what becomes of every leaf, and allocates the accumulators."""
-        flatten = self.backend.trees.flatten
-        outputs, leaves = self.program.bind(self._compose(loss, aux, found), arguments)
-        assert self.trees is not None
-        held = {i: self._map_all(tree, _GIVEN) for i, tree in self.trees.items() if tree is not None}
-        marked = flatten(self._compose(loss, aux, {**found, **held}))[0]
-        self.own = [i for i, leaf in enumerate(marked) if leaf is not _GIVEN]
-        given = [i for i, leaf in enumerate(marked) if leaf is _GIVEN]
-        moving = {i: found[i] for i, tree in self.trees.items() if tree is None}
-        self.head = outputs.part(self.own, flatten(self._compose(loss, aux, moving))[1])
+    def _bind(self, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> None:
+        """Decides with the first loss what becomes of every leaf of the output, and allocates the accumulators."""
+        compose, trees = self.gradient.compose, self.backend.trees
+        outputs, leaves = self.program.bind(compose(loss, aux, [found[i].tree for i in self.places]), arguments)
         self.count = len(leaves)
+        # the gradients are the last of what grad_fn returns, or the first
+        place = self.count - sum(len(found[i].leaves) for i in self.places) if self.gradient.with_value else 0
+        given: dict[int, torch.Tensor | None] = {}
+        for i in self.places:
+            if i in self.whole:
+                given.update(enumerate(found[i].leaves, place))
+            place += len(found[i].leaves)
+        self.own = [k for k in range(self.count) if k not in given]
+        rest = [() if i in self.whole else found[i].tree for i in self.places]
+        self.head = outputs.part(self.own, trees.flatten(compose(loss, aux, rest))[1])
         self.buffers = Buffers(outputs, given)
-        self.backward = Backward(self.buffers, {i: leaves[i] for i in given if leaves[i] is not None})
+        self.backward = Backward(self.buffers, {k: leaf for k, leaf in given.items() if leaf is not None})
 
-    def _map_all(self, tree: Any, leaf: Any) -> Any:
-        leaves, structure = self.backend.trees.flatten(tree)
-        return self.backend.trees.unflatten(structure, [leaf] * len(leaves))
+    def _leaves(self, loss: Any, aux: Any, found: "dict[int, _Leaves]") -> list[Any]:
+        """The leaves of what grad_fn returns, None where the gradient is added already."""
+        leaves: list[Any] = [None] * self.count
+        if self.own == [0] and not self.gradient.has_aux and self.head.dtypes[0] == loss.dtype:
+            leaves[0] = loss  # nothing else, as usual
+            return leaves
+        rest = [() if i in self.whole else found[i].gradients(self.backend) for i in self.places]
+        value = self.gradient.compose(loss, aux, rest)
+        for k, leaf in zip(
+            self.own, self.head.leaves(value, f"micro-batch {self.buffers.tally.steps + 1}"), strict=True
+        ):
+            leaves[k] = leaf
+        return leaves
 
 
-_GIVEN = object()
+class _Leaves(NamedTuple):
+    """One argument that is differentiated: its tree, made of leaves that autograd records; None is none of them."""
+
+    tree: Any
+    leaves: list[torch.Tensor | None]
+    structure: Any
+
+    def gradients(self, backend: Backend) -> Any:
+        """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
+        grads = [
+            None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves
+        ]
+        return backend.trees.unflatten(self.structure, [_detached(grad) for grad in grads])
 
 
 def _leaf(parameter: Any) -> torch.Tensor:
-    return torch.as_tensor(parameter).detach().requires_grad_()
+    leaf = parameter.detach() if isinstance(parameter, torch.Tensor) else torch.as_tensor(parameter)
+    return (leaf.clone() if leaf.is_inference() else leaf).requires_grad_()
 
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
-
-
-def _gradient(leaf: torch.Tensor) -> torch.Tensor:
-    """The gradient of a leaf that belongs to one micro-batch alone."""
-    return torch.zeros_like(leaf, requires_grad=False) if leaf.grad is None else leaf.grad

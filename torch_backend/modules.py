@@ -4,7 +4,7 @@ import difflib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from torch_backend import arrays
 
 
 def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool = False) -> "PureLoss":
-    """`loss(params, *batch)`, pure, from `loss_fn(module, *batch)`: what loss_fn returns, the module's parameters being params.
+    """`loss(params, *batch)`, pure, from `loss_fn(module, *batch)`: its value where the module has these parameters.
 
     module: any module, in train or eval mode as it is at the time of a call. It is left as it was, its parameters,
         buffers and `.grad`s too, whatever happens.
@@ -71,7 +71,7 @@ class PureLoss:
         """`loss(*batch)` while the parameters are in the module, which is as before when the context is left."""
         check_not_wrapped(self.module)
         with nullcontext() if torch.compiler.is_compiling() else _lock(self.module):
-            parameters, buffers = _slots(self.module, "_parameters"), _slots(self.module, "_buffers")
+            parameters, buffers = _slots(self.module)
             try:
                 _fill(parameters, _checked(params, parameters, "parameters"))
                 yield partial(self._threaded, buffers) if self.buffers else partial(self._isolated, buffers, {})
@@ -105,23 +105,26 @@ class PureLoss:
 class _Slot(NamedTuple):
     """Where a module holds a tensor: `table[key]`; `name` is its name in the outermost module."""
 
-    table: dict[str, Any]
+    table: MutableMapping[str, Any]
     key: str
     name: str
     held: torch.Tensor
 
 
-def _slots(module: nn.Module, table: str) -> list[_Slot]:
-    return [
-        _Slot(getattr(owner, table), key, f"{prefix}.{key}" if prefix else key, held)
-        for prefix, owner in module.named_modules(remove_duplicate=False)
-        for key, held in getattr(owner, table).items()
-        if held is not None
-    ]
+def _slots(module: nn.Module) -> tuple[list[_Slot], list[_Slot]]:
+    """The slots of its parameters and of its buffers."""
+    parameters: list[_Slot] = []
+    buffers: list[_Slot] = []
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        dotted = f"{prefix}." if prefix else ""
+        for slots, table in ((parameters, owner._parameters), (buffers, owner._buffers)):
+            if table:
+                slots += [_Slot(table, key, dotted + key, held) for key, held in table.items() if held is not None]
+    return parameters, buffers
 
 
 def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> None:
-    """Puts the tensors where those of these ids are held; what is not given is held fast, without a graph of its own."""
+    """Puts the tensors where those of these ids are held; what is not given stays, without a graph of its own."""
     for slot in slots:
         found = tensors.get(id(slot.held))
         slot.table[slot.key] = slot.held.detach() if found is None else found
@@ -167,7 +170,7 @@ def _lock(module: nn.Module) -> Any:
 
 
 def check_not_wrapped(module: nn.Module) -> None:
-    """Raises FuncgaError if the module, or one inside of it, reduces its gradients in a way that a pure loss bypasses."""
+    """Raises FuncgaError if the module, or one inside of it, is wrapped to reduce gradients: a pure loss bypasses it."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for name, inner in module.named_modules():
             found = _wrapper(inner)
