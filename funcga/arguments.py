@@ -75,22 +75,20 @@ class Arguments:
     def cut(self, start: Any, size: int | None, state: list[Any]) -> tuple[Any, ...]:
         """The arguments of the micro-batch of `size` rows from row `start` on; with size None, of all rows."""
         threaded = iter(state)
-
-        def piece(leaf: Any, axis: Any) -> Any:
-            if axis is CARRY:
-                return next(threaded)
-            if axis is None or leaf is None or size is None:
-                return leaf
-            return self.backend.arrays.slice(leaf, axis, start, size)
-
-        return tuple(
-            self.backend.trees.unflatten(
-                part.structure, [piece(leaf, placed.value) for leaf, placed in zip(part.leaves, part.axes, strict=True)]
-            )
-            if part.axes
-            else part.value
-            for part in self.parts
-        )
+        narrow, unflatten = self.backend.arrays.slice, self.backend.trees.unflatten
+        args = []
+        for part in self.parts:
+            if not part.axes:
+                args.append(part.value)
+                continue
+            pieces = [
+                next(threaded) if axis is CARRY
+                else leaf if axis is None or leaf is None or size is None
+                else narrow(leaf, axis, start, size)
+                for leaf, (axis, _) in zip(part.leaves, part.axes, strict=True)
+            ]  # fmt: skip
+            args.append(unflatten(part.structure, pieces))
+        return tuple(args)
 
     def split_args(self, args: tuple[Any, ...]) -> list[Any]:
         """Those of a micro-batch's arguments that are split: what `weight` is called with."""

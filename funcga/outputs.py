@@ -200,25 +200,25 @@ def _bind(
 ) -> Outputs:
     """The Outputs; replaces the numbers among the leaves by arrays."""
     folds: list[LeafFold | None] = [None] * len(leaves)
-    known: dict[Any, LeafFold] = {}
+    known: dict[Any, LeafFold] = {}  # there are few kinds of leaves, and many of each
+    is_array = backend.arrays.is_array
     for i, ((fold, _), leaf) in enumerate(zip(placed, leaves, strict=True)):
-        where = partial(leaf_path, value, i, backend)
-        if not backend.arrays.is_array(leaf):
+        if not is_array(leaf):
             if leaf is None or _is_carry(fold):
                 continue  # what is carried may be any object; what is folded must be an array
-            leaf = leaves[i] = as_leaf(leaf, where, backend)
-        if shaped and fold.reducer.monoid.axis is not None:
-            check_axis(fold, leaf, where, backend.arrays)
+            leaf = leaves[i] = as_leaf(leaf, partial(leaf_path, value, i, backend), backend)
         kind = (id(fold), leaf.dtype)
         if kind not in known:
-            known[kind] = bind(fold, leaf, where, backend.arrays)
+            known[kind] = bind(fold, leaf, partial(leaf_path, value, i, backend), backend.arrays)
         folds[i] = known[kind]
+        if shaped and fold.reducer.monoid.axis is not None:
+            check_axis(fold, leaf, partial(leaf_path, value, i, backend), backend.arrays)
     return Outputs(
         structure=structure,
         folds=tuple(folds),
-        shapes=tuple(None if f is None or not shaped else leaf.shape for f, leaf in zip(folds, leaves, strict=True)),
-        dtypes=tuple(None if f is None else leaf.dtype for f, leaf in zip(folds, leaves, strict=True)),
-        reduced=tuple(i for i, f in enumerate(folds) if f is not None),
+        shapes=tuple([None if f is None or not shaped else leaf.shape for f, leaf in zip(folds, leaves, strict=True)]),
+        dtypes=tuple([None if f is None else leaf.dtype for f, leaf in zip(folds, leaves, strict=True)]),
+        reduced=tuple([i for i, f in enumerate(folds) if f is not None]),
         collected=(),
         threads=(),
         backend=backend,
@@ -243,10 +243,11 @@ def sort_outputs(fold: Any, value: Any, carried: list[tuple[str, str]], backend:
     leaves, structure = backend.trees.flatten(value)
     placed = place(fold, value, len(leaves), backend)
     outputs = _bind(value, leaves, structure, placed, backend)
+    kinds = {id(leaf_fold): leaf_fold for leaf_fold, _ in placed}.values()
+    if not carried and all(not _is_carry(kind) and kind.reducer.monoid.axis is None for kind in kinds):
+        return outputs, leaves
     threaded = [i for i, (leaf_fold, _) in enumerate(placed) if _is_carry(leaf_fold)]
     growing = [i for i, f in enumerate(outputs.folds) if f is not None and f.fold.reducer.monoid.axis is not None]
-    if not (threaded or carried or growing):
-        return outputs, leaves
     paths = outputs.paths
     return replace(
         outputs,

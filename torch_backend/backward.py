@@ -8,6 +8,7 @@ takes a bfloat16 gradient in one mixed addition. A leaf whose fold is no sum has
 gradient in and frees it at once.
 """
 
+import operator
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ from funcga.errors import FuncgaError
 from torch_backend.buffers import Buffers
 
 _NOTHING = nullcontext()
+_VERSION = operator.attrgetter("_version")
 
 
 class Backward:
@@ -30,23 +32,21 @@ class Backward:
 
     def __init__(self, buffers: Buffers, leaves: dict[int, torch.Tensor]):
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
-        places = dict(zip(buffers.outputs.reduced, range(len(buffers.folds)), strict=True))
-        scaled, plain = {*buffers.scaled}, {*buffers.plain}
-        self.scaled = [i for i in leaves if places.get(i) in scaled]
-        self.plain = [i for i in leaves if places.get(i) in plain]
-        self.others = [i for i in leaves if places.get(i) not in scaled | plain]
-        self.sums = {}
+        layout = buffers.layout
+        self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
+        self.sums: dict[int, torch.Tensor] = {}
         for i in (*self.scaled, *self.plain):
-            dtype = buffers.folds[places[i]].accumulator_dtype
+            leaf, k = leaves[i], layout.places[i]
+            dtype = layout.folds[k].accumulator_dtype
             # zeros, not the first gradient, of which somebody else may hold a view
-            self.sums[i] = buffers.reduced[places[i]] = torch.zeros_like(leaves[i], dtype=dtype, requires_grad=False)
-            if dtype != leaves[i].dtype:
-                leaves[i].grad_dtype = None  # .grad may have another dtype than the leaf
+            self.sums[i] = buffers.reduced[k] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
+            if dtype != leaf.dtype:
+                leaf.grad_dtype = None  # .grad may have another dtype than the leaf
         self.autocast = autocasting(*{leaf.device.type for leaf in self.inputs})
         self.attached: bool | None = None
         self._attach(True)
-        self._watched = [*self.inputs, *self.sums.values()]
-        self._versions = self._count()
+        self._written = sum(map(_VERSION, self.inputs))
+        self.settle()
 
     def _attach(self, scaled: bool) -> None:
         """Lets autograd add to the accumulators, to those of weighted sums only if `scaled`."""
@@ -55,20 +55,20 @@ class Backward:
                 self.leaves[i].grad = accumulator if scaled or i in self.plain else None
             self.attached = scaled
 
-    def _count(self) -> int:
-        return sum([tensor._version for tensor in self._watched])
-
     def check_untouched(self) -> None:
-        """Raises FuncgaError if loss_fn wrote to a parameter, or ran a backward pass of its own into it."""
-        if self._count() == self._versions and (
-            not self.others or all(self.leaves[i].grad is None for i in self.others)
+        """Raises FuncgaError if loss_fn ran a backward pass of its own into the parameters."""
+        if sum(map(_VERSION, self.sums.values())) != self._added or any(
+            [self.leaves[i].grad is not None for i in self.others]
         ):
-            return
-        raise FuncgaError(
-            "loss_fn changed a parameter in place, or called .backward(): the gradients that it would leave are wrong. "
-            "A loss is a function of its arguments: update a copy, `p = p + ...`, and return the loss without calling "
-            ".backward(); for a gradient inside of it use torch.autograd.grad or torch.func.grad."
-        )
+            raise FuncgaError(
+                "loss_fn called .backward(): the gradients that it leaves in the parameters would be added to those "
+                "of the loss. Return the loss and leave that to funcga; for a gradient inside of the loss use "
+                "torch.autograd.grad or torch.func.grad."
+            )
+
+    def settle(self) -> None:
+        """What was added until now is right."""
+        self._added = sum(map(_VERSION, self.sums.values()))
 
     def __call__(self, loss: torch.Tensor, weight: Any, moving: Sequence[torch.Tensor] = ()) -> None:
         """Folds the gradients of this loss in, with this weight; to the leaves `moving` it leaves them as `.grad`."""
@@ -90,10 +90,6 @@ class Backward:
                     handle.remove()
         for i in waiting.intersection(self.others):  # what the loss does not depend on has a gradient of zeros
             self.buffers.add_leaf(i, torch.zeros_like(self.leaves[i], requires_grad=False), weight)
-
-    def settle(self) -> None:
-        """Everything that was written to leaves and accumulators until now was right."""
-        self._versions = self._count()
 
     def _run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
         """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
@@ -123,11 +119,19 @@ class Backward:
         return self.leaves[i].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """Takes the accumulators from the leaves, so that the buffers alone hold them."""
+        """Takes the accumulators from the leaves, so that the buffers alone hold them.
+
+        Raises FuncgaError if a parameter was written to during the window.
+        """
+        if sum(map(_VERSION, self.inputs)) != self._written:
+            raise FuncgaError(
+                "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of "
+                "its micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the "
+                "parameters when the window is done."
+            )
         for leaf in self.inputs:
             leaf.grad = None
         self.sums.clear()
-        self._watched.clear()
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:

@@ -15,41 +15,62 @@ from funcga.outputs import Outputs
 from torch_backend import arrays
 
 
-class Buffers:
-    """What one call has folded so far. It is made by the call, owned by it and emptied into the result.
+class Layout:
+    """What becomes of each leaf of an output: sums are added in place, every other fold is combined leaf by leaf.
 
-    Sums, weighted or plain, are added in place, all leaves at once; every other fold is combined leaf by leaf. Inside
-    a torch.func transform nothing is written to, so that the fold can itself be differentiated and vmapped.
-
-    `reduced[k]` is the k-th reduced leaf of the outputs. Those of `given`, places among the output's leaves, are added
-    by the caller: `add` leaves them out.
+    Places in it are those in `outputs.reduced`. The leaves `given`, places in the output, are left to the caller.
     """
 
     def __init__(self, outputs: Outputs, given: Collection[int] = ()):
         self.outputs = outputs
-        self.pure = arrays.in_transform()
+        self.folds = outputs.reduced_folds
+        self.pure = arrays.in_transform()  # there nothing is written to, so that it can be differentiated and vmapped
+        lifts = [None] * len(self.folds) if self.pure else _lifts(outputs)
+        self.scaled = [k for k, lift in enumerate(lifts) if lift is reducers.weighted.lift]
+        self.plain = [k for k, lift in enumerate(lifts) if lift is reducers.sum.lift]
+        self.places = {i: k for k, i in enumerate(outputs.reduced)}
+        self.own = [k for i, k in self.places.items() if i not in given]
+        self.adds = tuple([k for k in self.own if lifts[k] is r.lift] for r in (reducers.weighted, reducers.sum))
+        self.combines = [k for k in self.own if lifts[k] is None]
+        self.collects = [i for i in outputs.collected if i not in given]
+        kinds = {i: lifts[k] for i, k in self.places.items() if i in given}
+        self.given_scaled = [i for i, lift in kinds.items() if lift is reducers.weighted.lift]
+        self.given_plain = [i for i, lift in kinds.items() if lift is reducers.sum.lift]
+        self.given_others = [i for i in given if kinds.get(i) is None and outputs.folds[i] is not None]
+
+
+def _lifts(outputs: Outputs) -> list[Any]:
+    """For each reduced leaf the lift, if it adds in place, with the weight as a factor; else None."""
+    known: dict[Any, Any] = {}
+    found = []
+    for fold, i in zip(outputs.reduced_folds, outputs.reduced, strict=True):
+        kind = (id(fold), outputs.dtypes[i])
+        if kind not in known:
+            known[kind] = _lift(fold, outputs.dtypes[i])
+        found.append(known[kind])
+    return found
+
+
+def _lift(fold: LeafFold, dtype: torch.dtype) -> Any:
+    lift = fold.fold.reducer.lift
+    halves = (torch.bfloat16, torch.float16) if fold.accumulator_dtype.is_floating_point else ()
+    stock = lift in (reducers.weighted.lift, reducers.sum.lift) and fold.fold.reducer.monoid is reducers.sum.monoid
+    return lift if stock and dtype in (fold.accumulator_dtype, *halves) else None
+
+
+class Buffers:
+    """What one call has folded so far. It is made by the call, owned by it and emptied into the result.
+
+    `reduced[k]` is what the k-th reduced leaf of the output has come to; None before the first micro-batch.
+    """
+
+    def __init__(self, layout: Layout):
+        self.layout, self.outputs, self.folds, self.pure = layout, layout.outputs, layout.folds, layout.pure
         self.tally = tally.empty(arrays)
         self.unit: float | None = None
-        self.reduced: list[Any] = [None] * len(outputs.reduced)
-        self.folds = outputs.reduced_folds
+        self.reduced: list[Any] = [None] * len(self.folds)
         self.passed: dict[int, torch.Tensor] = {}
-        self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in outputs.collected}
-        self.collects = [i for i in outputs.collected if i not in given]
-        sums = {} if self.pure else {k: self._sum(k) for k in range(len(self.folds))}
-        self.scaled = [k for k, lift in sums.items() if lift is reducers.weighted.lift]
-        self.plain = [k for k, lift in sums.items() if lift is reducers.sum.lift]
-        self.own = [k for k, i in enumerate(outputs.reduced) if i not in given]
-        self.adds = [k for k in self.own if k in self.scaled], [k for k in self.own if k in self.plain]
-        self.combines = [k for k in self.own if sums.get(k) is None]
-
-    def _sum(self, k: int) -> Any:
-        """The lift of a fold that adds in place, with the weight as a factor, values of the leaf's dtype; else None."""
-        fold, dtype = self.folds[k], self.outputs.dtypes[self.outputs.reduced[k]]
-        lift = fold.fold.reducer.lift
-        halves = (torch.bfloat16, torch.float16) if fold.accumulator_dtype.is_floating_point else ()
-        same = dtype in (fold.accumulator_dtype, *halves)
-        stock = lift in (reducers.weighted.lift, reducers.sum.lift)
-        return lift if stock and same and fold.fold.reducer.monoid is reducers.sum.monoid else None
+        self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in self.outputs.collected}
 
     def share(self, weight: Any) -> float | None:
         """A weight in the unit that weighted sums are held in; None if only the device knows it.
@@ -72,7 +93,7 @@ class Buffers:
         return float(weight / self.unit)
 
     def _rescale(self, factor: float) -> None:
-        held = [self.reduced[k] for k in self.scaled if self.reduced[k] is not None]
+        held = [self.reduced[k] for k in self.layout.scaled if self.reduced[k] is not None]
         if held and factor != 1:
             torch._foreach_mul_(held, factor)
 
@@ -88,17 +109,17 @@ class Buffers:
             return [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
 
     def _add(self, leaves: list[Any], weight: Any) -> None:
-        values = {k: _strided(leaves[self.outputs.reduced[k]]) for k in self.own}
+        values = {k: _strided(leaves[self.outputs.reduced[k]]) for k in self.layout.own}
         share = self.share(weight)
-        scaled, plain = self.adds
+        scaled, plain = self.layout.adds
         self._add_all(plain, values, 1)
         if share is None:
             self._add_masked(scaled, values, weight)
         else:
             self._add_all(scaled, values, share)
-        for k in self.combines:
+        for k in self.layout.combines:
             self._combine(k, values[k], weight)
-        for i in self.collects:
+        for i in self.layout.collects:
             # grad_fn may use its buffer again, as a captured CUDA graph does
             self.collected[i].append(_strided(leaves[i]).clone())
         self.tally = tally.merge(self.tally, tally.of(weight, arrays))
@@ -112,14 +133,14 @@ class Buffers:
         if i in self.collected:
             self.collected[i].append(value)
             return
-        k = self.outputs.reduced.index(i)
-        if k in self.scaled:
+        k = self.layout.places[i]
+        if k in self.layout.scaled:
             share = self.share(weight)
             if share is None:
                 self._add_masked([k], {k: value}, weight)
             else:
                 self._add_all([k], {k: value}, share)
-        elif k in self.plain:
+        elif k in self.layout.plain:
             self._add_all([k], {k: value}, 1)
         else:
             self._combine(k, value, weight)
@@ -171,15 +192,21 @@ class Buffers:
         reduced = self.reduced
         total, unit = tally.total(self.tally), self.unit or 1.0
         by_weight, by_steps = normalizers.by_weight, normalizers.by_steps
-        done = {*self._divide(self.scaled, by_weight, total / unit), *self._divide(self.plain, by_weight, total),
-                *self._divide(self.scaled, by_steps, self.tally.steps / unit),
-                *self._divide(self.plain, by_steps, self.tally.steps)}  # fmt: skip
+        scaled, plain = self.layout.scaled, self.layout.plain
+        done = {*self._divide(scaled, by_weight, total / unit), *self._divide(plain, by_weight, total),
+                *self._divide(scaled, by_steps, self.tally.steps / unit),
+                *self._divide(plain, by_steps, self.tally.steps)}  # fmt: skip
+        if unit != 1:
+            for k in {*scaled} - done:
+                reduced[k].mul_(unit)
         results = []
         for k, fold in enumerate(self.folds):
             value, reduced[k] = reduced[k], None
-            if k in self.scaled and k not in done and unit != 1:
-                value.mul_(unit)
-            results.append(_cast(value, fold) if k in done else fold.normalize(value, self.tally))
+            if k not in done:
+                value = fold.normalize(value, self.tally)
+            elif value.dtype != fold.result_dtype:
+                value = value.to(fold.result_dtype)
+            results.append(value)
         collected = []
         for fold, chunks in zip(self.outputs.collected_folds, self.collected.values(), strict=True):
             collected.append(torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype))
@@ -188,9 +215,10 @@ class Buffers:
 
     def _divide(self, places: list[int], normalizer: normalizers.Normalizer, total: Any) -> list[int]:
         """Divides in place those of the sums that this normalizer divides, and says which; others are left to it."""
-        found = [k for k in places if self.folds[k].fold.normalizer.apply is normalizer.apply]
+        apply = normalizer.apply
+        found = [k for k in places if self.folds[k].fold.normalizer.apply is apply]
         if isinstance(total, torch.Tensor):
-            if places is self.plain:
+            if places is self.layout.plain:
                 return []
             # Of a total of 0 the host knows nothing, but then nothing was added to a weighted sum: it is zeros already.
             safe = torch.where(total != 0, total, 1)
@@ -206,7 +234,3 @@ class Buffers:
 def _strided(value: Any) -> Any:
     """The value with all of its zeros: the gradient of an embedding may be sparse, the sum of a few no longer is."""
     return value if value.layout is torch.strided else value.to_dense()
-
-
-def _cast(value: torch.Tensor, fold: LeafFold) -> torch.Tensor:
-    return value if value.dtype == fold.result_dtype else value.to(fold.result_dtype)

@@ -16,9 +16,11 @@ import torch
 from funcga.arguments import Arguments
 from funcga.backend import Backend
 from funcga.gradients import GradientFunction
+from funcga.outputs import Outputs
 from funcga.program import Program
+from torch_backend import arrays
 from torch_backend.backward import Backward, autocasting
-from torch_backend.buffers import Buffers
+from torch_backend.buffers import Buffers, Layout
 from torch_backend.modules import PureLoss
 
 
@@ -36,6 +38,12 @@ class Engine:
         self.first = 0  # the first argument that loss_fn takes
         self.stack = ExitStack()
 
+    def detached(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments without graphs, but for those that leaves are made of."""
+        argnums = self.gradient.argnums
+        found = argnums if isinstance(argnums, tuple) else (argnums,)
+        return tuple([arg if i in found else detached(arg, self.backend) for i, arg in enumerate(args)])
+
     def __enter__(self) -> "Engine":
         if torch.is_inference_mode_enabled():
             self.stack.enter_context(torch.inference_mode(False))  # what is made in it has no gradient
@@ -51,17 +59,18 @@ class Engine:
         begins = not self.places
         if begins:
             self._enter(arguments, args)
-        found = {i: self.whole[i] if i in self.whole else self._leafy(args[i], i) for i in self.places}
+        found, moving = self.whole, _NO_LEAVES
+        if len(found) < len(self.places):
+            found = {i: found[i] if i in found else self._leafy(args[i], i) for i in self.places}
+            moving = [leaf for i in found if i not in self.whole for leaf in found[i].leaves if leaf is not None]
         called = [found[i].tree if i in found else arg for i, arg in enumerate(args)][self.first :]
         with torch.enable_grad():
             loss, aux = self.gradient.split(self.loss_fn(*called, **kwargs), self.backend)
         if self.gradient.has_aux:
-            leaves, structure = self.backend.trees.flatten(aux)
-            aux = self.backend.trees.unflatten(structure, [_detached(leaf) for leaf in leaves])
+            aux = detached(aux, self.backend)
         if begins:
             self._bind(loss.detach(), aux, found, arguments)
         self.backward.check_untouched()
-        moving = [leaf for i in self.places if i not in self.whole for leaf in found[i].leaves if leaf is not None]
         self.backward(loss, weight, moving)
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
@@ -84,43 +93,65 @@ class Engine:
     def _leafy(self, tree: Any, i: int) -> "_Leaves":
         leaves, structure = self.backend.trees.flatten(tree)
         try:
-            made = [leaf if leaf is None else _leaf(leaf) for leaf in leaves]
-        except (RuntimeError, TypeError, ValueError):
+            made = [leaf if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
+        except (RuntimeError, AttributeError):  # numbers, integers, or tensors of inference mode
             self.gradient.check_leaves(tree, i, self.backend)
-            raise
+            made = [
+                leaf if leaf is None else torch.as_tensor(leaf).detach().clone().requires_grad_() for leaf in leaves
+            ]
         return _Leaves(self.backend.trees.unflatten(structure, made), made, structure)
 
     def _bind(self, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> None:
         """Decides with the first loss what becomes of every leaf of the output, and allocates the accumulators."""
+        plans, key = self.program.compiled, None
+        if not self.gradient.has_aux and len(self.whole) == len(self.places) and not arguments.carried():
+            # then the output is known by what is differentiated, and so is a plan made for it before
+            key = loss.dtype, [(leaves.structure, leaves.kinds()) for leaves in found.values()]
+        if key is None or "engine" not in plans or plans["engine"].key != key:
+            plans["engine"] = self._planned(key, loss, aux, found, arguments)
+        self.plan: _Plan = plans["engine"]
+        self.buffers = Buffers(self.plan.layout)
+        given = [leaf for leaves in self.whole.values() for leaf in leaves.leaves]
+        places = zip(self.plan.given, given, strict=True)
+        self.backward = Backward(self.buffers, {k: leaf for k, leaf in places if leaf is not None})
+
+    def _planned(self, key: Any, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> "_Plan":
         compose, trees = self.gradient.compose, self.backend.trees
         outputs, leaves = self.program.bind(compose(loss, aux, [found[i].tree for i in self.places]), arguments)
-        self.count = len(leaves)
         # the gradients are the last of what grad_fn returns, or the first
-        place = self.count - sum(len(found[i].leaves) for i in self.places) if self.gradient.with_value else 0
-        given: dict[int, torch.Tensor | None] = {}
+        place = len(leaves) - sum(len(found[i].leaves) for i in self.places) if self.gradient.with_value else 0
+        given: list[int] = []
         for i in self.places:
             if i in self.whole:
-                given.update(enumerate(found[i].leaves, place))
+                given.extend(range(place, place + len(found[i].leaves)))
             place += len(found[i].leaves)
-        self.own = [k for k in range(self.count) if k not in given]
+        own = [k for k in range(len(leaves)) if k not in {*given}]
         rest = [() if i in self.whole else found[i].tree for i in self.places]
-        self.head = outputs.part(self.own, trees.flatten(compose(loss, aux, rest))[1])
-        self.buffers = Buffers(outputs, given)
-        self.backward = Backward(self.buffers, {k: leaf for k, leaf in given.items() if leaf is not None})
+        head = outputs.part(own, trees.flatten(compose(loss, aux, rest))[1])
+        return _Plan(key, Layout(outputs, given), given, own, head)
 
     def _leaves(self, loss: Any, aux: Any, found: "dict[int, _Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns, None where the gradient is added already."""
-        leaves: list[Any] = [None] * self.count
-        if self.own == [0] and not self.gradient.has_aux and self.head.dtypes[0] == loss.dtype:
+        leaves: list[Any] = [None] * len(self.plan.layout.outputs.folds)
+        if self.plan.own == [0] and not self.gradient.has_aux and self.plan.head.dtypes[0] == loss.dtype:
             leaves[0] = loss  # nothing else, as usual
             return leaves
         rest = [() if i in self.whole else found[i].gradients(self.backend) for i in self.places]
         value = self.gradient.compose(loss, aux, rest)
-        for k, leaf in zip(
-            self.own, self.head.leaves(value, f"micro-batch {self.buffers.tally.steps + 1}"), strict=True
-        ):
+        which = f"micro-batch {self.buffers.tally.steps + 1}"
+        for k, leaf in zip(self.plan.own, self.plan.head.leaves(value, which), strict=True):
             leaves[k] = leaf
         return leaves
+
+
+class _Plan(NamedTuple):
+    """What becomes of each leaf of an output: `given`, whose gradients autograd adds, and `own`, which are returned."""
+
+    key: Any
+    layout: Layout
+    given: list[int]
+    own: list[int]
+    head: Outputs  # of `own` alone
 
 
 class _Leaves(NamedTuple):
@@ -130,18 +161,30 @@ class _Leaves(NamedTuple):
     leaves: list[torch.Tensor | None]
     structure: Any
 
+    def kinds(self) -> list[Any]:
+        """What a fold sees of each leaf."""
+        return [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in self.leaves]
+
     def gradients(self, backend: Backend) -> Any:
         """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
         grads = [
             None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves
         ]
-        return backend.trees.unflatten(self.structure, [_detached(grad) for grad in grads])
+        return detached(backend.trees.unflatten(self.structure, grads), backend)
 
 
-def _leaf(parameter: Any) -> torch.Tensor:
-    leaf = parameter.detach() if isinstance(parameter, torch.Tensor) else torch.as_tensor(parameter)
-    return (leaf.clone() if leaf.is_inference() else leaf).requires_grad_()
+_NO_LEAVES: list[torch.Tensor] = []
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+def detached(tree: Any, backend: Backend) -> Any:
+    """The tree without the graphs of its tensors."""
+    if arrays.in_transform():
+        return tree
+    if isinstance(tree, torch.Tensor):
+        return tree.detach() if tree.requires_grad else tree
+    leaves, structure = backend.trees.flatten(tree)
+    if not any([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]):
+        return tree
+    return backend.trees.unflatten(
+        structure, [detached(leaf, backend) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    )

@@ -10,8 +10,8 @@ from funcga.backend import Backend
 from funcga.gradients import GradientFunction
 from funcga.program import Program
 from torch_backend import arrays
-from torch_backend.buffers import Buffers
-from torch_backend.engine import Engine
+from torch_backend.buffers import Buffers, Layout
+from torch_backend.engine import Engine, detached
 
 # What one micro-batch needs: the arguments it comes from, how to cut them given the threaded state, and its rows.
 _Microbatch = tuple[Arguments, Callable[[list[Any]], tuple[Any, ...]], Callable[[], int]]
@@ -21,10 +21,11 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
 
     def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = _detached((args, kwargs), backend)
+        window = _window(program, backend)
+        args, kwargs = window.detached(args), detached(kwargs, backend)
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
-        return _fold(program, _cuts(arguments, starts(found)), _copied(arguments), kwargs, backend)
+        return _fold(program, window, _cuts(arguments, starts(found)), _copied(arguments), kwargs)
 
     return fold
 
@@ -38,8 +39,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
-        leading, kwargs = _detached((leading, kwargs), backend)
-        return _fold(program, _items(program, leading, microbatches, backend), None, kwargs, backend)
+        window = _window(program, backend)
+        leading, kwargs = window.detached(leading), detached(kwargs, backend)
+        return _fold(program, window, _items(program, leading, microbatches, backend), None, kwargs)
 
     return fold
 
@@ -48,7 +50,7 @@ def _items(
     program: Program, leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], backend: Backend
 ) -> Iterator[_Microbatch]:
     for item in microbatches:
-        arguments = program.read((*leading, *_detached(item, backend)), backend)
+        arguments = program.read((*leading, *detached(item, backend)), backend)
         del item  # so that no more than one micro-batch is held
         yield arguments, lambda state, a=arguments: a.cut(0, None, state), arguments.rows  # type: ignore[misc]
         del arguments
@@ -56,12 +58,12 @@ def _items(
 
 def _fold(
     program: Program,
+    window: "Engine | _Calls",
     microbatches: Iterator[_Microbatch],
     state: list[Any] | None,
     kwargs: dict[str, Any],
-    backend: Backend,
 ) -> Any:
-    with _window(program, backend) as window:
+    with window:
         for arguments, cut, rows in microbatches:
             state = _copied(arguments) if state is None else state
             args = cut(state)
@@ -77,17 +79,22 @@ def _window(program: Program, backend: Backend) -> "Engine | _Calls":
 
     Autograd cannot run in a torch.func transform, nor be traced by torch.compile.
     """
-    if isinstance(program.grad_fn, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
-        return Engine(program, program.grad_fn, backend)
-    return _Calls(program.bound(backend))
+    gradient = program.grad_fn
+    if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
+        return Engine(program, gradient, backend)
+    return _Calls(program.bound(backend), backend)
 
 
 class _Calls:
     """One window of any grad_fn: `fold` each micro-batch, then take the `result`."""
 
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self, program: Program, backend: Backend):
+        self.program, self.backend = program, backend
         self.buffers: Buffers | None = None
+
+    def detached(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
+        return tuple([detached(arg, self.backend) for arg in args])
 
     def __enter__(self) -> "_Calls":
         return self
@@ -100,7 +107,7 @@ class _Calls:
         value = self.program.grad_fn(*args, **kwargs)
         if self.buffers is None:
             outputs, leaves = self.program.bind(value, arguments)
-            self.buffers = Buffers(outputs)
+            self.buffers = Buffers(Layout(outputs))
         else:
             leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.tally.steps + 1}")
         del value
@@ -115,17 +122,3 @@ class _Calls:
 def _copied(arguments: Arguments) -> list[Any]:
     """The initial state, which grad_fn may update in place as BatchNorm does its buffers, in memory of its own."""
     return [arrays.owned(leaf) if arrays.is_array(leaf) else leaf for leaf in arguments.state()]
-
-
-def _detached(tree: Any, backend: Backend) -> Any:
-    """The tree without the graphs of its tensors: torch.func records a second graph for those that require grad."""
-    if arrays.in_transform():
-        return tree
-    leaves, structure = backend.trees.flatten(tree)
-    if not any(map(_has_graph, leaves)):
-        return tree
-    return backend.trees.unflatten(structure, [leaf.detach() if _has_graph(leaf) else leaf for leaf in leaves])
-
-
-def _has_graph(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad

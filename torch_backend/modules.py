@@ -115,11 +115,13 @@ def _slots(module: nn.Module) -> tuple[list[_Slot], list[_Slot]]:
     """The slots of its parameters and of its buffers."""
     parameters: list[_Slot] = []
     buffers: list[_Slot] = []
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        dotted = f"{prefix}." if prefix else ""
+    waiting = [("", module)]
+    while waiting:
+        prefix, owner = waiting.pop()
         for slots, table in ((parameters, owner._parameters), (buffers, owner._buffers)):
             if table:
-                slots += [_Slot(table, key, dotted + key, held) for key, held in table.items() if held is not None]
+                slots += [_Slot(table, key, prefix + key, held) for key, held in table.items() if held is not None]
+        waiting += [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
     return parameters, buffers
 
 
