@@ -43,6 +43,7 @@ class Backward:
             if dtype != leaf.dtype:
                 leaf.grad_dtype = None  # .grad may have another dtype than the leaf
         self.autocast = autocasting(*{leaf.device.type for leaf in self.inputs})
+        self.restricted = True  # the pass goes to the leaves alone, not to others that loss_fn may close over
         self.attached: bool | None = None
         self._attach(True)
         self._written = sum(map(_VERSION, self.inputs))
@@ -94,13 +95,24 @@ class Backward:
     def _run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
         """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
         cotangent = torch.full_like(loss, seed, requires_grad=False)
+        if not self.restricted:
+            _check_closed(loss, inputs)
         with self._outside() if self.autocast else _NOTHING:
-            if type(loss) is torch.Tensor:
-                _engine_run_backward(
-                    (loss,), (cotangent,), False, False, inputs, allow_unreachable=True, accumulate_grad=True
-                )
-            else:
+            if type(loss) is not torch.Tensor:
                 torch.autograd.backward(loss, cotangent, inputs=inputs)
+                return
+            only = inputs if self.restricted else ()
+            try:
+                _engine_run_backward(
+                    (loss,), (cotangent,), False, False, only, allow_unreachable=True, accumulate_grad=True
+                )
+            except RuntimeError as error:
+                if not only or "use_reentrant" not in str(error) or self.buffers.tally.steps:
+                    raise
+                self.restricted = False
+                torch._foreach_zero_([*self.sums.values()])
+                self.settle()
+                raise ReentrantCheckpoint from None
 
     def _outside(self) -> ExitStack:
         stack = ExitStack()
@@ -132,6 +144,26 @@ class Backward:
         for leaf in self.inputs:
             leaf.grad = None
         self.sums.clear()
+
+
+class ReentrantCheckpoint(Exception):
+    """The loss has a checkpoint that runs a backward pass of its own: do the micro-batch again."""
+
+
+def _check_closed(loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Raises FuncgaError if an unrestricted backward pass would write to the `.grad` of others than the inputs."""
+    own, seen, waiting = {id(leaf) for leaf in inputs}, set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [after for after, _ in node.next_functions]
+        if id(getattr(node, "variable", inputs[0])) not in own:
+            raise FuncgaError(
+                "loss_fn has a checkpoint with use_reentrant=True and closes over a tensor that requires grad, other "
+                "than the parameters: its .grad would be written to. Detach that tensor, or use use_reentrant=False."
+            )
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:

@@ -19,7 +19,7 @@ from funcga.gradients import GradientFunction
 from funcga.outputs import Outputs
 from funcga.program import Program
 from torch_backend import arrays
-from torch_backend.backward import Backward, autocasting
+from torch_backend.backward import Backward, ReentrantCheckpoint, autocasting
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.modules import PureLoss
 
@@ -42,7 +42,7 @@ class Engine:
         """The arguments without graphs, but for those that leaves are made of."""
         argnums = self.gradient.argnums
         found = argnums if isinstance(argnums, tuple) else (argnums,)
-        return tuple([arg if i in found else detached(arg, self.backend) for i, arg in enumerate(args)])
+        return tuple([arg if i in found else detached(arg, self.backend, recorded=True) for i, arg in enumerate(args)])
 
     def __enter__(self) -> "Engine":
         if torch.is_inference_mode_enabled():
@@ -71,7 +71,10 @@ class Engine:
         if begins:
             self._bind(loss.detach(), aux, found, arguments)
         self.backward.check_untouched()
-        self.backward(loss, weight, moving)
+        try:
+            self.backward(loss, weight, moving)
+        except ReentrantCheckpoint:
+            return self.fold(arguments, args, kwargs, weight)
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state
@@ -176,15 +179,18 @@ class _Leaves(NamedTuple):
 _NO_LEAVES: list[torch.Tensor] = []
 
 
-def detached(tree: Any, backend: Backend) -> Any:
-    """The tree without the graphs of its tensors."""
+def detached(tree: Any, backend: Backend, recorded: bool = False) -> Any:
+    """The tree without the graphs of its tensors, and for autograd to record without those made in inference mode."""
     if arrays.in_transform():
         return tree
     if isinstance(tree, torch.Tensor):
+        if recorded and tree.is_inference():
+            with torch.inference_mode(False):
+                return tree.clone()
         return tree.detach() if tree.requires_grad else tree
     leaves, structure = backend.trees.flatten(tree)
-    if not any([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]):
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not any([leaf.requires_grad or (recorded and leaf.is_inference()) for leaf in tensors]):
         return tree
-    return backend.trees.unflatten(
-        structure, [detached(leaf, backend) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    )
+    made = [detached(leaf, backend, recorded) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return backend.trees.unflatten(structure, made)
