@@ -2,10 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from funcga.backend import load_imported
 from funcga.errors import FuncgaError
+from funcga.fitting import Fitting
 from funcga.folds import mean
 from funcga.gradients import GradientFunction
 from funcga.program import Program, check_across, check_callable, check_count
@@ -13,7 +14,7 @@ from funcga.program import Program, check_across, check_callable, check_count
 
 def accumulate(
     grad_fn: Callable[..., Any],
-    n: int | None = None,
+    n: int | Literal["auto"] | None = None,
     *,
     microbatch_size: int | None = None,
     fold: Any = mean(),  # noqa: B008 - a frozen value
@@ -28,6 +29,9 @@ def accumulate(
     by `fold` and normalised once, at the end, by what was really folded. With `fold` matched to the loss the result
     equals that of the whole batch, for every n.
 
+    n: a number, or "auto": the smallest that fits in memory. It is looked for when memory runs out, by replaying the
+        window with more micro-batches, and remembered for arguments of these shapes; the result is exact in any case.
+        Not inside of jit or torch.compile.
     grad_fn: any pure function of arrays that returns a tree of arrays: torch.func.grad, jax.value_and_grad,
         funcga.value_and_grad(loss_fn) and so on.
     fold: a Fold, or a tree prefix of Folds over grad_fn's output. `mean()` is for a loss that is a mean over its
@@ -56,13 +60,15 @@ def accumulate(
             f"{given} of n and microbatch_size were given. Say one: accumulate(grad_fn, n=8) for 8 micro-batches, or "
             f"accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
         )
-    n = None if n is None else check_count(n, "n")
+    automatic = isinstance(n, str) and n == "auto"
+    number = None if n is None or automatic else check_count(n, "n")
     microbatch_size = None if microbatch_size is None else check_count(microbatch_size, "microbatch_size")
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     check_across(across)
     load_imported()
-    program = Program(grad_fn, fold, weight, in_axes, n, microbatch_size)
+    program = Program(grad_fn, fold, weight, in_axes, number, microbatch_size)
+    fitting = Fitting(program) if automatic else None
 
     # The signature is grad_fn's in any case; the names are only if grad_fn is a function that has them.
     names = () if isinstance(grad_fn, GradientFunction) else ("__doc__", "__name__", "__qualname__")
@@ -71,6 +77,8 @@ def accumulate(
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
         backend = program.backend(args, kwargs)
+        if fitting is not None:
+            return fitting(backend, args, kwargs)
         return backend.loop.accumulate(program, backend)(args, kwargs)
 
     return accumulated

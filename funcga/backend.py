@@ -128,6 +128,18 @@ class Loop(Protocol):
         """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
         ...
 
+    def is_traced(self, tree: Tree) -> bool:
+        """Whether these arguments are those of a program that is being compiled."""
+        ...
+
+    def finished(self, tree: Tree) -> Tree:
+        """The tree when it is computed, or the error that computing it raises."""
+        ...
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether the error says that memory has run out."""
+        ...
+
 
 @dataclass(frozen=True)
 class Backend:

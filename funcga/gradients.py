@@ -56,13 +56,12 @@ class GradientFunction:
         return leaves
 
     def split(self, output: Any, backend: Backend) -> tuple[Any, Any]:
-        """(loss, aux) of what loss_fn returned. Raises FuncgaError if that is no real scalar, or no pair of it and aux."""
+        """(loss, aux) of what loss_fn returned. Raises FuncgaError if that is no real scalar, or no pair of both."""
         loss, aux = output, None
         if self.has_aux:
             if not isinstance(output, tuple | list) or len(output) != 2:
-                raise FuncgaError(
-                    f"loss_fn returned {_describe(output, backend)}, and has_aux=True asks for a pair: return loss, aux."
-                )
+                found = _describe(output, backend)
+                raise FuncgaError(f"loss_fn returned {found}, and has_aux=True asks for a pair: return loss, aux.")
             loss, aux = output
         try:
             loss = backend.arrays.as_array(loss)

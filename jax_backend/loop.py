@@ -14,8 +14,8 @@ from funcga.backend import Backend
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
-from jax_backend import arrays
-from jax_backend.compilation import Static, compiled, is_traced
+from jax_backend import arrays, compilation
+from jax_backend.compilation import Static, compiled
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -237,3 +237,19 @@ def _axes(aval: Any) -> frozenset[Any]:
     kind = getattr(aval, "manual_axis_type", None)
     found = kind.varying if kind is not None else getattr(aval, "vma", None)
     return frozenset(found or ())
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether these arguments are those of a program that is being compiled."""
+    return compilation.is_traced(tree)
+
+
+def finished(tree: Any) -> Any:
+    """The tree when it is computed, or the error that computing it raises."""
+    return jax.block_until_ready(tree)  # type: ignore[no-untyped-call]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory has run out."""
+    ran_out = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return ran_out or isinstance(error, MemoryError)

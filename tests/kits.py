@@ -6,11 +6,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 
 import funcga
 import jax_backend
 import torch_backend
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
 
 
 @dataclass(frozen=True)

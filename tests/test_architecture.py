@@ -20,7 +20,7 @@ TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.err
          "funcga.program", "funcga.reducers", "funcga.tally", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
-          "outputs", "arguments", "gradients", "program", "accumulation", "streaming", "accumulator", "interop",
+          "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "interop",
           "__init__", "parity", "__main__"]  # fmt: skip
 
 
@@ -124,6 +124,8 @@ ALONE = {
     "buffers": "torch adds in place; XLA does so by itself",
     "backward": "torch adds where autograd computes; XLA fuses the two by itself",
     "engine": "torch has autograd beside torch.func; JAX has one way to a gradient",
+    "guards": "torch losses can write to what is not theirs; JAX arrays cannot be written to",
+    "scan": "in JAX the loop is lax.scan always; torch has one for torch.compile alone",
     "modules": "torch has modules, whose parameters must be put in; in JAX they are arguments already",
     "compilation": "JAX compiles calls outside of jit; torch runs them as they are",
 }

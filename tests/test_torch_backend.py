@@ -14,9 +14,7 @@ import funcga
 import torch_backend
 from benchmarks.measure import PeakBytes
 from tests import problems, properties
-from tests.kits import LIMITS, TORCH, counted, difference
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
+from tests.kits import LIMITS, TORCH, counted, difference, needs_cuda
 
 
 def deep(layers=8, width=64, rows=16):

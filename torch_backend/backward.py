@@ -59,7 +59,7 @@ class Backward:
     def check_untouched(self) -> None:
         """Raises FuncgaError if loss_fn ran a backward pass of its own into the parameters."""
         if sum(map(_VERSION, self.sums.values())) != self._added or any(
-            [self.leaves[i].grad is not None for i in self.others]
+            self.leaves[i].grad is not None for i in self.others
         ):
             raise FuncgaError(
                 "loss_fn called .backward(): the gradients that it leaves in the parameters would be added to those "
@@ -112,7 +112,7 @@ class Backward:
                 self.restricted = False
                 torch._foreach_zero_([*self.sums.values()])
                 self.settle()
-                raise ReentrantCheckpoint from None
+                raise Reentered from None
 
     def _outside(self) -> ExitStack:
         stack = ExitStack()
@@ -146,7 +146,7 @@ class Backward:
         self.sums.clear()
 
 
-class ReentrantCheckpoint(Exception):
+class Reentered(Exception):  # noqa: N818 - a word to the caller, and no error
     """The loss has a checkpoint that runs a backward pass of its own: do the micro-batch again."""
 
 

@@ -19,8 +19,9 @@ from funcga.gradients import GradientFunction
 from funcga.outputs import Outputs
 from funcga.program import Program
 from torch_backend import arrays
-from torch_backend.backward import Backward, ReentrantCheckpoint, autocasting
+from torch_backend.backward import Backward, Reentered, autocasting
 from torch_backend.buffers import Buffers, Layout
+from torch_backend.guards import GradsWatch
 from torch_backend.modules import PureLoss
 
 
@@ -37,6 +38,7 @@ class Engine:
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
         self.first = 0  # the first argument that loss_fn takes
         self.stack = ExitStack()
+        self.watch = GradsWatch(())
 
     def detached(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments without graphs, but for those that leaves are made of."""
@@ -51,6 +53,7 @@ class Engine:
 
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
+        self.watch.changed()  # what an exception leaves behind is put right too
         if autocasting("cuda"):
             torch.clear_autocast_cache()  # of the casts of leaves that nobody will see again
 
@@ -73,7 +76,7 @@ class Engine:
         self.backward.check_untouched()
         try:
             self.backward(loss, weight, moving)
-        except ReentrantCheckpoint:
+        except Reentered:
             return self.fold(arguments, args, kwargs, weight)
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
@@ -82,6 +85,7 @@ class Engine:
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output."""
         self.backward.release()
+        self.watch.check()
         return self.buffers.result(state)
 
     def _enter(self, arguments: Arguments, args: tuple[Any, ...]) -> None:
@@ -89,6 +93,7 @@ class Engine:
         self.places = self.gradient.places(len(args))
         whole = [not part.axes for part in arguments.parts]
         self.whole = {i: self._leafy(args[i], i) for i in self.places if whole[i]}
+        self.watch = GradsWatch([p for leaves in self.whole.values() for p in leaves.originals])
         if isinstance(self.loss_fn, PureLoss) and whole[0]:
             params = self.whole[0].tree if 0 in self.whole else args[0]
             self.loss_fn, self.first = self.stack.enter_context(self.loss_fn.entered(params)), 1
@@ -102,7 +107,7 @@ class Engine:
             made = [
                 leaf if leaf is None else torch.as_tensor(leaf).detach().clone().requires_grad_() for leaf in leaves
             ]
-        return _Leaves(self.backend.trees.unflatten(structure, made), made, structure)
+        return _Leaves(self.backend.trees.unflatten(structure, made), made, structure, leaves)
 
     def _bind(self, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> None:
         """Decides with the first loss what becomes of every leaf of the output, and allocates the accumulators."""
@@ -163,6 +168,7 @@ class _Leaves(NamedTuple):
     tree: Any
     leaves: list[torch.Tensor | None]
     structure: Any
+    originals: list[Any]
 
     def kinds(self) -> list[Any]:
         """What a fold sees of each leaf."""
@@ -190,7 +196,7 @@ def detached(tree: Any, backend: Backend, recorded: bool = False) -> Any:
         return tree.detach() if tree.requires_grad else tree
     leaves, structure = backend.trees.flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not any([leaf.requires_grad or (recorded and leaf.is_inference()) for leaf in tensors]):
+    if not any(leaf.requires_grad or (recorded and leaf.is_inference()) for leaf in tensors):
         return tree
     made = [detached(leaf, backend, recorded) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return backend.trees.unflatten(structure, made)

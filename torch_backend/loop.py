@@ -12,6 +12,8 @@ from funcga.program import Program
 from torch_backend import arrays
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import Engine, detached
+from torch_backend.guards import check_no_wrapped_module_in
+from torch_backend.scan import fold_in_graph
 
 # What one micro-batch needs: the arguments it comes from, how to cut them given the threaded state, and its rows.
 _Microbatch = tuple[Arguments, Callable[[list[Any]], tuple[Any, ...]], Callable[[], int]]
@@ -24,8 +26,11 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         window = _window(program, backend)
         args, kwargs = window.detached(args), detached(kwargs, backend)
         arguments = program.read(args, backend)
+        state = _copied(arguments)
+        if torch.compiler.is_compiling() and not arrays.in_transform() and all(map(arrays.is_array, state)):
+            return fold_in_graph(program.bound(backend), arguments, state, kwargs)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
-        return _fold(program, window, _cuts(arguments, starts(found)), _copied(arguments), kwargs)
+        return _fold(program, window, _cuts(arguments, starts(found)), state, kwargs)
 
     return fold
 
@@ -80,6 +85,7 @@ def _window(program: Program, backend: Backend) -> "Engine | _Calls":
     Autograd cannot run in a torch.func transform, nor be traced by torch.compile.
     """
     gradient = program.grad_fn
+    check_no_wrapped_module_in(gradient)
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
         return Engine(program, gradient, backend)
     return _Calls(program.bound(backend), backend)
@@ -122,3 +128,21 @@ class _Calls:
 def _copied(arguments: Arguments) -> list[Any]:
     """The initial state, which grad_fn may update in place as BatchNorm does its buffers, in memory of its own."""
     return [arrays.owned(leaf) if arrays.is_array(leaf) else leaf for leaf in arguments.state()]
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether these arguments are those of a program that is being compiled."""
+    return torch.compiler.is_compiling()
+
+
+def finished(tree: Any) -> Any:
+    """The tree when it is computed, or the error that computing it raises."""
+    return tree  # memory is allocated when a kernel is launched, and what fails then is raised then
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory has run out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    signs = ("DefaultCPUAllocator: can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

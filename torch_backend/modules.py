@@ -1,7 +1,6 @@
 """Losses of modules, as pure functions of the parameters."""
 
 import difflib
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -15,6 +14,7 @@ from torch import nn
 
 from funcga.errors import FuncgaError
 from torch_backend import arrays
+from torch_backend.guards import check_not_wrapped
 
 
 def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool = False) -> "PureLoss":
@@ -50,7 +50,7 @@ def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool =
             f"lambda model, x, y: F.mse_loss(model(x), y)."
         )
     check_not_wrapped(module)
-    return PureLoss(module, loss_fn, buffers)
+    return PureLoss(module, loss_fn, buffers, _Call(module))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +60,29 @@ class PureLoss:
     module: nn.Module
     loss_fn: Callable[..., Any]
     buffers: bool
+    call: "_Call"
 
     def __call__(self, params: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch with these parameters; with the buffers, if they are threaded."""
+        if torch.compiler.is_compiling():
+            return self._traced(params, *args, **kwargs)
         with self.entered(params) as loss:
             return loss(*args, **kwargs)
+
+    def _traced(self, params: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """The same by functional_call, which torch.compile knows, also in a loop."""
+        parameters, buffers = _slots(self.module)
+        _checked(params, parameters, "parameters")
+        given = dict(self.module.named_buffers())
+        own: Mapping[str, torch.Tensor] = {}
+        if self.buffers:
+            own, args = args[0], args[1:]
+            _checked(own, buffers, "buffers")
+            given.update(own)
+        tensors = {f"module.{name}": tensor for name, tensor in params.items()}
+        tensors |= {f"module.{name}": tensor.clone() for name, tensor in given.items()}
+        output, after = torch.func.functional_call(self.call, tensors, (self.loss_fn, *args), kwargs)
+        return _with_buffers(output, {name: after[name] for name in own}) if self.buffers else output
 
     @contextmanager
     def entered(self, params: Mapping[str, torch.Tensor]) -> Iterator[Callable[..., Any]]:
@@ -96,10 +114,25 @@ class PureLoss:
         _fill(buffers, {held: tensor.clone() for held, tensor in _checked(given, buffers, "buffers").items()})
         output = self.loss_fn(self.module, *args, **kwargs)
         found = {slot.name: slot.table[slot.key].detach() for slot in buffers}
-        after = {name: found[name] for name in given}
-        if isinstance(output, tuple | list) and len(output) == 2:
-            return output[0], (output[1], after)
-        return output, after
+        return _with_buffers(output, {name: found[name] for name in given})
+
+
+def _with_buffers(output: Any, buffers: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    if isinstance(output, tuple | list) and len(output) == 2:
+        return output[0], (output[1], buffers)
+    return output, buffers
+
+
+class _Call(nn.Module):
+    """A module around the module, so that functional_call runs loss_fn on it."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        output = loss_fn(self.module, *args, **kwargs)
+        return output, {name: buffer.detach() for name, buffer in self.module.named_buffers()}
 
 
 class _Slot(NamedTuple):
@@ -169,28 +202,3 @@ def _lock(module: nn.Module) -> Any:
     """A lock for as long as the module lives: of the threads that put parameters into it, one at a time may."""
     with _GUARD:
         return _LOCKS.setdefault(module, threading.RLock())
-
-
-def check_not_wrapped(module: nn.Module) -> None:
-    """Raises FuncgaError if the module, or one inside of it, is wrapped to reduce gradients: a pure loss bypasses it."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for name, inner in module.named_modules():
-            found = _wrapper(inner)
-            if found:
-                where = f"`{name}` of it is" if name else "it is"
-                raise FuncgaError(
-                    f"the module of a pure loss must not be wrapped, and {where} wrapped by {found}: its gradients "
-                    f"would silently not be reduced over the replicas. Give the module that was wrapped and reduce "
-                    f"with across=, or use torch_backend.module_value_and_grad(module, loss_fn)."
-                )
-
-
-def _wrapper(module: nn.Module) -> str | None:
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return "DistributedDataParallel"
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for name in ("FullyShardedDataParallel", "FSDPModule"):
-        kind = getattr(fsdp, name, None)
-        if kind is not None and isinstance(module, kind):
-            return {"FSDPModule": "fully_shard"}.get(name, name)
-    return None

@@ -1,0 +1,124 @@
+"""What a pure loss must not do: bypass the reduction of a wrapped module, or write to somebody's `.grad`."""
+
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcga.errors import FuncgaError
+from funcga.gradients import GradientFunction
+
+
+def check_not_wrapped(*modules: nn.Module) -> None:
+    """Raises FuncgaError if a module, or one inside, is wrapped to reduce gradients: a pure loss bypasses that."""
+    for module in modules if _distributed() else ():
+        for name, inner in module.named_modules():
+            wrapper = _wrapper(inner)
+            if wrapper:
+                where = f"the part `{name}` of it is" if name else "it is"
+                raise FuncgaError(
+                    f"the loss uses a module of type {type(module).__name__}, and {where} wrapped by {wrapper}. With "
+                    f"parameters as arguments its gradients are silently not reduced over the replicas. Use the module "
+                    f"that was wrapped (`module.module` of a DDP) and reduce with across=, or give the wrapped module "
+                    f"to torch_backend.module_value_and_grad(module, loss_fn)."
+                )
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _wrapper(module: nn.Module) -> str | None:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return "DistributedDataParallel"
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for name in ("FullyShardedDataParallel", "FSDPModule"):
+        kind = getattr(fsdp, name, None)
+        if kind is not None and isinstance(module, kind):
+            return {"FSDPModule": "fully_shard"}.get(name, name)
+    return None
+
+
+def check_no_wrapped_module_in(grad_fn: Any) -> None:
+    """The same for the modules that a gradient function closes over, as far as they can be seen from outside.
+
+    These are the modules in closures, defaults, partial arguments and the globals that its code names, and those of the
+    functions found there.
+    """
+    if _distributed() and not torch.compiler.is_compiling():
+        check_not_wrapped(*_modules_in(grad_fn))
+
+
+def _modules_in(function: Any) -> Iterator[nn.Module]:
+    waiting, seen = [(function, 0)], set()
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen or depth > 6:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            yield value
+        else:
+            waiting += [(part, depth + 1) for part in _parts(value)]
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, GradientFunction):
+        return [value.loss_fn]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, tuple | list):
+        return value if len(value) < 100 else ()
+    if isinstance(value, dict):
+        return value.values() if len(value) < 100 else ()
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
+        return [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return ()
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises if the variable is not set yet
+    except ValueError:
+        return False
+    return True
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+class GradsWatch:
+    """The `.grad`s of some tensors, which a call must leave alone."""
+
+    def __init__(self, tensors: Iterable[Any]):
+        leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
+        self.before = [(t, t.grad, None if t.grad is None else t.grad._version) for t in leaves]
+
+    def changed(self) -> list[torch.Tensor]:
+        """The tensors whose `.grad` is another one than before or was written to; what was None is None again."""
+        found = []
+        for tensor, grad, version in self.before:
+            now = tensor.grad
+            if now is not grad or (now is not None and now._version != version):
+                found.append(tensor)
+                tensor.grad = grad
+        return found
+
+    def check(self) -> None:
+        """Raises FuncgaError if one was changed."""
+        if self.changed():
+            raise FuncgaError(
+                "a parameter's .grad changed during the call: loss_fn, or another thread, called .backward() on the "
+                "module's own parameters. Return the loss without calling .backward(), and use the parameters that "
+                "loss_fn is given: functional_call(module, params, ...), or torch_backend.pure_loss(module, loss_fn)."
+            )
