@@ -24,6 +24,7 @@ class Program:
     in_axes: Any = None
     n: int | None = None
     microbatch_size: int | None = None
+    device: Any = None
     compiled: dict[str, Any] = field(default_factory=dict, repr=False)  # by a backend that compiles: what lasts as long
 
     def bound(self, backend: Backend) -> "Program":

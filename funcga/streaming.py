@@ -17,6 +17,7 @@ def stream(
     weight: Callable[..., Any] | None = None,
     in_axes: Any = None,
     across: Any = None,
+    device: Any = None,
 ) -> Callable[..., Any]:
     """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.
 
@@ -29,6 +30,9 @@ def stream(
     in_axes: as in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says where
         their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the initial state
         stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).
+    device: where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device or a
+        Sharding. On CUDA the next micro-batch is copied while this one computes, if it is in pinned memory
+        (DataLoader(pin_memory=True)); two are on the device at a time.
 
     In JAX the step is compiled once for each shape of micro-batch, so make the function once, outside of the loop; the
     accumulator is donated from step to step.
@@ -43,7 +47,7 @@ def stream(
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     check_across(across)
     load_imported()
-    program = Program(grad_fn, fold, weight, in_axes)
+    program = Program(grad_fn, fold, weight, in_axes, device=device)
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""

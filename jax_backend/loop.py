@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from funcga import tally
@@ -150,6 +151,8 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
         whole, arrays_whole = Static((leading, kwargs)).taken()
         run = step if is_traced(arrays_whole) else jitted
         for item in microbatches:
+            if program.device is not None:
+                item = _moved(item, program.device)  # the copy runs while the last step does
             if outputs is None:
                 outputs = outputs_of(leading, kwargs, item)
                 carry = begin(outputs, leading, item)
@@ -160,6 +163,13 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
         return finish(outputs, carry, chunks)
 
     return fold
+
+
+def _moved(item: Any, device: Any) -> Any:
+    def move(leaf: Any) -> Any:
+        return jax.device_put(leaf, device) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+
+    return jax.tree.map(move, item)
 
 
 def _parted(item: Any, carry: Any, arrays_whole: list[Any]) -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ import funcga
 import jax_backend
 import torch_backend
 
-
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
 
 

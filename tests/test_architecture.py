@@ -125,6 +125,7 @@ ALONE = {
     "backward": "torch adds where autograd computes; XLA fuses the two by itself",
     "engine": "torch has autograd beside torch.func; JAX has one way to a gradient",
     "guards": "torch losses can write to what is not theirs; JAX arrays cannot be written to",
+    "transfer": "torch copies on a stream of its own; JAX is asynchronous by itself",
     "scan": "in JAX the loop is lax.scan always; torch has one for torch.compile alone",
     "modules": "torch has modules, whose parameters must be put in; in JAX they are arguments already",
     "compilation": "JAX compiles calls outside of jit; torch runs them as they are",

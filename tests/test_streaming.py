@@ -11,7 +11,7 @@ import torch
 import funcga
 import jax_backend
 from tests import problems
-from tests.kits import LIMITS, counted, difference
+from tests.kits import LIMITS, TORCH, counted, difference, needs_cuda
 
 
 def cut(batch, sizes):
@@ -192,3 +192,38 @@ def test_state_that_is_a_view_of_a_buffer_in_use():
 
     step = funcga.stream(lambda s, x: (s.sum(), x[-1:]), in_axes=(funcga.CARRY, 0), fold=(funcga.sum(), funcga.carry()))
     assert float(step(torch.zeros(1), items())[0]) == 0 + 1 + 2
+
+
+def test_micro_batches_are_moved_to_a_device(kit):
+    device = torch.device("meta") if kit.name == "torch" else jax.devices()[1]
+    x, seen = kit.arrays(np.arange(6, dtype="float32")), []
+
+    def loss(x, label):
+        seen.append((getattr(x, "device", None), label))
+        return x.sum()
+
+    step = funcga.stream(loss, in_axes=(0, None), fold=funcga.sum(), device=device)
+    out = step([(x[:3], "a"), (x[3:], "b")])
+    if kit.name == "torch":
+        assert (out.device.type, [(d.type, name) for d, name in seen]) == ("meta", [("meta", "a"), ("meta", "b")])
+        assert float(funcga.stream(loss, in_axes=(0, None), fold=funcga.sum(), device="cpu")([(x, "a")])) == 15
+    else:
+        assert (float(out), out.devices()) == (15, {device})
+
+
+@needs_cuda
+@pytest.mark.parametrize("pinned", [True, False])
+def test_micro_batches_are_copied_ahead(pinned):
+    params = {"w": torch.randn(512, 512, device="cuda")}
+    batches = [torch.randn(64, 512) for _ in range(12)]
+    batches = [b.pin_memory() for b in batches] if pinned else batches
+    gradient = funcga.value_and_grad(lambda p, x: (torch.tanh(x @ p["w"]) ** 2).mean())
+    moved = funcga.stream(gradient, device="cuda")(params, batches)
+    there = funcga.stream(gradient)(params, [b.cuda() for b in batches])
+    assert difference(TORCH, moved, there) == 0
+    if pinned:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            funcga.stream(gradient, device="cuda")(params, batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

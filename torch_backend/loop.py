@@ -14,6 +14,7 @@ from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
 from torch_backend.scan import fold_in_graph
+from torch_backend.transfer import moved
 
 # What one micro-batch needs: the arguments it comes from, how to cut them given the threaded state, and its rows.
 _Microbatch = tuple[Arguments, Callable[[list[Any]], tuple[Any, ...]], Callable[[], int]]
@@ -54,6 +55,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 def _items(
     program: Program, leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], backend: Backend
 ) -> Iterator[_Microbatch]:
+    if program.device is not None:
+        microbatches = moved(microbatches, torch.device(program.device), backend)
     for item in microbatches:
         arguments = program.read((*leading, *detached(item, backend)), backend)
         del item  # so that no more than one micro-batch is held
