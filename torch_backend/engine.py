@@ -141,7 +141,8 @@ class Engine:
     def _leaves(self, loss: Any, aux: Any, found: "dict[int, _Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns, None where the gradient is added already."""
         leaves: list[Any] = [None] * len(self.plan.layout.outputs.folds)
-        if self.plan.own == [0] and not self.gradient.has_aux and self.plan.head.dtypes[0] == loss.dtype:
+        alone = self.gradient.with_value and not self.gradient.has_aux and self.plan.own == [0]
+        if alone and self.plan.head.dtypes[0] == loss.dtype:
             leaves[0] = loss  # nothing else, as usual
             return leaves
         rest = [() if i in self.whole else found[i].gradients(self.backend) for i in self.places]

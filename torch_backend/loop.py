@@ -47,18 +47,22 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
         leading, kwargs = window.detached(leading), detached(kwargs, backend)
-        return _fold(program, window, _items(program, leading, microbatches, backend), None, kwargs)
+        return _fold(program, window, _items(program, window, leading, microbatches, backend), None, kwargs)
 
     return fold
 
 
 def _items(
-    program: Program, leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], backend: Backend
+    program: Program,
+    window: "Engine | _Calls",
+    leading: tuple[Any, ...],
+    microbatches: Iterator[tuple[Any, ...]],
+    backend: Backend,
 ) -> Iterator[_Microbatch]:
     if program.device is not None:
         microbatches = moved(microbatches, torch.device(program.device), backend)
     for item in microbatches:
-        arguments = program.read((*leading, *detached(item, backend)), backend)
+        arguments = program.read((*leading, *detached(item, backend, isinstance(window, Engine))), backend)
         del item  # so that no more than one micro-batch is held
         yield arguments, lambda state, a=arguments: a.cut(0, None, state), arguments.rows  # type: ignore[misc]
         del arguments
