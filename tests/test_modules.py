@@ -1,0 +1,334 @@
+"""`pure_loss`: a module's loss as a pure function of its parameters, on the engine, in torch.func and compiled."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad_and_value
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+from tests.kits import LIMITS, TORCH, counted, difference
+from torch_backend import pure_loss
+
+
+class Net(nn.Module):
+    """Linear, tanh, BatchNorm; with `reenter` its middle is a checkpoint."""
+
+    def __init__(self, reenter=None):
+        super().__init__()
+        self.first, self.middle, self.norm, self.last = (
+            nn.Linear(3, 4),
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 2),
+        )
+        self.reenter = reenter
+
+    def forward(self, x):
+        block = lambda x: torch.tanh(self.middle(x))
+        x = torch.tanh(self.first(x))
+        x = block(x) if self.reenter is None else checkpoint(block, x, use_reentrant=self.reenter)
+        return self.last(self.norm(x))
+
+
+def net(**options):
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(12, 3, generator=generator), torch.randn(12, 2, generator=generator)
+
+
+def mse(module, x, y):
+    return F.mse_loss(module(x), y)
+
+
+def by_hand(module, x, y, n):
+    """The loss and gradients by .backward() on a copy; and the copy, with its buffers updated."""
+    module, total = copy.deepcopy(module), 0
+    for rows, targets in zip(x.chunk(n), y.chunk(n), strict=True):
+        loss = mse(module, rows, targets) / n
+        loss.backward()
+        total += loss.detach()
+    return (total, {name: p.grad for name, p in module.named_parameters()}), module
+
+
+class Untouched:
+    """What a module holds, and that all of it is still the same afterwards."""
+
+    def __init__(self, module):
+        self.module, self.state = module, {k: (v, v.clone()) for k, v in module.state_dict(keep_vars=True).items()}
+
+    def check(self):
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            held, value = self.state[name]
+            assert tensor is held
+            assert torch.equal(tensor, value)
+            assert tensor.grad is None
+        assert all(isinstance(p, nn.Parameter) for p in self.module.parameters())
+
+
+@pytest.mark.parametrize("reenter", [None, False, True])
+def test_it_equals_the_hand_written_loop_and_touches_nothing(reenter):
+    module, (x, y) = net(reenter=reenter), batch()
+    untouched = Untouched(module)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)
+    result = step(dict(module.named_parameters()), x, y)
+    untouched.check()
+    assert difference(TORCH, result, by_hand(module, x, y, 4)[0]) <= LIMITS["float32"]
+    assert difference(TORCH, step(dict(module.named_parameters()), x, y), result) == 0
+
+
+def test_it_is_pure_in_torch_func():
+    module, (x, y) = net(), batch()
+    untouched, loss, params = Untouched(module), pure_loss(module, mse), dict(module.named_parameters())
+    engine = funcga.accumulate(funcga.value_and_grad(loss), 4)(params, x, y)
+    generic = funcga.accumulate(lambda *args: grad_and_value(loss)(*args)[::-1], 4)(params, x, y)
+    assert difference(TORCH, engine, generic) == 0
+    stacked = {name: torch.stack([p.detach(), 2 * p.detach()]) for name, p in params.items()}
+    module.eval()  # vmap takes no BatchNorm that updates its statistics
+    each = torch.func.vmap(loss, (0, None, None))(stacked, x, y)
+    torch.testing.assert_close(each[1], loss({name: 2 * p for name, p in params.items()}, x, y))
+    module.train()
+    untouched.check()
+    assert loss(params, x, y).requires_grad
+    assert not loss({name: p.detach() for name, p in params.items()}, x, y).requires_grad
+
+
+def test_every_micro_batch_sees_the_module_s_own_buffers():
+    """In eval mode the output depends on them: what one micro-batch writes must not reach the next."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0))
+            self.register_buffer("seen", torch.tensor(1.0))
+            self.register_buffer("nothing", None)
+
+        def forward(self, x):
+            out = (x * self.weight * self.seen.clone()).sum()
+            self.seen.add_(1)
+            return out
+
+    module, x = Counts(), torch.arange(4.0)
+    untouched, loss = Untouched(module), pure_loss(module, lambda module, x: module(x))
+    for n in (1, 2, 4):
+        value, grads = funcga.accumulate(funcga.value_and_grad(loss), n, fold=funcga.sum())(
+            {"weight": module.weight}, x
+        )
+        assert (float(value), float(grads["weight"])) == (12.0, 6.0)
+    untouched.check()
+
+    threaded = pure_loss(module, lambda module, x: module(x), buffers=True)
+    step = funcga.accumulate(
+        funcga.value_and_grad(threaded, has_aux=True), 4, in_axes=(None, funcga.CARRY, 0),
+        fold=((funcga.sum(), funcga.carry()), funcga.sum()),
+    )  # fmt: skip
+    buffers = {"seen": torch.tensor(1.0)}
+    (value, after), _ = step(dict(module.named_parameters()), buffers, x)
+    assert (float(value), float(after["seen"]), float(buffers["seen"])) == (2 * (1 * 2 + 2 * 3 + 3 * 4), 5.0, 1.0)
+    untouched.check()
+
+
+@pytest.mark.parametrize("how", ["engine", "torch.func", "compiled"])
+def test_buffers_are_threaded(how):
+    module, (x, y) = net(), batch()
+    untouched, loss = Untouched(module), pure_loss(module, mse, buffers=True)
+    gradient = funcga.value_and_grad(loss, has_aux=True)
+    if how == "torch.func":
+        gradient = lambda *args: torch.func.grad_and_value(loss, has_aux=True)(*args)[::-1]
+    fold, axes = ((funcga.mean(), funcga.carry()), funcga.mean()), (None, funcga.CARRY, 0, 0)
+    step = funcga.accumulate(gradient, 4, fold=fold, in_axes=axes)
+    if how == "compiled":
+        torch._dynamo.reset()
+        step = torch.compile(step, fullgraph=True, backend="eager")
+    (value, buffers), grads = step(dict(module.named_parameters()), dict(module.named_buffers()), x, y)
+    expected, after = by_hand(module, x, y, 4)
+    assert difference(TORCH, (value, grads), expected) <= LIMITS["float32"]
+    for name, buffer in after.named_buffers():
+        torch.testing.assert_close(buffers[name], buffer)
+    untouched.check()
+
+
+def test_aux_beside_threaded_buffers():
+    module, (x, y) = net(), batch()
+    loss = pure_loss(module, lambda module, x, y: (mse(module, x, y), {"rows": len(x)}), buffers=True)
+    buffers = dict(module.named_buffers())
+    value, (aux, after) = loss(dict(module.named_parameters()), buffers, x, y)
+    assert (aux, sorted(after)) == ({"rows": 12}, sorted(buffers))
+    assert int(after["norm.num_batches_tracked"]) == 1
+    assert value.requires_grad
+
+
+def test_some_parameters_and_those_that_are_tied():
+    module, (x, y) = net(), batch()
+    full = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 4)(dict(module.named_parameters()), x, y)
+    some = {name: p for name, p in module.named_parameters() if name.startswith("last")}
+    step = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 4)
+    assert difference(TORCH, step(some, x, y), {name: full[name] for name in some}) == 0
+
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    tied[2].weight = tied[0].weight
+    loss = pure_loss(tied, lambda module, x: module(x).square().mean())
+    grads = funcga.accumulate(funcga.grad(loss), 4)(dict(tied.named_parameters()), x)
+    tied(x).square().mean().backward()
+    assert difference(TORCH, grads, {name: p.grad for name, p in tied.named_parameters()}) <= LIMITS["float32"]
+    assert tied[2].weight is tied[0].weight
+    with pytest.raises(funcga.FuncgaError, match=r"`0.weight` and `2.weight` are one tensor in the module, tied"):
+        loss({"0.weight": tied[0].weight, "2.weight": tied[0].weight}, x)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_the_module_as_it_was(where):
+    module, (x, y) = net(), batch()
+    untouched = Untouched(module)
+
+    def fails(module, x, y):
+        out = module(x)
+        if where == "forward":
+            raise KeyError("mine")
+        out.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("mine")))
+        return F.mse_loss(out, y)
+
+    with pytest.raises(KeyError, match="mine"):
+        funcga.accumulate(funcga.grad(pure_loss(module, fails)), 4)(dict(module.named_parameters()), x, y)
+    untouched.check()
+
+
+def test_the_parameters_go_in_once_a_window(monkeypatch):
+    from torch_backend.modules import PureLoss
+
+    module, (x, y) = net(), batch()
+    monkeypatch.setattr(PureLoss, "entered", (made := counted(PureLoss.entered))[0])
+    step = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 4)
+    step(dict(module.named_parameters()), x, y)
+    funcga.stream(funcga.grad(pure_loss(module, mse)))(dict(module.named_parameters()), [(x, y), (x, y)])
+    assert len(made[1]) == 2
+
+
+def test_threads_with_parameters_of_their_own_share_a_module():
+    module, (x, y) = net(), batch()
+    untouched = Untouched(module)
+    sets = [{name: p.detach() * (1 + i) for name, p in module.named_parameters()} for i in range(4)]
+    expected = [funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)(p, x, y) for p in sets]
+    results = {}
+
+    def run(i):
+        step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)
+        results[i] = [step(sets[i], x, y) for _ in range(10)]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    for i, found in results.items():
+        assert all(difference(TORCH, result, expected[i]) == 0 for result in found)
+    assert len(results) == 4
+    untouched.check()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(3, 4, batch_first=True),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)),
+        lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=3, batch_first=True),
+    ],
+    ids=["LSTM", "weight_norm", "attention"],
+)
+def test_modules_that_hold_parameters_in_their_own_way(make):
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(8, 5, 3)
+
+    def loss(module, x):
+        out = module(torch.ones(len(x), 2, 4), x, x) if isinstance(module, nn.MultiheadAttention) else module(x)
+        return (out[0] if isinstance(out, tuple) else out).square().mean()
+
+    grads = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 4)(dict(module.named_parameters()), x)
+    loss(module, x).backward()
+    assert difference(TORCH, grads, {name: p.grad for name, p in module.named_parameters()}) <= LIMITS["float32"]
+
+
+def test_a_compiled_module_is_compiled_once():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(1)
+        return graph.forward
+
+    module, (x, y) = torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), backend=backend), batch()
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)
+    for _ in range(3):
+        value, grads = step(dict(module.named_parameters()), x, y)
+    assert len(graphs) == 1
+    expected = F.mse_loss(module(x), y)
+    expected.backward()
+    assert difference(TORCH, (value, grads), (expected, {k: p.grad for k, p in module.named_parameters()})) <= 2e-6
+
+
+def test_the_mode_is_that_of_the_time_of_the_call():
+    module, (x, y) = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), batch()
+    loss, params = pure_loss(module, mse), dict(module.named_parameters())
+    step = funcga.accumulate(funcga.value_and_grad(loss), 4)
+    torch.manual_seed(0)
+    first = step(params, x, y)
+    torch.manual_seed(0)
+    assert difference(TORCH, step(params, x, y), first) == 0
+    assert difference(TORCH, step(params, x, y), first) > 0
+    module.eval()
+    assert difference(TORCH, step(params, x, y), funcga.value_and_grad(loss)(params, x, y)) <= LIMITS["float32"]
+
+
+def test_refusals():
+    module, (x, y) = net(), batch()
+    loss, params = pure_loss(module, mse), dict(module.named_parameters())
+    cases = [
+        (lambda: pure_loss(mse, module), "pure_loss was given function as its module"),
+        (lambda: pure_loss(module, 1.0), "loss_fn is 1.0, which is no function"),
+        (lambda: loss({"last.wieght": x}, x, y), r"has no `last.wieght` \(`last.weight`\?\) among its parameters"),
+        (lambda: loss(list(params), x, y), "the parameters of a pure_loss are of type list"),
+        (lambda: loss({"last.weight": x}, x, y), r"`last.weight` is float32\[12, 3\], and the module's own is"),
+        (lambda: pure_loss(module, mse, buffers=True)(params, {"mean": x}, x, y), "has no `mean` among its buffers"),
+    ]
+    for call, match in cases:
+        with pytest.raises(funcga.FuncgaError, match=match):
+            call()
+    Untouched(module).check()
+
+
+# --- torch.compile of the whole step
+
+
+def sizes_of(step, *args):
+    """The result of the compiled step, and the number of nodes in all of its graphs."""
+    torch._dynamo.reset()
+    found = []
+
+    def backend(graph, example):
+        found.append(sum(len(part.graph.nodes) for part in graph.modules() if hasattr(part, "graph")))
+        return graph.forward
+
+    return torch.compile(step, fullgraph=True, backend=backend)(*args), found
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers cannot tell whether a transform is running")
+@pytest.mark.parametrize("fold", ["mean", "moments", "concat"])
+def test_the_graph_does_not_grow_with_n(fold):
+    module, (x, y) = net(), batch()
+    params, x, y = dict(module.named_parameters()), x.repeat(4, 1), y.repeat(4, 1)
+    chosen, found = (funcga.mean(), getattr(funcga, fold)()), []
+    for n in (4, 8, 16):
+        step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), n, fold=chosen)
+        compiled, sizes = sizes_of(step, params, x, y)
+        assert difference(TORCH, compiled, step(params, x, y)) <= 2 * LIMITS["float32"]
+        assert len(sizes) == 1
+        found += sizes
+    assert len({*found}) == 1
+    unrolled = lambda n: lambda w: sum((rows * w).sum() for rows in x.chunk(n))
+    assert sizes_of(unrolled(4), x[0])[1] != sizes_of(unrolled(8), x[0])[1]  # the check can fail
