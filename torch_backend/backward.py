@@ -3,9 +3,10 @@
 Only torch has this file: XLA fuses the sum into the loop by itself.
 
 The accumulator of a parameter stands as the `.grad` of its leaf, and the weight is the cotangent: autograd adds every
-gradient in place as soon as it is there and frees it, so that no tree of gradients ever exists; a float32 accumulator
-takes a bfloat16 gradient in one mixed addition. A leaf whose fold is no sum has a hook instead, which folds its
-gradient in and frees it at once.
+gradient in place as soon as it is there and frees it, so that no tree of gradients ever exists. The first gradient
+becomes the accumulator itself, unless somebody else may hold its memory; a float32 accumulator of a 16-bit leaf begins
+with zeros, and takes each gradient in one mixed addition. A leaf whose fold is no sum has a hook instead, which folds
+its gradient in and frees it at once.
 """
 
 import operator
@@ -34,14 +35,15 @@ class Backward:
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
         layout = buffers.layout
         self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
-        self.sums: dict[int, torch.Tensor] = {}
-        for i in (*self.scaled, *self.plain):
-            leaf, k = leaves[i], layout.places[i]
+        self.alone = not (self.plain or self.others)  # whether all that is done is to sum with weights
+        self.sums = [(i, leaf, layout.places[i]) for i, leaf in leaves.items() if i not in {*self.others}]
+        for _, leaf, k in self.sums:
             dtype = layout.folds[k].accumulator_dtype
-            # zeros, not the first gradient, of which somebody else may hold a view
-            self.sums[i] = buffers.reduced[k] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
             if dtype != leaf.dtype:
                 leaf.grad_dtype = None  # .grad may have another dtype than the leaf
+                buffers.reduced[k] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
+        self.begun = False  # whether every sum has its accumulator, and that stands as `.grad`
+        self.held: list[torch.Tensor] = []  # then all of them, if every leaf is summed
         self.autocast = autocasting(*{leaf.device.type for leaf in self.inputs})
         self.restricted = True  # the pass goes to the leaves alone, not to others that loss_fn may close over
         self.attached: bool | None = None
@@ -52,15 +54,29 @@ class Backward:
     def _attach(self, scaled: bool) -> None:
         """Lets autograd add to the accumulators, to those of weighted sums only if `scaled`."""
         if scaled != self.attached:
-            for i, accumulator in self.sums.items():
-                self.leaves[i].grad = accumulator if scaled or i in self.plain else None
-            self.attached = scaled
+            plain = {*self.plain}
+            for i, leaf, k in self.sums:
+                leaf.grad = self.buffers.reduced[k] if scaled or i in plain else None
+            self.attached, self.held = scaled, []
+            self.begun = False
+
+    def _adopt(self) -> None:
+        """Makes accumulators of the first gradients that autograd has left in the leaves."""
+        self.begun = True
+        for _, leaf, k in self.sums:
+            if self.buffers.reduced[k] is None:
+                if leaf.grad is None:
+                    self.begun = False  # this micro-batch does not depend on the leaf
+                    continue
+                own = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
+                own = own if _is_alone(own) else own.clone()
+                self.buffers.reduced[k] = leaf.grad = own
+        if self.begun and not self.others:
+            self.held = [self.buffers.reduced[k] for _, _, k in self.sums]
 
     def check_untouched(self) -> None:
         """Raises FuncgaError if loss_fn ran a backward pass of its own into the parameters."""
-        if sum(map(_VERSION, self.sums.values())) != self._added or any(
-            self.leaves[i].grad is not None for i in self.others
-        ):
+        if self._count() != self._added:
             raise FuncgaError(
                 "loss_fn called .backward(): the gradients that it leaves in the parameters would be added to those "
                 "of the loss. Return the loss and leave that to funcga; for a gradient inside of the loss use "
@@ -69,12 +85,19 @@ class Backward:
 
     def settle(self) -> None:
         """What was added until now is right."""
-        self._added = sum(map(_VERSION, self.sums.values()))
+        self._added = self._count()
+
+    def _count(self) -> int:
+        """A number that changes with everything that is added to a leaf's `.grad`."""
+        if self.held:
+            return sum(map(_VERSION, self.held))
+        grads = [leaf.grad for leaf in self.inputs]
+        return sum([grad._version + 1 for grad in grads if grad is not None])
 
     def __call__(self, loss: torch.Tensor, weight: Any, moving: Sequence[torch.Tensor] = ()) -> None:
         """Folds the gradients of this loss in, with this weight; to the leaves `moving` it leaves them as `.grad`."""
         share = self.buffers.share(weight)
-        alone = not (self.plain or self.others or moving)
+        alone = self.alone and not moving
         if alone and share == 0:
             return  # it adds nothing, not even a NaN
         seed = share if alone and share is not None and _holds(loss.dtype, share) else 1.0
@@ -89,6 +112,8 @@ class Backward:
             finally:
                 for handle in handles:
                     handle.remove()
+            if not self.begun and self.attached:
+                self._adopt()
         for i in waiting.intersection(self.others):  # what the loss does not depend on has a gradient of zeros
             self.buffers.add_leaf(i, torch.zeros_like(self.leaves[i], requires_grad=False), weight)
 
@@ -110,7 +135,11 @@ class Backward:
                 if not only or "use_reentrant" not in str(error) or self.buffers.tally.steps:
                     raise
                 self.restricted = False
-                torch._foreach_zero_([*self.sums.values()])
+                self.attached = None
+                self._attach(True)
+                for _, _, k in self.sums:
+                    if self.buffers.reduced[k] is not None:
+                        self.buffers.reduced[k].zero_()
                 self.settle()
                 raise Reentered from None
 
@@ -141,9 +170,12 @@ class Backward:
                 "its micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the "
                 "parameters when the window is done."
             )
+        self.held = []
         for leaf in self.inputs:
             leaf.grad = None
-        self.sums.clear()
+        for _, leaf, k in self.sums:
+            if self.buffers.reduced[k] is None:  # nothing depends on it
+                self.buffers.reduced[k] = torch.zeros_like(leaf, requires_grad=False)
 
 
 class Reentered(Exception):  # noqa: N818 - a word to the caller, and no error
@@ -164,6 +196,13 @@ def _check_closed(loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
                 "loss_fn has a checkpoint with use_reentrant=True and closes over a tensor that requires grad, other "
                 "than the parameters: its .grad would be written to. Detach that tensor, or use use_reentrant=False."
             )
+
+
+def _is_alone(gradient: torch.Tensor) -> bool:
+    """Whether nobody else holds the memory of a gradient, nor it more than it needs."""
+    storage = gradient.untyped_storage()
+    use_count = getattr(torch._C, "_storage_Use_Count", None)  # of the tensor and of `storage`; if torch still tells
+    return use_count is not None and use_count(storage._cdata) == 2 and storage.nbytes() == gradient.nbytes
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:

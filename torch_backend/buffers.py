@@ -75,8 +75,8 @@ class Buffers:
     def share(self, weight: Any) -> float | None:
         """A weight in the unit that weighted sums are held in; None if only the device knows it.
 
-        The unit is the first weight, so that micro-batches alike are added as they are, whatever they weigh. When
-        another one comes it becomes the power of two below, so that the shares are exact.
+        The unit is the first weight, so that micro-batches alike are added as they are, whatever they weigh. When one
+        comes whose share would not be a power of two, the unit becomes one, so that the shares are exact.
         """
         if self.unit is None and (isinstance(weight, torch.Tensor) or torch.compiler.is_compiling()):
             self.unit = 1.0
@@ -86,11 +86,20 @@ class Buffers:
             return 0.0
         if self.unit is None:
             self.unit = float(weight)
-        if weight != self.unit and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not _is_power_of_two(weight / self.unit):
             mantissa, exponent = math.frexp(self.unit)
             self._rescale(2 * mantissa)
             self.unit = math.ldexp(1.0, exponent - 1)
         return float(weight / self.unit)
+
+    def expect(self, total: float, weight: Any) -> None:
+        """Says before anything is added that micro-batches of this weight will make this total, if all goes as planned.
+
+        If they are 2, 4, 8 or so many, the total becomes the unit: scaled by a power of two the sums are the same
+        bit for bit, and need no division at the end. What is folded in the end decides in any case.
+        """
+        if weight and _is_power_of_two(weight / total):
+            self.unit = float(total)
 
     def _rescale(self, factor: float) -> None:
         held = [self.reduced[k] for k in self.layout.scaled if self.reduced[k] is not None]
@@ -224,6 +233,8 @@ class Buffers:
             safe = torch.where(total != 0, total, 1)
             for k in found:
                 self.reduced[k].div_(safe.to(self.reduced[k].device, self.reduced[k].dtype))
+        elif found and total == 1:
+            return found
         elif found and total:
             torch._foreach_div_([self.reduced[k] for k in found], float(total))
         elif found:
@@ -234,3 +245,7 @@ class Buffers:
 def _strided(value: Any) -> Any:
     """The value with all of its zeros: the gradient of an embedding may be sparse, the sum of a few no longer is."""
     return value if value.layout is torch.strided else value.to_dense()
+
+
+def _is_power_of_two(ratio: float) -> bool:
+    return math.frexp(ratio)[0] == 0.5

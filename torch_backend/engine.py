@@ -37,6 +37,7 @@ class Engine:
         self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
         self.first = 0  # the first argument that loss_fn takes
+        self.planned: int | None = None  # the total weight, if all micro-batches are to weigh the same
         self.stack = ExitStack()
         self.watch = GradsWatch(())
 
@@ -73,6 +74,9 @@ class Engine:
             aux = detached(aux, self.backend)
         if begins:
             self._bind(loss.detach(), aux, found, arguments)
+            wide = all(leaf.dtype.itemsize >= 4 for leaf in (loss, *self.backward.inputs))
+            if self.planned is not None and self.backward.alone and not moving and wide:
+                self.buffers.expect(self.planned, weight)
         self.backward.check_untouched()
         try:
             self.backward(loss, weight, moving)

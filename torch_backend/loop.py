@@ -30,7 +30,10 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         state = _copied(arguments)
         if torch.compiler.is_compiling() and not arrays.in_transform() and all(map(arrays.is_array, state)):
             return fold_in_graph(program.bound(backend), arguments, state, kwargs)
-        found = groups(arguments.rows(), program.n, program.microbatch_size)
+        rows = arguments.rows()
+        found = groups(rows, program.n, program.microbatch_size)
+        if isinstance(window, Engine) and program.weight is None and len(found) == 1:
+            window.planned = rows
         return _fold(program, window, _cuts(arguments, starts(found)), state, kwargs)
 
     return fold
