@@ -78,15 +78,21 @@ def backward_loop(module: nn.Module, loss_fn: Any, n: int) -> Callable[..., Any]
     """The loop that everybody writes."""
 
     def step(batch: torch.Tensor) -> Any:
-        module.zero_grad()
         total: Any = 0
         for rows in batch.chunk(n):
             loss = loss_fn(module, rows) / n
             loss.backward()
             total = total + loss.detach()
-        return total, {name: p.grad for name, p in module.named_parameters()}
+        return total, _taken(module)
 
     return step
+
+
+def _taken(module: nn.Module) -> dict[str, Any]:
+    """The gradients, which leave the module, as after an optimizer's step: so every contender's are freed alike."""
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+    return grads
 
 
 def backward_loop_compiled(module: nn.Module, loss_fn: Any, n: int) -> Callable[..., Any]:
@@ -141,14 +147,13 @@ def accelerate(module: nn.Module, loss_fn: Any, n: int) -> Callable[..., Any]:
     prepared = accelerator.prepare(module)
 
     def step(batch: torch.Tensor) -> Any:
-        module.zero_grad()
         total: Any = 0
         for rows in batch.chunk(n):
             with accelerator.accumulate(prepared):
                 loss = loss_fn(prepared, rows)
                 accelerator.backward(loss)
                 total = total + loss.detach()
-        return total / n, {name: p.grad for name, p in module.named_parameters()}
+        return total / n, _taken(module)
 
     return step
 
@@ -162,7 +167,6 @@ def fabric(module: nn.Module, loss_fn: Any, n: int) -> Callable[..., Any]:
     prepared = made.setup(module)
 
     def step(batch: torch.Tensor) -> Any:
-        module.zero_grad()
         total: Any = 0
         chunks = batch.chunk(n)
         for i, rows in enumerate(chunks):
@@ -170,7 +174,7 @@ def fabric(module: nn.Module, loss_fn: Any, n: int) -> Callable[..., Any]:
                 loss = loss_fn(prepared, rows) / n
                 made.backward(loss)
             total = total + loss.detach()
-        return total, {name: p.grad for name, p in module.named_parameters()}
+        return total, _taken(module)
 
     return step
 
@@ -194,9 +198,7 @@ def compare(name: str, made: tuple[Any, ...], rival: Any, n: int, runs: int, min
     finish = torch.cuda.synchronize if batch.is_cuda else lambda: None
     low, median, high = ratio(*(functools.partial(_run, step, batch, finish) for step in steps), runs=runs)
     size = sum(p.nbytes for p in module.parameters())
-    peaks = (
-        ["   -", "   -"] if mine is ours_compiled else [f"{_peak(step, module, batch) / size:.3f}" for step in steps]
-    )
+    peaks = ["   -", "   -"] if mine is ours_compiled else [f"{_peak(step, batch) / size:.3f}" for step in steps]
     print(f"{name:18} {rival.__name__:24} {median:8.3f} ({low:.3f}-{high:.3f}) {peaks[0]:>8} {peaks[1]:>8}", flush=True)
 
 
@@ -205,11 +207,9 @@ def _run(step: Any, batch: Any, finish: Any) -> None:
     finish()
 
 
-def _peak(step: Any, module: nn.Module, batch: Any) -> int:
-    module.zero_grad()
+def _peak(step: Any, batch: Any) -> int:
     with PeakBytes() as peak:
         step(batch)
-    module.zero_grad()
     return peak.bytes
 
 
@@ -222,7 +222,7 @@ def growth(device: str) -> None:
     finish = torch.cuda.synchronize if small.is_cuda else lambda: None
     many = functools.partial(_run, lambda x: step(params, x), large, finish)
     pairs = lambda: [_run(lambda x: step(params, x), small, finish) for _ in range(512)]
-    peaks = [_peak(lambda x: step(params, x), module, x) for x in (large, small)]
+    peaks = [_peak(lambda x: step(params, x), x) for x in (large, small)]
     low, median, high = ratio(many, pairs, runs=5, warm=1)
     print(f"n = 1024 against 512 x n = 2, a micro-batch: time {median:.3f} ({low:.3f}-{high:.3f}), "
           f"peak bytes {peaks[0] / peaks[1]:.4f}")  # fmt: skip
