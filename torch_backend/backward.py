@@ -36,7 +36,8 @@ class Backward:
         layout = buffers.layout
         self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
         self.alone = not (self.plain or self.others)  # whether all that is done is to sum with weights
-        self.sums = [(i, leaf, layout.places[i]) for i, leaf in leaves.items() if i not in {*self.others}]
+        others, places = {*self.others}, layout.places
+        self.sums = [(i, leaf, places[i]) for i, leaf in leaves.items() if i not in others]
         for _, leaf, k in self.sums:
             dtype = layout.folds[k].accumulator_dtype
             if dtype != leaf.dtype:
@@ -132,7 +133,7 @@ class Backward:
                     (loss,), (cotangent,), False, False, only, allow_unreachable=True, accumulate_grad=True
                 )
             except RuntimeError as error:
-                if not only or "use_reentrant" not in str(error) or self.buffers.tally.steps:
+                if not only or "use_reentrant" not in str(error) or self.buffers.steps:
                     raise
                 self.restricted = False
                 self.attached = None
@@ -154,8 +155,7 @@ class Backward:
             gradient, leaf.grad = leaf.grad, None
             waiting.discard(i)
             assert gradient is not None
-            with torch.no_grad():
-                self.buffers.add_leaf(i, gradient, weight)
+            self.buffers.add_leaf(i, gradient, weight)
 
         return self.leaves[i].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 

@@ -66,7 +66,9 @@ class Buffers:
 
     def __init__(self, layout: Layout):
         self.layout, self.outputs, self.folds, self.pure = layout, layout.outputs, layout.folds, layout.pure
-        self.tally = tally.empty(arrays)
+        self.weight: Any = 0  # what the host has counted, and in `counted` what the device has
+        self.steps = 0
+        self.counted: tally.Tally | None = None
         self.unit: float | None = None
         self.reduced: list[Any] = [None] * len(self.folds)
         self.passed: dict[int, torch.Tensor] = {}
@@ -86,6 +88,8 @@ class Buffers:
             return 0.0
         if self.unit is None:
             self.unit = float(weight)
+        if weight == self.unit:
+            return 1.0
         if not torch.compiler.is_compiling() and not _is_power_of_two(weight / self.unit):
             mantissa, exponent = math.frexp(self.unit)
             self._rescale(2 * mantissa)
@@ -106,32 +110,37 @@ class Buffers:
         if held and factor != 1:
             torch._foreach_mul_(held, factor)
 
+    @property
+    def tally(self) -> tally.Tally:
+        """How much has been folded."""
+        host = tally.of(self.weight, arrays, steps=self.steps)
+        return host if self.counted is None else tally.merge(host, self.counted)
+
     def add(self, leaves: list[Any], weight: Any) -> list[Any]:
         """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
-        state = [self.passed.pop(i, leaves[i]) for i in self.outputs.threads]
-        if self.pure:
-            self._add(leaves, weight)
-            return state
-        with torch.no_grad():
-            self._add(leaves, weight)
-            # a copy, as it may be a view of the micro-batch, or of a buffer that grad_fn uses again
-            return [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
-
-    def _add(self, leaves: list[Any], weight: Any) -> None:
-        values = {k: _strided(leaves[self.outputs.reduced[k]]) for k in self.layout.own}
-        share = self.share(weight)
+        own, places, share = self.layout.own, self.outputs.reduced, self.share(weight)
+        values = {k: _strided(leaves[places[k]]) for k in own}
         scaled, plain = self.layout.adds
-        self._add_all(plain, values, 1)
-        if share is None:
+        if plain:
+            self._add_all(plain, values, 1)
+        if scaled and share is None:
             self._add_masked(scaled, values, weight)
-        else:
+        elif scaled:
             self._add_all(scaled, values, share)
         for k in self.layout.combines:
             self._combine(k, values[k], weight)
         for i in self.layout.collects:
             # grad_fn may use its buffer again, as a captured CUDA graph does
             self.collected[i].append(_strided(leaves[i]).clone())
-        self.tally = tally.merge(self.tally, tally.of(weight, arrays))
+        if isinstance(weight, torch.Tensor):
+            more = tally.of(weight, arrays, steps=0)
+            self.counted = more if self.counted is None else tally.merge(self.counted, more)
+        else:
+            self.weight += weight
+        self.steps += 1
+        state = [self.passed.pop(i, leaves[i]) for i in self.outputs.threads]
+        # a copy, as it may be a view of the micro-batch, or of a buffer that grad_fn uses again
+        return state if self.pure else [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
 
     def add_leaf(self, i: int, value: torch.Tensor, weight: Any) -> None:
         """Folds in one of the given leaves of one micro-batch, whose memory is from now on the buffers' own."""
@@ -159,10 +168,8 @@ class Buffers:
         before = fold.identity(value) if before is None else before
         self.reduced[k] = fold.combine(before, fold.lift(value, weight))
 
-    def _add_all(self, places: list[int], values: dict[int, torch.Tensor], factor: float) -> None:
+    def _add_all(self, places: list[int], values: dict[int, torch.Tensor], factor: Any) -> None:
         """Adds factor * value to the accumulators at these places, all at once."""
-        if not places:
-            return
         chosen = [values[k] for k in places]
         if self.reduced[places[0]] is not None:
             if factor:  # a weight of 0 adds nothing, not even a NaN
@@ -192,19 +199,13 @@ class Buffers:
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
-        if self.pure:
-            return self._result(state)
-        with torch.no_grad():
-            return self._result(state)
-
-    def _result(self, state: list[Any]) -> Any:
-        reduced = self.reduced
-        total, unit = tally.total(self.tally), self.unit or 1.0
+        reduced, counted = self.reduced, self.tally
+        total, unit = tally.total(counted), self.unit or 1.0
         by_weight, by_steps = normalizers.by_weight, normalizers.by_steps
         scaled, plain = self.layout.scaled, self.layout.plain
         done = {*self._divide(scaled, by_weight, total / unit), *self._divide(plain, by_weight, total),
-                *self._divide(scaled, by_steps, self.tally.steps / unit),
-                *self._divide(plain, by_steps, self.tally.steps)}  # fmt: skip
+                *self._divide(scaled, by_steps, counted.steps / unit),
+                *self._divide(plain, by_steps, counted.steps)}  # fmt: skip
         if unit != 1:
             for k in {*scaled} - done:
                 reduced[k].mul_(unit)
@@ -212,7 +213,7 @@ class Buffers:
         for k, fold in enumerate(self.folds):
             value, reduced[k] = reduced[k], None
             if k not in done:
-                value = fold.normalize(value, self.tally)
+                value = fold.normalize(value, counted)
             elif value.dtype != fold.result_dtype:
                 value = value.to(fold.result_dtype)
             results.append(value)

@@ -74,8 +74,7 @@ class Engine:
             aux = detached(aux, self.backend)
         if begins:
             self._bind(loss.detach(), aux, found, arguments)
-            wide = all(leaf.dtype.itemsize >= 4 for leaf in (loss, *self.backward.inputs))
-            if self.planned is not None and self.backward.alone and not moving and wide:
+            if self.planned is not None and self.backward.alone and self.plan.wide and not moving:
                 self.buffers.expect(self.planned, weight)
         self.backward.check_untouched()
         try:
@@ -119,9 +118,10 @@ class Engine:
         if not self.gradient.has_aux and len(self.whole) == len(self.places) and not arguments.carried():
             # then the output is known by what is differentiated, and so is a plan made for it before
             key = loss.dtype, [(leaves.structure, leaves.kinds()) for leaves in found.values()]
-        if key is None or "engine" not in plans or plans["engine"].key != key:
-            plans["engine"] = self._planned(key, loss, aux, found, arguments)
-        self.plan: _Plan = plans["engine"]
+        plan = plans.get("engine")
+        if key is None or plan is None or plan.key != key:
+            plan = plans["engine"] = self._planned(key, loss, aux, found, arguments)
+        self.plan: _Plan = plan
         self.buffers = Buffers(self.plan.layout)
         given = [leaf for leaves in self.whole.values() for leaf in leaves.leaves]
         places = zip(self.plan.given, given, strict=True)
@@ -140,7 +140,8 @@ class Engine:
         own = [k for k in range(len(leaves)) if k not in {*given}]
         rest = [() if i in self.whole else found[i].tree for i in self.places]
         head = outputs.part(own, trees.flatten(compose(loss, aux, rest))[1])
-        return _Plan(key, Layout(outputs, given), given, own, head)
+        dtypes = {loss.dtype, *[leaves[i].dtype for i in given if leaves[i] is not None]}
+        return _Plan(key, Layout(outputs, given), given, own, head, all(dtype.itemsize >= 4 for dtype in dtypes))
 
     def _leaves(self, loss: Any, aux: Any, found: "dict[int, _Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns, None where the gradient is added already."""
@@ -151,7 +152,7 @@ class Engine:
             return leaves
         rest = [() if i in self.whole else found[i].gradients(self.backend) for i in self.places]
         value = self.gradient.compose(loss, aux, rest)
-        which = f"micro-batch {self.buffers.tally.steps + 1}"
+        which = f"micro-batch {self.buffers.steps + 1}"
         for k, leaf in zip(self.plan.own, self.plan.head.leaves(value, which), strict=True):
             leaves[k] = leaf
         return leaves
@@ -165,6 +166,7 @@ class _Plan(NamedTuple):
     given: list[int]
     own: list[int]
     head: Outputs  # of `own` alone
+    wide: bool  # whether loss and gradients have 32 bits and more
 
 
 class _Leaves(NamedTuple):

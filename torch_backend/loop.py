@@ -1,6 +1,7 @@
 """The loop over the micro-batches."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
-        args, kwargs = window.detached(args), detached(kwargs, backend)
+        args, kwargs = window.detached(args), detached(kwargs, backend) if kwargs else kwargs
         arguments = program.read(args, backend)
         state = _copied(arguments)
         if torch.compiler.is_compiling() and not arrays.in_transform() and all(map(arrays.is_array, state)):
@@ -49,7 +50,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
-        leading, kwargs = window.detached(leading), detached(kwargs, backend)
+        leading, kwargs = window.detached(leading), detached(kwargs, backend) if kwargs else kwargs
         return _fold(program, window, _items(program, window, leading, microbatches, backend), None, kwargs)
 
     return fold
@@ -125,14 +126,16 @@ class _Calls:
             outputs, leaves = self.program.bind(value, arguments)
             self.buffers = Buffers(Layout(outputs))
         else:
-            leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.tally.steps + 1}")
+            leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.steps + 1}")
         del value
-        return self.buffers.add(leaves, weight)
+        with nullcontext() if self.buffers.pure else torch.no_grad():
+            return self.buffers.add(leaves, weight)
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.buffers is not None
-        return self.buffers.result(state)
+        with nullcontext() if self.buffers.pure else torch.no_grad():
+            return self.buffers.result(state)
 
 
 def _copied(arguments: Arguments) -> list[Any]:
