@@ -48,9 +48,11 @@ def accumulate(
     jitted: arrays are traced and all other arguments are static, so each new number is a new program, and an object
     that changes without changing its hash is not seen to. Rows are cut one micro-batch after the other; a batch that is
     sharded over devices by its rows is gathered for it, unless the call is inside shard_map, where each device cuts its
-    own. In torch, the gradients of `funcga.grad` and `funcga.value_and_grad` run on autograd and are added where they are
-    computed, at the cost of a `.backward()` loop; any other grad_fn is called with detached arguments, and no graph
-    outlives its micro-batch.
+    own.
+
+    In torch, the gradients of `funcga.grad` and `funcga.value_and_grad` run on autograd and are added where they are
+    computed, at the cost of a `.backward()` loop; weights that differ reach it as cotangents. Any other grad_fn is
+    called with detached arguments, and no graph outlives its micro-batch.
 
     >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
     >>> loss, grads = step(params, batch)

@@ -63,13 +63,12 @@ class GradientFunction:
                 found = _describe(output, backend)
                 raise FuncgaError(f"loss_fn returned {found}, and has_aux=True asks for a pair: return loss, aux.")
             loss, aux = output
-        try:
-            loss = backend.arrays.as_array(loss)
-        except TypeError:
+        if not backend.arrays.is_array(loss):
             hint = " If it returns (loss, aux), say so: has_aux=True." if isinstance(loss, tuple | list) else ""
             raise FuncgaError(
-                f"loss_fn returned {_describe(loss, backend)}, which has no gradient: return a scalar array.{hint}"
-            ) from None
+                f"loss_fn returned {_describe(loss, backend)}, which has no gradient: return a scalar array, not a "
+                f"number that was taken out of one.{hint}"
+            )
         if loss.shape != () or backend.arrays.kind(loss.dtype) != "float":
             why = "a gradient is that of a scalar: return loss.mean(), or loss.sum() with fold=funcga.per_weight()"
             if loss.shape == ():

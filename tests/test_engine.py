@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -634,6 +635,206 @@ def test_losses_and_parameters_without_a_gradient_are_refused(kit):
         for call in (gradient, funcga.accumulate(gradient, 4)):
             with pytest.raises(funcga.FuncgaError, match=match):
                 call(given, x)
+
+
+# --- what a second reader found
+
+
+class Unseen(torch.Tensor):
+    """A weight that the host does not see, as one on a device."""
+
+
+@pytest.mark.parametrize("fold", ["sum", "per_weight", "mean", "moments", "max"])
+@pytest.mark.parametrize("weights", ["unseen", "zero first", "zero last", "uneven"])
+def test_folds_and_weights_of_every_kind(fold, weights):
+    params, (x, y), loss = regression("float64")
+
+    def weight(x, y):
+        number = {
+            "unseen": 2,
+            "zero first": x[0, 0] != first,
+            "zero last": x[0, 0] == first,
+            "uneven": 3 + x[0, 1] ** 2,
+        }
+        found = torch.as_tensor(number[weights], dtype=torch.float64)
+        return found.as_subclass(Unseen) if weights == "unseen" else found
+
+    first = x[0, 0].clone()
+    engine, other = both(loss, (params, x, y), 4, fold=(funcga.mean(), getattr(funcga, fold)()), weight=weight)
+    assert difference(TORCH, engine, other) <= LIMITS["float64"]
+    assert any(leaf.abs().sum() > 0 for leaf in tree_leaves(engine[1]))
+
+
+class Clamps(torch.autograd.Function):
+    """The identity, whose backward pass is not linear."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 6, 12])
+def test_the_cotangent_is_one_for_micro_batches_that_weigh_the_same(n):
+    torch.manual_seed(0)
+    w, x = torch.randn(3), torch.randn(12, 3)
+    loss = lambda w, x: (Clamps.apply(x @ w) ** 2).sum()
+    total = torch.zeros(3)
+    for rows in x.chunk(n):
+        leaf = w.clone().requires_grad_()
+        loss(leaf, rows).backward()
+        total += leaf.grad
+    torch.testing.assert_close(funcga.accumulate(funcga.grad(loss), n)(w, x), total / n)
+
+
+@pytest.mark.parametrize(("value", "weights"), [(2000.0, (1, 100)), (1e-5, (4096, 1))])
+def test_float16_neither_overflows_nor_underflows_by_its_weight(value, weights):
+    w = torch.ones(2).half()
+    loss = lambda w, x: (w * value).sum().float() * 1.0
+    step = funcga.accumulate(
+        funcga.grad(loss), 2, weight=lambda x: weights[int(x[0])], fold=funcga.mean(out_dtype="float32")
+    )
+    expected = torch.full((2,), float(torch.tensor(value).half()))
+    torch.testing.assert_close(step(w, torch.arange(2)), expected)
+
+
+@pytest.mark.parametrize("weights", [(1e-44, 1.0), (1e-300, 1.0), (1.0, 1e300), (1e300, 1e-300)])
+def test_weights_that_are_far_apart(weights):
+    step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum()), 2, weight=lambda x: weights[int(x[0])])
+    for gradient in (
+        step,
+        funcga.accumulate(torch.func.grad(lambda w, x: (w * x).sum()), 2, weight=lambda x: weights[int(x[0])]),
+    ):
+        mean = (weights[1] * 1.0) / (weights[0] + weights[1])
+        assert float(gradient(torch.tensor(1.0), torch.arange(2.0))) == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("fold", ["mean", "concat", "moments", "max"])
+def test_checkpoints_that_reenter_with_every_fold_and_state(fold):
+    params, x, loss_by = blocks()
+    reenters = loss_by(lambda f, *args: checkpoint(f, *args, use_reentrant=True))
+    plain = loss_by(lambda f, *args: f(*args))
+
+    def counted(loss):
+        def with_state(p, state, x):
+            state["seen"] += len(x)  # in place, as BatchNorm
+            return loss(p, x) + p["a"].square().sum(), state
+
+        return with_state
+
+    options = {"fold": ((funcga.mean(), funcga.carry()), getattr(funcga, fold)()), "in_axes": (None, funcga.CARRY, 0)}
+    results = []
+    for loss in (reenters, plain):
+        step = funcga.accumulate(funcga.value_and_grad(counted(loss), has_aux=True), 4, **options)
+        results += [step(params, {"seen": torch.tensor(0)}, x) for _ in range(2)]
+    for result in results:
+        assert int(result[0][1]["seen"]) == 8
+        assert_same(result, results[-1])
+
+
+def test_a_checkpoint_that_reenters_later_is_refused():
+    params, x, loss_by = blocks()
+    plain, reenters = (
+        loss_by(f) for f in (lambda f, *args: f(*args), lambda f, *args: checkpoint(f, *args, use_reentrant=True))
+    )
+    calls = []
+    loss = lambda p, x: (calls.append(1), (plain if len(calls) == 1 else reenters)(p, x))[1]
+    with pytest.raises(funcga.FuncgaError, match="use_reentrant=True came only in micro-batch 2"):
+        funcga.accumulate(funcga.grad(loss), 2)(params, x)
+
+
+def test_a_checkpoint_that_reenters_over_a_module_of_somebody_else_s():
+    params, x, _ = blocks()
+    other = torch.nn.Linear(4, 4)
+    loss = lambda p, x: checkpoint(other, x * p["a"].sum(), use_reentrant=True).sum()
+    with pytest.raises(funcga.FuncgaError, match=r"a parameter's \.grad changed during the call"):
+        funcga.accumulate(funcga.grad(loss), 2)(params, x)
+    assert other.weight.grad is None
+
+
+def test_clearing_the_gradients_inside_of_the_loss_is_refused():
+    _, _, loss = regression()
+
+    def clears(p, x, y):
+        for leaf in p.values():
+            leaf.grad = None
+        return loss(p, x, y)
+
+    refused(clears, r"loss_fn cleared or replaced the \.grad of a parameter")
+
+
+def test_a_backward_pass_in_the_only_micro_batch_is_refused():
+    params, batch, loss = regression()
+
+    def runs(p, x, y):
+        value = loss(p, x, y)
+        value.backward(retain_graph=True)
+        return value
+
+    for gradient in (runs, lambda p, x, y: (value := loss(p, x, y), value.backward())[0]):
+        with pytest.raises(funcga.FuncgaError, match=r"loss_fn called \.backward\(\)"):
+            funcga.accumulate(funcga.grad(gradient), 1)(params, *batch)
+
+
+def test_negative_argnums_are_watched_too():
+    w = torch.nn.Parameter(torch.ones(3))
+
+    def runs(x, p):
+        (w * x).sum().backward()
+        return (p * x).sum()
+
+    with pytest.raises(funcga.FuncgaError, match=r"a parameter's \.grad changed"):
+        funcga.accumulate(funcga.grad(runs, argnums=-1), 2, in_axes=(0, None))(torch.ones(4, 3), w)
+    assert w.grad is None
+
+
+def test_memory_that_is_not_torch_s_is_not_added_into():
+    cached = np.ones(3, dtype="float32")
+
+    class Hands(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, p, x):
+            return (p * x.sum()).sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.from_numpy(cached), None
+
+    out = funcga.accumulate(funcga.grad(Hands.apply), 4, fold=funcga.sum())(torch.zeros(3), torch.ones(8))
+    torch.testing.assert_close(out, torch.full((3,), 4.0))
+    assert cached.tolist() == [1, 1, 1]
+
+
+def test_inference_tensors_as_keywords_and_state():
+    with torch.inference_mode():
+        p, scale, state, x = torch.tensor(2.0), torch.tensor(3.0), {"k": torch.tensor(1.0)}, torch.arange(4.0)
+        loss = lambda p, s, x, *, scale: ((p * x * s["k"] * scale).sum(), {"k": s["k"] + 1})
+        step = funcga.accumulate(
+            funcga.grad(loss, has_aux=True), 2, in_axes=(None, funcga.CARRY, 0), fold=(funcga.sum(), funcga.carry())
+        )
+        grads, after = step(p, state, x, scale=scale)
+    assert (float(grads), float(after["k"])) == (3 * (1 + 2 * 5), 3)
+
+
+def test_aux_that_is_no_tensor(kit):
+    loss = lambda p, x: ((p * x).sum(), {"none": None, "rows": len(x), "mean": x.mean(), "share": 0.5})
+    one, x = kit.arrays(np.float32(2)), kit.arrays(np.arange(4, dtype="float32"))
+    (value, aux), grads = funcga.value_and_grad(loss, has_aux=True)(one, x)
+    assert (float(value), aux["none"], int(aux["rows"]), float(aux["mean"]), float(grads)) == (12, None, 4, 1.5, 6)
+    fold = (
+        (funcga.sum(), {"none": funcga.sum(), "rows": funcga.sum(), "mean": funcga.mean(), "share": funcga.sum()}),
+        funcga.sum(),
+    )
+    (value, aux), grads = funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), 2, fold=fold)(one, x)
+    assert (float(value), aux["none"], int(aux["rows"]), float(aux["mean"]), float(grads)) == (12, None, 4, 1.5, 6)
+
+
+def test_a_loss_that_was_taken_out_of_its_array_is_refused():
+    with pytest.raises(funcga.FuncgaError, match="not a number that was taken out of one"):
+        funcga.accumulate(funcga.grad(lambda p, x: (p * x).sum().item()), 2)(torch.tensor(1.0), torch.ones(4))
 
 
 # --- memory

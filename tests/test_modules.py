@@ -184,6 +184,83 @@ def test_some_parameters_and_those_that_are_tied():
         loss({"0.weight": tied[0].weight, "2.weight": tied[0].weight}, x)
 
 
+def test_buffers_that_are_not_given_are_the_module_s_own_and_left_alone():
+    module, (x, y) = net(), batch()
+    untouched, loss = Untouched(module), pure_loss(module, mse, buffers=True)
+    given = {"norm.num_batches_tracked": torch.tensor(5)}
+    _, after = loss(dict(module.named_parameters()), given, x, y)
+    assert (sorted(after), int(after["norm.num_batches_tracked"])) == (["norm.num_batches_tracked"], 6)
+    untouched.check()
+
+
+def test_buffers_that_are_made_in_the_forward_pass_are_gone_afterwards():
+    class Caches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0))
+            self.register_buffer("cache", None)
+
+        def forward(self, x):
+            seen = 1.0 if self.cache is None else float(self.cache.detach()) * 100
+            self.cache = (self.weight * x).sum()
+            if "late" not in self._buffers:
+                self.register_buffer("late", torch.ones(()))
+            return (x * self.weight).sum() * seen
+
+    module, x = Caches(), torch.arange(4.0)
+    for n in (1, 2, 4):
+        step = funcga.accumulate(funcga.grad(pure_loss(module, lambda m, x: m(x))), n, fold=funcga.sum())
+        assert float(step({"weight": module.weight}, x)["weight"]) == 6
+    assert dict(module._buffers) == {"cache": None}
+
+
+@pytest.mark.parametrize("reenter", [True, False])
+def test_statistics_inside_of_a_checkpoint_are_those_of_the_forward_pass(reenter):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    module, (x, y) = nn.ModuleDict({"inner": inner, "last": nn.Linear(4, 2)}), batch()
+    zero = lambda m: 0 * m["last"].weight.sum()  # a checkpoint that reenters asks for an input that requires grad
+    apply = lambda m, x: m["last"](checkpoint(m["inner"], x + zero(m), use_reentrant=reenter))
+    loss = pure_loss(module, lambda m, x, y: F.mse_loss(apply(m, x), y), buffers=True)
+    step = funcga.accumulate(
+        funcga.grad(loss, has_aux=True), 3, in_axes=(None, funcga.CARRY, 0, 0), fold=(funcga.mean(), funcga.carry())
+    )
+    _, buffers = step(dict(module.named_parameters()), dict(module.named_buffers()), x, y)
+    assert int(buffers["inner.1.num_batches_tracked"]) == 3
+
+
+def test_threads_with_modules_that_overlap():
+    torch.manual_seed(0)
+    encoder, head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)
+    model, (x, y) = nn.Sequential(encoder, head), batch()
+    untouched = Untouched(model)
+    losses = [(model, mse), (encoder, lambda m, x, y: m(x).square().mean())]
+    steps = [funcga.accumulate(funcga.value_and_grad(pure_loss(m, f)), 4) for m, f in losses]
+    sets = [{name: p.detach() * (2 + i) for name, p in m.named_parameters()} for i, (m, _) in enumerate(losses)]
+    expected = [step(p, x, y) for step, p in zip(steps, sets, strict=True)]
+    wrong = []
+
+    def run(i):
+        for _ in range(30):
+            if difference(TORCH, steps[i](sets[i], x, y), expected[i]) > 0:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=run, args=(i % 2,)) for i in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong
+    untouched.check()
+
+
+def test_zero_grad_inside_of_the_loss_is_refused():
+    module, (x, y) = net(), batch()
+    untouched = Untouched(module)
+    loss = pure_loss(module, lambda module, x, y: (module.zero_grad(), mse(module, x, y))[1])
+    with pytest.raises(funcga.FuncgaError, match=r"zero_grad\(\) for instance"):
+        funcga.accumulate(funcga.grad(loss), 4)(dict(module.named_parameters()), x, y)
+    untouched.check()
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_leaves_the_module_as_it_was(where):
     module, (x, y) = net(), batch()

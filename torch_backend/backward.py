@@ -27,26 +27,33 @@ _VERSION = operator.attrgetter("_version")
 class Backward:
     """Folds the gradients of a window's leaves into its buffers; `leaves` are by their place in grad_fn's output.
 
-    A shared cotangent needs every leaf to be scaled by it: weighted sums have the weight as cotangent where nothing
-    else is folded and it is exact in the loss's dtype; else they are scaled in a hook, in the accumulator's dtype.
+    The cotangent is 1 for micro-batches that weigh the same. Else it is the weight, in units of the first one, if every
+    leaf is a weighted sum, the loss's dtype holds that number, and nothing is float16, which would overflow; where it
+    cannot be, the gradients are scaled in a hook, in the accumulator's dtype.
+
+    `restricted`: the pass goes to the leaves alone, not to other tensors that loss_fn closes over.
     """
 
-    def __init__(self, buffers: Buffers, leaves: dict[int, torch.Tensor]):
+    def __init__(self, buffers: Buffers, leaves: dict[int, torch.Tensor], restricted: bool = True):
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
+        self.restricted = restricted
         layout = buffers.layout
         self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
-        self.alone = not (self.plain or self.others)  # whether all that is done is to sum with weights
-        others, places = {*self.others}, layout.places
-        self.sums = [(i, leaf, places[i]) for i, leaf in leaves.items() if i not in others]
-        for _, leaf, k in self.sums:
+        others, plain, places = {*self.others}, {*self.plain}, layout.places
+        # (leaf, its place among what is reduced, whether it is added whatever the weight)
+        self.sums = [(leaf, places[i], i in plain) for i, leaf in leaves.items() if i not in others]
+        dtypes = set()
+        for leaf, k, _ in self.sums:
+            dtypes.add(leaf.dtype)
             dtype = layout.folds[k].accumulator_dtype
             if dtype != leaf.dtype:
                 leaf.grad_dtype = None  # .grad may have another dtype than the leaf
                 buffers.reduced[k] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
-        self.begun = False  # whether every sum has its accumulator, and that stands as `.grad`
-        self.held: list[torch.Tensor] = []  # then all of them, if every leaf is summed
+        self.alone = not (self.plain or self.others)  # whether all that is done is to sum with weights
+        self.seeds = self.alone and not any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
         self.autocast = autocasting(*{leaf.device.type for leaf in self.inputs})
-        self.restricted = True  # the pass goes to the leaves alone, not to others that loss_fn may close over
+        self.held: list[torch.Tensor] = []  # the accumulators, where every leaf has one and it stands as `.grad`
+        self.begun = False  # whether every sum has an accumulator
         self.attached: bool | None = None
         self._attach(True)
         self._written = sum(map(_VERSION, self.inputs))
@@ -54,35 +61,42 @@ class Backward:
 
     def _attach(self, scaled: bool) -> None:
         """Lets autograd add to the accumulators, to those of weighted sums only if `scaled`."""
-        if scaled != self.attached:
-            plain = {*self.plain}
-            for i, leaf, k in self.sums:
-                leaf.grad = self.buffers.reduced[k] if scaled or i in plain else None
-            self.attached, self.held = scaled, []
-            self.begun = False
+        if scaled == self.attached:
+            return
+        if self.attached is not None:
+            self._check_grads()
+        for leaf, k, plain in self.sums:
+            leaf.grad = self.buffers.reduced[k] if scaled or plain else None
+        self.attached = scaled
+        self._survey()
+
+    def _survey(self) -> None:
+        accumulators = [self.buffers.reduced[k] for _, k, _ in self.sums]
+        self.begun = all(accumulator is not None for accumulator in accumulators)
+        self.held = accumulators if self.begun and self.attached and not self.others else []
+
+    def _check_grads(self) -> None:
+        """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
+        for leaf, k, plain in self.sums:
+            expected = self.buffers.reduced[k] if self.attached or plain else None
+            if leaf.grad is not expected:
+                raise FuncgaError(
+                    "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for instance, and what was "
+                    "accumulated in it. Leave that line out: gradients are returned, not kept in the module."
+                )
 
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
-        self.begun = True
-        for _, leaf, k in self.sums:
-            if self.buffers.reduced[k] is None:
-                if leaf.grad is None:
-                    self.begun = False  # this micro-batch does not depend on the leaf
-                    continue
+        for leaf, k, _ in self.sums:
+            if self.buffers.reduced[k] is None and leaf.grad is not None:
                 own = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
-                own = own if _is_alone(own) else own.clone()
-                self.buffers.reduced[k] = leaf.grad = own
-        if self.begun and not self.others:
-            self.held = [self.buffers.reduced[k] for _, _, k in self.sums]
+                self.buffers.reduced[k] = leaf.grad = own if _is_alone(own) else own.clone()
+        self._survey()
 
     def check_untouched(self) -> None:
         """Raises FuncgaError if loss_fn ran a backward pass of its own into the parameters."""
         if self._count() != self._added:
-            raise FuncgaError(
-                "loss_fn called .backward(): the gradients that it leaves in the parameters would be added to those "
-                "of the loss. Return the loss and leave that to funcga; for a gradient inside of the loss use "
-                "torch.autograd.grad or torch.func.grad."
-            )
+            raise _ran_backward()
 
     def settle(self) -> None:
         """What was added until now is right."""
@@ -98,10 +112,10 @@ class Backward:
     def __call__(self, loss: torch.Tensor, weight: Any, moving: Sequence[torch.Tensor] = ()) -> None:
         """Folds the gradients of this loss in, with this weight; to the leaves `moving` it leaves them as `.grad`."""
         share = self.buffers.share(weight)
-        alone = self.alone and not moving
-        if alone and share == 0:
+        if self.alone and not moving and share == 0:
             return  # it adds nothing, not even a NaN
-        seed = share if alone and share is not None and _holds(loss.dtype, share) else 1.0
+        seeds = self.seeds and not moving and not self.autocast
+        seed = share if seeds and share is not None and _holds(loss.dtype, share) else 1.0
         self._attach(share == seed)
         hooked = self.others if share == seed else [*self.others, *self.scaled]
         waiting = {*hooked}
@@ -113,7 +127,7 @@ class Backward:
             finally:
                 for handle in handles:
                     handle.remove()
-            if not self.begun and self.attached:
+            if not self.begun:
                 self._adopt()
         for i in waiting.intersection(self.others):  # what the loss does not depend on has a gradient of zeros
             self.buffers.add_leaf(i, torch.zeros_like(self.leaves[i], requires_grad=False), weight)
@@ -133,16 +147,9 @@ class Backward:
                     (loss,), (cotangent,), False, False, only, allow_unreachable=True, accumulate_grad=True
                 )
             except RuntimeError as error:
-                if not only or "use_reentrant" not in str(error) or self.buffers.steps:
-                    raise
-                self.restricted = False
-                self.attached = None
-                self._attach(True)
-                for _, _, k in self.sums:
-                    if self.buffers.reduced[k] is not None:
-                        self.buffers.reduced[k].zero_()
-                self.settle()
-                raise Reentered from None
+                if only and "use_reentrant" in str(error):
+                    raise Reentered from error
+                raise
 
     def _outside(self) -> ExitStack:
         stack = ExitStack()
@@ -162,7 +169,7 @@ class Backward:
     def release(self) -> None:
         """Takes the accumulators from the leaves, so that the buffers alone hold them.
 
-        Raises FuncgaError if a parameter was written to during the window.
+        Raises FuncgaError if a parameter, or its `.grad`, was written to during the window.
         """
         if sum(map(_VERSION, self.inputs)) != self._written:
             raise FuncgaError(
@@ -170,16 +177,31 @@ class Backward:
                 "its micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the "
                 "parameters when the window is done."
             )
+        self._check_grads()
         self.held = []
         for leaf in self.inputs:
             leaf.grad = None
-        for _, leaf, k in self.sums:
+        for leaf, k, _ in self.sums:
             if self.buffers.reduced[k] is None:  # nothing depends on it
                 self.buffers.reduced[k] = torch.zeros_like(leaf, requires_grad=False)
 
 
+def check_no_backward(leaves: Sequence[torch.Tensor | None]) -> None:
+    """Raises FuncgaError if leaves that were just made have a `.grad`."""
+    if any(leaf is not None and leaf.grad is not None for leaf in leaves):
+        raise _ran_backward()
+
+
+def _ran_backward() -> FuncgaError:
+    return FuncgaError(
+        "loss_fn called .backward(): the gradients that it leaves in the parameters would be added to those of the "
+        "loss. Return the loss and leave that to funcga; for a gradient inside of the loss use torch.autograd.grad or "
+        "torch.func.grad."
+    )
+
+
 class Reentered(Exception):  # noqa: N818 - a word to the caller, and no error
-    """The loss has a checkpoint that runs a backward pass of its own: do the micro-batch again."""
+    """The loss has a checkpoint that runs a backward pass of its own, which a restricted one does not allow."""
 
 
 def _check_closed(loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -202,7 +224,8 @@ def _is_alone(gradient: torch.Tensor) -> bool:
     """Whether nobody else holds the memory of a gradient, nor it more than it needs."""
     storage = gradient.untyped_storage()
     use_count = getattr(torch._C, "_storage_Use_Count", None)  # of the tensor and of `storage`; if torch still tells
-    return use_count is not None and use_count(storage._cdata) == 2 and storage.nbytes() == gradient.nbytes
+    alone = use_count is not None and use_count(storage._cdata) == 2 and storage.nbytes() == gradient.nbytes
+    return alone and storage.resizable()  # which memory that is not torch's, as that of a NumPy array, is not
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:

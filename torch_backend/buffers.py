@@ -33,6 +33,8 @@ class Layout:
         self.adds = tuple([k for k in self.own if lifts[k] is r.lift] for r in (reducers.weighted, reducers.sum))
         self.combines = [k for k in self.own if lifts[k] is None]
         self.collects = [i for i in outputs.collected if i not in given]
+        # one sum and nothing else, as the loss is beside gradients that are added elsewhere
+        self.single = len(self.own) == 1 and self.adds[0] == self.own and not (self.collects or outputs.threads)
         kinds = {i: lifts[k] for i, k in self.places.items() if i in given}
         self.given_scaled = [i for i, lift in kinds.items() if lift is reducers.weighted.lift]
         self.given_plain = [i for i, lift in kinds.items() if lift is reducers.sum.lift]
@@ -90,25 +92,20 @@ class Buffers:
             self.unit = float(weight)
         if weight == self.unit:
             return 1.0
-        if not torch.compiler.is_compiling() and not _is_power_of_two(weight / self.unit):
-            mantissa, exponent = math.frexp(self.unit)
-            self._rescale(2 * mantissa)
-            self.unit = math.ldexp(1.0, exponent - 1)
+        if not torch.compiler.is_compiling():
+            if not _is_power_of_two(weight / self.unit):
+                self._rescale(_power_below(self.unit))
+            if weight / self.unit > _MOST:
+                self._rescale(_power_below(float(weight)))
         return float(weight / self.unit)
 
-    def expect(self, total: float, weight: Any) -> None:
-        """Says before anything is added that micro-batches of this weight will make this total, if all goes as planned.
-
-        If they are 2, 4, 8 or so many, the total becomes the unit: scaled by a power of two the sums are the same
-        bit for bit, and need no division at the end. What is folded in the end decides in any case.
-        """
-        if weight and _is_power_of_two(weight / total):
-            self.unit = float(total)
-
-    def _rescale(self, factor: float) -> None:
+    def _rescale(self, unit: float) -> None:
+        """Takes another unit."""
+        assert self.unit is not None
         held = [self.reduced[k] for k in self.layout.scaled if self.reduced[k] is not None]
-        if held and factor != 1:
-            torch._foreach_mul_(held, factor)
+        if held and unit != self.unit:
+            torch._foreach_mul_(held, self.unit / unit)
+        self.unit = unit
 
     @property
     def tally(self) -> tally.Tally:
@@ -119,6 +116,12 @@ class Buffers:
     def add(self, leaves: list[Any], weight: Any) -> list[Any]:
         """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
         own, places, share = self.layout.own, self.outputs.reduced, self.share(weight)
+        if self.layout.single and share is not None and self.reduced[own[0]] is not None:
+            if share:
+                self.reduced[own[0]].add_(leaves[places[own[0]]], alpha=share)
+            self.weight += weight
+            self.steps += 1
+            return []
         values = {k: _strided(leaves[places[k]]) for k in own}
         scaled, plain = self.layout.adds
         if plain:
@@ -166,7 +169,9 @@ class Buffers:
     def _combine(self, k: int, value: torch.Tensor, weight: Any) -> None:
         fold, before = self.folds[k], self.reduced[k]
         before = fold.identity(value) if before is None else before
-        self.reduced[k] = fold.combine(before, fold.lift(value, weight))
+        combined = fold.combine(before, fold.lift(value, weight))
+        # a monoid of the user's may return what it was given, which is not the buffers' own
+        self.reduced[k] = combined.clone() if combined is value else combined
 
     def _add_all(self, places: list[int], values: dict[int, torch.Tensor], factor: Any) -> None:
         """Adds factor * value to the accumulators at these places, all at once."""
@@ -234,8 +239,6 @@ class Buffers:
             safe = torch.where(total != 0, total, 1)
             for k in found:
                 self.reduced[k].div_(safe.to(self.reduced[k].device, self.reduced[k].dtype))
-        elif found and total == 1:
-            return found
         elif found and total:
             torch._foreach_div_([self.reduced[k] for k in found], float(total))
         elif found:
@@ -246,6 +249,13 @@ class Buffers:
 def _strided(value: Any) -> Any:
     """The value with all of its zeros: the gradient of an embedding may be sparse, the sum of a few no longer is."""
     return value if value.layout is torch.strided else value.to_dense()
+
+
+_MOST = 2.0**64  # that a share may be: with more, a float32 could overflow where the mean does not
+
+
+def _power_below(number: float) -> float:
+    return math.ldexp(1.0, math.frexp(number)[1] - 1)
 
 
 def _is_power_of_two(ratio: float) -> bool:

@@ -8,20 +8,21 @@ custom functions, compiled losses.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from funcga.arguments import Arguments
 from funcga.backend import Backend
+from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction
 from funcga.outputs import Outputs
 from funcga.program import Program
 from torch_backend import arrays
-from torch_backend.backward import Backward, Reentered, autocasting
+from torch_backend.backward import Backward, autocasting, check_no_backward
 from torch_backend.buffers import Buffers, Layout
-from torch_backend.guards import GradsWatch
+from torch_backend.guards import GradsWatch, modules_in
 from torch_backend.modules import PureLoss
 
 
@@ -37,14 +38,14 @@ class Engine:
         self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
         self.first = 0  # the first argument that loss_fn takes
-        self.planned: int | None = None  # the total weight, if all micro-batches are to weigh the same
         self.stack = ExitStack()
         self.watch = GradsWatch(())
 
-    def detached(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments without graphs, but for those that leaves are made of."""
+    def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
+        """The arguments, or the leading ones of a stream, without graphs, but for those that leaves are made of."""
         argnums = self.gradient.argnums
         found = argnums if isinstance(argnums, tuple) else (argnums,)
+        found = found if leading else self.gradient.places(len(args))
         return tuple([arg if i in found else detached(arg, self.backend, recorded=True) for i, arg in enumerate(args)])
 
     def __enter__(self) -> "Engine":
@@ -68,22 +69,28 @@ class Engine:
             found = {i: found[i] if i in found else self._leafy(args[i], i) for i in self.places}
             moving = [leaf for i in found if i not in self.whole for leaf in found[i].leaves if leaf is not None]
         called = [found[i].tree if i in found else arg for i, arg in enumerate(args)][self.first :]
-        with torch.enable_grad():
+        with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             loss, aux = self.gradient.split(self.loss_fn(*called, **kwargs), self.backend)
         if self.gradient.has_aux:
             aux = detached(aux, self.backend)
         if begins:
             self._bind(loss.detach(), aux, found, arguments)
-            if self.planned is not None and self.backward.alone and self.plan.wide and not moving:
-                self.buffers.expect(self.planned, weight)
         self.backward.check_untouched()
-        try:
-            self.backward(loss, weight, moving)
-        except Reentered:
-            return self.fold(arguments, args, kwargs, weight)
+        self.backward(loss, weight, moving)
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state
+
+    def again(self) -> "Engine":
+        """A window to begin anew with, for a loss whose checkpoints run backward passes of their own."""
+        if self.buffers.steps:
+            raise FuncgaError(
+                f"a checkpoint with use_reentrant=True came only in micro-batch {self.buffers.steps + 1}, when others "
+                f"had been folded already. Call checkpoint(..., use_reentrant=False), which does not run a backward "
+                f"pass of its own."
+            )
+        self.program.compiled["reenters"] = True
+        return Engine(self.program, self.gradient, self.backend)
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output."""
@@ -96,7 +103,10 @@ class Engine:
         self.places = self.gradient.places(len(args))
         whole = [not part.axes for part in arguments.parts]
         self.whole = {i: self._leafy(args[i], i) for i in self.places if whole[i]}
-        self.watch = GradsWatch([p for leaves in self.whole.values() for p in leaves.originals])
+        watched = [p for leaves in self.whole.values() for p in leaves.originals]
+        if "reenters" in self.program.compiled:  # then the backward pass is not restricted to the leaves
+            watched += [p for module in modules_in(self.gradient) for p in module.parameters()]
+        self.watch = GradsWatch(watched)
         if isinstance(self.loss_fn, PureLoss) and whole[0]:
             params = self.whole[0].tree if 0 in self.whole else args[0]
             self.loss_fn, self.first = self.stack.enter_context(self.loss_fn.entered(params)), 1
@@ -113,7 +123,8 @@ class Engine:
         return _Leaves(self.backend.trees.unflatten(structure, made), made, structure, leaves)
 
     def _bind(self, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> None:
-        """Decides with the first loss what becomes of every leaf of the output, and allocates the accumulators."""
+        """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
+        check_no_backward([leaf for leaves in found.values() for leaf in leaves.leaves])
         plans, key = self.program.compiled, None
         if not self.gradient.has_aux and len(self.whole) == len(self.places) and not arguments.carried():
             # then the output is known by what is differentiated, and so is a plan made for it before
@@ -125,7 +136,8 @@ class Engine:
         self.buffers = Buffers(self.plan.layout)
         given = [leaf for leaves in self.whole.values() for leaf in leaves.leaves]
         places = zip(self.plan.given, given, strict=True)
-        self.backward = Backward(self.buffers, {k: leaf for k, leaf in places if leaf is not None})
+        restricted = "reenters" not in plans
+        self.backward = Backward(self.buffers, {k: leaf for k, leaf in places if leaf is not None}, restricted)
 
     def _planned(self, key: Any, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> "_Plan":
         compose, trees = self.gradient.compose, self.backend.trees
@@ -140,8 +152,7 @@ class Engine:
         own = [k for k in range(len(leaves)) if k not in {*given}]
         rest = [() if i in self.whole else found[i].tree for i in self.places]
         head = outputs.part(own, trees.flatten(compose(loss, aux, rest))[1])
-        dtypes = {loss.dtype, *[leaves[i].dtype for i in given if leaves[i] is not None]}
-        return _Plan(key, Layout(outputs, given), given, own, head, all(dtype.itemsize >= 4 for dtype in dtypes))
+        return _Plan(key, Layout(outputs, given), given, own, head)
 
     def _leaves(self, loss: Any, aux: Any, found: "dict[int, _Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns, None where the gradient is added already."""
@@ -166,7 +177,6 @@ class _Plan(NamedTuple):
     given: list[int]
     own: list[int]
     head: Outputs  # of `own` alone
-    wide: bool  # whether loss and gradients have 32 bits and more
 
 
 class _Leaves(NamedTuple):
@@ -189,6 +199,7 @@ class _Leaves(NamedTuple):
         return detached(backend.trees.unflatten(self.structure, grads), backend)
 
 
+_NOTHING = nullcontext()
 _NO_LEAVES: list[torch.Tensor] = []
 
 

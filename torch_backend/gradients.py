@@ -32,12 +32,21 @@ def value_and_grad(
         # over the tensors alone: torch.func takes neither None nor numbers among what it differentiates
         def of(tensors: list[torch.Tensor]) -> Any:
             found = dict(zip(places, trees.unflatten(structure, _spread(tensors, present)), strict=True))
-            return loss_fn(*(found.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            output = loss_fn(*(found.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            loss, aux = output if has_aux else (output, ())
+            rest, aux_structure = trees.flatten(aux)
+            others.append((aux_structure, [None if arrays.is_array(leaf) else (leaf,) for leaf in rest]))
+            return loss, [leaf for leaf in rest if arrays.is_array(leaf)]
 
+        others: list[Any] = []  # what is no tensor in aux, which torch.func does not pass on either
         tensors = [arrays.as_array(leaf) for leaf in leaves if leaf is not None]
-        grads, value = torch.func.grad_and_value(of, has_aux=has_aux)(tensors)
+        grads, (loss, aux) = torch.func.grad_and_value(of, has_aux=True)(tensors)
         grads = trees.unflatten(structure, _spread(grads, present))
-        return value, grads if isinstance(argnums, tuple) else grads[0]
+        if has_aux:
+            aux_structure, fixed = others[0]
+            rest = iter(aux)
+            loss = loss, trees.unflatten(aux_structure, [next(rest) if kept is None else kept[0] for kept in fixed])
+        return loss, grads if isinstance(argnums, tuple) else grads[0]
 
     return value_first
 

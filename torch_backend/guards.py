@@ -50,10 +50,11 @@ def check_no_wrapped_module_in(grad_fn: Any) -> None:
     functions found there.
     """
     if _distributed() and not torch.compiler.is_compiling():
-        check_not_wrapped(*_modules_in(grad_fn))
+        check_not_wrapped(*modules_in(grad_fn))
 
 
-def _modules_in(function: Any) -> Iterator[nn.Module]:
+def modules_in(function: Any) -> Iterator[nn.Module]:
+    """The modules that a function closes over, as far as they can be seen from outside."""
     waiting, seen = [(function, 0)], set()
     while waiting:
         value, depth = waiting.pop()
@@ -68,6 +69,8 @@ def _modules_in(function: Any) -> Iterator[nn.Module]:
 
 def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, GradientFunction):
+        return [value.loss_fn]
+    if hasattr(type(value), "entered"):  # a pure_loss, whose own module was looked at when it was made
         return [value.loss_fn]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]

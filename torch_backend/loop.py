@@ -1,7 +1,7 @@
 """The loop over the micro-batches."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from funcga.backend import Backend
 from funcga.gradients import GradientFunction
 from funcga.program import Program
 from torch_backend import arrays
+from torch_backend.backward import Reentered
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
@@ -26,16 +27,12 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
-        args, kwargs = window.detached(args), detached(kwargs, backend) if kwargs else kwargs
+        args, kwargs = window.detached(args), _detached_kwargs(kwargs, window, backend)
         arguments = program.read(args, backend)
-        state = _copied(arguments)
-        if torch.compiler.is_compiling() and not arrays.in_transform() and all(map(arrays.is_array, state)):
-            return fold_in_graph(program.bound(backend), arguments, state, kwargs)
-        rows = arguments.rows()
-        found = groups(rows, program.n, program.microbatch_size)
-        if isinstance(window, Engine) and program.weight is None and len(found) == 1:
-            window.planned = rows
-        return _fold(program, window, _cuts(arguments, starts(found)), state, kwargs)
+        if torch.compiler.is_compiling() and not arrays.in_transform() and all(map(arrays.is_array, arguments.state())):
+            return fold_in_graph(program.bound(backend), arguments, _copied(arguments), kwargs)
+        found = groups(arguments.rows(), program.n, program.microbatch_size)
+        return _fold(program, window, _cuts(arguments, starts(found)), kwargs)
 
     return fold
 
@@ -50,8 +47,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
-        leading, kwargs = window.detached(leading), detached(kwargs, backend) if kwargs else kwargs
-        return _fold(program, window, _items(program, window, leading, microbatches, backend), None, kwargs)
+        leading, kwargs = window.detached(leading, leading=True), _detached_kwargs(kwargs, window, backend)
+        return _fold(program, window, _items(program, window, leading, microbatches, backend), kwargs)
 
     return fold
 
@@ -73,21 +70,38 @@ def _items(
 
 
 def _fold(
-    program: Program,
-    window: "Engine | _Calls",
-    microbatches: Iterator[_Microbatch],
-    state: list[Any] | None,
-    kwargs: dict[str, Any],
+    program: Program, window: "Engine | _Calls", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any]
 ) -> Any:
-    with window:
-        for arguments, cut, rows in microbatches:
-            state = _copied(arguments) if state is None else state
-            args = cut(state)
-            weight = program.weigh(arguments, args, rows)
-            state = window.fold(arguments, args, kwargs, weight)
-            del args, arguments, cut, rows
+    state: list[Any] | None = None
+    with ExitStack() as stack:
+        stack.enter_context(window)
+        for microbatch in microbatches:
+            try:
+                state = _fold_one(program, window, microbatch, state, kwargs)
+            except Reentered:
+                stack.close()
+                window = window.again()
+                stack.enter_context(window)
+                state = _fold_one(program, window, microbatch, None, kwargs)
+            del microbatch  # so that no more than one is held
         assert state is not None
         return window.result(state)
+
+
+def _fold_one(
+    program: Program,
+    window: "Engine | _Calls",
+    microbatch: _Microbatch,
+    state: list[Any] | None,
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    arguments, cut, rows = microbatch
+    args = cut(_copied(arguments) if state is None else state)
+    return window.fold(arguments, args, kwargs, program.weigh(arguments, args, rows))
+
+
+def _detached_kwargs(kwargs: dict[str, Any], window: "Engine | _Calls", backend: Backend) -> Any:
+    return detached(kwargs, backend, isinstance(window, Engine)) if kwargs else kwargs
 
 
 def _window(program: Program, backend: Backend) -> "Engine | _Calls":
@@ -109,7 +123,11 @@ class _Calls:
         self.program, self.backend = program, backend
         self.buffers: Buffers | None = None
 
-    def detached(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def again(self) -> "_Calls":
+        """A window to begin anew with."""
+        return _Calls(self.program, self.backend)
+
+    def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
         """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
         return tuple([detached(arg, self.backend) for arg in args])
 

@@ -2,9 +2,8 @@
 
 import difflib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,8 +29,10 @@ def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool =
         `loss(params, buffers, *batch) -> (loss, buffers)`, or `(loss, (aux, buffers))`; `{name: tensor}` as
         `dict(module.named_buffers())`. Thread them through a window with funcga.CARRY and funcga.carry().
 
-    It works in torch.func and torch.compile. In `accumulate` and `stream` over `funcga.grad` the parameters are put
-    into the module once for a window; other threads that use the same module through a pure_loss wait until then.
+    It works in torch.func and torch.compile. In `accumulate` and `stream` over `funcga.grad(loss)` the parameters are
+    put into the module once for a window; other threads that use the module through a pure_loss wait until then. Give
+    it to `funcga.grad` as it is if the module has checkpoints: they run it again in the backward pass, and find the
+    parameters only then. More terms of the loss can be written in loss_fn, which has them as `module.parameters()`.
     Raises FuncgaError for names that the module does not have, and for modules wrapped in DDP or FSDP, whose gradients
     would silently not be reduced.
 
@@ -86,19 +87,44 @@ class PureLoss:
 
     @contextmanager
     def entered(self, params: Mapping[str, torch.Tensor]) -> Iterator[Callable[..., Any]]:
-        """`loss(*batch)` while the parameters are in the module, which is as before when the context is left."""
-        check_not_wrapped(self.module)
-        with nullcontext() if torch.compiler.is_compiling() else _lock(self.module):
-            parameters, buffers = _slots(self.module)
-            try:
-                _fill(parameters, _checked(params, parameters, "parameters"))
-                yield partial(self._threaded, buffers) if self.buffers else partial(self._isolated, buffers, {})
-            finally:
-                for slot in (*parameters, *buffers):
-                    slot.table[slot.key] = slot.held
+        """`loss(*batch)` while the parameters are in the module, which is as before when the context is left.
 
-    def _isolated(self, buffers: "list[_Slot]", copies: dict[int, tuple[Any, int]], *args: Any, **kwargs: Any) -> Any:
+        Meanwhile other threads wait that want to put parameters into the module, or into one that overlaps with it.
+        """
+        check_not_wrapped(self.module)
+        with _CHANGED:
+            while _is_occupied(self.module):
+                _CHANGED.wait()
+            tables = _tables(self.module)
+            parameters, buffers = _slots(self.module)
+            filled = _fill(parameters, _checked(params, parameters, "parameters"))
+            placed = {id(tensor): tensor for tensor in filled if id(tensor) not in _PLACED}
+            _PLACED.update(dict.fromkeys(placed, threading.get_ident()))
+        try:
+            if self.buffers:
+                yield partial(self._threaded, buffers)
+            else:
+                yield partial(self._isolated, buffers, [table for table in tables if table.is_buffers], {})
+        finally:
+            with _CHANGED:
+                for table in tables:
+                    table.restore()
+                for key in placed:
+                    del _PLACED[key]
+                _CHANGED.notify_all()
+
+    def _isolated(
+        self,
+        buffers: "list[_Slot]",
+        tables: "list[_Table]",
+        copies: dict[int, tuple[Any, int]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """The loss, on copies of the module's own buffers, made again where the last micro-batch wrote to them."""
+        for table in tables:
+            if table.held or table.table:
+                table.restore()
         for slot in buffers:
             copy, version = copies.get(id(slot.held), (None, 0))
             if copy is None or copy._version != version:
@@ -110,10 +136,13 @@ class PureLoss:
     def _threaded(
         self, buffers: "list[_Slot]", given: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """(loss, buffers) on copies of the given buffers."""
-        _fill(buffers, {held: tensor.clone() for held, tensor in _checked(given, buffers, "buffers").items()})
+        """(loss, buffers) on copies of the given buffers, and of the module's own where none is given."""
+        tensors = _checked(given, buffers, "buffers")
+        copies = {id(slot.held): tensors.get(id(slot.held), slot.held).detach().clone() for slot in buffers}
+        _fill(buffers, copies)
         output = self.loss_fn(self.module, *args, **kwargs)
-        found = {slot.name: slot.table[slot.key].detach() for slot in buffers}
+        # a copy, as a checkpoint runs the forward pass again when the loss is already there
+        found = {slot.name: slot.table[slot.key].detach().clone() for slot in buffers}
         return _with_buffers(output, {name: found[name] for name in given})
 
 
@@ -158,11 +187,15 @@ def _slots(module: nn.Module) -> tuple[list[_Slot], list[_Slot]]:
     return parameters, buffers
 
 
-def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> None:
+def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
     """Puts the tensors where those of these ids are held; what is not given stays, without a graph of its own."""
+    placed = []
     for slot in slots:
         found = tensors.get(id(slot.held))
-        slot.table[slot.key] = slot.held.detach() if found is None else found
+        tensor = slot.held.detach() if found is None else found
+        slot.table[slot.key] = tensor
+        placed.append(tensor)
+    return placed
 
 
 def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str) -> dict[int, torch.Tensor]:
@@ -180,7 +213,7 @@ def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str)
             close = difflib.get_close_matches(str(name), held, 1)
             hint = f" (`{close[0]}`?)" if close else ""
             raise FuncgaError(f"the module has no `{name}`{hint} among its {what}. Their names are those of {spell}.")
-        if tensor.shape != held[name].shape:
+        if getattr(tensor, "shape", None) != held[name].shape:
             raise FuncgaError(
                 f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(held[name])}. Give "
                 f"each of the {what} in the shape that it has there: {spell}."
@@ -194,11 +227,33 @@ def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str)
     return placed
 
 
-_LOCKS: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
-_GUARD = threading.Lock()
+class _Table(NamedTuple):
+    """A module's own table of parameters or buffers, and what it held."""
+
+    table: dict[str, Any]
+    held: dict[str, Any]
+    is_buffers: bool
+
+    def restore(self) -> None:
+        self.table.clear()
+        self.table.update(self.held)
 
 
-def _lock(module: nn.Module) -> Any:
-    """A lock for as long as the module lives: of the threads that put parameters into it, one at a time may."""
-    with _GUARD:
-        return _LOCKS.setdefault(module, threading.RLock())
+def _tables(module: nn.Module) -> list[_Table]:
+    found = []
+    for owner in module.modules():
+        found.append(_Table(owner._parameters, dict(owner._parameters), is_buffers=False))
+        found.append(_Table(owner._buffers, dict(owner._buffers), is_buffers=True))
+    return found
+
+
+# The tensors that stand in modules now, by id, and the threads that put them there. It is asked of the tensors, as the
+# modules of two losses may overlap: a model and its encoder.
+_PLACED: dict[int, int] = {}
+_CHANGED = threading.Condition()
+
+
+def _is_occupied(module: nn.Module) -> bool:
+    own = threading.get_ident()
+    held = (parameter for owner in module.modules() for parameter in owner._parameters.values())
+    return bool(_PLACED) and any(_PLACED.get(id(parameter), own) != own for parameter in held)
