@@ -1,6 +1,7 @@
 """What a test needs of a framework, so that one test serves both."""
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,3 +72,13 @@ def counted(function):
         return function(*args, **kwargs)
 
     return wrapped, calls
+
+
+@contextmanager
+def no_synchronisation():
+    """A context in which whatever makes the host wait for a CUDA device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

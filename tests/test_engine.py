@@ -17,7 +17,7 @@ import torch_backend
 from benchmarks.measure import PeakBytes
 from funcga.gradients import GradientFunction
 from tests import problems
-from tests.kits import LIMITS, TORCH, difference, needs_cuda
+from tests.kits import LIMITS, TORCH, difference, needs_cuda, no_synchronisation
 from torch_backend.engine import Engine
 
 
@@ -71,13 +71,7 @@ def regression(dtype="float32"):
 
 
 FOLDS = {
-    "mean": funcga.mean(),
-    "per_weight": funcga.per_weight(),
-    "sum": funcga.sum(),
-    "max": funcga.max(),
-    "min": funcga.min(),
-    "moments": funcga.moments(),
-    "concat": funcga.concat(),
+    **{name: fold for name, fold in problems.FOLDS.items() if name != "carry"},
     "by_steps": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps),
     "weighted sum": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.identity),
     "float64": funcga.mean(dtype="float64", out_dtype="float64"),
@@ -917,11 +911,8 @@ def test_nothing_waits_for_the_device(weighted):
     weight = (lambda x, y: (x > 0).sum()) if weighted else None
     step = funcga.accumulate(funcga.value_and_grad(loss), 5, weight=weight)
     expected = step(params, *batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         result = step(params, *batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_same(result, expected)
     on_host = funcga.accumulate(funcga.value_and_grad(loss), 5, weight=weight)(
         *tree_map(torch.Tensor.cpu, (params, *batch))

@@ -11,7 +11,7 @@ import torch
 import funcga
 import jax_backend
 from tests import problems
-from tests.kits import LIMITS, TORCH, counted, difference, needs_cuda
+from tests.kits import LIMITS, TORCH, counted, difference, needs_cuda, no_synchronisation
 
 
 def cut(batch, sizes):
@@ -222,8 +222,5 @@ def test_micro_batches_are_copied_ahead(pinned):
     there = funcga.stream(gradient)(params, [b.cuda() for b in batches])
     assert difference(TORCH, moved, there) == 0
     if pinned:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronisation():
             funcga.stream(gradient, device="cuda")(params, batches)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

@@ -161,6 +161,8 @@ def test_wrong_backends_are_rejected(kit, mutant, monkeypatch):
     module = torch_backend.arrays if kit.name == "torch" else jax_backend.arrays
     holds(kit, accumulate=funcga.accumulate)
     monkeypatch.setattr(module, name, change(getattr(module, name)))
+    if (kit.name, name) == ("torch", "limbs"):  # what the host sees it adds up itself, in numbers of any size
+        monkeypatch.setattr(module, "scalar", lambda weight: weight)
     with pytest.raises(AssertionError):
         holds(kit, accumulate=funcga.accumulate)
 

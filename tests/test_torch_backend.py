@@ -14,7 +14,7 @@ import funcga
 import torch_backend
 from benchmarks.measure import PeakBytes
 from tests import problems, properties
-from tests.kits import LIMITS, TORCH, counted, difference, needs_cuda
+from tests.kits import LIMITS, TORCH, counted, difference, needs_cuda, no_synchronisation
 
 
 def deep(layers=8, width=64, rows=16):
@@ -365,11 +365,8 @@ def test_nothing_waits_for_the_device(weighted):
     params, batch = ({k: v.cuda() for k, v in TORCH.arrays(params).items()}, [a.cuda() for a in TORCH.arrays(batch)])
     step = funcga.accumulate(grad_and_value(loss), 5, weight=(lambda x, y: (x > 0).sum()) if weighted else None)
     expected = step(params, *batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         out = step(params, *batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert difference(TORCH, out, expected) == 0
     on_host = funcga.accumulate(grad_and_value(loss), 5, weight=(lambda x, y: (x > 0).sum()) if weighted else None)(
         {k: v.cpu() for k, v in params.items()}, *(a.cpu() for a in batch)
