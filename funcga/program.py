@@ -25,7 +25,9 @@ class Program:
     n: int | None = None
     microbatch_size: int | None = None
     device: Any = None
-    compiled: dict[str, Any] = field(default_factory=dict, repr=False)  # by a backend that compiles: what lasts as long
+    compiled: dict[str, Any] = field(
+        default_factory=dict, repr=False
+    )  # what a backend works out once, not at every call
 
     def bound(self, backend: Backend) -> "Program":
         """The same, with a gradient function of funcga's made the framework's own once, not at every micro-batch."""

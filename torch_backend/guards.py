@@ -43,14 +43,16 @@ def _wrapper(module: nn.Module) -> str | None:
     return None
 
 
-def check_no_wrapped_module_in(grad_fn: Any) -> None:
-    """The same for the modules that a gradient function closes over, as far as they can be seen from outside.
+def check_no_wrapped_module_in(grad_fn: Any) -> bool:
+    """The same for the modules that a gradient function closes over; False if there is nothing to look for yet.
 
     These are the modules in closures, defaults, partial arguments and the globals that its code names, and those of the
     functions found there.
     """
-    if _distributed() and not torch.compiler.is_compiling():
-        check_not_wrapped(*modules_in(grad_fn))
+    if torch.compiler.is_compiling() or not _distributed():
+        return False
+    check_not_wrapped(*modules_in(grad_fn))
+    return True
 
 
 def modules_in(function: Any) -> Iterator[nn.Module]:
@@ -67,6 +69,9 @@ def modules_in(function: Any) -> Iterator[nn.Module]:
             waiting += [(part, depth + 1) for part in _parts(value)]
 
 
+_LIBRARIES = ("torch.", "jax.", "numpy.", "funcga.", "torch_backend.")  # whose functions close over no model
+
+
 def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, GradientFunction):
         return [value.loss_fn]
@@ -80,7 +85,7 @@ def _parts(value: Any) -> Iterable[Any]:
         return value if len(value) < 100 else ()
     if isinstance(value, dict):
         return value.values() if len(value) < 100 else ()
-    if isinstance(value, types.FunctionType):
+    if isinstance(value, types.FunctionType) and not (value.__module__ or "").startswith(_LIBRARIES):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
         return [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

@@ -110,7 +110,8 @@ def _window(program: Program, backend: Backend) -> "Engine | _Calls":
     Autograd cannot run in a torch.func transform, nor be traced by torch.compile.
     """
     gradient = program.grad_fn
-    check_no_wrapped_module_in(gradient)
+    if "not wrapped" not in program.compiled and check_no_wrapped_module_in(gradient):
+        program.compiled["not wrapped"] = True
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
         return Engine(program, gradient, backend)
     return _Calls(program.bound(backend), backend)
