@@ -194,7 +194,7 @@ def compare(name: str, made: tuple[Any, ...], rival: Any, n: int, runs: int, min
     results = [_pytree.tree_map(torch.clone, step(batch)) for step in steps]
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if batch.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-6}
     for a, b in zip(*map(_pytree.tree_leaves, results), strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
+        torch.testing.assert_close(a, b, check_dtype=False, **tolerance)
     finish = torch.cuda.synchronize if batch.is_cuda else lambda: None
     low, median, high = ratio(*(functools.partial(_run, step, batch, finish) for step in steps), runs=runs)
     size = sum(p.nbytes for p in module.parameters())

@@ -30,8 +30,9 @@ def accumulate(
     equals that of the whole batch, for every n.
 
     n: a number, or "auto": the smallest that fits in memory. It is looked for when memory runs out, by replaying the
-        window with more micro-batches, and remembered for arguments of these shapes; the result is exact in any case.
-        Not inside of jit or torch.compile.
+        window with more micro-batches, and then with as few as fit, and remembered for arguments of these shapes. The
+        call that looks for it takes the time of some windows; the result is exact in any case. Not inside of jit or
+        torch.compile.
     grad_fn: any pure function of arrays that returns a tree of arrays: torch.func.grad, jax.value_and_grad,
         funcga.value_and_grad(loss_fn) and so on.
     fold: a Fold, or a tree prefix of Folds over grad_fn's output. `mean()` is for a loss that is a mean over its
@@ -65,7 +66,7 @@ def accumulate(
             f"accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
         )
     automatic = isinstance(n, str) and n == "auto"
-    number = None if n is None or automatic else check_count(n, "n")
+    number = None if n is None or automatic else check_count(n, "n", ', or n="auto"')
     microbatch_size = None if microbatch_size is None else check_count(microbatch_size, "microbatch_size")
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')

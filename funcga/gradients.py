@@ -48,6 +48,11 @@ class GradientFunction:
         for k, leaf in enumerate(leaves):
             if leaf is not None and not _has_gradient(leaf, backend):
                 name = argument_names(self.loss_fn, i + 1)[i]
+                if hasattr(leaf, "named_parameters") or type(leaf).__name__ == "generator":
+                    raise FuncgaError(
+                        f"`{name}` is {backend.arrays.describe(leaf)}, and a gradient is taken with respect to its "
+                        f"arrays. Give a module's parameters by name: dict(module.named_parameters())."
+                    )
                 raise FuncgaError(
                     f"`{leaf_paths(tree, backend.trees, name)[k]}` is {backend.arrays.describe(leaf)}, and a gradient "
                     f"is taken with respect to `{name}`: only float and complex arrays have one. Pass what is not "
@@ -66,8 +71,8 @@ class GradientFunction:
         if not backend.arrays.is_array(loss):
             hint = " If it returns (loss, aux), say so: has_aux=True." if isinstance(loss, tuple | list) else ""
             raise FuncgaError(
-                f"loss_fn returned {_describe(loss, backend)}, which has no gradient: return a scalar array, not a "
-                f"number that was taken out of one.{hint}"
+                f"what loss_fn returned is {_describe(loss, backend)}, which has no gradient: return a scalar array, "
+                f"not a number that was taken out of one.{hint}"
             )
         if loss.shape != () or backend.arrays.kind(loss.dtype) != "float":
             why = "a gradient is that of a scalar: return loss.mean(), or loss.sum() with fold=funcga.per_weight()"

@@ -242,6 +242,9 @@ def sort_outputs(fold: Any, value: Any, carried: list[tuple[str, str]], backend:
     """
     leaves, structure = backend.trees.flatten(value)
     placed = place(fold, value, len(leaves), backend)
+    carries = [placed_fold for placed_fold, _ in placed if _is_carry(placed_fold)]
+    if carried and not carries:  # before the folds that stand there instead are found not to fit
+        raise _unmatched([root for root, _ in carried], [])
     outputs = _bind(value, leaves, structure, placed, backend)
     kinds = {id(leaf_fold): leaf_fold for leaf_fold, _ in placed}.values()
     if not carried and all(not _is_carry(kind) and kind.reducer.monoid.axis is None for kind in kinds):
@@ -263,13 +266,7 @@ def _match(returned: list[tuple[str, str]], places: list[int], carried: list[tup
     outputs = _by_root(returned)
     where = dict(zip((path for _, path in returned), places, strict=True))
     if len(inputs) != len(outputs):
-        ins = ", ".join(f"`{root}`" for root in inputs) or "no argument"
-        outs = ", ".join(f"`{root}`" for root in outputs) or "no output"
-        raise FuncgaError(
-            f"{ins} is funcga.CARRY in in_axes, and {outs} has the fold funcga.carry(): each carried argument needs "
-            f"the output that replaces it. Write both, as in accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), "
-            f"fold=(funcga.mean(), funcga.carry()))."
-        )
+        raise _unmatched(inputs, outputs)
     threads = []
     for (root, below), (out_root, out_below) in zip(inputs.items(), outputs.items(), strict=True):
         if sorted(below) != sorted(out_below):
@@ -281,6 +278,16 @@ def _match(returned: list[tuple[str, str]], places: list[int], carried: list[tup
             )
         threads += [where[out_root + p] for p in below]
     return tuple(threads)
+
+
+def _unmatched(inputs: Iterable[str], outputs: Iterable[str]) -> FuncgaError:
+    ins = ", ".join(f"`{root}`" for root in dict.fromkeys(inputs)) or "no argument"
+    outs = ", ".join(f"`{root}`" for root in outputs) or "no output"
+    return FuncgaError(
+        f"{ins} is funcga.CARRY in in_axes, and {outs} has the fold funcga.carry(): each carried argument needs the "
+        f"output that replaces it. Write both, as in accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), "
+        f"fold=(funcga.mean(), funcga.carry()))."
+    )
 
 
 def _by_root(placed: list[tuple[str, str]]) -> dict[str, list[str]]:

@@ -94,14 +94,14 @@ def check_callable(function: Any, name: str, like: str) -> None:
         raise FuncgaError(f"{name} is {function!r}, which is no function. Pass one, such as {like}")
 
 
-def check_count(value: Any, name: str) -> int:
-    """A number of micro-batches or rows as an int >= 1. Raises FuncgaError for anything else."""
+def check_count(value: Any, name: str, instead: str = "") -> int:
+    """A number of micro-batches or rows as an int >= 1. Raises FuncgaError, which names what may stand instead."""
     try:
         if isinstance(value, bool):
             raise TypeError
         count = operator.index(value)
     except TypeError:
-        raise FuncgaError(f"{name} is {value!r}: it must be an int, at least 1. Write {name}=8.") from None
+        raise FuncgaError(f"{name} is {value!r}: it must be an int, at least 1. Write {name}=8{instead}.") from None
     if count < 1:
         raise FuncgaError(f"{name} is {count}: it must be at least 1. Write {name}=1 for one micro-batch.")
     return count

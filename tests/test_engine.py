@@ -620,7 +620,7 @@ def test_losses_and_parameters_without_a_gradient_are_refused(kit):
         ),
         (lambda params, x: kit.cast((params["w"] * x).sum(), "complex64"), {"w": x[0]}, {}, "is that of a real number"),
         (lambda params, x: (params["w"] * x).sum(), params, {}, spelled),
-        (lambda params, x: "loss", {"w": x[0]}, {}, "loss_fn returned of type str, which has no gradient"),
+        (lambda params, x: "loss", {"w": x[0]}, {}, "what loss_fn returned is of type str, which has no gradient"),
         (lambda params, x: (params["w"] * x).sum(), {"w": x[0]}, {"argnums": 2}, "argnums is 2, and the call has 2"),
         (lambda params, x: (params["w"] * x).sum(), {"w": x[0]}, {"argnums": (0, -2)}, "names an argument twice"),
     ]
@@ -824,6 +824,13 @@ def test_aux_that_is_no_tensor(kit):
     )
     (value, aux), grads = funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), 2, fold=fold)(one, x)
     assert (float(value), aux["none"], int(aux["rows"]), float(aux["mean"]), float(grads)) == (12, None, 4, 1.5, 6)
+
+
+def test_a_module_instead_of_its_parameters_is_refused():
+    module = torch.nn.Linear(3, 2)
+    for given in (module, module.parameters()):
+        with pytest.raises(funcga.FuncgaError, match=r"by name: dict\(module.named_parameters\(\)\)"):
+            funcga.accumulate(funcga.grad(lambda params, x: x.sum()), 2)(given, torch.ones(4, 3))
 
 
 def test_a_loss_that_was_taken_out_of_its_array_is_refused():

@@ -1,6 +1,7 @@
 """`pure_loss`: a module's loss as a pure function of its parameters, on the engine, in torch.func and compiled."""
 
 import copy
+import sys
 import threading
 
 import pytest
@@ -227,6 +228,34 @@ def test_statistics_inside_of_a_checkpoint_are_those_of_the_forward_pass(reenter
     )
     _, buffers = step(dict(module.named_parameters()), dict(module.named_buffers()), x, y)
     assert int(buffers["inner.1.num_batches_tracked"]) == 3
+
+
+def test_threads_that_read_the_parameters_while_others_are_in_the_module():
+    """`dict(module.named_parameters())` then holds another thread's: the module's own are meant."""
+    module, (x, y) = net(), batch()
+    untouched = Untouched(module)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)
+    expected, results, failures = step(dict(module.named_parameters()), x, y), [], []
+
+    def run():
+        try:
+            for _ in range(40):
+                results.append(step(dict(module.named_parameters()), x, y))
+        except Exception as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        threads = [threading.Thread(target=run) for _ in range(3)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert len(results) == 120
+    assert all(difference(TORCH, result, expected) == 0 for result in results)
+    untouched.check()
 
 
 def test_threads_with_modules_that_overlap():

@@ -23,8 +23,8 @@ def check_not_wrapped(*modules: nn.Module) -> None:
                 raise FuncgaError(
                     f"the loss uses a module of type {type(module).__name__}, and {where} wrapped by {wrapper}. With "
                     f"parameters as arguments its gradients are silently not reduced over the replicas. Use the module "
-                    f"that was wrapped (`module.module` of a DDP) and reduce with across=, or give the wrapped module "
-                    f"to torch_backend.module_value_and_grad(module, loss_fn)."
+                    f"that was wrapped, `module.module` of a DDP, and reduce what the step returns, once an update: "
+                    f"torch.distributed.all_reduce(gradient)."
                 )
 
 

@@ -27,7 +27,8 @@ def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool =
     buffers: False, and every call sees the module's own buffers, while what it writes to them, as BatchNorm does its
         running statistics, is dropped. True, and they are an argument and a result:
         `loss(params, buffers, *batch) -> (loss, buffers)`, or `(loss, (aux, buffers))`; `{name: tensor}` as
-        `dict(module.named_buffers())`. Thread them through a window with funcga.CARRY and funcga.carry().
+        `dict(module.named_buffers())`. To thread them through a window they are CARRY among the arguments and carry()
+        among the folds; `module.load_state_dict(buffers, strict=False)` writes them back.
 
     It works in torch.func and torch.compile. In `accumulate` and `stream` over `funcga.grad(loss)` the parameters are
     put into the module once for a window; other threads that use the module through a pure_loss wait until then. Give
@@ -39,6 +40,11 @@ def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool =
     >>> loss = torch_backend.pure_loss(model, lambda model, x, y: F.cross_entropy(model(x), y))
     >>> step = funcga.accumulate(funcga.value_and_grad(loss), n=8)
     >>> value, grads = step(dict(model.named_parameters()), x, y)
+
+    >>> gradient = funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn, buffers=True), has_aux=True)
+    >>> fold = ((funcga.mean(), funcga.carry()), funcga.mean())
+    >>> step = funcga.accumulate(gradient, n=8, in_axes=(None, funcga.CARRY, 0, 0), fold=fold)
+    >>> (value, buffers), grads = step(dict(model.named_parameters()), dict(model.named_buffers()), x, y)
     """
     if not isinstance(module, nn.Module):
         raise FuncgaError(
@@ -98,8 +104,10 @@ class PureLoss:
             tables = _tables(self.module)
             parameters, buffers = _slots(self.module)
             filled = _fill(parameters, _checked(params, parameters, "parameters"))
-            placed = {id(tensor): tensor for tensor in filled if id(tensor) not in _PLACED}
-            _PLACED.update(dict.fromkeys(placed, threading.get_ident()))
+            pairs = zip(filled, parameters, strict=True)
+            placed = {id(tensor): (tensor, slot.held) for tensor, slot in pairs if id(tensor) not in _PLACED}
+            own = threading.get_ident()
+            _PLACED.update({key: _Placed(own, held) for key, (_, held) in placed.items()})
         try:
             if self.buffers:
                 yield partial(self._threaded, buffers)
@@ -247,13 +255,28 @@ def _tables(module: nn.Module) -> list[_Table]:
     return found
 
 
-# The tensors that stand in modules now, by id, and the threads that put them there. It is asked of the tensors, as the
-# modules of two losses may overlap: a model and its encoder.
-_PLACED: dict[int, int] = {}
+class _Placed(NamedTuple):
+    thread: int
+    instead_of: torch.Tensor
+
+
+# The tensors that stand in modules now, by id, which thread put them there and what was there before. It is asked of
+# the tensors, as the modules of two losses may overlap: a model and its encoder.
+_PLACED: dict[int, _Placed] = {}
 _CHANGED = threading.Condition()
 
 
 def _is_occupied(module: nn.Module) -> bool:
-    own = threading.get_ident()
-    held = (parameter for owner in module.modules() for parameter in owner._parameters.values())
-    return bool(_PLACED) and any(_PLACED.get(id(parameter), own) != own for parameter in held)
+    held = [parameter for owner in module.modules() for parameter in owner._parameters.values()] if _PLACED else []
+    return any(_is_foreign(parameter) for parameter in held)
+
+
+def _is_foreign(tensor: Any) -> bool:
+    placed = _PLACED.get(id(tensor))
+    return placed is not None and placed.thread != threading.get_ident()
+
+
+def own_parameter(tensor: Any) -> Any:
+    """The tensor; for one that another thread has put into a module, where it was read, the module's own parameter."""
+    placed = _PLACED.get(id(tensor)) if _PLACED else None
+    return tensor if placed is None or placed.thread == threading.get_ident() else placed.instead_of
