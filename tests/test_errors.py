@@ -33,9 +33,9 @@ def test_it_is_a_value_error():
     [
         (0, "n is 0: it must be at least 1. Write n=1 for one micro-batch."),
         (-2, "n is -2: it must be at least 1. Write n=1 for one micro-batch."),
-        (2.0, "n is 2.0: it must be an int, at least 1. Write n=8."),
-        ("8", "n is '8': it must be an int, at least 1. Write n=8."),
-        (True, "n is True: it must be an int, at least 1. Write n=8."),
+        (2.0, "n is 2.0: it must be an int, at least 1. Write n=8"),
+        ("8", "n is '8': it must be an int, at least 1. Write n=8"),
+        (True, "n is True: it must be an int, at least 1. Write n=8"),
     ],
 )
 def test_n(n, text):
@@ -47,6 +47,8 @@ def test_n(n, text):
         microbatch_size=n,
     )
     check_refused(text, funcga.windows, [], n)
+    if n in ("8", 2.0):
+        check_refused(text + ', or n="auto".', funcga.accumulate, lambda x: x, n)
 
 
 def test_n_or_microbatch_size():
