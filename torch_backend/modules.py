@@ -78,7 +78,7 @@ class PureLoss:
 
     def _traced(self, params: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """The same by functional_call, which torch.compile knows, also in a loop."""
-        parameters, buffers = _slots(self.module)
+        parameters, buffers, _ = _walk(self.module)
         _checked(params, parameters, "parameters")
         given = dict(self.module.named_buffers())
         own: Mapping[str, torch.Tensor] = {}
@@ -101,8 +101,7 @@ class PureLoss:
         with _CHANGED:
             while _is_occupied(self.module):
                 _CHANGED.wait()
-            tables = _tables(self.module)
-            parameters, buffers = _slots(self.module)
+            parameters, buffers, tables = _walk(self.module)
             filled = _fill(parameters, _checked(params, parameters, "parameters"))
             pairs = zip(filled, parameters, strict=True)
             placed = {id(tensor): (tensor, slot.held) for tensor, slot in pairs if id(tensor) not in _PLACED}
@@ -131,8 +130,7 @@ class PureLoss:
     ) -> Any:
         """The loss, on copies of the module's own buffers, made again where the last micro-batch wrote to them."""
         for table in tables:
-            if table.held or table.table:
-                table.restore()
+            table.restore()
         for slot in buffers:
             copy, version = copies.get(id(slot.held), (None, 0))
             if copy is None or copy._version != version:
@@ -181,18 +179,20 @@ class _Slot(NamedTuple):
     held: torch.Tensor
 
 
-def _slots(module: nn.Module) -> tuple[list[_Slot], list[_Slot]]:
-    """The slots of its parameters and of its buffers."""
+def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], list["_Table"]]:
+    """The slots of its parameters and of its buffers, and the tables that they are in."""
     parameters: list[_Slot] = []
     buffers: list[_Slot] = []
+    tables: list[_Table] = []
     waiting = [("", module)]
     while waiting:
         prefix, owner = waiting.pop()
-        for slots, table in ((parameters, owner._parameters), (buffers, owner._buffers)):
+        for slots, table, is_buffers in ((parameters, owner._parameters, False), (buffers, owner._buffers, True)):
+            tables.append(_Table(table, dict(table), is_buffers))
             if table:
                 slots += [_Slot(table, key, prefix + key, held) for key, held in table.items() if held is not None]
         waiting += [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
-    return parameters, buffers
+    return parameters, buffers, tables
 
 
 def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
@@ -243,16 +243,9 @@ class _Table(NamedTuple):
     is_buffers: bool
 
     def restore(self) -> None:
-        self.table.clear()
-        self.table.update(self.held)
-
-
-def _tables(module: nn.Module) -> list[_Table]:
-    found = []
-    for owner in module.modules():
-        found.append(_Table(owner._parameters, dict(owner._parameters), is_buffers=False))
-        found.append(_Table(owner._buffers, dict(owner._buffers), is_buffers=True))
-    return found
+        if self.table or self.held:
+            self.table.clear()
+            self.table.update(self.held)
 
 
 class _Placed(NamedTuple):
