@@ -120,6 +120,7 @@ class GradsWatch:
             if now is not grad or (now is not None and now._version != version):
                 found.append(tensor)
                 tensor.grad = grad
+        self.before = []  # once is enough
         return found
 
     def check(self) -> None:
