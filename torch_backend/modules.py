@@ -180,18 +180,22 @@ class _Slot(NamedTuple):
 
 
 def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], list["_Table"]]:
-    """The slots of its parameters and of its buffers, and the tables that they are in."""
+    """The slots of its parameters and of its buffers, and the tables that they are in, or may be put in."""
     parameters: list[_Slot] = []
     buffers: list[_Slot] = []
     tables: list[_Table] = []
     waiting = [("", module)]
     while waiting:
         prefix, owner = waiting.pop()
-        for slots, table, is_buffers in ((parameters, owner._parameters, False), (buffers, owner._buffers, True)):
-            tables.append(_Table(table, dict(table), is_buffers))
-            if table:
-                slots += [_Slot(table, key, prefix + key, held) for key, held in table.items() if held is not None]
-        waiting += [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
+        own, states, children = owner._parameters, owner._buffers, owner._modules
+        if own:
+            tables.append(_Table(own, own.copy(), False))
+            parameters += [_Slot(own, key, prefix + key, held) for key, held in own.items() if held is not None]
+        tables.append(_Table(states, states.copy(), True))
+        if states:
+            buffers += [_Slot(states, key, prefix + key, held) for key, held in states.items() if held is not None]
+        if children:
+            waiting += [(f"{prefix}{name}.", child) for name, child in children.items() if child is not None]
     return parameters, buffers, tables
 
 
