@@ -30,7 +30,7 @@ class Layout:
         self.plain = [k for k, lift in enumerate(lifts) if lift is reducers.sum.lift]
         self.places = {i: k for k, i in enumerate(outputs.reduced)}
         self.own = [k for i, k in self.places.items() if i not in given]
-        self.adds = tuple([k for k in self.own if lifts[k] is r.lift] for r in (reducers.weighted, reducers.sum))
+        self.adds = [[k for k in self.own if lifts[k] is r.lift] for r in (reducers.weighted, reducers.sum)]
         self.combines = [k for k in self.own if lifts[k] is None]
         self.collects = [i for i in outputs.collected if i not in given]
         # one sum and nothing else, as the loss is beside gradients that are added elsewhere

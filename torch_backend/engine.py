@@ -145,15 +145,15 @@ class Engine:
         outputs, leaves = self.program.bind(compose(loss, aux, [found[i].tree for i in self.places]), arguments)
         # the gradients are the last of what grad_fn returns, or the first
         place = len(leaves) - sum(len(found[i].leaves) for i in self.places) if self.gradient.with_value else 0
-        given: list[int] = []
+        given: dict[int, None] = {}  # in order
         for i in self.places:
             if i in self.whole:
-                given.extend(range(place, place + len(found[i].leaves)))
+                given.update(dict.fromkeys(range(place, place + len(found[i].leaves))))
             place += len(found[i].leaves)
-        own = [k for k in range(len(leaves)) if k not in {*given}]
+        own = [k for k in range(len(leaves)) if k not in given]
         rest = [() if i in self.whole else found[i].tree for i in self.places]
         head = outputs.part(own, trees.flatten(compose(loss, aux, rest))[1])
-        return _Plan(key, Layout(outputs, given), given, own, head)
+        return _Plan(key, Layout(outputs, given), [*given], own, head)
 
     def _leaves(self, loss: Any, aux: Any, found: "dict[int, _Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns, None where the gradient is added already."""
