@@ -42,8 +42,8 @@ class GradientFunction:
 
         return gradient
 
-    def check_leaves(self, tree: Any, i: int, backend: Backend) -> list[Any]:
-        """The leaves of the i-th argument. Raises FuncgaError if there is no gradient with respect to one of them."""
+    def check_leaves(self, tree: Any, i: int, backend: Backend) -> None:
+        """Raises FuncgaError if there is no gradient with respect to a leaf of the i-th argument."""
         leaves, _ = backend.trees.flatten(tree)
         for k, leaf in enumerate(leaves):
             if leaf is not None and not _has_gradient(leaf, backend):
@@ -58,7 +58,6 @@ class GradientFunction:
                     f"is taken with respect to `{name}`: only float and complex arrays have one. Pass what is not "
                     f"trained as another argument, whole: in_axes=(None, None, 0), or close over it."
                 )
-        return leaves
 
     def split(self, output: Any, backend: Backend) -> tuple[Any, Any]:
         """(loss, aux) of what loss_fn returned. Raises FuncgaError if that is no real scalar, or no pair of both."""
@@ -106,7 +105,6 @@ class GradientFunction:
         """The value and gradient, or the gradient, at these arguments."""
         names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
         backend = backend_of([*args, *kwargs.values()], names)
-        self.places(len(args))
         return self.bound(backend)(*args, **kwargs)
 
 

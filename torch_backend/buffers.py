@@ -25,7 +25,7 @@ class Layout:
         self.outputs = outputs
         self.folds = outputs.reduced_folds
         self.pure = arrays.in_transform()  # there nothing is written to, so that it can be differentiated and vmapped
-        lifts = [None] * len(self.folds) if self.pure else _lifts(outputs)
+        self.lifts = lifts = [None] * len(self.folds) if self.pure else _lifts(outputs)
         self.scaled = [k for k, lift in enumerate(lifts) if lift is reducers.weighted.lift]
         self.plain = [k for k, lift in enumerate(lifts) if lift is reducers.sum.lift]
         self.places = {i: k for k, i in enumerate(outputs.reduced)}
@@ -119,31 +119,31 @@ class Buffers:
         if self.layout.single and share is not None and self.reduced[own[0]] is not None:
             if share:
                 self.reduced[own[0]].add_(leaves[places[own[0]]], alpha=share)
-            self.weight += weight
-            self.steps += 1
+            self._count(weight)
             return []
         values = {k: _strided(leaves[places[k]]) for k in own}
         scaled, plain = self.layout.adds
         if plain:
             self._add_all(plain, values, 1)
-        if scaled and share is None:
-            self._add_masked(scaled, values, weight)
-        elif scaled:
-            self._add_all(scaled, values, share)
+        if scaled:
+            self._add_scaled(scaled, values, share, weight)
         for k in self.layout.combines:
             self._combine(k, values[k], weight)
         for i in self.layout.collects:
             # grad_fn may use its buffer again, as a captured CUDA graph does
             self.collected[i].append(_strided(leaves[i]).clone())
+        self._count(weight)
+        state = [self.passed.pop(i, leaves[i]) for i in self.outputs.threads]
+        # a copy, as it may be a view of the micro-batch, or of a buffer that grad_fn uses again
+        return state if self.pure else [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
+
+    def _count(self, weight: Any) -> None:
         if isinstance(weight, torch.Tensor):
             more = tally.of(weight, arrays, steps=0)
             self.counted = more if self.counted is None else tally.merge(self.counted, more)
         else:
             self.weight += weight
         self.steps += 1
-        state = [self.passed.pop(i, leaves[i]) for i in self.outputs.threads]
-        # a copy, as it may be a view of the micro-batch, or of a buffer that grad_fn uses again
-        return state if self.pure else [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
 
     def add_leaf(self, i: int, value: torch.Tensor, weight: Any) -> None:
         """Folds in one of the given leaves of one micro-batch, whose memory is from now on the buffers' own."""
@@ -155,13 +155,10 @@ class Buffers:
             self.collected[i].append(value)
             return
         k = self.layout.places[i]
-        if k in self.layout.scaled:
-            share = self.share(weight)
-            if share is None:
-                self._add_masked([k], {k: value}, weight)
-            else:
-                self._add_all([k], {k: value}, share)
-        elif k in self.layout.plain:
+        lift = self.layout.lifts[k]
+        if lift is reducers.weighted.lift:
+            self._add_scaled([k], {k: value}, self.share(weight), weight)
+        elif lift is reducers.sum.lift:
             self._add_all([k], {k: value}, 1)
         else:
             self._combine(k, value, weight)
@@ -172,6 +169,12 @@ class Buffers:
         combined = fold.combine(before, fold.lift(value, weight))
         # a monoid of the user's may return what it was given, which is not the buffers' own
         self.reduced[k] = combined.clone() if combined is value else combined
+
+    def _add_scaled(self, places: list[int], values: dict[int, torch.Tensor], share: float | None, weight: Any) -> None:
+        if share is None:
+            self._add_masked(places, values, weight)
+        else:
+            self._add_all(places, values, share)
 
     def _add_all(self, places: list[int], values: dict[int, torch.Tensor], factor: Any) -> None:
         """Adds factor * value to the accumulators at these places, all at once."""
