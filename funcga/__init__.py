@@ -32,6 +32,7 @@ from funcga.monoids import Monoid as Monoid
 from funcga.normalizers import Moments as Moments
 from funcga.normalizers import Normalizer as Normalizer
 from funcga.reducers import Reducer as Reducer
+from funcga.replicas import check_replicas as check_replicas
 from funcga.streaming import stream as stream
 from funcga.streaming import windows as windows
 from funcga.tally import Tally as Tally

@@ -9,7 +9,7 @@ from funcga.errors import FuncgaError
 from funcga.fitting import Fitting
 from funcga.folds import mean
 from funcga.gradients import GradientFunction
-from funcga.program import Program, check_across, check_callable, check_count
+from funcga.program import Program, check_callable, check_count
 
 
 def accumulate(
@@ -40,7 +40,9 @@ def accumulate(
     weight: `weight(*split_args)` gives a micro-batch's weight, a number or 0-d array >= 0. Default: its rows.
     in_axes: as in vmap: an axis, None (passed whole), a tree prefix, or funcga.CARRY for threaded state. Default: the
         first argument whole, every other positional argument split on axis 0. Keyword arguments are passed whole.
-    across: a process group, device mesh or mesh axis to merge over; not in this version.
+    across: the replicas to merge over, once, at the end, by what was folded on all of them: a torch.distributed process
+        group or 1-D device mesh, or the name of a JAX mesh axis, or a tuple of names, inside shard_map. Every replica
+        gets the same result. What is threaded by carry() is that of the last replica that folded anything.
 
     Nothing is mutated and nothing returned aliases an argument. Floats of less than 32 bits are accumulated in
     float32. Raises FuncgaError for bad input, before any work.
@@ -70,9 +72,8 @@ def accumulate(
     microbatch_size = None if microbatch_size is None else check_count(microbatch_size, "microbatch_size")
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
-    check_across(across)
     load_imported()
-    program = Program(grad_fn, fold, weight, in_axes, number, microbatch_size)
+    program = Program(grad_fn, fold, weight, in_axes, number, microbatch_size, across=across)
     fitting = Fitting(program) if automatic else None
 
     # The signature is grad_fn's in any case; the names are only if grad_fn is a function that has them.

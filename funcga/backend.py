@@ -141,15 +141,28 @@ class Loop(Protocol):
         ...
 
 
+class Replicas(Protocol):
+    """A framework's replicas: what `across=` names, and whether they hold the same."""
+
+    def replicas_of(self, across: Any) -> Any:
+        """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
+        ...
+
+    def check_replicas(self, params: Tree, across: Any) -> None:
+        """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
-    """One framework's four parts, under the framework's name."""
+    """One framework's five parts, under the framework's name."""
 
     name: str
     trees: Trees
     arrays: Arrays
     gradients: Gradients
     loop: Loop
+    replicas: Replicas
 
 
 _FRAMEWORKS = ("torch", "jax")

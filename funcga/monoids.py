@@ -16,13 +16,15 @@ class Monoid:
 
     `xp` is the array namespace, `torch` or `jax.numpy`. `like` has the shapes and dtypes of the operands.
     `widens` says that operands of less than 32 bits are held in 32. `axis` is that of a monoid whose values grow along
-    an axis: loops collect such values and join them once.
+    an axis: loops collect such values and join them once. `collective` names the reduction, "sum", "max" or "min", that
+    is `combine` over replicas; where there is none they are gathered, and combined in their order.
     """
 
     identity: Callable[[Any, Any], Any]
     combine: Callable[[Any, Any, Any], Any]
     widens: bool = True
     axis: int | None = None
+    collective: str | None = None
 
 
 def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,8 +75,8 @@ def concat(axis: int) -> Monoid:
 
 _zeros = _each(lambda xp, like: xp.zeros_like(like))
 
-sum = Monoid(_zeros, _each(lambda xp, a, b: a + b))
-max = Monoid(_each(_lowest), _each(lambda xp, a, b: xp.maximum(a, b)))
-min = Monoid(_each(_highest), _each(lambda xp, a, b: xp.minimum(a, b)))
+sum = Monoid(_zeros, _each(lambda xp, a, b: a + b), collective="sum")
+max = Monoid(_each(_lowest), _each(lambda xp, a, b: xp.maximum(a, b)), collective="max")
+min = Monoid(_each(_highest), _each(lambda xp, a, b: xp.minimum(a, b)), collective="min")
 moments = Monoid(_zeros, _merge_moments)
 last = Monoid(_zeros, _latest, widens=False)

@@ -25,6 +25,7 @@ class Program:
     n: int | None = None
     microbatch_size: int | None = None
     device: Any = None
+    across: Any = None
     compiled: dict[str, Any] = field(
         default_factory=dict, repr=False
     )  # what a backend works out once, not at every call
@@ -105,12 +106,3 @@ def check_count(value: Any, name: str, instead: str = "") -> int:
     if count < 1:
         raise FuncgaError(f"{name} is {count}: it must be at least 1. Write {name}=1 for one micro-batch.")
     return count
-
-
-def check_across(across: Any) -> None:
-    """Raises FuncgaError: merging over replicas is not part of this version."""
-    if across is not None:
-        raise FuncgaError(
-            "across= merges over replicas, which this version of funcga does not do yet. Reduce the result yourself, "
-            "or leave across out on one replica."
-        )

@@ -7,7 +7,7 @@ from typing import Any
 from funcga.backend import load_imported
 from funcga.errors import FuncgaError
 from funcga.folds import mean
-from funcga.program import Program, check_across, check_callable, check_count
+from funcga.program import Program, check_callable, check_count
 
 
 def stream(
@@ -45,21 +45,20 @@ def stream(
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
-    check_across(across)
     load_imported()
-    program = Program(grad_fn, fold, weight, in_axes, device=device)
+    program = Program(grad_fn, fold, weight, in_axes, device=device, across=across)
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         leading, items = _iterate(args)
         first = next(items, None)
-        if first is None:
+        if first is None and across is None:
             raise FuncgaError(
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
                 "loader, or that a generator was not used up before."
             )
-        backend = program.backend((*leading, *first), kwargs)
-        ahead = [first]
+        backend = program.backend((*leading, *(first or ())), kwargs)
+        ahead = [] if first is None else [first]
         del first
         return backend.loop.stream(program, backend)(leading, _put_back(ahead, items), kwargs)
 
@@ -92,7 +91,8 @@ def _spread(item: Any) -> tuple[Any, ...]:
 
 
 def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
-    yield ahead.pop()
+    if ahead:
+        yield ahead.pop()
     yield from items
 
 

@@ -12,7 +12,7 @@ import pytest
 import funcga
 import jax_backend
 import torch_backend
-from funcga.backend import Arrays, Gradients, Loop, Trees
+from funcga.backend import Arrays, Gradients, Loop, Replicas, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
@@ -20,7 +20,7 @@ TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.err
          "funcga.program", "funcga.reducers", "funcga.tally", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
-          "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "interop",
+          "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "replicas", "interop",
           "__init__", "parity", "__main__"]  # fmt: skip
 
 
@@ -177,7 +177,13 @@ def test_the_mirror_check_can_fail():
 
 @pytest.mark.parametrize("backend", [torch_backend, jax_backend])
 def test_backends_supply_what_the_core_asks_for(backend):
-    for part, protocol in (("arrays", Arrays), ("trees", Trees), ("gradients", Gradients), ("loop", Loop)):
+    for part, protocol in (
+        ("arrays", Arrays),
+        ("trees", Trees),
+        ("gradients", Gradients),
+        ("loop", Loop),
+        ("replicas", Replicas),
+    ):
         for name, member in vars(protocol).items():
             if inspect.isfunction(member) and not name.startswith("_"):
                 own = getattr(getattr(backend, part), name)

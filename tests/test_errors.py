@@ -74,13 +74,6 @@ def test_functions():
     )
     check_refused("loss_fn is None, which is no function. Pass loss_fn(params, *batch) -> scalar.", funcga.grad, None)
     check_refused("argnums is 'x': it must be an int or a tuple of ints. Write argnums=0.", funcga.grad, len, "x")
-    check_refused(
-        "across= merges over replicas, which this version of funcga does not do yet.",
-        funcga.accumulate,
-        len,
-        2,
-        across="data",
-    )
 
 
 def test_more_microbatches_than_rows(kit):

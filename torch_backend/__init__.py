@@ -5,10 +5,10 @@ import torch
 from funcga.accumulator import AccumulatorState
 from funcga.backend import Backend
 from funcga.tally import Tally
-from torch_backend import arrays, gradients, loop, trees
+from torch_backend import arrays, gradients, loop, replicas, trees
 from torch_backend.modules import pure_loss as pure_loss
 
-BACKEND = Backend("torch", trees, arrays, gradients, loop)
+BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas)
 
 # A state holds nothing but tensors and numbers, so torch.load takes it with weights_only=True.
 torch.serialization.add_safe_globals([AccumulatorState, Tally])

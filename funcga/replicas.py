@@ -1,0 +1,17 @@
+"""Replicas: what `across=` merges over. They start from the same parameters, which can be asked for."""
+
+from typing import Any
+
+from funcga.backend import backend_of
+
+
+def check_replicas(params: Any, across: Any) -> None:
+    """Raises FuncgaError, which names the leaf and the replicas, if params are not the same, bit by bit, on all of them.
+
+    params: a tree of arrays. across: as in `accumulate`; every replica has to call it. In torch it costs one small
+    collective for the structure and one of 16 bytes a leaf and replica. In JAX it is called outside of jit, on arrays
+    that lie on the devices of a mesh; the copies of a leaf along the axis are compared.
+
+    >>> funcga.check_replicas(params, dist.group.WORLD)
+    """
+    backend_of([params], lambda: ["params"]).replicas.check_replicas(params, across)
