@@ -6,7 +6,7 @@ from funcga.backend import backend_of
 
 
 def check_replicas(params: Any, across: Any) -> None:
-    """Raises FuncgaError, which names the leaf and the replicas, if params are not the same, bit by bit, on all of them.
+    """Raises FuncgaError, which names the leaf and the replicas, if params are not bit by bit the same on all of them.
 
     params: a tree of arrays. across: as in `accumulate`; every replica has to call it. In torch it costs one small
     collective for the structure and one of 16 bytes a leaf and replica. In JAX it is called outside of jit, on arrays
