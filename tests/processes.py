@@ -1,0 +1,104 @@
+"""Replicas for tests: processes that are started once, joined by gloo, and run functions of the test modules."""
+
+import atexit
+import datetime
+import multiprocessing
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class Failed(AssertionError):
+    """What went wrong on each rank: `errors` has a (type, text) or None for each."""
+
+    def __init__(self, errors, traces):
+        super().__init__("\n".join(f"rank {rank}:\n{trace}" for rank, trace in enumerate(traces) if trace))
+        self.errors = errors
+
+
+def _serve(pipe, rank, world, path):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(path, world), rank=rank, world_size=world, timeout=TIMEOUT)
+    groups = {size: dist.new_group(range(size), timeout=TIMEOUT) for size in range(1, world + 1)}
+    pipe.send(("ready", None))
+    while True:
+        try:
+            call = pipe.recv()
+        except EOFError:
+            break
+        if call is None:
+            break
+        function, size, args = call
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                pipe.send(("done", function(groups[size], *args)))
+        except BaseException as error:
+            pipe.send(("failed", (type(error).__name__, str(error), traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+class Processes:
+    """`world` processes; `run(function, *args)` calls function(group, *args) in each of the first `size`."""
+
+    def __init__(self, world):
+        self.world, self.workers = world, []
+        self.folder = tempfile.TemporaryDirectory()
+
+    def start(self):
+        context = multiprocessing.get_context("spawn")
+        path = str(Path(self.folder.name) / f"store{time.monotonic_ns()}")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.world, path), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+        for _, pipe in self.workers:
+            assert pipe.poll(120)
+            assert pipe.recv() == ("ready", None)
+
+    def run(self, function, *args, size=None, each=None, limit=120):
+        """What the function returns on every rank; `each` has a last argument for each. Raises Failed."""
+        if not self.workers:
+            self.start()
+        size = self.world if size is None else size
+        for rank, (_, pipe) in enumerate(self.workers[:size]):
+            pipe.send((function, size, (*args, each[rank]) if each is not None else args))
+        until, replies = time.monotonic() + limit, []
+        for _, pipe in self.workers[:size]:
+            try:
+                replies.append(pipe.recv() if pipe.poll(max(0, until - time.monotonic())) else ("hung", None))
+            except (EOFError, ConnectionResetError):
+                replies.append(("died", None))
+        if any(kind in ("hung", "died") for kind, _ in replies):
+            self.stop()
+        if any(kind != "done" for kind, _ in replies):
+            errors = [None if k == "done" else (k, "") if value is None else value[:2] for k, value in replies]
+            raise Failed(errors, [value[2] if k == "failed" else None if k == "done" else k for k, value in replies])
+        return [value for _, value in replies]
+
+    def stop(self):
+        for process, pipe in self.workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self.workers = []
+
+
+_POOLS = {}
+
+
+def processes(world=4):
+    """The processes that all tests share."""
+    if world not in _POOLS:
+        _POOLS[world] = Processes(world)
+        atexit.register(_POOLS[world].stop)
+    return _POOLS[world]
