@@ -40,6 +40,10 @@ class Program:
         """The backend that owns the arrays of a call."""
         return backend_of([*args, *kwargs.values()], lambda: [*argument_names(self.grad_fn, len(args)), *kwargs])
 
+    def replicas(self, backend: Backend) -> Any:
+        """What `across=` names, as the backend takes it; None without it. FuncgaError for what names none."""
+        return None if self.across is None else backend.replicas.replicas_of(self.across)
+
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, with what in_axes says of them."""
         return read_arguments(args, self.in_axes, self.grad_fn, backend)

@@ -10,7 +10,7 @@ its gradient in and frees it at once.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from funcga.errors import FuncgaError
 from torch_backend.buffers import Buffers
 
 _NOTHING = nullcontext()
+_Ready = Callable[[int], None]
 _VERSION = operator.attrgetter("_version")
 
 
@@ -48,7 +49,8 @@ class Backward:
             dtype = layout.folds[k].accumulator_dtype
             if dtype != leaf.dtype:
                 leaf.grad_dtype = None  # .grad may have another dtype than the leaf
-                buffers.reduced[k] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
+                if buffers.reduced[k] is None:
+                    buffers.reduced[k] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
         self.alone = not (self.plain or self.others)  # whether all that is done is to sum with weights
         self.seeds = self.alone and not any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
         self.autocast = autocasting(*{leaf.device.type for leaf in self.inputs})
@@ -109,8 +111,13 @@ class Backward:
         grads = [leaf.grad for leaf in self.inputs]
         return sum([grad._version + 1 for grad in grads if grad is not None])
 
-    def __call__(self, loss: torch.Tensor, weight: Any, moving: Sequence[torch.Tensor] = ()) -> None:
-        """Folds the gradients of this loss in, with this weight; to the leaves `moving` it leaves them as `.grad`."""
+    def __call__(
+        self, loss: torch.Tensor, weight: Any, moving: Sequence[torch.Tensor] = (), ready: _Ready | None = None
+    ) -> None:
+        """Folds the gradients of this loss in, with this weight; to the leaves `moving` it leaves them as `.grad`.
+
+        `ready` is called with the place of each sum, among what is reduced, as soon as it is complete.
+        """
         share = self.buffers.share(weight)
         if self.alone and not moving and share == 0:
             return  # it adds nothing, not even a NaN
@@ -122,6 +129,8 @@ class Backward:
         inputs = (*self.inputs, *moving)
         if loss.requires_grad and inputs:
             handles = [self._hook(i, weight, waiting) for i in hooked]
+            if ready is not None and self.restricted:  # else a leaf can get more than one gradient
+                handles += [_announce(leaf, k, ready) for leaf, k, _ in self.sums]
             try:
                 self._run(loss, seed, inputs)
             finally:
@@ -184,6 +193,10 @@ class Backward:
         for leaf, k, _ in self.sums:
             if self.buffers.reduced[k] is None:  # nothing depends on it
                 self.buffers.reduced[k] = torch.zeros_like(leaf, requires_grad=False)
+
+
+def _announce(leaf: torch.Tensor, k: int, ready: _Ready) -> Any:
+    return leaf.register_post_accumulate_grad_hook(lambda _: ready(k))  # type: ignore[no-untyped-call]
 
 
 def check_no_backward(leaves: Sequence[torch.Tensor | None]) -> None:

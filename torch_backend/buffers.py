@@ -28,6 +28,7 @@ class Layout:
         self.lifts = lifts = [None] * len(self.folds) if self.pure else _lifts(outputs)
         self.scaled = [k for k, lift in enumerate(lifts) if lift is reducers.weighted.lift]
         self.plain = [k for k, lift in enumerate(lifts) if lift is reducers.sum.lift]
+        self.sums = {*self.scaled, *self.plain}
         self.places = {i: k for k, i in enumerate(outputs.reduced)}
         self.own = [k for i, k in self.places.items() if i not in given]
         self.adds = [[k for k in self.own if lifts[k] is r.lift] for r in (reducers.weighted, reducers.sum)]
@@ -94,9 +95,9 @@ class Buffers:
             return 1.0
         if not torch.compiler.is_compiling():
             if not _is_power_of_two(weight / self.unit):
-                self._rescale(_power_below(self.unit))
+                self._rescale(power_below(self.unit))
             if weight / self.unit > _MOST:
-                self._rescale(_power_below(float(weight)))
+                self._rescale(power_below(float(weight)))
         return float(weight / self.unit)
 
     def _rescale(self, unit: float) -> None:
@@ -257,7 +258,8 @@ def _strided(value: Any) -> Any:
 _MOST = 2.0**64  # that a share may be: with more, a float32 could overflow where the mean does not
 
 
-def _power_below(number: float) -> float:
+def power_below(number: float) -> float:
+    """The greatest power of two that is not above a positive number."""
     return math.ldexp(1.0, math.frexp(number)[1] - 1)
 
 

@@ -19,11 +19,12 @@ from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction
 from funcga.outputs import Outputs
 from funcga.program import Program
-from torch_backend import arrays
+from torch_backend import arrays, trees
 from torch_backend.backward import Backward, autocasting, check_no_backward
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.guards import GradsWatch, modules_in
 from torch_backend.modules import PureLoss, own_parameter
+from torch_backend.reduction import Reduction, begun
 
 
 class Engine:
@@ -32,8 +33,9 @@ class Engine:
     A context, in which the parameters of a `pure_loss` are in its module.
     """
 
-    def __init__(self, program: Program, gradient: GradientFunction, backend: Backend):
-        self.program, self.gradient, self.backend = program, gradient, backend
+    def __init__(self, program: Program, gradient: GradientFunction, backend: Backend, replicas: Any = None):
+        self.program, self.gradient, self.backend, self.replicas = program, gradient, backend, replicas
+        self.reduction: Reduction | None = None
         self.loss_fn: Callable[..., Any] = gradient.loss_fn
         self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
@@ -59,7 +61,9 @@ class Engine:
         if autocasting("cuda"):
             torch.clear_autocast_cache()  # of the casts of leaves that nobody will see again
 
-    def fold(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any) -> list[Any]:
+    def fold(
+        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, last: bool
+    ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         begins = not self.places
         if begins:
@@ -74,9 +78,9 @@ class Engine:
         if self.gradient.has_aux:
             aux = detached(aux, self.backend)
         if begins:
-            self._bind(loss.detach(), aux, found, arguments)
+            self._bind(loss.detach(), aux, found, arguments, weight)
         self.backward.check_untouched()
-        self.backward(loss, weight, moving)
+        self.backward(loss, weight, moving, None if self.reduction is None or not last else self.reduction.ready)
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state
@@ -90,12 +94,14 @@ class Engine:
                 f"pass of its own."
             )
         self.program.compiled["reenters"] = True
-        return Engine(self.program, self.gradient, self.backend)
+        return Engine(self.program, self.gradient, self.backend, self.replicas)
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output."""
         self.backward.release()
         self.watch.check()
+        if self.reduction is not None:
+            state = self.reduction.finish(state)
         return self.buffers.result(state)
 
     def _enter(self, arguments: Arguments, args: tuple[Any, ...]) -> None:
@@ -123,7 +129,7 @@ class Engine:
             ]
         return _Leaves(self.backend.trees.unflatten(structure, made), made, structure, leaves)
 
-    def _bind(self, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> None:
+    def _bind(self, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments, weight: Any) -> None:
         """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
         check_no_backward([leaf for leaves in found.values() for leaf in leaves.leaves])
         plans, key = self.program.compiled, None
@@ -135,6 +141,9 @@ class Engine:
             plan = plans["engine"] = self._planned(key, loss, aux, found, arguments)
         self.plan: _Plan = plan
         self.buffers = Buffers(self.plan.layout)
+        if self.replicas is not None:
+            leaves = self.gradient.compose(loss, aux, [found[i].tree for i in self.places])
+            self.reduction = begun(self.program, self.buffers, trees.flatten(leaves)[0], weight, self.replicas)
         given = [leaf for leaves in self.whole.values() for leaf in leaves.leaves]
         places = zip(self.plan.given, given, strict=True)
         restricted = "reenters" not in plans

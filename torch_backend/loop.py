@@ -10,11 +10,14 @@ from funcga.arguments import Arguments, groups, starts
 from funcga.backend import Backend
 from funcga.gradients import GradientFunction
 from funcga.program import Program
-from torch_backend import arrays
+from torch_backend import arrays, trees
+from torch_backend.agreement import join
 from torch_backend.backward import Reentered
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
+from torch_backend.reduction import Reduction, begun
+from torch_backend.replicas import Replicas
 from torch_backend.scan import fold_in_graph
 from torch_backend.transfer import moved
 
@@ -29,12 +32,21 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         window = _window(program, backend)
         args, kwargs = window.detached(args), _detached_kwargs(kwargs, window, backend)
         arguments = program.read(args, backend)
+        if window.replicas is not None:
+            cuts = _cuts(arguments, starts(_shared(arguments, program)))
+            return _fold_across(program, window, cuts, kwargs, arguments)
         if torch.compiler.is_compiling() and not arrays.in_transform() and all(map(arrays.is_array, arguments.state())):
             return fold_in_graph(program.bound(backend), arguments, _copied(arguments), kwargs)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
         return _fold(program, window, _cuts(arguments, starts(found)), kwargs)
 
     return fold
+
+
+def _shared(arguments: Arguments, program: Program) -> list[tuple[int, int]]:
+    """The groups of one replica's rows, which may be fewer than n, or none: others have more."""
+    rows = arguments.rows(least=0)
+    return groups(rows, program.n and min(program.n, rows), program.microbatch_size) if rows else []
 
 
 def _cuts(arguments: Arguments, found: Iterator[tuple[int, int]]) -> Iterator[_Microbatch]:
@@ -48,7 +60,10 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
         leading, kwargs = window.detached(leading, leading=True), _detached_kwargs(kwargs, window, backend)
-        return _fold(program, window, _items(program, window, leading, microbatches, backend), kwargs)
+        items = _items(program, window, leading, microbatches, backend)
+        if window.replicas is not None:
+            return _fold_across(program, window, items, kwargs, _unfed(program, leading, backend))
+        return _fold(program, window, items, kwargs)
 
     return fold
 
@@ -77,12 +92,12 @@ def _fold(
         stack.enter_context(window)
         for microbatch in microbatches:
             try:
-                state = _fold_one(program, window, microbatch, state, kwargs)
+                state = _fold_one(program, window, microbatch, state, kwargs, getattr(microbatches, "last", False))
             except Reentered:
                 stack.close()
                 window = window.again()
                 stack.enter_context(window)
-                state = _fold_one(program, window, microbatch, None, kwargs)
+                state = _fold_one(program, window, microbatch, None, kwargs, False)
             del microbatch  # so that no more than one is held
         assert state is not None
         return window.result(state)
@@ -94,10 +109,58 @@ def _fold_one(
     microbatch: _Microbatch,
     state: list[Any] | None,
     kwargs: dict[str, Any],
+    last: bool,
 ) -> list[Any]:
     arguments, cut, rows = microbatch
     args = cut(_copied(arguments) if state is None else state)
-    return window.fold(arguments, args, kwargs, program.weigh(arguments, args, rows))
+    return window.fold(arguments, args, kwargs, program.weigh(arguments, args, rows), last)
+
+
+class _Ahead:
+    """The micro-batches, one of them taken ahead, and whether the one that was given out is the `last`."""
+
+    def __init__(self, microbatches: Iterator[_Microbatch]):
+        self.microbatches = microbatches
+        self.next = next(microbatches, None)
+
+    @property
+    def last(self) -> bool:
+        return self.next is None
+
+    def __iter__(self) -> "_Ahead":
+        return self
+
+    def __next__(self) -> _Microbatch:
+        if self.next is None:
+            raise StopIteration
+        found, self.next = self.next, None
+        self.next = next(self.microbatches, None)
+        return found
+
+
+def _fold_across(
+    program: Program, window: "Engine | _Calls", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any],
+    arguments: Arguments,
+) -> Any:  # fmt: skip
+    """The same over all replicas; one that has no micro-batch takes part in the reduction. `arguments` are its own."""
+    assert window.replicas is not None
+    ahead = _Ahead(microbatches)
+    if ahead.next is not None:
+        return _fold(program, window, ahead, kwargs)
+    devices = [
+        leaf.device for part in arguments.parts for leaf in trees.flatten(part.value)[0] if arrays.is_array(leaf)
+    ]
+    bound = lambda value: program.bind(value, arguments)[0]
+    agreement = join(program, bound, devices[0] if devices else torch.device("cpu"), window.replicas)
+    buffers = Buffers(Layout(agreement.outputs))
+    state = Reduction(agreement, buffers, window.replicas, overlaps=False).finish(_copied(arguments))
+    return buffers.result(state)
+
+
+def _unfed(program: Program, leading: tuple[Any, ...], backend: Backend) -> Arguments:
+    """The arguments of a stream without any micro-batch, with None in its place."""
+    count = len(program.in_axes) if isinstance(program.in_axes, tuple | list) else len(leading)
+    return program.read((*leading, *[None] * (count - len(leading))), backend)
 
 
 def _detached_kwargs(kwargs: dict[str, Any], window: "Engine | _Calls", backend: Backend) -> Any:
@@ -109,24 +172,25 @@ def _window(program: Program, backend: Backend) -> "Engine | _Calls":
 
     Autograd cannot run in a torch.func transform, nor be traced by torch.compile.
     """
-    gradient = program.grad_fn
+    gradient, replicas = program.grad_fn, program.replicas(backend)
     if "not wrapped" not in program.compiled and check_no_wrapped_module_in(gradient):
         program.compiled["not wrapped"] = True
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
-        return Engine(program, gradient, backend)
-    return _Calls(program.bound(backend), backend)
+        return Engine(program, gradient, backend, replicas)
+    return _Calls(program.bound(backend), backend, replicas)
 
 
 class _Calls:
     """One window of any grad_fn: `fold` each micro-batch, then take the `result`."""
 
-    def __init__(self, program: Program, backend: Backend):
-        self.program, self.backend = program, backend
+    def __init__(self, program: Program, backend: Backend, replicas: Replicas | None = None):
+        self.program, self.backend, self.replicas = program, backend, replicas
         self.buffers: Buffers | None = None
+        self.reduction: Reduction | None = None
 
     def again(self) -> "_Calls":
         """A window to begin anew with."""
-        return _Calls(self.program, self.backend)
+        return _Calls(self.program, self.backend, self.replicas)
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
         """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
@@ -138,12 +202,16 @@ class _Calls:
     def __exit__(self, *error: Any) -> None:
         pass
 
-    def fold(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any) -> list[Any]:
+    def fold(
+        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, last: bool
+    ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         value = self.program.grad_fn(*args, **kwargs)
         if self.buffers is None:
             outputs, leaves = self.program.bind(value, arguments)
             self.buffers = Buffers(Layout(outputs))
+            if self.replicas is not None:
+                self.reduction = begun(self.program, self.buffers, leaves, weight, self.replicas)
         else:
             leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.steps + 1}")
         del value
@@ -154,6 +222,8 @@ class _Calls:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.buffers is not None
         with nullcontext() if self.buffers.pure else torch.no_grad():
+            if self.reduction is not None:
+                state = self.reduction.finish(state)
             return self.buffers.result(state)
 
 

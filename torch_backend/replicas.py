@@ -1,13 +1,158 @@
 """Replicas: what across= names, and whether they hold the same."""
 
+import hashlib
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from funcga.errors import FuncgaError
+from funcga.prefixes import leaf_paths
+from torch_backend import arrays, trees
+
+_WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The processes to merge over, and how gradients travel between them: pass it as `across=`.
+
+    group: a process group or a 1-D DeviceMesh.
+    bucket_bytes: the bytes of one all_reduce; it is launched while the last micro-batch's backward pass still runs.
+    wire_dtype: what gradients are sent as, such as torch.bfloat16, which halves the traffic and rounds what each
+        replica contributes to 8 bits. Default: as they are accumulated. Counts, weights and losses of other dtypes are
+        exact in any case.
+
+    Raises FuncgaError for what is no group of which this process is a member.
+
+    >>> step = funcga.accumulate(gradient, 8, across=torch_backend.Replicas(group, wire_dtype=torch.bfloat16))
+    """
+
+    group: Any
+    bucket_bytes: int = 4 * 2**20
+    wire_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", _group(self.group))
+        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
+            raise FuncgaError(f"bucket_bytes is {self.bucket_bytes!r}: it must be an int >= 1, such as 4 * 2**20.")
+        if self.wire_dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
+            raise FuncgaError(
+                f"wire_dtype is {self.wire_dtype!r}: gradients can be sent as torch.float32, torch.float64 or "
+                f"torch.bfloat16; None sends them as they are accumulated."
+            )
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Which of them this process is."""
+        return dist.get_rank(self.group)
+
+
+def _group(across: Any) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise FuncgaError(
+            "across= was given, and torch.distributed is not initialised. Start the processes with torchrun and call "
+            "torch.distributed.init_process_group() first; on one replica leave across out."
+        )
+    if isinstance(across, DeviceMesh):
+        if across.ndim != 1:
+            raise FuncgaError(
+                f"across= is a device mesh of {across.ndim} dimensions, {across.mesh_dim_names}. Name the one to merge "
+                f"over: across=mesh['dp']; or make one of several: mesh['dp', 'cp']._flatten()."
+            )
+        return across.get_group()
+    if across is dist.GroupMember.NON_GROUP_MEMBER:
+        raise FuncgaError("across= is a process group that this process is no member of: it has no part in the fold.")
+    if not isinstance(across, dist.ProcessGroup):
+        raise FuncgaError(
+            f"across= is {across!r}, and the arrays of the call are torch tensors. Give a process group, {_WRITE}."
+        )
+    return across
 
 
 def replicas_of(across: Any) -> Any:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
-    raise NotImplementedError
+    return across if isinstance(across, Replicas) else Replicas(across)
 
 
 def check_replicas(params: Any, across: Any) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
-    raise NotImplementedError
+    replicas = replicas_of(across)
+    paths, leaves = leaf_paths(params, trees, "params"), trees.flatten(params)[0]
+    found = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if arrays.is_array(leaf)]
+    check_alike({path: arrays.describe(leaf) for path, leaf in found}, replicas, "have different parameters")
+    digests = torch.stack([_digest(leaf) for _, leaf in found])
+    everyone = [torch.empty_like(digests) for _ in range(replicas.count)]
+    dist.all_gather(everyone, digests, group=replicas.group)
+    others = {
+        path: [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs[i], everyone[0][i])]
+        for i, (path, _) in enumerate(found)
+    }
+    differ = [f"`{path}` of rank {_several(ranks)}" for path, ranks in others.items() if ranks]
+    if differ:
+        raise FuncgaError(
+            f"the replicas start from different parameters: not as on rank 0 {'is' if len(differ) == 1 else 'are'} "
+            f"{'; '.join(differ[:4])}{f'; and {len(differ) - 4} more' if len(differ) > 4 else ''}. Send them around "
+            f"once before training: for p in params.values(): torch.distributed.broadcast(p, src=0, group=group)."
+        )
+
+
+def _several(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+_CHUNK = 2**20
+
+
+@torch.no_grad()
+def _digest(leaf: torch.Tensor) -> torch.Tensor:
+    """Two sums over the bits of an array, the second one weighted by the places, modulo 2**64: int64[2]."""
+    local = getattr(leaf, "to_local", lambda: leaf)().contiguous().flatten()
+    if local.is_complex():
+        local = torch.view_as_real(local).flatten()
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = local.view(kinds[local.dtype.itemsize])
+    total = torch.zeros(2, dtype=torch.int64, device=local.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        chunk = bits[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + chunk.numel(), device=local.device)
+        total += torch.stack([chunk.sum(), (chunk * (places * 0x9E3779B1 ^ places)).sum()])
+    return total
+
+
+def gathered(mine: Any, replicas: Replicas) -> list[Any]:
+    """What each replica has said, in their order: any objects that can be pickled."""
+    said: list[Any] = [None] * replicas.count
+    dist.all_gather_object(said, mine, group=replicas.group)
+    return said
+
+
+def check_alike(mine: dict[str, str] | None, replicas: Replicas, problem: str) -> None:
+    """Raises FuncgaError on every replica if two of them describe differently what stands at a path.
+
+    `mine` has a description for every path; it is None on a replica that has nothing to say.
+    """
+    digest = None if mine is None else hashlib.sha256(repr([*mine.items()]).encode()).hexdigest()
+    if len({*gathered(digest, replicas)} - {None}) <= 1:
+        return
+    speakers = [(rank, theirs) for rank, theirs in enumerate(gathered(mine, replicas)) if theirs is not None]
+    first, like = speakers[0]
+    for rank, theirs in speakers[1:]:
+        differ = [path for path in {**like, **theirs} if like.get(path) != theirs.get(path)]
+        if not differ and [*like] == [*theirs]:
+            continue
+        listed = [
+            f"`{path}` is {like.get(path, 'missing')} on rank {first} and {theirs.get(path, 'missing')} on rank {rank}"
+            for path in differ
+        ] or [f"rank {rank} has the leaves of rank {first} in another order"]
+        raise FuncgaError(
+            f"the replicas {problem}: {'; '.join(listed[:4])}{f'; and {len(listed) - 4} more' if listed[4:] else ''}. "
+            f"They are merged leaf by leaf: build the model, the batch and the fold alike on every rank."
+        )

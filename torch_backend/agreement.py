@@ -1,0 +1,121 @@
+"""The agreement of the replicas: before the first reduction they compare what they fold.
+
+Only torch has this file: in JAX one program describes all replicas.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from funcga import normalizers, reducers
+from funcga.errors import FuncgaError
+from funcga.outputs import Outputs
+from funcga.program import Program
+from torch_backend import arrays, trees
+from torch_backend.buckets import Plan, planned
+from torch_backend.buffers import Layout, power_below
+from torch_backend.replicas import Replicas, check_alike, gathered
+
+
+class Agreement(NamedTuple):
+    """What every replica folds, how it travels, and the unit that weighted sums travel in."""
+
+    outputs: Outputs
+    plan: Plan
+    unit: float
+
+
+def agree(
+    program: Program, outputs: Outputs, leaves: Sequence[Any], weight: Any, layout: Layout, replicas: Replicas
+) -> Agreement:
+    """The Agreement on outputs like these, made once for each structure.
+
+    `leaves` are those of grad_fn's output, or what they are like. Raises FuncgaError on every replica if they differ.
+    """
+    known: Agreement | None = program.compiled.get("agreed")
+    if known is not None and (outputs is known.outputs or _same(outputs, known.outputs)):
+        return known
+    devices = [arrays.as_array(leaves[i]).device for i in outputs.reduced]
+    kinds = zip(outputs.folds, outputs.shapes, outputs.dtypes, strict=True)
+    # a tree of numbers, as a tree's structure alone does not pickle well
+    structure = outputs.structure_of(range(len(outputs.folds))), [None if f is None else kind for f, *kind in kinds]
+    unit = _compare(_description(outputs, replicas), weight, structure, replicas)[0]
+    return _remembered(program, outputs, devices, unit, layout, replicas)
+
+
+def join(program: Program, like: Callable[[Any], Outputs], device: torch.device, replicas: Replicas) -> Agreement:
+    """The Agreement of the others, for a replica that has nothing to fold; `like(value)` binds values like theirs."""
+    known: Agreement | None = program.compiled.get("agreed")
+    if known is not None:
+        return known
+    unit, structure = _compare(None, 0, None, replicas)
+    skeleton, kinds = structure
+    leaves = [None if kind is None else torch.empty(kind[0], dtype=kind[1], device=device) for kind in kinds]
+    outputs = like(trees.unflatten(trees.flatten(skeleton)[1], leaves))
+    return _remembered(program, outputs, [device] * len(outputs.reduced), unit, Layout(outputs), replicas)
+
+
+def _remembered(
+    program: Program, outputs: Outputs, devices: Sequence[torch.device], unit: float, layout: Layout, replicas: Replicas
+) -> Agreement:
+    shapes = [outputs.shapes[i] for i in outputs.reduced]
+    found = Agreement(outputs, planned(layout, shapes, devices, replicas.bucket_bytes), unit)
+    program.compiled["agreed"] = found
+    return found
+
+
+def _compare(description: Any, weight: Any, structure: Any, replicas: Replicas) -> tuple[float, Any]:
+    """The unit to travel in, and the structure of the first that has one, which is sent where one has none."""
+    unit = 1.0 if isinstance(weight, torch.Tensor) else float(weight)
+    said = gathered(None if description is None else unit, replicas)
+    speakers = [rank for rank, theirs in enumerate(said) if theirs is not None]
+    if not speakers:
+        raise FuncgaError(
+            "no replica has a micro-batch to fold, and so nobody knows the structure to return. Check the loaders, or "
+            "that a generator was not used up before."
+        )
+    check_alike(description, replicas, "fold different structures")
+    if len(speakers) < replicas.count:
+        sent = [structure]
+        source = dist.get_global_rank(replicas.group, speakers[0])
+        dist.broadcast_object_list(sent, src=source, group=replicas.group)
+        structure = sent[0]
+    units = {theirs for theirs in said if theirs}
+    return (units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0), structure
+
+
+def _same(a: Outputs, b: Outputs) -> bool:
+    alike = a.structure == b.structure and a.dtypes == b.dtypes and a.threads == b.threads
+    return alike and all(_shape(a, i) == _shape(b, i) for i in range(len(a.shapes)))
+
+
+def _shape(outputs: Outputs, i: int) -> Any:
+    """The shape of a leaf, without the rows of one that is collected."""
+    fold, shape = outputs.folds[i], outputs.shapes[i]
+    axis = None if fold is None else fold.fold.reducer.monoid.axis
+    if axis is None or shape is None:
+        return shape
+    return *shape[: axis % len(shape)], "rows", *shape[axis % len(shape) + 1 :]
+
+
+def _description(outputs: Outputs, replicas: Replicas) -> dict[str, str]:
+    found = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as {replicas.wire_dtype or 'accumulated'}"}
+    for i, (path, fold) in enumerate(zip(outputs.paths, outputs.folds, strict=True)):
+        if fold is None:
+            found[path] = "None" if i not in outputs.threads else "an object"
+            continue
+        reducer, normalizer = fold.fold.reducer, fold.fold.normalizer
+        shape = ", ".join(map(str, _shape(outputs, i) or ()))
+        dtypes = [str(d).removeprefix("torch.") for d in (outputs.dtypes[i], fold.accumulator_dtype, fold.result_dtype)]
+        names = _name(reducers, reducer.lift, "lift"), _name(normalizers, normalizer.apply, "apply")
+        summed = "" if dtypes[0] == dtypes[1] == dtypes[2] else f" summed as {dtypes[1]} to {dtypes[2]}"
+        found[path] = f"{dtypes[0]}[{shape}]{summed} ({', '.join(names)})"
+    return found
+
+
+def _name(module: Any, function: Any, attribute: str) -> str:
+    """The stock part of a fold that has this function, else the function's own name."""
+    found = [name for name, part in vars(module).items() if getattr(part, attribute, None) is function]
+    return found[0] if found else getattr(function, "__qualname__", repr(function))

@@ -1,0 +1,251 @@
+"""The reduction of one window: what has been folded here becomes what has been folded on all replicas.
+
+Only torch has this file: in JAX it is a psum after the loop.
+
+Sums are accumulated in the buckets themselves. While the last micro-batch's backward pass runs, a bucket is sent as
+soon as it and those before it are complete, so that all replicas send in one order. The counts, and what is small and
+no sum of the buckets' dtype, ride in the tail of the last one. What is large and no sum is gathered, and combined in
+the order of the replicas.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from funcga import tally
+from funcga.program import Program
+from torch_backend import arrays, tail
+from torch_backend.agreement import Agreement, agree
+from torch_backend.buckets import view
+from torch_backend.buffers import Buffers
+from torch_backend.replicas import Replicas
+from torch_backend.tail import Field
+
+
+class Reduction:
+    """Merges the buffers of one window over the replicas, once.
+
+    `overlaps`: a bucket is sent as soon as its leaves are `ready`; else all of them are sent by `finish`.
+    """
+
+    def __init__(self, agreement: Agreement, buffers: Buffers, replicas: Replicas, overlaps: bool):
+        self.plan, self.unit = agreement.plan, agreement.unit
+        self.outputs, self.buffers, self.replicas = buffers.outputs, buffers, replicas
+        self.bucket_of = self.plan.bucket_of() if overlaps else {}
+        self.missing = [{slot.place for slot in bucket.slots} for bucket in self.plan.buckets]
+        self.sent: list[tuple[Any, torch.Tensor]] = []
+        self.small = {k: self._identity(k) for k in self.plan.small}
+        self.fields = [
+            Field(torch.Size([2 + len(self.outputs.collected)]), torch.int64),
+            Field(torch.Size([]), torch.float64),
+        ]
+        self.fields += [Field(part.shape, part.dtype) for held in self.small.values() for part in _parts(held)]
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Makes the buckets, and accumulators of their views."""
+        width = sum(field.nbytes for field in self.fields)
+        extra = [0] * (len(self.plan.buckets) - 1) + [self.replicas.count * width]
+        self.flats = [
+            torch.zeros(bucket.length + more, dtype=bucket.dtype, device=bucket.device)
+            for bucket, more in zip(self.plan.buckets, extra, strict=True)
+        ]
+        self.tail = self.flats[-1][self.plan.buckets[-1].length :].view(self.replicas.count, width)
+        lifts, folds = self.buffers.layout.lifts, self.buffers.folds
+        self.views = {
+            slot.place: view(flat, slot, self._shape(slot.place), folds[slot.place].accumulator_dtype)
+            for bucket, flat in zip(self.plan.buckets, self.flats, strict=True)
+            for slot in bucket.slots
+        }
+        for k, accumulator in self.views.items():
+            if lifts[k] is not None:
+                self.buffers.reduced[k] = accumulator
+
+    def _shape(self, k: int) -> Any:
+        return self.outputs.shapes[self.outputs.reduced[k]]
+
+    def _identity(self, k: int) -> Any:
+        dtype = self.outputs.dtypes[self.outputs.reduced[k]]
+        return self.buffers.folds[k].identity(torch.zeros(self._shape(k), dtype=dtype, device=self._device))
+
+    @property
+    def _device(self) -> torch.device:
+        return self.plan.buckets[-1].device
+
+    def ready(self, k: int) -> None:
+        """Says that nothing more will be added to a leaf. The last bucket waits for the counts in any case."""
+        bucket = self.bucket_of.get(k)
+        if bucket is not None:
+            self.missing[bucket].discard(k)
+            while len(self.sent) < len(self.flats) - 1 and not self.missing[len(self.sent)]:
+                self._send()
+
+    def finish(self, state: list[Any]) -> list[Any]:
+        """Sends the rest, and waits: the buffers are then those of all replicas.
+
+        Returns the state to be threaded on: that of the last replica that folded anything.
+        """
+        others = (*self.plan.small, *self.plan.large)
+        for k in others:
+            if self.buffers.reduced[k] is None:
+                self.buffers.reduced[k] = self._identity(k)
+        self._rescale(others)
+        self._write_tail()
+        with _explained():
+            while len(self.sent) < len(self.flats):
+                self._send()
+            for (work, sent), flat in zip(self.sent, self.flats, strict=True):
+                work.wait()
+                if sent is not flat:
+                    flat.copy_(sent)
+            counts = self._read_tail()
+            for k in self.plan.large:
+                self._combine(k, self._gathered([*_parts(self.buffers.reduced[k])]))
+            self._collect(counts)
+            return self._state(state, counts)
+
+    def _send(self) -> None:
+        bucket, flat = self.plan.buckets[len(self.sent)], self.flats[len(self.sent)]
+        reduced = self.buffers.reduced
+        for k in [slot.place for slot in bucket.slots]:
+            if reduced[k] is not self.views[k] and reduced[k] is not None:
+                self.views[k].copy_(reduced[k])
+            reduced[k] = self.views[k]
+        self._rescale([slot.place for slot in bucket.slots])
+        wire = self.replicas.wire_dtype if flat.is_floating_point() else None
+        sent = flat if wire is None else flat.to(wire)
+        self.sent.append((dist.all_reduce(sent, group=self.replicas.group, async_op=True), sent))
+
+    def _rescale(self, places: Sequence[int]) -> None:
+        """Takes weighted sums to the unit of all replicas."""
+        factor = (self.buffers.unit or self.unit) / self.unit
+        if factor != 1 and places:
+            chosen = {*places}
+            held = [self.buffers.reduced[k] for k in self.buffers.layout.scaled if k in chosen]
+            if held:
+                torch._foreach_mul_(held, factor)
+
+    def _write_tail(self) -> None:
+        buffers, host = self.buffers, self.buffers.weight
+        whole = isinstance(host, int)
+        rows = [_rows(buffers.collected[i], self._axis(i)) for i in self.outputs.collected]
+        counts = torch.tensor([buffers.steps, host if whole else 0, *rows], device=self._device)
+        real = torch.tensor(0 if whole else host, dtype=torch.float64, device=self._device)
+        if buffers.counted is not None:
+            counted = buffers.counted.weight[0].to(self._device)
+            if counted.is_floating_point():
+                real += counted
+            else:
+                counts[1] += counted
+        small = [part for k in self.plan.small for part in _parts(buffers.reduced[k])]
+        tail.write(self.tail, self.replicas.rank, [counts, real, *small])
+
+    def _read_tail(self) -> torch.Tensor:
+        """Takes in what the others have counted, and their small leaves. Returns the counts, int64[replicas, ...]."""
+        said = tail.read(self.tail, self.fields)
+        counts = torch.stack([values[0] for values in said])
+        real = torch.stack([values[1] for values in said]).sum()
+        buffers, start = self.buffers, 2
+        buffers.unit = self.unit
+        if self._device.type == "cpu":
+            (buffers.steps, whole), part = counts[:, :2].sum(0).tolist(), real.item()
+            buffers.weight, buffers.counted = whole + part if part else whole, None
+        else:
+            total = real + counts[:, 1].sum()
+            buffers.weight, buffers.steps = 0, 0
+            buffers.counted = tally.Tally((total,), counts[:, 0].sum())
+        for k, held in self.small.items():
+            end = start + len(_parts(held))
+            self._combine(k, [values[start:end] for values in said])
+            start = end
+        return counts
+
+    def _combine(self, k: int, said: list[list[torch.Tensor]]) -> None:
+        """Makes a leaf what its parts from all replicas, in their order, are together."""
+        is_tuple = isinstance(self.buffers.reduced[k], tuple)
+        lifted = [tuple(parts) if is_tuple else parts[0] for parts in said]
+        self.buffers.reduced[k] = reduce(self.buffers.folds[k].combine, lifted)
+
+    def _gathered(self, parts: list[torch.Tensor], rows: list[list[int]] | None = None) -> list[list[torch.Tensor]]:
+        """These arrays from each replica; `rows` says for each replica how many rows of each it has, if they differ."""
+        count, group = self.replicas.count, self.replicas.group
+        rows = [[len(part) if part.ndim else 1 for part in parts]] * count if rows is None else rows
+        fields = [
+            [
+                Field(torch.Size([n, *part.shape[1:]] if part.ndim else []), part.dtype)
+                for n, part in zip(mine, parts, strict=True)
+            ]
+            for mine in rows
+        ]
+        lengths = [sum(field.nbytes for field in mine) for mine in fields]
+        sent = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
+        own = torch.cat([tail.as_bytes(part) for part in parts])
+        sent[: own.numel()] = own
+        said = [torch.empty_like(sent) for _ in range(count)]
+        dist.all_gather(said, sent, group=group)
+        return [tail.split(data, mine) for data, mine in zip(said, fields, strict=True)]
+
+    def _collect(self, counts: torch.Tensor) -> None:
+        """Makes of what was collected the rows of all replicas, in their order."""
+        places = self.outputs.collected
+        if not places:
+            return
+        own = []
+        for i in places:
+            chunks, axis = self.buffers.collected[i], self._axis(i)
+            shape = [*(self.outputs.shapes[i] or ())]
+            shape[axis] = 0
+            empty = torch.zeros(shape, dtype=self.outputs.dtypes[i], device=self._device)
+            own.append(torch.cat([empty, *chunks], dim=axis).movedim(axis, 0))
+        said = self._gathered(own, counts[:, 2:].tolist())
+        for k, i in enumerate(places):
+            self.buffers.collected[i] = [parts[k].movedim(0, self._axis(i)) for parts in said]
+
+    def _axis(self, i: int) -> int:
+        fold = self.outputs.folds[i]
+        assert fold is not None
+        return (fold.fold.reducer.monoid.axis or 0) % len(self.outputs.shapes[i] or (0,))
+
+    def _state(self, state: list[Any], counts: torch.Tensor) -> list[Any]:
+        held = [leaf for leaf in state if arrays.is_array(leaf)]
+        if not held:
+            return state
+        folded = [rank for rank, steps in enumerate(counts[:, 0].tolist()) if steps]
+        sent = torch.cat([tail.as_bytes(leaf) for leaf in held])
+        if folded:
+            source = dist.get_global_rank(self.replicas.group, folded[-1])
+            dist.broadcast(sent, src=source, group=self.replicas.group)
+        found = iter(tail.split(sent, [Field(leaf.shape, leaf.dtype) for leaf in held]))
+        return [next(found) if arrays.is_array(leaf) else leaf for leaf in state]
+
+
+def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], weight: Any, replicas: Replicas) -> Reduction:
+    """The Reduction of a window whose first micro-batch has given these leaves, with this weight."""
+    known = "agreed" in program.compiled
+    agreement = agree(program, buffers.outputs, leaves, weight, buffers.layout, replicas)
+    return Reduction(agreement, buffers, replicas, overlaps=known)
+
+
+def _parts(lifted: Any) -> Sequence[Any]:
+    return lifted if isinstance(lifted, tuple) else (lifted,)
+
+
+def _rows(chunks: list[torch.Tensor], axis: int) -> int:
+    return sum(chunk.shape[axis] for chunk in chunks)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """A context that says of an error in a collective what it means."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(
+            "funcga: the replicas could not be merged. One of them has died, has raised an error of its own, or did "
+            "not call the step within the group's timeout; see what the other processes say."
+        )
+        raise
