@@ -3,6 +3,7 @@
 import atexit
 import datetime
 import multiprocessing
+import shutil
 import tempfile
 import time
 import traceback
@@ -50,11 +51,11 @@ class Processes:
 
     def __init__(self, world):
         self.world, self.workers = world, []
-        self.folder = tempfile.TemporaryDirectory()
 
     def start(self):
         context = multiprocessing.get_context("spawn")
-        path = str(Path(self.folder.name) / f"store{time.monotonic_ns()}")
+        self.folder = tempfile.mkdtemp()
+        path = str(Path(self.folder) / "store")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.world, path), daemon=True)
@@ -90,6 +91,8 @@ class Processes:
             pipe.close()
             process.kill()
             process.join()
+        if self.workers:
+            shutil.rmtree(self.folder)
         self.workers = []
 
 

@@ -68,7 +68,7 @@ def _group(across: Any) -> dist.ProcessGroup:
                 f"over: across=mesh['dp']; or make one of several: mesh['dp', 'cp']._flatten()."
             )
         return across.get_group()
-    if across is dist.GroupMember.NON_GROUP_MEMBER:
+    if type(across) is int and across == dist.GroupMember.NON_GROUP_MEMBER:
         raise FuncgaError("across= is a process group that this process is no member of: it has no part in the fold.")
     if not isinstance(across, dist.ProcessGroup):
         raise FuncgaError(
