@@ -16,7 +16,7 @@ from funcga.backend import Arrays, Gradients, Loop, Replicas, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
-TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.gradients", "funcga.leaves", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
+TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
          "funcga.program", "funcga.reducers", "funcga.tally", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
@@ -122,6 +122,8 @@ def test_one_framework_is_enough(missing, call):
 # Files and names that only one backend has, each with its reason.
 ALONE = {
     "agreement": "torch replicas are processes, which can differ; in JAX one program describes all of them",
+    "comparison": "the same: torch replicas may have to ask each other what they have",
+    "placements": "torch has arrays over several devices as a type of their own; in JAX every array may be one",
     "buckets": "torch sends pieces of memory that it lays out; XLA lays out what a collective sends",
     "reduction": "torch sends while it computes; in JAX a psum stands after the loop",
     "tail": "torch reduces one dtype at a time; XLA takes several",

@@ -16,15 +16,22 @@ from funcga.program import Program
 from torch_backend import arrays, trees
 from torch_backend.buckets import Plan, planned
 from torch_backend.buffers import Layout, power_below
-from torch_backend.replicas import Replicas, check_alike, gathered
+from torch_backend.comparison import check_alike, gathered
+from torch_backend.placements import is_placed, local
+from torch_backend.replicas import Replicas
 
 
 class Agreement(NamedTuple):
-    """What every replica folds, how it travels, and the unit that weighted sums travel in."""
+    """What every replica folds, how it travels, and the unit that weighted sums travel in.
+
+    `shapes` are those of what a process holds of each reduced leaf; `placed` are those that lie on several devices.
+    """
 
     outputs: Outputs
     plan: Plan
     unit: float
+    shapes: tuple[Any, ...]
+    placed: frozenset[int]
 
 
 def agree(
@@ -37,12 +44,12 @@ def agree(
     known: Agreement | None = program.compiled.get("agreed")
     if known is not None and (outputs is known.outputs or _same(outputs, known.outputs)):
         return known
-    devices = [arrays.as_array(leaves[i]).device for i in outputs.reduced]
+    likes = [arrays.as_array(leaves[i]) for i in outputs.reduced]
     kinds = zip(outputs.folds, outputs.shapes, outputs.dtypes, strict=True)
     # a tree of numbers, as a tree's structure alone does not pickle well
     structure = outputs.structure_of(range(len(outputs.folds))), [None if f is None else kind for f, *kind in kinds]
     unit = _compare(_description(outputs, replicas), weight, structure, replicas)[0]
-    return _remembered(program, outputs, devices, unit, layout, replicas)
+    return _remembered(program, outputs, likes, unit, layout, replicas)
 
 
 def join(program: Program, like: Callable[[Any], Outputs], device: torch.device, replicas: Replicas) -> Agreement:
@@ -54,14 +61,17 @@ def join(program: Program, like: Callable[[Any], Outputs], device: torch.device,
     skeleton, kinds = structure
     leaves = [None if kind is None else torch.empty(kind[0], dtype=kind[1], device=device) for kind in kinds]
     outputs = like(trees.unflatten(trees.flatten(skeleton)[1], leaves))
-    return _remembered(program, outputs, [device] * len(outputs.reduced), unit, Layout(outputs), replicas)
+    likes = [leaves[i] for i in outputs.reduced]
+    return _remembered(program, outputs, likes, unit, Layout(outputs), replicas)
 
 
 def _remembered(
-    program: Program, outputs: Outputs, devices: Sequence[torch.device], unit: float, layout: Layout, replicas: Replicas
+    program: Program, outputs: Outputs, likes: Sequence[Any], unit: float, layout: Layout, replicas: Replicas
 ) -> Agreement:
-    shapes = [outputs.shapes[i] for i in outputs.reduced]
-    found = Agreement(outputs, planned(layout, shapes, devices, replicas.bucket_bytes), unit)
+    shapes = tuple([tuple(local(like).shape) for like in likes])
+    plan = planned(layout, shapes, [like.device for like in likes], replicas.bucket_bytes)
+    placed = frozenset([k for k, like in enumerate(likes) if is_placed(like)])
+    found = Agreement(outputs, plan, unit, shapes, placed)
     program.compiled["agreed"] = found
     return found
 
@@ -69,14 +79,14 @@ def _remembered(
 def _compare(description: Any, weight: Any, structure: Any, replicas: Replicas) -> tuple[float, Any]:
     """The unit to travel in, and the structure of the first that has one, which is sent where one has none."""
     unit = 1.0 if isinstance(weight, torch.Tensor) else float(weight)
-    said = gathered(None if description is None else unit, replicas)
+    said = gathered(None if description is None else unit, replicas.group)
     speakers = [rank for rank, theirs in enumerate(said) if theirs is not None]
     if not speakers:
         raise FuncgaError(
             "no replica has a micro-batch to fold, and so nobody knows the structure to return. Check the loaders, or "
             "that a generator was not used up before."
         )
-    check_alike(description, replicas, "fold different structures")
+    check_alike(description, replicas.group, "fold different structures")
     if len(speakers) < replicas.count:
         sent = [structure]
         source = dist.get_global_rank(replicas.group, speakers[0])

@@ -19,6 +19,7 @@ from torch.autograd.graph import _engine_run_backward  # the public one spends 3
 
 from funcga.errors import FuncgaError
 from torch_backend.buffers import Buffers
+from torch_backend.placements import is_placed
 
 _NOTHING = nullcontext()
 _Ready = Callable[[int], None]
@@ -39,7 +40,9 @@ class Backward:
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
         self.restricted = restricted
         layout = buffers.layout
-        self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
+        hooked = {i for i in layout.given_scaled + layout.given_plain if self._needs_hook(i)}
+        self.others = [*layout.given_others, *hooked]
+        self.scaled, self.plain = ([i for i in p if i not in hooked] for p in (layout.given_scaled, layout.given_plain))
         others, plain, places = {*self.others}, {*self.plain}, layout.places
         # (leaf, its place among what is reduced, whether it is added whatever the weight)
         self.sums = [(leaf, places[i], i in plain) for i, leaf in leaves.items() if i not in others]
@@ -60,6 +63,11 @@ class Backward:
         self._attach(True)
         self._written = sum(map(_VERSION, self.inputs))
         self.settle()
+
+    def _needs_hook(self, i: int) -> bool:
+        """Whether a sum that had zeros to begin with would have to be reduced at every addition."""
+        dtype = self.buffers.folds[self.buffers.layout.places[i]].accumulator_dtype
+        return i in self.leaves and is_placed(self.leaves[i]) and self.leaves[i].dtype != dtype
 
     def _attach(self, scaled: bool) -> None:
         """Lets autograd add to the accumulators, to those of weighted sums only if `scaled`."""

@@ -3,6 +3,7 @@
 Only torch has this file: XLA lays out what a collective sends.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def planned(layout: Layout, shapes: Sequence[Any], devices: Sequence[torch.devic
     for key in main[1:]:
         if sizes[key] * key[0].itemsize <= _SMALL:
             others += groups.pop(key)
-    small = [k for k in others if torch.Size(shapes[k]).numel() * layout.folds[k].accumulator_dtype.itemsize <= _SMALL]
+    small = [k for k in others if math.prod(shapes[k]) * layout.folds[k].accumulator_dtype.itemsize <= _SMALL]
     buckets = [b for key in main if key in groups for b in _cut(key, groups[key], layout, shapes, bucket_bytes)]
     if not buckets:
         buckets = [Bucket(torch.float32, devices[0] if devices else torch.device("cpu"), (), 0)]
@@ -76,7 +77,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 def _elements(shape: Any, layout: Layout, k: int) -> int:
-    return torch.Size(shape).numel() * (2 if layout.folds[k].accumulator_dtype.is_complex else 1)
+    return int(math.prod(shape)) * (2 if layout.folds[k].accumulator_dtype.is_complex else 1)
 
 
 def _cut(key: Any, places: list[int], layout: Layout, shapes: Sequence[Any], bucket_bytes: int) -> Iterator[Bucket]:

@@ -4,7 +4,7 @@ Only torch has this file: XLA updates the carry of a loop in place by itself.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from funcga import normalizers, reducers, tally
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from torch_backend import arrays
+from torch_backend.placements import is_placed, settled
 
 
 class Layout:
@@ -205,6 +206,12 @@ class Buffers:
             self.reduced[k] = (
                 masked.mul_(factor) if self.reduced[k] is None else self.reduced[k].addcmul_(masked, factor)
             )
+
+    def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
+        """Reduces what lies on the devices of a mesh as sums that are not done yet, to where `likes` lie."""
+        for k, value in enumerate(self.reduced):
+            if is_placed(value) or isinstance(value, tuple):
+                self.reduced[k] = settled(value, likes.get(k))
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""

@@ -100,6 +100,7 @@ class Engine:
         """The normalised result, in the structure of grad_fn's output."""
         self.backward.release()
         self.watch.check()
+        self.buffers.settle({self.plan.layout.places[i]: leaf for i, leaf in self.backward.leaves.items()})
         if self.reduction is not None:
             state = self.reduction.finish(state)
         return self.buffers.result(state)

@@ -8,6 +8,7 @@ import torch
 
 from funcga.arguments import Arguments, groups, starts
 from funcga.backend import Backend
+from funcga.folds import Fold
 from funcga.gradients import GradientFunction
 from funcga.program import Program
 from torch_backend import arrays, trees
@@ -16,6 +17,7 @@ from torch_backend.backward import Reentered
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
+from torch_backend.placements import by_devices
 from torch_backend.reduction import Reduction, begun
 from torch_backend.replicas import Replicas
 from torch_backend.scan import fold_in_graph
@@ -32,26 +34,34 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         window = _window(program, backend)
         args, kwargs = window.detached(args), _detached_kwargs(kwargs, window, backend)
         arguments = program.read(args, backend)
-        if window.replicas is not None:
-            cuts = _cuts(arguments, starts(_shared(arguments, program)))
-            return _fold_across(program, window, cuts, kwargs, arguments)
         if torch.compiler.is_compiling() and not arrays.in_transform() and all(map(arrays.is_array, arguments.state())):
             return fold_in_graph(program.bound(backend), arguments, _copied(arguments), kwargs)
-        found = groups(arguments.rows(), program.n, program.microbatch_size)
-        return _fold(program, window, _cuts(arguments, starts(found)), kwargs)
+        cuts = _cuts(program, arguments, least=1 if window.replicas is None else 0)
+        if window.replicas is None:
+            return _fold(program, window, cuts, kwargs)
+        return _fold_across(program, window, cuts, kwargs, arguments)
 
     return fold
 
 
-def _shared(arguments: Arguments, program: Program) -> list[tuple[int, int]]:
-    """The groups of one replica's rows, which may be fewer than n, or none: others have more."""
-    rows = arguments.rows(least=0)
-    return groups(rows, program.n and min(program.n, rows), program.microbatch_size) if rows else []
+def _cuts(program: Program, arguments: Arguments, least: int) -> Iterator[_Microbatch]:
+    """The micro-batches; with `least` 0 there may be fewer rows than n, or none: other replicas have more."""
+    rows = arguments.rows(least)
+    keeps_order = arguments.state() or any(f.reducer.monoid.axis is not None for f in _folds(program))
+    placed, devices = (arguments, 1) if keeps_order else by_devices(arguments)
+    rows, size = rows // devices, program.microbatch_size
+    n = program.n if least or program.n is None else min(program.n, rows)
+    found = groups(rows, n, None if size is None else max(1, size // devices)) if rows else []
+    return _each(placed, starts(found), devices)
 
 
-def _cuts(arguments: Arguments, found: Iterator[tuple[int, int]]) -> Iterator[_Microbatch]:
+def _folds(program: Program) -> list[Fold]:
+    return [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
+
+
+def _each(arguments: Arguments, found: Iterator[tuple[int, int]], devices: int) -> Iterator[_Microbatch]:
     for start, size in found:
-        yield arguments, lambda state, a=start, b=size: arguments.cut(a, b, state), lambda b=size: b  # type: ignore[misc]
+        yield arguments, lambda state, a=start, b=size: arguments.cut(a, b, state), lambda b=size: b * devices  # type: ignore[misc]
 
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -222,6 +232,7 @@ class _Calls:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.buffers is not None
         with nullcontext() if self.buffers.pure else torch.no_grad():
+            self.buffers.settle({})
             if self.reduction is not None:
                 state = self.reduction.finish(state)
             return self.buffers.result(state)

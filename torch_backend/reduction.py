@@ -22,6 +22,7 @@ from torch_backend import arrays, tail
 from torch_backend.agreement import Agreement, agree
 from torch_backend.buckets import view
 from torch_backend.buffers import Buffers
+from torch_backend.placements import local, rewrapped
 from torch_backend.replicas import Replicas
 from torch_backend.tail import Field
 
@@ -33,7 +34,7 @@ class Reduction:
     """
 
     def __init__(self, agreement: Agreement, buffers: Buffers, replicas: Replicas, overlaps: bool):
-        self.plan, self.unit = agreement.plan, agreement.unit
+        self.plan, self.unit, self.shapes, self.placed = agreement.plan, *agreement[2:]
         self.outputs, self.buffers, self.replicas = buffers.outputs, buffers, replicas
         self.bucket_of = self.plan.bucket_of() if overlaps else {}
         self.missing = [{slot.place for slot in bucket.slots} for bucket in self.plan.buckets]
@@ -57,20 +58,17 @@ class Reduction:
         self.tail = self.flats[-1][self.plan.buckets[-1].length :].view(self.replicas.count, width)
         lifts, folds = self.buffers.layout.lifts, self.buffers.folds
         self.views = {
-            slot.place: view(flat, slot, self._shape(slot.place), folds[slot.place].accumulator_dtype)
+            slot.place: view(flat, slot, self.shapes[slot.place], folds[slot.place].accumulator_dtype)
             for bucket, flat in zip(self.plan.buckets, self.flats, strict=True)
             for slot in bucket.slots
         }
         for k, accumulator in self.views.items():
-            if lifts[k] is not None:
+            if lifts[k] is not None and k not in self.placed:
                 self.buffers.reduced[k] = accumulator
-
-    def _shape(self, k: int) -> Any:
-        return self.outputs.shapes[self.outputs.reduced[k]]
 
     def _identity(self, k: int) -> Any:
         dtype = self.outputs.dtypes[self.outputs.reduced[k]]
-        return self.buffers.folds[k].identity(torch.zeros(self._shape(k), dtype=dtype, device=self._device))
+        return self.buffers.folds[k].identity(torch.zeros(self.shapes[k], dtype=dtype, device=self._device))
 
     @property
     def _device(self) -> torch.device:
@@ -90,6 +88,9 @@ class Reduction:
         Returns the state to be threaded on: that of the last replica that folded anything.
         """
         others = (*self.plan.small, *self.plan.large)
+        likes = {k: self.buffers.reduced[k] for k in self.placed}
+        for k, like in likes.items():
+            self.buffers.reduced[k] = local(like)
         for k in others:
             if self.buffers.reduced[k] is None:
                 self.buffers.reduced[k] = self._identity(k)
@@ -106,7 +107,10 @@ class Reduction:
             for k in self.plan.large:
                 self._combine(k, self._gathered([*_parts(self.buffers.reduced[k])]))
             self._collect(counts)
-            return self._state(state, counts)
+            state = self._state(state, counts)
+        for k, like in likes.items():
+            self.buffers.reduced[k] = rewrapped(self.buffers.reduced[k], like)
+        return state
 
     def _send(self) -> None:
         bucket, flat = self.plan.buckets[len(self.sent)], self.flats[len(self.sent)]

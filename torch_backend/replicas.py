@@ -1,6 +1,5 @@
 """Replicas: what across= names, and whether they hold the same."""
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
+from torch_backend.comparison import check_alike
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
 
@@ -87,7 +87,7 @@ def check_replicas(params: Any, across: Any) -> None:
     replicas = replicas_of(across)
     paths, leaves = leaf_paths(params, trees, "params"), trees.flatten(params)[0]
     found = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if arrays.is_array(leaf)]
-    check_alike({path: arrays.describe(leaf) for path, leaf in found}, replicas, "have different parameters")
+    check_alike({path: arrays.describe(leaf) for path, leaf in found}, replicas.group, "have different parameters")
     digests = torch.stack([_digest(leaf) for _, leaf in found])
     everyone = [torch.empty_like(digests) for _ in range(replicas.count)]
     dist.all_gather(everyone, digests, group=replicas.group)
@@ -125,34 +125,3 @@ def _digest(leaf: torch.Tensor) -> torch.Tensor:
         places = torch.arange(start + 1, start + 1 + chunk.numel(), device=local.device)
         total += torch.stack([chunk.sum(), (chunk * (places * 0x9E3779B1 ^ places)).sum()])
     return total
-
-
-def gathered(mine: Any, replicas: Replicas) -> list[Any]:
-    """What each replica has said, in their order: any objects that can be pickled."""
-    said: list[Any] = [None] * replicas.count
-    dist.all_gather_object(said, mine, group=replicas.group)
-    return said
-
-
-def check_alike(mine: dict[str, str] | None, replicas: Replicas, problem: str) -> None:
-    """Raises FuncgaError on every replica if two of them describe differently what stands at a path.
-
-    `mine` has a description for every path; it is None on a replica that has nothing to say.
-    """
-    digest = None if mine is None else hashlib.sha256(repr([*mine.items()]).encode()).hexdigest()
-    if len({*gathered(digest, replicas)} - {None}) <= 1:
-        return
-    speakers = [(rank, theirs) for rank, theirs in enumerate(gathered(mine, replicas)) if theirs is not None]
-    first, like = speakers[0]
-    for rank, theirs in speakers[1:]:
-        differ = [path for path in {**like, **theirs} if like.get(path) != theirs.get(path)]
-        if not differ and [*like] == [*theirs]:
-            continue
-        listed = [
-            f"`{path}` is {like.get(path, 'missing')} on rank {first} and {theirs.get(path, 'missing')} on rank {rank}"
-            for path in differ
-        ] or [f"rank {rank} has the leaves of rank {first} in another order"]
-        raise FuncgaError(
-            f"the replicas {problem}: {'; '.join(listed[:4])}{f'; and {len(listed) - 4} more' if listed[4:] else ''}. "
-            f"They are merged leaf by leaf: build the model, the batch and the fold alike on every rank."
-        )

@@ -1,0 +1,176 @@
+"""DTensors: parameters and batches that lie on several devices are added where they lie, and reduced once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import funcga
+from tests.processes import processes
+
+
+def loss(params, x, y):
+    return ((torch.tanh(x @ params["a"] + params["bias"]) @ params["b"] - y) ** 2).mean()
+
+
+def problem(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (6, 8), "bias": (8,), "b": (8, 2)}
+    params = {k: torch.randn(s, generator=generator, dtype=dtype) for k, s in shapes.items()}
+    return params, *(torch.randn(16, k, generator=generator, dtype=dtype) for k in (6, 2))
+
+
+def difference(found, expected):
+    pairs = [(found[0], expected[0]), *((found[1][k], expected[1][k]) for k in expected[1])]
+    whole = [(a.full_tensor() if isinstance(a, DTensor) else a, b) for a, b in pairs]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in whole)
+
+
+PLACES = {  # of the parameters, of the batch
+    "data": ({"a": Replicate(), "bias": Replicate(), "b": Replicate()}, Shard(0)),
+    "tensor": ({"a": Shard(1), "bias": Shard(0), "b": Shard(0)}, Replicate()),
+    "neither": ({"a": Replicate(), "bias": Replicate(), "b": Replicate()}, Replicate()),
+    "sharded": ({"a": Shard(0), "bias": Replicate(), "b": Shard(0)}, Shard(0)),
+}
+
+
+def placed(group, where, n, way):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    params, *batch = problem()
+    expected = funcga.value_and_grad(loss)(params, *batch)
+    places, rows = PLACES[where]
+    params = {k: distribute_tensor(v, mesh, [places[k]]) for k, v in params.items()}
+    batch = [distribute_tensor(x, mesh, [rows]) for x in batch]
+    gradient = funcga.value_and_grad(loss)
+    if way == "func":
+        gradient = lambda p, *batch: (lambda g, v: (v, g))(*torch.func.grad_and_value(loss)(p, *batch))
+    step = funcga.accumulate(gradient, n)
+    with CommDebugMode() as sent:
+        found = step(params, *batch)
+    with CommDebugMode() as once:
+        funcga.value_and_grad(loss)(params, *batch)
+    kept = all(found[1][k].placements == params[k].placements for k in params)
+    return difference(found, expected), kept, sent.get_total_counts(), once.get_total_counts()
+
+
+@pytest.mark.parametrize("way", ["engine", "func"])
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("where", PLACES)
+def test_gradients_lie_where_their_parameters_do(where, n, way):
+    for error, kept, sent, once in processes(2).run(placed, where, n, way):
+        assert error <= 1e-13
+        if where in ("data", "neither"):  # the loss and three gradients, whatever n
+            assert sent == (4 if where == "data" else 0)
+        if where == "tensor":
+            assert sent == n * once  # those of the model itself
+        assert kept or way == "func"
+
+
+def ragged(group, where):
+    """Rows that do not divide, in one way or another."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    params, *batch = problem()
+    expected = funcga.value_and_grad(loss)(params, *batch)
+    whole = {k: distribute_tensor(v, mesh, [Replicate()]) for k, v in params.items()}
+    places = {"n": (Shard(0), Shard(0)), "one": (Shard(0), Replicate()), "size": (Shard(0), Shard(0))}[where]
+    batch = [distribute_tensor(x, mesh, [place]) for x, place in zip(batch, places, strict=True)]
+    options = {"microbatch_size": 6} if where == "size" else {"n": 3}
+    found = funcga.accumulate(funcga.value_and_grad(loss), **options)(whole, *batch)
+    return difference(found, expected)
+
+
+@pytest.mark.parametrize("where", ["n", "size", "one"])
+def test_rows_that_do_not_divide(where):
+    assert max(processes(2).run(ragged, where)) <= 1e-13
+
+
+def in_order(group):
+    """What is collected keeps the order of the batch, though its rows lie on two devices."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    rows = funcga.accumulate(lambda x: x * 2, 4, fold=funcga.concat(), in_axes=0)(x)
+    return rows.full_tensor().tolist()
+
+
+def test_collected_rows_keep_their_order():
+    assert processes(2).run(in_order) == [[2.0 * i for i in range(8)]] * 2
+
+
+def too_many(group):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    params, *batch = problem()
+    params = {k: distribute_tensor(v, mesh, [Replicate()]) for k, v in params.items()}
+    batch = [distribute_tensor(x, mesh, [Shard(0)]) for x in batch]
+    try:
+        funcga.accumulate(funcga.value_and_grad(loss), 9)(params, *batch)
+    except funcga.FuncgaError as error:
+        return str(error)
+
+
+def test_a_micro_batch_has_a_row_of_every_device():
+    assert "n=9 micro-batches were asked of a batch of 8 rows" in processes(2).run(too_many)[0]
+
+
+def sixteen(group):
+    """Gradients of 1, 1,024 of them on each of two devices."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    params = distribute_tensor(torch.ones(3, dtype=torch.bfloat16), mesh, [Replicate()])
+    batch = distribute_tensor(torch.ones(2048, 3, dtype=torch.bfloat16), mesh, [Shard(0)])
+    step = funcga.accumulate(
+        funcga.grad(lambda p, x: (p * x).sum()), 1024, fold=funcga.sum(dtype="float32", out_dtype="float32")
+    )
+    with CommDebugMode() as sent:
+        grads = step(params, batch)
+    return grads.full_tensor().tolist(), sent.get_total_counts()
+
+
+def test_sixteen_bit_gradients_are_added_in_float32():
+    assert processes(2).run(sixteen) == [([2048.0] * 3, 1)] * 2
+
+
+def two_dimensions(group, dtype, n):
+    """Tensor parallel on one dimension of the mesh, replicas that hold unlike parts of the batch on the other."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    params, *batch = problem(dtype)
+    expected = funcga.value_and_grad(loss)(params, *batch)
+    rows = slice(0, 10) if mesh.get_local_rank("dp") == 0 else slice(10, 16)
+    params = {k: distribute_tensor(v, mesh["tp"], [PLACES["tensor"][0][k]]) for k, v in params.items()}
+    batch = [distribute_tensor(x[rows].contiguous(), mesh["tp"], [Replicate()]) for x in batch]
+    step = funcga.accumulate(funcga.value_and_grad(loss), n, across=mesh["dp"])
+    step(params, *batch)
+    with CommDebugMode() as sent:
+        found = step(params, *batch)
+    over_replicas = sum(count for op, count in sent.get_comm_counts().items() if "c10d." in str(op))
+    return difference(found, expected), over_replicas, found[1]["a"].placements == params["a"].placements
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_tensor_parallel_replicas(n):
+    for dtype, limit in ((torch.float32, 1e-6), (torch.float64, 1e-13)):
+        for error, over_replicas, kept in processes().run(two_dimensions, dtype, n):
+            assert error <= limit
+            assert over_replicas == 1
+            assert kept
+
+
+def tensor_parallel_module(group):
+    """A module that torch itself has made tensor parallel."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    import torch_backend
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+    _, x, y = problem()
+    mse = lambda module, x, y: torch.nn.functional.mse_loss(module(x), y)
+    params = {k: p.detach().clone() for k, p in module.named_parameters()}
+    expected = funcga.value_and_grad(torch_backend.pure_loss(module, mse))(params, x, y)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, mse)), 4)
+    return difference(step(dict(module.named_parameters()), x, y), expected)
+
+
+def test_a_tensor_parallel_module():
+    assert max(processes(2).run(tensor_parallel_module)) <= 1e-13

@@ -1,0 +1,42 @@
+"""Comparison: what each replica says, and that all of them describe alike what they have.
+
+Only torch has this file: in JAX one program describes all replicas.
+"""
+
+import hashlib
+from typing import Any
+
+import torch.distributed as dist
+
+from funcga.errors import FuncgaError
+
+
+def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each replica has said, in their order: any objects that can be pickled."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
+    return said
+
+
+def check_alike(mine: dict[str, str] | None, group: dist.ProcessGroup, problem: str) -> None:
+    """Raises FuncgaError on every replica if two of them describe differently what stands at a path.
+
+    `mine` has a description for every path; it is None on a replica that has nothing to say.
+    """
+    digest = None if mine is None else hashlib.sha256(repr([*mine.items()]).encode()).hexdigest()
+    if len({*gathered(digest, group)} - {None}) <= 1:
+        return
+    speakers = [(rank, theirs) for rank, theirs in enumerate(gathered(mine, group)) if theirs is not None]
+    first, like = speakers[0]
+    for rank, theirs in speakers[1:]:
+        differ = [path for path in {**like, **theirs} if like.get(path) != theirs.get(path)]
+        if not differ and [*like] == [*theirs]:
+            continue
+        listed = [
+            f"`{path}` is {like.get(path, 'missing')} on rank {first} and {theirs.get(path, 'missing')} on rank {rank}"
+            for path in differ
+        ] or [f"rank {rank} has the leaves of rank {first} in another order"]
+        raise FuncgaError(
+            f"the replicas {problem}: {'; '.join(listed[:4])}{f'; and {len(listed) - 4} more' if listed[4:] else ''}. "
+            f"They are merged leaf by leaf: build the model, the batch and the fold alike on every rank."
+        )

@@ -1,0 +1,98 @@
+"""Placements: tensors that lie on the devices of a mesh, DTensors, are cut, added and reduced where they lie.
+
+Only torch has this file: any array of JAX may lie on several devices.
+
+A gradient comes as `Partial`, a sum that is not reduced yet. Partials are added as they are, so there is one reduction
+for each leaf, at the end, to where its parameter lies.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from funcga.arguments import Arguments
+
+
+def is_placed(leaf: Any) -> bool:
+    """Whether this is a DTensor."""
+    return type(leaf) not in (torch.Tensor, torch.nn.Parameter) and hasattr(leaf, "device_mesh")
+
+
+def local(tensor: Any) -> Any:
+    """What this process holds of a tensor, or of each of a tuple."""
+    if isinstance(tensor, tuple):
+        return tuple(map(local, tensor))
+    return tensor.to_local() if is_placed(tensor) else tensor
+
+
+def settled(tensor: Any, like: Any = None) -> Any:
+    """The tensor with every sum done, and where `like` lies: the one collective of a DTensor that is Partial."""
+    if not is_placed(tensor):
+        return tuple(map(settled, tensor)) if isinstance(tensor, tuple) else tensor
+    from torch.distributed.tensor import Partial, Replicate
+
+    placements = tensor.placements if like is None else like.placements
+    wanted = [Replicate() if isinstance(placement, Partial) else placement for placement in placements]
+    return tensor if tuple(wanted) == tuple(tensor.placements) else tensor.redistribute(placements=wanted)
+
+
+def rewrapped(held: Any, like: Any) -> Any:
+    """What this process holds of a tensor that lies as another one does, as that tensor."""
+    if isinstance(like, tuple):
+        return tuple(map(rewrapped, held, like))
+    if not is_placed(like):
+        return held
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(held, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a tensor that lie on several devices, as many on each: cut on all of them at once.
+
+    So a micro-batch has some rows of every device, and none travels.
+    """
+
+    tensor: Any
+    devices: int
+
+    @property
+    def shape(self) -> Any:
+        """The tensor's own."""
+        return self.tensor.shape
+
+    def cut(self, axis: int, start: int, size: int) -> Any:
+        """`size` rows of each device from the `start`-th on, as one tensor."""
+        from torch.distributed.tensor import DTensor
+
+        held = local(self.tensor).narrow(axis, start, size)
+        return DTensor.from_local(held, self.tensor.device_mesh, self.tensor.placements, run_check=False)
+
+
+def by_devices(arguments: Arguments) -> tuple[Arguments, int]:
+    """The arguments with Rows for what is split, and on how many devices; 1 if that cannot be, as they lie unlike."""
+    found = {_where(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and leaf is not None}
+    if len(found) != 1 or (mesh := found.pop()) is None:
+        return arguments, 1
+    devices = mesh[1]
+    parts = []
+    for part in arguments.parts:
+        rows = [_as_rows(leaf, placed.value, devices) for leaf, placed in zip(part.leaves, part.axes, strict=True)]
+        parts.append(part._replace(leaves=rows))
+    return replace(arguments, parts=tuple(parts)), devices
+
+
+def _as_rows(leaf: Any, axis: Any, devices: int) -> Any:
+    return Rows(leaf, devices) if isinstance(axis, int) and leaf is not None else leaf
+
+
+def _where(leaf: Any, axis: int) -> tuple[Any, int] | None:
+    """Where the rows of a tensor lie, and on how many devices, as many on each; None for any other."""
+    if not is_placed(leaf):
+        return None
+    dims = tuple(k for k, placed in enumerate(leaf.placements) if placed.is_shard(axis % leaf.ndim))
+    devices = torch.Size([leaf.device_mesh.size(k) for k in dims]).numel()
+    return ((leaf.device_mesh, dims), devices) if dims and leaf.shape[axis] % devices == 0 else None
