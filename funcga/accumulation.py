@@ -68,6 +68,12 @@ def accumulate(
             f"accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
         )
     automatic = isinstance(n, str) and n == "auto"
+    if automatic and across is not None:
+        raise FuncgaError(
+            'n="auto" was given together with across=: a replica that runs out of memory would begin anew while the '
+            "others wait for it. Find n without across= first, on the replica with the most rows, and give the number: "
+            "n=8."
+        )
     number = None if n is None or automatic else check_count(n, "n", ', or n="auto"')
     microbatch_size = None if microbatch_size is None else check_count(microbatch_size, "microbatch_size")
     if weight is not None:

@@ -626,6 +626,34 @@ def given(group, across):
     funcga.accumulate(funcga.grad(averaged), 2, across=across)(*problem())
 
 
+def transformed(group):
+    params, *batch = problem()
+    step = made("engine", "mean", 2, group)
+    torch.func.vmap(lambda scale: step({k: v * scale for k, v in params.items()}, *batch))(torch.ones(2))
+
+
+def compiles(group, fullgraph):
+    params, x = layers(2), torch.ones(8, 64)
+    step = funcga.accumulate(funcga.value_and_grad(deep), 2, across=group)
+    return difference(torch.compile(step, backend="eager", fullgraph=fullgraph)(params, x), step(params, x))
+
+
+def test_not_in_a_transform():
+    text = "across= was given inside of a torch.func transform, where replicas cannot be merged."
+    assert all(text in found for found in refused(transformed, size=2))
+
+
+def test_not_in_one_graph():
+    with pytest.raises(Failed, match="funcga merges over replicas here; compile the loss instead"):
+        processes().run(compiles, True, size=2)
+    assert processes().run(compiles, False, size=2) == [0.0, 0.0]  # the graph is broken where the step begins
+
+
+def test_not_with_auto():
+    with pytest.raises(funcga.FuncgaError, match=r'n="auto" was given together with across=: a replica that runs out'):
+        funcga.accumulate(funcga.grad(averaged), "auto", across="data")
+
+
 def test_without_processes():
     with pytest.raises(funcga.FuncgaError, match=r"across= was given, and torch.distributed is not initialised. Start"):
         funcga.accumulate(funcga.grad(averaged), 2, across=object())(*problem())

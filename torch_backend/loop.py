@@ -1,5 +1,6 @@
 """The loop over the micro-batches."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 
 from funcga.arguments import Arguments, groups, starts
 from funcga.backend import Backend
+from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.gradients import GradientFunction
 from funcga.program import Program
@@ -41,7 +43,16 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             return _fold(program, window, cuts, kwargs)
         return _fold_across(program, window, cuts, kwargs, arguments)
 
-    return fold
+    return fold if program.across is None else _untraced(fold)
+
+
+def _untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as torch.compile is to leave it: what replicas do next is not known when it traces."""
+    if "torch._dynamo" not in sys.modules:  # which nobody else should have to import
+        return fold
+    reason = "funcga merges over replicas here; compile the loss instead"
+    untraced: Callable[..., Any] = torch.compiler.disable(fold, reason=reason)  # type: ignore[no-untyped-call]
+    return untraced
 
 
 def _cuts(program: Program, arguments: Arguments, least: int) -> Iterator[_Microbatch]:
@@ -75,7 +86,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             return _fold_across(program, window, items, kwargs, _unfed(program, leading, backend))
         return _fold(program, window, items, kwargs)
 
-    return fold
+    return fold if program.across is None else _untraced(fold)
 
 
 def _items(
@@ -182,9 +193,15 @@ def _window(program: Program, backend: Backend) -> "Engine | _Calls":
 
     Autograd cannot run in a torch.func transform, nor be traced by torch.compile.
     """
-    gradient, replicas = program.grad_fn, program.replicas(backend)
+    if program.across is not None and arrays.in_transform():
+        raise FuncgaError(
+            "across= was given inside of a torch.func transform, where replicas cannot be merged. Take the transform "
+            "on each replica, inside of grad_fn."
+        )
+    gradient = program.grad_fn
     if "not wrapped" not in program.compiled and check_no_wrapped_module_in(gradient):
         program.compiled["not wrapped"] = True
+    replicas = program.replicas(backend)
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
         return Engine(program, gradient, backend, replicas)
     return _Calls(program.bound(backend), backend, replicas)
