@@ -40,9 +40,10 @@ class Backward:
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
         self.restricted = restricted
         layout = buffers.layout
-        hooked = {i for i in layout.given_scaled + layout.given_plain if self._needs_hook(i)}
-        self.others = [*layout.given_others, *hooked]
-        self.scaled, self.plain = ([i for i in p if i not in hooked] for p in (layout.given_scaled, layout.given_plain))
+        self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
+        if any(map(is_placed, self.inputs)):
+            self.others = [*self.others, *filter(self._needs_hook, self.scaled + self.plain)]
+            self.scaled, self.plain = ([i for i in p if i not in self.others] for p in (self.scaled, self.plain))
         others, plain, places = {*self.others}, {*self.plain}, layout.places
         # (leaf, its place among what is reduced, whether it is added whatever the weight)
         self.sums = [(leaf, places[i], i in plain) for i, leaf in leaves.items() if i not in others]

@@ -13,7 +13,7 @@ from funcga import normalizers, reducers, tally
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from torch_backend import arrays
-from torch_backend.placements import is_placed, settled
+from torch_backend.placements import settled
 
 
 class Layout:
@@ -210,7 +210,7 @@ class Buffers:
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces what lies on the devices of a mesh as sums that are not done yet, to where `likes` lie."""
         for k, value in enumerate(self.reduced):
-            if is_placed(value) or isinstance(value, tuple):
+            if type(value) is not torch.Tensor:  # as most are
                 self.reduced[k] = settled(value, likes.get(k))
 
     def result(self, state: list[Any]) -> Any:

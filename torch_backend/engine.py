@@ -100,7 +100,8 @@ class Engine:
         """The normalised result, in the structure of grad_fn's output."""
         self.backward.release()
         self.watch.check()
-        self.buffers.settle({self.plan.layout.places[i]: leaf for i, leaf in self.backward.leaves.items()})
+        places = self.plan.layout.places
+        self.buffers.settle({places[i]: leaf for i, leaf in self.backward.leaves.items() if i in places})
         if self.reduction is not None:
             state = self.reduction.finish(state)
         return self.buffers.result(state)

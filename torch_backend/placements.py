@@ -16,7 +16,7 @@ from funcga.arguments import Arguments
 
 def is_placed(leaf: Any) -> bool:
     """Whether this is a DTensor."""
-    return type(leaf) not in (torch.Tensor, torch.nn.Parameter) and hasattr(leaf, "device_mesh")
+    return type(leaf) is not torch.Tensor and hasattr(leaf, "device_mesh")
 
 
 def local(tensor: Any) -> Any:
