@@ -1,0 +1,36 @@
+"""Every example runs as its first lines say, and prints what they say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RUN = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "python": [sys.executable]}
+PRINTS = {  # what the output has to hold, and how often
+    "replicas_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
+    "ddp_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
+    "fsdp2_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
+}
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_the_example_prints_what_it_says(name):
+    path = ROOT / "examples" / f"{name}.py"
+    tool, *arguments = re.search(rf"^    (\w+ .*examples/{name}\.py.*)$", path.read_text(), re.M)[1].split()
+    command = [*RUN[tool], *arguments]
+    if tool == "torchrun":
+        command[len(RUN[tool]) : len(RUN[tool])] = ["--master-port", str(29500 + os.getpid() % 1000)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    pattern, times = PRINTS[name]
+    assert len(re.findall(pattern, done.stdout)) == times, done.stdout
+
+
+def test_every_example_is_here():
+    scripts = {path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()}
+    assert scripts == set(PRINTS)
