@@ -21,12 +21,14 @@ class Failed(AssertionError):
         self.errors = errors
 
 
-def _serve(pipe, rank, world, path):
+def _serve(pipe, rank, world, path, backend):
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(path, world), rank=rank, world_size=world, timeout=TIMEOUT)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=dist.FileStore(path, world), rank=rank, world_size=world, timeout=TIMEOUT)
     groups = {size: dist.new_group(range(size), timeout=TIMEOUT) for size in range(1, world + 1)}
     pipe.send(("ready", None))
     while True:
@@ -49,8 +51,8 @@ def _serve(pipe, rank, world, path):
 class Processes:
     """`world` processes; `run(function, *args)` calls function(group, *args) in each of the first `size`."""
 
-    def __init__(self, world):
-        self.world, self.workers = world, []
+    def __init__(self, world, backend="gloo"):
+        self.world, self.backend, self.workers = world, backend, []
 
     def start(self):
         context = multiprocessing.get_context("spawn")
@@ -58,7 +60,7 @@ class Processes:
         path = str(Path(self.folder) / "store")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.world, path), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self.world, path, self.backend), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -99,9 +101,9 @@ class Processes:
 _POOLS = {}
 
 
-def processes(world=4):
+def processes(world=4, backend="gloo"):
     """The processes that all tests share."""
-    if world not in _POOLS:
-        _POOLS[world] = Processes(world)
-        atexit.register(_POOLS[world].stop)
-    return _POOLS[world]
+    if (world, backend) not in _POOLS:
+        pool = _POOLS[world, backend] = Processes(world, backend)
+        atexit.register(pool.stop)
+    return _POOLS[world, backend]

@@ -137,8 +137,8 @@ class Reduction:
         buffers, host = self.buffers, self.buffers.weight
         whole = isinstance(host, int)
         rows = [_rows(buffers.collected[i], self._axis(i)) for i in self.outputs.collected]
-        counts = torch.tensor([buffers.steps, host if whole else 0, *rows], device=self._device)
-        real = torch.tensor(0 if whole else host, dtype=torch.float64, device=self._device)
+        counts = _sent(torch.tensor([buffers.steps, host if whole else 0, *rows]), self._device)
+        real = _sent(torch.tensor(0 if whole else host, dtype=torch.float64), self._device)
         if buffers.counted is not None:
             counted = buffers.counted.weight[0].to(self._device)
             if counted.is_floating_point():
@@ -229,13 +229,19 @@ class Reduction:
 
 def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], weight: Any, replicas: Replicas) -> Reduction:
     """The Reduction of a window whose first micro-batch has given these leaves, with this weight."""
-    known = "agreed" in program.compiled
+    known = "agreed" in program.compiled  # and so is what a window does, which may begin anew in the first
     agreement = agree(program, buffers.outputs, leaves, weight, buffers.layout, replicas)
-    return Reduction(agreement, buffers, replicas, overlaps=known)
+    one_device = len({bucket.device for bucket in agreement.plan.buckets}) == 1  # else hooks run in several threads
+    return Reduction(agreement, buffers, replicas, overlaps=known and one_device)
 
 
 def _parts(lifted: Any) -> Sequence[Any]:
     return lifted if isinstance(lifted, tuple) else (lifted,)
+
+
+def _sent(number: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A few numbers of the host's, on the device, without waiting for it."""
+    return number.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else number.to(device)
 
 
 def _rows(chunks: list[torch.Tensor], axis: int) -> int:
