@@ -48,10 +48,11 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
 def _untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
     """The function as torch.compile is to leave it: what replicas do next is not known when it traces."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break("funcga merges over replicas here; compile the loss instead")
     if "torch._dynamo" not in sys.modules:  # which nobody else should have to import
         return fold
-    reason = "funcga merges over replicas here; compile the loss instead"
-    untraced: Callable[..., Any] = torch.compiler.disable(fold, reason=reason)  # type: ignore[no-untyped-call]
+    untraced: Callable[..., Any] = torch.compiler.disable(fold)  # type: ignore[no-untyped-call]
     return untraced
 
 
