@@ -1,5 +1,6 @@
 """Replicas in torch: real processes, joined by gloo. A window over all of them equals the whole batch on one device."""
 
+import datetime
 import os
 import time
 from contextlib import contextmanager
@@ -579,28 +580,55 @@ def test_another_structure_later():
         assert difference(result, whole("engine", "mean", torch.float64)) <= 1e-13
 
 
-def leaves_group(group, rank):
+def is_killed(group, rank):
     """One of the ranks is killed in the middle of a window."""
     params, *batch = problem()
     step = made("engine", "mean", 2, group)
     step(params, *batch)
     if dist.get_rank(group) == rank:
         os._exit(1)
-    begun = time.monotonic()
-    try:
-        step(params, *batch)
-    except RuntimeError as error:
-        return getattr(error, "__notes__", [""])[0], time.monotonic() - begun
-    return "nothing was raised", 0.0
+    step(params, *batch)
 
 
 def test_a_peer_that_dies_raises():
     own = Processes(2)
     try:
-        with pytest.raises(Failed):
-            own.run(leaves_group, 1)
+        with pytest.raises(Failed, match=r"funcga: the replicas could not be merged. One of them has died") as failure:
+            own.run(is_killed, 1)
+        assert [error[0] for error in failure.value.errors] == ["RuntimeError", "died"]
     finally:
         own.stop()
+
+
+def goes_astray(group, how):
+    """In the second window rank 1 does something else; each rank says what was raised, and after how long."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    params, *batch = problem()
+    step = made("engine", "mean", 2, group)
+    step(params, *batch)
+    if dist.get_rank(group) == 1:
+        if how == "stays away":
+            time.sleep(3)
+            return None
+        params["b"] = torch.zeros(1)
+    begun = time.monotonic()
+    try:
+        step(params, *batch)
+    except RuntimeError as error:
+        return error.__notes__[0], time.monotonic() - begun
+    return "nothing was raised", 0.0
+
+
+@pytest.mark.parametrize("how", ["stays away", "has another structure"])
+def test_nobody_waits_for_ever(how):
+    own = Processes(2)
+    try:
+        found = own.run(goes_astray, how)
+    finally:
+        own.stop()
+    for note, seconds in found[: 1 if how == "stays away" else 2]:
+        assert "did not call the step within the group's timeout" in note
+        assert seconds < 30  # a deadline, not a measurement
 
 
 @pytest.mark.parametrize(

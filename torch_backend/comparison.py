@@ -4,6 +4,8 @@ Only torch has this file: in JAX one program describes all replicas.
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from funcga.errors import FuncgaError
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """What each replica has said, in their order: any objects that can be pickled."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
+    with explained():
+        dist.all_gather_object(said, mine, group=group)
     return said
 
 
@@ -40,3 +43,16 @@ def check_alike(mine: dict[str, str] | None, group: dist.ProcessGroup, problem: 
             f"the replicas {problem}: {'; '.join(listed[:4])}{f'; and {len(listed) - 4} more' if listed[4:] else ''}. "
             f"They are merged leaf by leaf: build the model, the batch and the fold alike on every rank."
         )
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """A context that says of an error in a collective what it means."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(
+            "funcga: the replicas could not be merged. One of them has died, has raised an error of its own, or did "
+            "not call the step within the group's timeout; see what the other processes say."
+        )
+        raise

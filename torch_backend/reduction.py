@@ -8,8 +8,7 @@ no sum of the buckets' dtype, ride in the tail of the last one. What is large an
 the order of the replicas.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch_backend import arrays, tail
 from torch_backend.agreement import Agreement, agree
 from torch_backend.buckets import view
 from torch_backend.buffers import Buffers
+from torch_backend.comparison import explained
 from torch_backend.placements import local, rewrapped
 from torch_backend.replicas import Replicas
 from torch_backend.tail import Field
@@ -96,7 +96,7 @@ class Reduction:
                 self.buffers.reduced[k] = self._identity(k)
         self._rescale(others)
         self._write_tail()
-        with _explained():
+        with explained():
             while len(self.sent) < len(self.flats):
                 self._send()
             for (work, sent), flat in zip(self.sent, self.flats, strict=True):
@@ -246,16 +246,3 @@ def _sent(number: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _rows(chunks: list[torch.Tensor], axis: int) -> int:
     return sum(chunk.shape[axis] for chunk in chunks)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """A context that says of an error in a collective what it means."""
-    try:
-        yield
-    except RuntimeError as error:
-        error.add_note(
-            "funcga: the replicas could not be merged. One of them has died, has raised an error of its own, or did "
-            "not call the step within the group's timeout; see what the other processes say."
-        )
-        raise
