@@ -481,6 +481,39 @@ def test_results_are_the_callers_own():
     assert processes().run(keeps_results, size=2) == [(True, 0.0)] * 2
 
 
+CLIPPED = funcga.Fold(
+    funcga.Reducer(lambda xp, v, w: w * v / (1 + abs(v).max()), funcga.monoids.sum), funcga.normalizers.by_weight
+)
+
+
+def mixes(group):
+    """A fold of the user's that is a sum, for parameters that are not contiguous."""
+    torch.manual_seed(0)
+    params = {"c": torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last), "t": torch.randn(6, 4).T}
+    x = torch.randn(24, 3, 8, 8)
+    loss = lambda p, x: ((F.conv2d(x, p["c"]).mean((2, 3)) @ p["t"]) ** 2).mean()
+    gradient = funcga.grad(loss)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    own = x[24 * rank // size : 24 * (rank + 1) // size]
+    found = []
+    for fold in (funcga.mean(), CLIPPED):
+        step = funcga.accumulate(gradient, 24 // size, fold=fold, across=group)
+        step(params, own)
+        with counted() as calls:
+            grads = step(params, own)
+        assert fold is CLIPPED or all(grads[k].stride() == params[k].stride() for k in params)
+        expected = funcga.accumulate(gradient, 24, fold=fold)(params, x)
+        found.append((difference(grads, expected), [name for name, _ in calls]))
+    return found
+
+
+def test_folds_of_ones_own_and_parameters_that_are_not_contiguous():
+    for found in processes().run(mixes, size=3):
+        for error, calls in found:
+            assert error <= 1e-6
+            assert calls == ["all_reduce"]
+
+
 def checkpoints(group, reentrant):
     params, *batch = problem(torch.float64)
     loss = lambda params, x, y, t: checkpoint(averaged, params, x, y, t, use_reentrant=reentrant)

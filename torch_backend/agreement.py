@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from funcga import normalizers, reducers
 from funcga.errors import FuncgaError
+from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from funcga.program import Program
 from torch_backend import arrays, trees
@@ -24,13 +25,15 @@ from torch_backend.replicas import Replicas
 class Agreement(NamedTuple):
     """What every replica folds, how it travels, and the unit that weighted sums travel in.
 
-    `shapes` are those of what a process holds of each reduced leaf; `placed` are those that lie on several devices.
+    `shapes` and `strides` are those of what a process holds of each reduced leaf; `placed` are those that lie on
+    several devices.
     """
 
     outputs: Outputs
     plan: Plan
     unit: float
     shapes: tuple[Any, ...]
+    strides: tuple[Any, ...]
     placed: frozenset[int]
 
 
@@ -44,11 +47,12 @@ def agree(
     known: Agreement | None = program.compiled.get("agreed")
     if known is not None and (outputs is known.outputs or _same(outputs, known.outputs)):
         return known
-    likes = [arrays.as_array(leaves[i]) for i in outputs.reduced]
-    kinds = zip(outputs.folds, outputs.shapes, outputs.dtypes, strict=True)
+    given = {*layout.given_scaled, *layout.given_plain}
+    likes = [None if f is None else _like(leaves[i], i in given) for i, f in enumerate(outputs.folds)]
     # a tree of numbers, as a tree's structure alone does not pickle well
-    structure = outputs.structure_of(range(len(outputs.folds))), [None if f is None else kind for f, *kind in kinds]
-    unit = _compare(_description(outputs, replicas), weight, structure, replicas)[0]
+    kinds = [None if like is None else (like.shape, local(like).stride(), like.dtype) for like in likes]
+    structure = outputs.structure_of(range(len(likes))), kinds
+    unit = _compare(_description(outputs, likes, replicas), weight, structure, replicas)[0]
     return _remembered(program, outputs, likes, unit, layout, replicas)
 
 
@@ -59,21 +63,39 @@ def join(program: Program, like: Callable[[Any], Outputs], device: torch.device,
         return known
     unit, structure = _compare(None, 0, None, replicas)
     skeleton, kinds = structure
-    leaves = [None if kind is None else torch.empty(kind[0], dtype=kind[1], device=device) for kind in kinds]
+    leaves = [None if k is None else torch.empty_strided(*k[:2], dtype=k[2], device=device) for k in kinds]
     outputs = like(trees.unflatten(trees.flatten(skeleton)[1], leaves))
-    likes = [leaves[i] for i in outputs.reduced]
-    return _remembered(program, outputs, likes, unit, Layout(outputs), replicas)
+    return _remembered(program, outputs, leaves, unit, Layout(outputs), replicas)
 
 
 def _remembered(
-    program: Program, outputs: Outputs, likes: Sequence[Any], unit: float, layout: Layout, replicas: Replicas
+    program: Program, outputs: Outputs, leaves: Sequence[Any], unit: float, layout: Layout, replicas: Replicas
 ) -> Agreement:
-    shapes = tuple([tuple(local(like).shape) for like in likes])
-    plan = planned(layout, shapes, [like.device for like in likes], replicas.bucket_bytes)
+    likes = [leaves[i] for i in outputs.reduced]
     placed = frozenset([k for k, like in enumerate(likes) if is_placed(like)])
-    found = Agreement(outputs, plan, unit, shapes, placed)
+    likes = [local(like) for like in likes]
+    shapes = tuple([tuple(like.shape) for like in likes])
+    sums = {k for k, like in enumerate(likes) if k in layout.sums or _is_sum(layout.folds[k], like)}
+    plan = planned(layout, shapes, [like.device for like in likes], sums, replicas.bucket_bytes)
+    found = Agreement(outputs, plan, unit, shapes, tuple([like.stride() for like in likes]), placed)
     program.compiled["agreed"] = found
     return found
+
+
+def _is_sum(fold: LeafFold, like: torch.Tensor) -> bool:
+    """Whether what the fold holds of such a leaf is one array of its shape, and merged by adding it."""
+    if fold.fold.reducer.monoid.collective != "sum":
+        return False
+    held = fold.identity(torch.zeros_like(like, requires_grad=False))
+    return isinstance(held, torch.Tensor) and (held.shape, held.dtype) == (like.shape, fold.accumulator_dtype)
+
+
+def _like(leaf: Any, given: bool) -> Any:
+    """A leaf, or what has its shape: the strides that an accumulator keeps are those of parameters alone."""
+    leaf = arrays.as_array(leaf)
+    if is_placed(leaf) or leaf.is_contiguous():
+        return leaf
+    return torch.empty_like(leaf) if given else torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
 def _compare(description: Any, weight: Any, structure: Any, replicas: Replicas) -> tuple[float, Any]:
@@ -110,7 +132,7 @@ def _shape(outputs: Outputs, i: int) -> Any:
     return *shape[: axis % len(shape)], "rows", *shape[axis % len(shape) + 1 :]
 
 
-def _description(outputs: Outputs, replicas: Replicas) -> dict[str, str]:
+def _description(outputs: Outputs, likes: Sequence[Any], replicas: Replicas) -> dict[str, str]:
     found = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as {replicas.wire_dtype or 'accumulated'}"}
     for i, (path, fold) in enumerate(zip(outputs.paths, outputs.folds, strict=True)):
         if fold is None:
@@ -121,7 +143,8 @@ def _description(outputs: Outputs, replicas: Replicas) -> dict[str, str]:
         dtypes = [str(d).removeprefix("torch.") for d in (outputs.dtypes[i], fold.accumulator_dtype, fold.result_dtype)]
         names = _name(reducers, reducer.lift, "lift"), _name(normalizers, normalizer.apply, "apply")
         summed = "" if dtypes[0] == dtypes[1] == dtypes[2] else f" summed as {dtypes[1]} to {dtypes[2]}"
-        found[path] = f"{dtypes[0]}[{shape}]{summed} ({', '.join(names)})"
+        strided = "" if likes[i].is_contiguous() else f" strided {likes[i].stride()}"
+        found[path] = f"{dtypes[0]}[{shape}]{strided}{summed} ({', '.join(names)})"
     return found
 
 

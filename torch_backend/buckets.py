@@ -4,7 +4,7 @@ Only torch has this file: XLA lays out what a collective sends.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +47,10 @@ class Plan(NamedTuple):
         return {slot.place: i for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
 
 
-def planned(layout: Layout, shapes: Sequence[Any], devices: Sequence[torch.device], bucket_bytes: int) -> Plan:
-    """The Plan for leaves of these shapes, each on its device.
+def planned(
+    layout: Layout, shapes: Sequence[Any], devices: Sequence[torch.device], sums: Collection[int], bucket_bytes: int
+) -> Plan:
+    """The Plan for leaves of these shapes, each on its device; `sums` are those that are merged by adding them.
 
     Gradients come ready from the last layer to the first, so that is the order; scalars, as the loss, come last.
     """
@@ -56,7 +58,7 @@ def planned(layout: Layout, shapes: Sequence[Any], devices: Sequence[torch.devic
     others = []
     scalars = [k for k in range(len(shapes)) if not shapes[k]]
     for k in [*(k for k in reversed(range(len(shapes))) if shapes[k]), *scalars]:
-        if k in layout.sums:
+        if k in sums:
             groups.setdefault((_real(layout.folds[k].accumulator_dtype), devices[k]), []).append(k)
         else:
             others.append(k)
@@ -96,7 +98,7 @@ def _cut(key: Any, places: list[int], layout: Layout, shapes: Sequence[Any], buc
     yield Bucket(dtype, device, tuple(slots), end)
 
 
-def view(flat: torch.Tensor, slot: Slot, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+def view(flat: torch.Tensor, slot: Slot, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
     """The leaf of a slot, in the memory of its bucket."""
     found = flat.narrow(0, slot.start, slot.length)
-    return (found.view(dtype) if dtype.is_complex else found).view(shape)
+    return (found.view(dtype) if dtype.is_complex else found).as_strided(shape, stride)

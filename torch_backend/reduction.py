@@ -34,7 +34,7 @@ class Reduction:
     """
 
     def __init__(self, agreement: Agreement, buffers: Buffers, replicas: Replicas, overlaps: bool):
-        self.plan, self.unit, self.shapes, self.placed = agreement.plan, *agreement[2:]
+        self.plan, self.unit, self.agreement = agreement.plan, agreement.unit, agreement
         self.outputs, self.buffers, self.replicas = buffers.outputs, buffers, replicas
         self.bucket_of = self.plan.bucket_of() if overlaps else {}
         self.missing = [{slot.place for slot in bucket.slots} for bucket in self.plan.buckets]
@@ -57,18 +57,20 @@ class Reduction:
         ]
         self.tail = self.flats[-1][self.plan.buckets[-1].length :].view(self.replicas.count, width)
         lifts, folds = self.buffers.layout.lifts, self.buffers.folds
+        shapes, strides = self.agreement.shapes, self.agreement.strides
         self.views = {
-            slot.place: view(flat, slot, self.shapes[slot.place], folds[slot.place].accumulator_dtype)
+            slot.place: view(flat, slot, shapes[slot.place], strides[slot.place], folds[slot.place].accumulator_dtype)
             for bucket, flat in zip(self.plan.buckets, self.flats, strict=True)
             for slot in bucket.slots
         }
         for k, accumulator in self.views.items():
-            if lifts[k] is not None and k not in self.placed:
+            if lifts[k] is not None and k not in self.agreement.placed:
                 self.buffers.reduced[k] = accumulator
 
     def _identity(self, k: int) -> Any:
         dtype = self.outputs.dtypes[self.outputs.reduced[k]]
-        return self.buffers.folds[k].identity(torch.zeros(self.shapes[k], dtype=dtype, device=self._device))
+        like = torch.zeros(self.agreement.shapes[k], dtype=dtype, device=self._device)
+        return self.buffers.folds[k].identity(like)
 
     @property
     def _device(self) -> torch.device:
@@ -88,7 +90,7 @@ class Reduction:
         Returns the state to be threaded on: that of the last replica that folded anything.
         """
         others = (*self.plan.small, *self.plan.large)
-        likes = {k: self.buffers.reduced[k] for k in self.placed}
+        likes = {k: self.buffers.reduced[k] for k in self.agreement.placed}
         for k, like in likes.items():
             self.buffers.reduced[k] = local(like)
         for k in others:
