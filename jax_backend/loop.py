@@ -12,11 +12,15 @@ from jax import lax
 from funcga import tally
 from funcga.arguments import Arguments, groups
 from funcga.backend import Backend
+from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
 from jax_backend import arrays, compilation
 from jax_backend.compilation import Static, compiled
+from jax_backend.exchange import varying_axes
+from jax_backend.merging import Folded, merge, varying
+from jax_backend.replicas import replicas_of
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -29,6 +33,9 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
 def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        replicas = replicas_of(program.across)
+        if replicas is not None:
+            args, kwargs = varying(args, replicas), varying(kwargs, replicas)
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
         carry: Any = None
@@ -47,7 +54,7 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 carry, collected = _scan_rows(outputs, evaluate, carry, first, count, size, shared=len(found) == 1)
             chunks.append(collected)
             first += count * size
-        return _finish(outputs, carry, chunks)
+        return _finish(outputs, replicas, carry, chunks)
 
     return fold
 
@@ -148,11 +155,16 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         outputs = carry = None
         chunks = []
+        replicas = replicas_of(program.across)
+        if replicas is not None:
+            leading, kwargs = varying(leading, replicas), varying(kwargs, replicas)
         whole, arrays_whole = Static((leading, kwargs)).taken()
         run = step if is_traced(arrays_whole) else jitted
         for item in microbatches:
             if program.device is not None:
                 item = _moved(item, program.device)  # the copy runs while the last step does
+            if replicas is not None:
+                item = varying(item, replicas)
             if outputs is None:
                 outputs = outputs_of(leading, kwargs, item)
                 carry = begin(outputs, leading, item)
@@ -160,7 +172,12 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
             if collected:  # else finish would be compiled for every number of micro-batches
                 chunks.append(collected)
             del item, collected  # so that no more than one micro-batch is held
-        return finish(outputs, carry, chunks)
+        if outputs is None:  # with across, the core cannot know whether other replicas have something to fold
+            raise FuncgaError(
+                "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
+                "loader, or that a generator was not used up before."
+            )
+        return finish(outputs, replicas, carry, chunks)
 
     return fold
 
@@ -204,14 +221,16 @@ def _combine(
     return reduced, [leaves[i] for i in outputs.threads], [leaves[i] for i in outputs.collected]
 
 
-def _finish(outputs: Outputs, carry: Any, chunks: list[list[Any]]) -> Any:
-    """The normalised result, in the structure of grad_fn's output."""
+def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]]) -> Any:
+    """The normalised result of all replicas, in the structure of grad_fn's output."""
     reduced, total, state = carry
-    results = [fold.normalize(r, total) for fold, r in zip(outputs.reduced_folds, reduced, strict=True)]
     collected = [
         jnp.concatenate(column, axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
     ]
+    if replicas is not None:
+        reduced, total, state, collected = merge(outputs, Folded(reduced, total, state, collected), replicas)
+    results = [fold.normalize(r, total) for fold, r in zip(outputs.reduced_folds, reduced, strict=True)]
     return outputs.join(results, collected, state)
 
 
@@ -233,7 +252,7 @@ def _varying(body: Callable[..., Any], carry: Any, start: Any) -> Any:
     for _ in range(3):  # what varies can make more vary; it settles at once in practice
         leaves, structure = jax.tree.flatten(carry)
         after = jax.tree.leaves(jax.eval_shape(body, carry, start)[0])
-        axes = [tuple(_axes(b) - _axes(jax.typeof(a))) for a, b in zip(leaves, after, strict=True)]
+        axes = [tuple(varying_axes(b) - varying_axes(jax.typeof(a))) for a, b in zip(leaves, after, strict=True)]
         if not any(axes):
             break
         marked = [
@@ -241,12 +260,6 @@ def _varying(body: Callable[..., Any], carry: Any, start: Any) -> Any:
         ]
         carry = jax.tree.unflatten(structure, marked)
     return carry
-
-
-def _axes(aval: Any) -> frozenset[Any]:
-    kind = getattr(aval, "manual_axis_type", None)
-    found = kind.varying if kind is not None else getattr(aval, "vma", None)
-    return frozenset(found or ())
 
 
 def is_traced(tree: Any) -> bool:

@@ -17,7 +17,7 @@ from funcga.backend import Arrays, Gradients, Loop, Replicas, Trees
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.gradients", "funcga.leaves", "funcga.normalizers", "funcga.outputs",
-         "funcga.program", "funcga.reducers", "funcga.tally", "funcga"}  # fmt: skip
+         "funcga.prefixes", "funcga.program", "funcga.reducers", "funcga.tally", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
           "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "replicas", "interop",
@@ -129,6 +129,11 @@ ALONE = {
     "scan": "in JAX the loop is lax.scan always; torch has one for torch.compile alone",
     "modules": "torch has modules, whose parameters must be put in; in JAX they are arguments already",
     "compilation": "JAX compiles calls outside of jit; torch runs them as they are",
+    "merging": "in JAX the merge over replicas is part of the program; torch sends what is ready while it computes the rest",
+    "exchange": "in JAX collectives are operations; in torch they are calls on a process group",
+    "bits": "one reduction of an XLA program has one dtype; a torch bucket has whatever is put in it",
+    "replication": "one JAX process drives all devices; in torch every replica is a process",
+    "communication": "XLA decides what is reduced where, so one has to look; torch reduces what it is told to",
 }
 HELPERS = {
     "in_transform": "torch must not write to the tensors of a running torch.func transform; JAX has no in-place writes"
