@@ -113,7 +113,7 @@ def _specs(
     if not isinstance(in_specs, tuple | list) or len(in_specs) != len(args):
         raise FuncgaError(
             f"in_specs is {in_specs!r}, and the call has {len(args)} positional arguments. Give one entry each, such "
-            f"as in_specs=(P(), {', '.join([str(cut)] * (len(args) - 1))}); keyword arguments are passed whole."
+            f"as in_specs={_spelled(len(args), names)}; keyword arguments are passed whole."
         )
     specs = []
     for i, (arg, prefix) in enumerate(zip(args, in_specs, strict=True)):
@@ -130,6 +130,11 @@ def _specs(
             ) from error
         specs += [place.value for place in placed]
     return specs
+
+
+def _spelled(count: int, names: tuple[str, ...]) -> str:
+    cut = f"P({repr(names[0]) if len(names) == 1 else repr(names)})"
+    return f"({', '.join(['P()', *[cut] * (count - 1)])})"
 
 
 def _check_rows(args: tuple[Any, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Any]) -> None:
@@ -197,7 +202,7 @@ def _explained(mapped: Callable[..., Any], moved: list[Any], names: tuple[str, .
         raise FuncgaError(
             f"a result of the step is not the same on all devices along {' and '.join(names)}, as nothing has merged "
             f'it. Merge where it is folded, funcga.accumulate(grad_fn, n, across="{names[0]}"), or leave it cut: '
-            f'out_specs with _spec("{names[0]}") in its place.'
+            f'out_specs with P("{names[0]}") in its place.'
         ) from error
     except TypeError as error:
         if "manual axis types" in str(error):
