@@ -42,7 +42,7 @@ def as_ranks(array: jax.Array, highest: bool) -> tuple[jax.Array, Callable[[Any]
 
 def pack(letters: Sequence[jax.Array]) -> jax.Array:
     """The bits of the arrays, one after the other, as a vector of uint16."""
-    return jnp.concatenate([jnp.zeros(0, jnp.uint16), *map(_bits, letters)])
+    return jnp.concatenate([_bits(letter) for letter in letters])
 
 
 def _bits(letter: jax.Array) -> jax.Array:

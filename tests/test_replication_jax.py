@@ -1,6 +1,9 @@
 """`replicated`, `collectives` and `check_replicas`: what they promise beyond the merge itself."""
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -333,3 +336,17 @@ def test_check_replicas_where_it_cannot_see():
         apart(),
         "rows",
     )
+
+
+# -- the example
+
+
+def test_the_example_runs():
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-W", "error", "-m", "examples.replicas_jax"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    *losses, last = done.stdout.splitlines()
+    assert len(losses) == 6
+    assert float(losses[-1].split()[-1]) < float(losses[0].split()[-1]) / 10
+    assert last.startswith("each update: one all-reduce of ")
+    assert last.endswith("in 0 loops")
