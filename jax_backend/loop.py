@@ -16,7 +16,7 @@ from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
-from jax_backend import arrays, compilation
+from jax_backend import arrays, blocks, compilation
 from jax_backend.compilation import Static, compiled
 from jax_backend.exchange import varying_axes
 from jax_backend.merging import Folded, merge, varying
@@ -28,25 +28,31 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     if "accumulate" not in program.compiled:
         program.compiled["accumulate"] = compiled(_accumulate(program.bound(backend), backend))
     fold: Callable[..., Any] = program.compiled["accumulate"]
-    return fold
+    if program.across is not None or jax.device_count() == 1:
+        return lambda args, kwargs: fold(args, kwargs, 1)
+    # here, as inside jit an array does not say where it lies
+    return lambda args, kwargs: fold(args, kwargs, blocks.blocks_of(program.read(args, backend)))
 
 
 def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
-    def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def fold(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Any:
         replicas = replicas_of(program.across)
         if replicas is not None:
             args, kwargs = varying(args, replicas), varying(kwargs, replicas)
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
+        narrow = partial(blocks.narrow, parts) if blocks.fits(parts, found) else None
         carry: Any = None
         chunks: list[list[jax.Array]] = []
         first = 0
         for count, size in found:
             # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
-            evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size), inline=True)
+            evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size, narrow), inline=True)
             if carry is None:
                 state = [_strong(leaf) for leaf in arguments.state()]
                 outputs, _ = program.bind(jax.eval_shape(evaluate, jnp.int32(0), state)[0], arguments)
+                if narrow is not None and not blocks.has_rows(outputs, size):
+                    return fold(args, kwargs, 1)
                 carry = (*_nothing(outputs), state)
             if program.weight is not None:
                 carry, collected = _scan(outputs, evaluate, carry, first, count, size)
@@ -54,6 +60,8 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 carry, collected = _scan_rows(outputs, evaluate, carry, first, count, size, shared=len(found) == 1)
             chunks.append(collected)
             first += count * size
+        if narrow is not None:
+            chunks = [blocks.in_order(outputs, parts, found, chunks)]
         return _finish(outputs, replicas, carry, chunks)
 
     return fold
@@ -96,9 +104,9 @@ def _scan_rows(
 
 
 def _cut_and_evaluate(
-    program: Program, arguments: Arguments, kwargs: dict[str, Any], size: int, start: Any, state: list[Any]
+    program: Program, arguments: Arguments, kwargs: dict[str, Any], size: int, narrow: Any, start: Any, state: list[Any]
 ) -> tuple[Any, Any]:
-    return _evaluate(program, arguments, arguments.cut(start, size, state), kwargs)
+    return _evaluate(program, arguments, arguments.cut(start, size, state, narrow), kwargs)
 
 
 def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -132,6 +132,7 @@ ALONE = {
     "merging": "in JAX the merge over replicas is part of the program; torch sends what is ready while it computes the rest",
     "exchange": "in JAX collectives are operations; in torch they are calls on a process group",
     "bits": "one reduction of an XLA program has one dtype; a torch bucket has whatever is put in it",
+    "blocks": "a JAX array lies on many devices; a torch tensor lies on one",
     "replication": "one JAX process drives all devices; in torch every replica is a process",
     "communication": "XLA decides what is reduced where, so one has to look; torch reduces what it is told to",
 }

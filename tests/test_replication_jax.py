@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from jax_backend import Collective, collectives, replicated
+from funcga.program import Program
+from jax_backend import BACKEND, Collective, blocks, collectives, communication, loop, replicated
 from tests.kits import JAX, counted, difference
 from tests.test_errors import check_refused
 from tests.test_replicas_jax import LIMITS, grid, layers, mesh, regression
@@ -115,8 +116,6 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 def test_asynchronous_forms():
     """As a GPU compiler writes them; what never runs is not counted."""
-    from jax_backend import communication
-
     assert list(communication._found(ASYNCHRONOUS)) == [
         Collective("all-reduce", 1, 32),
         Collective("all-gather", 0, 16),
@@ -336,6 +335,67 @@ def test_check_replicas_where_it_cannot_see():
         apart(),
         "rows",
     )
+
+
+# -- a sharded batch outside of shard_map
+
+
+def sharded(kind, rows=48):
+    params, batch, loss = layers(rows=rows)
+    on = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    place = lambda tree, spec: jax.device_put(tree, NamedSharding(on, spec))
+    return place(params, P()), place(batch, P("data")), params, batch, loss
+
+
+def collectives_of_a_call(grad_fn, *args, **sizes):
+    """Those of the program that a call outside of jit runs, which knows where its arguments lie."""
+    program = Program(grad_fn, funcga.mean(), **sizes)
+    fold = loop._accumulate(program, BACKEND)
+    parts = blocks.blocks_of(program.read(args, BACKEND))
+    return collectives(lambda *args: fold(args, {}, parts), *args)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("size", [8, 20])
+def test_no_row_of_a_sharded_batch_moves(kind, size):
+    """Micro-batches take as many rows from each device: gradients are reduced, in the loop, and nothing else is sent."""
+    params, batch, *whole, loss = sharded(kind)
+    gradient = jax.value_and_grad(loss)
+    out = funcga.accumulate(gradient, microbatch_size=size)(params, batch)
+    assert difference(JAX, out, gradient(*whole)) <= LIMITS["float32"]
+    assert {c.kind for c in collectives_of_a_call(gradient, params, batch, microbatch_size=size)} == {"all-reduce"}
+    if kind is AxisType.Explicit:  # inside jit the types say where rows lie
+        assert {c.kind for c in collectives(funcga.accumulate(gradient, 6), params, batch)} == {"all-reduce"}
+
+
+def test_rows_are_gathered_where_they_do_not_divide():
+    params, batch, *whole, loss = sharded(AxisType.Auto)
+    gradient = jax.value_and_grad(loss)
+    out = funcga.accumulate(gradient, microbatch_size=6)(params, batch)
+    assert difference(JAX, out, gradient(*whole)) <= LIMITS["float32"]
+    found = collectives_of_a_call(gradient, params, batch, microbatch_size=6)
+    assert "all-gather" in {c.kind for c in found}
+    assert "all-gather" in {c.kind for c in collectives(funcga.accumulate(gradient, 6), params, batch)}  # inside jit
+
+
+@pytest.mark.parametrize("size", [8, 20, 10])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_rows_of_a_sharded_batch_stay_in_order(size, axis):
+    _, batch, _, whole, _ = sharded(AxisType.Auto)
+    grad_fn = lambda p, x: (jnp.moveaxis(x, 0, axis) * p, x.mean())
+    step = funcga.accumulate(grad_fn, microbatch_size=size, fold=(funcga.concat(axis), funcga.mean()))
+    np.testing.assert_array_equal(step(jnp.float32(2), batch)[0], jnp.moveaxis(whole, 0, axis) * 2)
+
+
+def test_order_that_counts_is_kept():
+    """Threaded state, and what has no row for each row: micro-batches are those of a batch on one device."""
+    _, batch, _, whole, _ = sharded(AxisType.Auto)
+    each = funcga.accumulate(lambda p, x: x[:1] * p, 6, fold=funcga.concat())
+    np.testing.assert_array_equal(each(jnp.float32(1), batch), whole[::8])
+    step = funcga.accumulate(
+        lambda s, x: (x.mean(), x[0]), 6, in_axes=(funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry())
+    )
+    np.testing.assert_array_equal(step(jnp.zeros(5), batch)[1], whole[40])
 
 
 # -- the example
