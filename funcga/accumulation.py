@@ -49,9 +49,13 @@ def accumulate(
 
     In JAX the micro-batch body is traced and compiled once (twice if the rows do not divide). A call outside of jit is
     jitted: arrays are traced and all other arguments are static, so each new number is a new program, and an object
-    that changes without changing its hash is not seen to. Rows are cut one micro-batch after the other; a batch that is
-    sharded over devices by its rows is gathered for it, unless the call is inside shard_map, where each device cuts its
-    own.
+    that changes without changing its hash is not seen to.
+
+    A batch that is sharded by its rows stays where it is: outside of jit, or where the mesh has Explicit axes, each
+    micro-batch takes as many rows from every device, if they divide, so micro-batches have other rows than on one
+    device, and gradients are reduced for each of them. Inside jit with Auto axes, and where rows do not divide or
+    threaded state needs their order, it is gathered. To reduce once, use `across` inside shard_map, where each device
+    cuts its own rows, or through jax_backend.replicated(step, mesh).
 
     In torch, the gradients of `funcga.grad` and `funcga.value_and_grad` run on autograd and are added where they are
     computed, at the cost of a `.backward()` loop; weights that differ reach it as cotangents. Any other grad_fn is

@@ -72,10 +72,15 @@ class Arguments:
         """The leaves that are CARRY."""
         return [leaf for leaf, axis in self if axis is CARRY]
 
-    def cut(self, start: Any, size: int | None, state: list[Any]) -> tuple[Any, ...]:
-        """The arguments of the micro-batch of `size` rows from row `start` on; with size None, of all rows."""
+    def cut(
+        self, start: Any, size: int | None, state: list[Any], narrow: Callable[..., Any] | None = None
+    ) -> tuple[Any, ...]:
+        """The arguments of the micro-batch of `size` rows from row `start` on; with size None, of all rows.
+
+        narrow: `narrow(array, axis, start, size)` takes the rows. Default: those that follow `start`.
+        """
         threaded = iter(state)
-        narrow, unflatten = self.backend.arrays.slice, self.backend.trees.unflatten
+        narrow, unflatten = narrow or self.backend.arrays.slice, self.backend.trees.unflatten
         args = []
         for part in self.parts:
             if not part.axes:

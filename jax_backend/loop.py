@@ -12,11 +12,15 @@ from jax import lax
 from funcga import tally
 from funcga.arguments import Arguments, groups
 from funcga.backend import Backend
+from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
-from jax_backend import arrays, compilation
+from jax_backend import arrays, blocks, compilation
 from jax_backend.compilation import Static, compiled
+from jax_backend.exchange import varying_axes
+from jax_backend.merging import Folded, merge, varying
+from jax_backend.replicas import replicas_of
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -24,22 +28,31 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     if "accumulate" not in program.compiled:
         program.compiled["accumulate"] = compiled(_accumulate(program.bound(backend), backend))
     fold: Callable[..., Any] = program.compiled["accumulate"]
-    return fold
+    if program.across is not None or jax.device_count() == 1:
+        return lambda args, kwargs: fold(args, kwargs, 1)
+    # here, as inside jit an array does not say where it lies
+    return lambda args, kwargs: fold(args, kwargs, blocks.blocks_of(program.read(args, backend)))
 
 
 def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
-    def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def fold(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Any:
+        replicas = replicas_of(program.across)
+        if replicas is not None:
+            args, kwargs = varying(args, replicas), varying(kwargs, replicas)
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
+        narrow = partial(blocks.narrow, parts) if blocks.fits(parts, found) else None
         carry: Any = None
         chunks: list[list[jax.Array]] = []
         first = 0
         for count, size in found:
             # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
-            evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size), inline=True)
+            evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size, narrow), inline=True)
             if carry is None:
                 state = [_strong(leaf) for leaf in arguments.state()]
                 outputs, _ = program.bind(jax.eval_shape(evaluate, jnp.int32(0), state)[0], arguments)
+                if narrow is not None and not blocks.has_rows(outputs, size):
+                    return fold(args, kwargs, 1)
                 carry = (*_nothing(outputs), state)
             if program.weight is not None:
                 carry, collected = _scan(outputs, evaluate, carry, first, count, size)
@@ -47,7 +60,9 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 carry, collected = _scan_rows(outputs, evaluate, carry, first, count, size, shared=len(found) == 1)
             chunks.append(collected)
             first += count * size
-        return _finish(outputs, carry, chunks)
+        if narrow is not None:
+            chunks = [blocks.in_order(outputs, parts, found, chunks)]
+        return _finish(outputs, replicas, carry, chunks)
 
     return fold
 
@@ -89,9 +104,9 @@ def _scan_rows(
 
 
 def _cut_and_evaluate(
-    program: Program, arguments: Arguments, kwargs: dict[str, Any], size: int, start: Any, state: list[Any]
+    program: Program, arguments: Arguments, kwargs: dict[str, Any], size: int, narrow: Any, start: Any, state: list[Any]
 ) -> tuple[Any, Any]:
-    return _evaluate(program, arguments, arguments.cut(start, size, state), kwargs)
+    return _evaluate(program, arguments, arguments.cut(start, size, state, narrow), kwargs)
 
 
 def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -148,11 +163,16 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         outputs = carry = None
         chunks = []
+        replicas = replicas_of(program.across)
+        if replicas is not None:
+            leading, kwargs = varying(leading, replicas), varying(kwargs, replicas)
         whole, arrays_whole = Static((leading, kwargs)).taken()
         run = step if is_traced(arrays_whole) else jitted
         for item in microbatches:
             if program.device is not None:
                 item = _moved(item, program.device)  # the copy runs while the last step does
+            if replicas is not None:
+                item = varying(item, replicas)
             if outputs is None:
                 outputs = outputs_of(leading, kwargs, item)
                 carry = begin(outputs, leading, item)
@@ -160,7 +180,12 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
             if collected:  # else finish would be compiled for every number of micro-batches
                 chunks.append(collected)
             del item, collected  # so that no more than one micro-batch is held
-        return finish(outputs, carry, chunks)
+        if outputs is None:  # with across, the core cannot know whether other replicas have something to fold
+            raise FuncgaError(
+                "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
+                "loader, or that a generator was not used up before."
+            )
+        return finish(outputs, replicas, carry, chunks)
 
     return fold
 
@@ -204,14 +229,16 @@ def _combine(
     return reduced, [leaves[i] for i in outputs.threads], [leaves[i] for i in outputs.collected]
 
 
-def _finish(outputs: Outputs, carry: Any, chunks: list[list[Any]]) -> Any:
-    """The normalised result, in the structure of grad_fn's output."""
+def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]]) -> Any:
+    """The normalised result of all replicas, in the structure of grad_fn's output."""
     reduced, total, state = carry
-    results = [fold.normalize(r, total) for fold, r in zip(outputs.reduced_folds, reduced, strict=True)]
     collected = [
         jnp.concatenate(column, axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
     ]
+    if replicas is not None:
+        reduced, total, state, collected = merge(outputs, Folded(reduced, total, state, collected), replicas)
+    results = [fold.normalize(r, total) for fold, r in zip(outputs.reduced_folds, reduced, strict=True)]
     return outputs.join(results, collected, state)
 
 
@@ -233,7 +260,7 @@ def _varying(body: Callable[..., Any], carry: Any, start: Any) -> Any:
     for _ in range(3):  # what varies can make more vary; it settles at once in practice
         leaves, structure = jax.tree.flatten(carry)
         after = jax.tree.leaves(jax.eval_shape(body, carry, start)[0])
-        axes = [tuple(_axes(b) - _axes(jax.typeof(a))) for a, b in zip(leaves, after, strict=True)]
+        axes = [tuple(varying_axes(b) - varying_axes(jax.typeof(a))) for a, b in zip(leaves, after, strict=True)]
         if not any(axes):
             break
         marked = [
@@ -241,12 +268,6 @@ def _varying(body: Callable[..., Any], carry: Any, start: Any) -> Any:
         ]
         carry = jax.tree.unflatten(structure, marked)
     return carry
-
-
-def _axes(aval: Any) -> frozenset[Any]:
-    kind = getattr(aval, "manual_axis_type", None)
-    found = kind.varying if kind is not None else getattr(aval, "vma", None)
-    return frozenset(found or ())
 
 
 def is_traced(tree: Any) -> bool:

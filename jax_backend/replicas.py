@@ -1,13 +1,165 @@
 """Replicas: what across= names, and whether they hold the same."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from funcga.errors import FuncgaError
+from funcga.prefixes import leaf_paths
+from jax_backend import trees
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """For `across=`: the replicas along an axis of the mesh, and which results are left scattered over them.
+
+    axis: the name of a mesh axis, or a tuple of names. scatter: a tree prefix over grad_fn's output. Where it has an
+    int, the merged leaf is left in equal parts, one a replica, along that axis of the leaf: a reduce-scatter in place
+    of the all-reduce. Where it has None, every replica gets the whole leaf.
+
+    >>> across = jax_backend.Replicas("data", scatter=(None, 0))  # (loss, grads)
+    """
+
+    axis: str | tuple[str, ...]
+    scatter: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(isinstance(name, str) for name in self.names):
+            raise _no_axis(self.axis)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+
+
+def _no_axis(across: Any) -> FuncgaError:
+    names = across.axis_names if isinstance(across, Mesh | AbstractMesh) else ()
+    found = f"of type {type(across).__name__}" if hasattr(across, "__dict__") else repr(across)
+    return FuncgaError(
+        f"across is {found}, and in JAX replicas are named by an axis of the mesh. Write the name, "
+        f'across="{names[0] if names else "data"}", or a tuple of names, and call the step inside jax.shard_map or '
+        f"through jax_backend.replicated(step, mesh)."
+    )
 
 
 def replicas_of(across: Any) -> Any:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
-    raise NotImplementedError
+    if across is None:
+        return None
+    replicas = across if isinstance(across, Replicas) else Replicas(across)
+    for name in replicas.names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise _unbound(name) from None
+    return replicas
+
+
+def _unbound(name: str) -> FuncgaError:
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return FuncgaError(
+            f'across="{name}" merges over a mesh axis, and this call is outside of jax.shard_map, where an axis has no '
+            f"replicas. Wrap the step, step = jax_backend.replicated(step, mesh), or call it inside jax.shard_map."
+        )
+    if name in mesh.axis_names:
+        return FuncgaError(
+            f'across="{name}" merges over a mesh axis that this jax.shard_map leaves to the compiler: only '
+            f'{_listed(mesh.manual_axes)} is manual in it. Name it there: axis_names={{..., "{name}"}}.'
+        )
+    return FuncgaError(
+        f'across="{name}" is no axis of the mesh of this jax.shard_map, which has {_listed(mesh.axis_names)}. Write '
+        f'across="{mesh.manual_axes[0]}".'
+    )
+
+
+def _listed(names: Any) -> str:
+    return " and ".join(f'"{name}"' for name in names)
 
 
 def check_replicas(params: Any, across: Any) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
-    raise NotImplementedError
+    replicas = across if isinstance(across, Replicas) else Replicas(across)
+    leaves, _ = trees.flatten(params)
+    paths = leaf_paths(params, trees, "params")
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise FuncgaError(
+            "check_replicas compares what lies on the devices, and was called in a program that is being compiled, "
+            "where nothing lies anywhere yet. Call it outside of jax.jit and jax.shard_map."
+        )
+    differing = [
+        (path, *found[0])
+        for path, leaf in zip(paths, leaves, strict=True)
+        if isinstance(leaf, jax.Array) and (found := list(_differences(leaf, replicas.names)))
+    ]
+    if jax.process_count() > 1:
+        differing += _differing_processes(leaves, paths)
+    if differing:
+        raise _apart(differing, replicas)
+
+
+def _differences(leaf: jax.Array, names: tuple[str, ...]) -> Iterator[tuple[Any, Any, Any]]:
+    """(index, device, device) of copies that should be the same along these axes of the mesh and are not."""
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    first: dict[Any, tuple[Any, bytes]] = {}
+    places = _places(leaf, names)
+    for shard in leaf.addressable_shards if len(leaf.sharding.device_set) > 1 else ():
+        key = str(shard.index), places.get(shard.device)
+        bits = np.asarray(shard.data).tobytes()
+        device, expected = first.setdefault(key, (shard.device, bits))
+        if bits != expected:
+            yield shard.index, device, shard.device
+
+
+def _places(leaf: jax.Array, names: tuple[str, ...]) -> dict[Any, Any]:
+    """For every device of the leaf's mesh its place along the axes that are not named."""
+    if not isinstance(leaf.sharding, NamedSharding) or not isinstance(leaf.sharding.mesh, Mesh):
+        return {}
+    mesh = leaf.sharding.mesh
+    missing = [name for name in names if name not in mesh.axis_names]
+    if missing:
+        raise FuncgaError(
+            f'across="{missing[0]}" is no axis of the mesh that params lie on, which has {_listed(mesh.axis_names)}. '
+            f'Write across="{mesh.axis_names[0]}".'
+        )
+    others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
+    return {device: tuple(place[i] for i in others) for place, device in np.ndenumerate(mesh.devices)}
+
+
+def _differing_processes(leaves: list[Any], paths: list[str]) -> list[tuple[str, Any, Any, Any]]:
+    """The leaves that every process holds whole, and that are not the same on all of them."""
+    whole = [isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in leaves]
+    digests = np.zeros((len(leaves), 2), np.uint32)
+    for i, (leaf, is_whole) in enumerate(zip(leaves, whole, strict=True)):
+        if is_whole:
+            digests[i] = np.frombuffer(_digest(leaf), np.uint32)
+    gathered = np.asarray(multihost_utils.process_allgather(digests))
+    return [
+        (path, ..., "process 0", f"process {int(apart[0])}")
+        for i, path in enumerate(paths)
+        if len(apart := np.flatnonzero((gathered[:, i] != gathered[0, i]).any(axis=-1)))
+    ]
+
+
+def _digest(leaf: jax.Array) -> bytes:
+    from hashlib import blake2b
+
+    return blake2b(np.asarray(leaf.addressable_data(0)).tobytes(), digest_size=8).digest()
+
+
+def _apart(differing: list[tuple[str, Any, Any, Any]], replicas: Replicas) -> FuncgaError:
+    path, _, one, other = differing[0]
+    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    return FuncgaError(
+        f"`{path}`{more} is not the same on all replicas: {one} and {other} hold different values along "
+        f"{_listed(replicas.names)}. What is averaged would belong to no parameters at all. Give every replica the "
+        f"same: params = jax.device_put(params, jax.NamedSharding(mesh, P()))."
+    )

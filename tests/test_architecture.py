@@ -135,6 +135,12 @@ ALONE = {
     "scan": "in JAX the loop is lax.scan always; torch has one for torch.compile alone",
     "modules": "torch has modules, whose parameters must be put in; in JAX they are arguments already",
     "compilation": "JAX compiles calls outside of jit; torch runs them as they are",
+    "merging": "in JAX the merge over replicas is part of the program; torch sends what is ready while it computes the rest",
+    "exchange": "in JAX collectives are operations; in torch they are calls on a process group",
+    "bits": "one reduction of an XLA program has one dtype; a torch bucket has whatever is put in it",
+    "blocks": "a JAX array lies on many devices; a torch tensor lies on one",
+    "replication": "one JAX process drives all devices; in torch every replica is a process",
+    "communication": "XLA decides what is reduced where, so one has to look; torch reduces what it is told to",
 }
 HELPERS = {
     "in_transform": "torch must not write to the tensors of a running torch.func transform; JAX has no in-place writes"

@@ -1,0 +1,82 @@
+"""Rows that lie on several devices: micro-batches that take as many rows from each device, so that none moves.
+
+Only JAX has this file: a torch tensor is on one device.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from funcga.arguments import Arguments
+from funcga.outputs import Outputs
+
+
+def blocks_of(arguments: Arguments) -> int:
+    """How many equal blocks the rows of every split array lie in, one after the other, each on devices of its own.
+
+    1 if they lie together, or in different ways, or if it is the compiler that says where; and for threaded state,
+    whose order counts.
+    """
+    if arguments.state():
+        return 1
+    counts = {_count(leaf, axis) for leaf, axis in arguments if axis is not None and isinstance(leaf, jax.Array)}
+    return counts.pop() if len(counts) == 1 else 1
+
+
+def _count(leaf: jax.Array, axis: int) -> int:
+    if not -leaf.ndim <= axis < leaf.ndim or not leaf.shape[axis]:
+        return 1  # refused later, by whoever counts the rows
+    if not isinstance(leaf, jax.core.Tracer):
+        return int(leaf.shape[axis] // leaf.sharding.shard_shape(leaf.shape)[axis])
+    sharding: Any = jax.typeof(leaf).sharding  # of the axes that are Explicit
+    names = sharding.spec[axis % leaf.ndim] or ()
+    return prod(sharding.mesh.shape[name] for name in (names if isinstance(names, tuple) else (names,)))
+
+
+def fits(blocks: int, found: Sequence[tuple[int, int]]) -> bool:
+    """Whether every micro-batch of these (count, size) can take as many rows from each block."""
+    return blocks > 1 and all(size % blocks == 0 for _, size in found)
+
+
+def has_rows(outputs: Outputs, size: int) -> bool:
+    """Whether all that is collected from a micro-batch of this size has one row for each of its rows."""
+    shapes = [outputs.shapes[i] for i in outputs.collected]
+    return all(shape is not None and shape[axis] == size for shape, axis in zip(shapes, _axes(outputs), strict=True))
+
+
+def _axes(outputs: Outputs) -> list[int]:
+    return [fold.fold.reducer.monoid.axis or 0 for fold in outputs.collected_folds]
+
+
+def narrow(blocks: int, array: Any, axis: int, start: Any, size: int) -> jax.Array:
+    """`size` rows along an axis: as many of each block, in the order of the blocks, from its row start / blocks on."""
+    array = jnp.asarray(array)
+    axis %= array.ndim
+    apart = _reshaped(array, axis, (blocks, array.shape[axis] // blocks))
+    cut = lax.dynamic_slice_in_dim(apart, start // blocks, size // blocks, axis + 1)
+    return cut.reshape(*array.shape[:axis], size, *array.shape[axis + 1 :])
+
+
+def in_order(
+    outputs: Outputs, blocks: int, found: Sequence[tuple[int, int]], chunks: list[list[jax.Array]]
+) -> list[jax.Array]:
+    """What was collected from each group of micro-batches, as one array a leaf with its rows in those of the batch."""
+    columns = zip(_axes(outputs), zip(*chunks, strict=True), strict=True)
+    return [_joined(blocks, found, axis % column[0].ndim, column) for axis, column in columns]
+
+
+def _joined(blocks: int, found: Sequence[tuple[int, int]], axis: int, column: Sequence[jax.Array]) -> jax.Array:
+    parts = []
+    for array, (count, size) in zip(column, found, strict=True):
+        apart = jnp.moveaxis(_reshaped(array, axis, (count, blocks, size // blocks)), axis + 1, axis)
+        parts.append(apart.reshape(*apart.shape[: axis + 1], -1, *apart.shape[axis + 3 :]))
+    joined = jnp.concatenate(parts, axis=axis + 1)
+    return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+
+
+def _reshaped(array: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
+    return array.reshape(*array.shape[:axis], *sizes, *array.shape[axis + 1 :])

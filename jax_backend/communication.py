@@ -1,0 +1,129 @@
+"""What a compiled program says to other devices, and how often: its collectives, by the depth of the loops around them.
+
+Only JAX has this file: there the compiler decides what is reduced where, so one has to look.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Collective(NamedTuple):
+    """One collective of a compiled program.
+
+    kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast" or
+    "ragged-all-to-all". depth: how many loops it is in, 0 for none. bytes: of its operands, on one device.
+    """
+
+    kind: str
+    depth: int
+    bytes: int
+
+
+def collectives(fn: Callable[..., Any], *args: Any) -> list[Collective]:
+    """The collectives of fn, jitted or not, as XLA has compiled it for these arguments, in the order of the program.
+
+    >>> [found.depth for found in jax_backend.collectives(step, params, batch)]
+    [0]
+    """
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+    text = jitted.lower(*args).compile().as_text()
+    return list(_found(text or ""))
+
+
+class _Instruction(NamedTuple):
+    name: str
+    type: str
+    operation: str
+    operands: str
+    attributes: str
+
+
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
+          "ragged-all-to-all")  # fmt: skip
+_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
+_START = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
+_OPERATION = re.compile(r"\s*([a-z][\w\-]*)\(")
+_CALLED = re.compile(
+    r"\b(body|condition|calls|to_apply|true_computation|false_computation|\w*computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+
+
+def _found(text: str) -> Iterator[Collective]:
+    entry, computations = _computations(text)
+    depths = _depths(entry, computations)
+    for computation, instructions in computations.items():
+        types = {instruction.name: instruction.type for instruction in instructions}
+        for instruction in instructions:
+            kind = instruction.operation.removesuffix("-start")
+            if kind in _KINDS and computation in depths:
+                operands = re.findall(r"%([\w.\-]+)", instruction.operands)
+                size = sum(_bytes(types.get(name, "")) for name in operands)
+                yield Collective(kind, depths[computation], size)
+
+
+def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
+    """The name of the computation that runs first, and the instructions of each."""
+    entry, here = "", list[_Instruction]()
+    computations: dict[str, list[_Instruction]] = {}
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            here = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif start := _START.match(line):
+            here.append(_instruction(start[1], start[2]))
+    return entry, computations
+
+
+def _instruction(name: str, rest: str) -> _Instruction:
+    """Parts `type operation(operands), attributes`; a tuple's type and the operands have parentheses of their own."""
+    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+    operation = _OPERATION.match(rest, end)
+    if operation is None:
+        return _Instruction(name, rest[:end], "", "", "")
+    last = _closing(rest, operation.end() - 1)
+    return _Instruction(name, rest[:end], operation[1], rest[operation.end() : last], rest[last:])
+
+
+def _closing(text: str, opening: int) -> int:
+    """The place after the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for place in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if depth == 0:
+            return place + 1
+    return len(text)
+
+
+def _depths(entry: str, computations: dict[str, list[_Instruction]]) -> dict[str, int]:
+    """How many loops each computation that runs is in, at most."""
+    depths: dict[str, int] = {}
+    waiting = [(entry, 0)]
+    while waiting:
+        name, depth = waiting.pop()
+        if name not in computations or depths.get(name, -1) >= depth:
+            continue
+        depths[name] = depth
+        for instruction in computations[name]:
+            inside = depth + (instruction.operation == "while")
+            for _, called in _CALLED.findall(instruction.attributes):
+                waiting += [(other.strip(" %"), inside) for other in called.strip("{}").split(",")]
+    return depths
+
+
+def _bytes(type: str) -> int:
+    """The bytes of the arrays in a type such as `(f32[8,3]{1,0}, s32[])`."""
+    return sum(
+        -(-_bits(name) * prod(int(size.strip("<=")) for size in sizes.split(",") if size) // 8)
+        for name, sizes in _ARRAY.findall(type)
+    )
+
+
+def _bits(name: str) -> int:
+    """The bits of an element: `f32` has 32, `pred` 8, `f8e4m3fn` 8, `c64` 64, a token none."""
+    found = re.match(r"[a-z]+(\d+)", name)
+    return int(found[1]) if found else 8 if name == "pred" else 0

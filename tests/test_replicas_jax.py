@@ -1,0 +1,507 @@
+"""Replicas in JAX: the merge is exact, is one reduction outside of every loop, and says so when it cannot be made."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import funcga
+import jax_backend
+from funcga import CARRY
+from jax_backend import collectives, replicated
+from tests import problems
+from tests.kits import JAX, difference
+from tests.test_errors import check_refused
+
+LIMITS = {"float32": 1e-6, "float64": 1e-13}
+
+
+MEAN = funcga.mean()
+
+
+def mesh(devices=4):
+    return Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Auto,))
+
+
+def grid(kind=AxisType.Auto):
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+
+def regression(dtype="float32", rows=16):
+    params, batch, loss = problems.regression(dtype, rows)
+    return JAX.arrays(params), JAX.arrays(batch), loss
+
+
+def layers(dtype="float32", rows=16, width=8):
+    """params, batch and a mean loss of a model that is scanned over its layers."""
+    r = problems.rng(3)
+    params = {"first": r.normal(size=(5, width)), "layers": r.normal(size=(3, width, width)) / width**0.5}
+    batch = r.normal(size=(rows, 5))
+
+    def loss(params, x):
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x @ params["first"], params["layers"])
+        return (x**2).mean()
+
+    return JAX.arrays(jax.tree.map(lambda a: a.astype(dtype), params)), JAX.arrays(batch.astype(dtype)), loss
+
+
+def tree_bytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def check_one_reduction(step, *args, of, dtype="float32", replicas=4):
+    """One all-reduce outside of every loop, of these gradients once and the tally of each replica in 16-bit parts."""
+    found = collectives(step, *args)
+    assert [(c.kind, c.depth) for c in found] == [("all-reduce", 0)]
+    tally = {"float32": 3 * 2 * 4, "float64": (4 + 2) * 8}[dtype]
+    assert found[0].bytes == tree_bytes(of) + replicas * tally
+
+
+# -- equality with the full batch on one device
+
+
+@pytest.mark.parametrize(("devices", "n"), [(1, 8), (2, 4), (4, 2), (4, 1), (2, 3), (4, 3)])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_gradient_is_that_of_the_whole_batch(devices, n, check_vma, dtype):
+    params, batch, loss = regression(dtype)
+    full = jax.value_and_grad(loss)(params, *batch)
+    step = replicated(funcga.accumulate(jax.value_and_grad(loss), n, across="data"), mesh(devices), check_vma=check_vma)
+    assert difference(JAX, step(params, *batch), full) <= LIMITS[dtype]
+    check_one_reduction(step, params, *batch, of=full, dtype=dtype, replicas=devices) if devices > 1 else None
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_uneven_weights(n, dtype):
+    """Rows of 0 to 7 tokens: each replica and micro-batch has another number of them."""
+    params, (batch,), loss = problems.tokens(dtype, rows=12)
+    params, batch = JAX.arrays(params), JAX.arrays(batch)
+    full = problems.full_gradient(JAX, params, (batch,), loss, problems.token_count)
+    for grad_fn, fold in (
+        (jax.value_and_grad(loss), funcga.per_weight()),
+        (jax.value_and_grad(problems.token_mean), funcga.mean()),
+    ):
+        step = funcga.accumulate(grad_fn, n, fold=fold, weight=problems.token_count, across="data")
+        step = replicated(step, mesh())
+        assert difference(JAX, step(params, batch), full) <= LIMITS[dtype]
+        check_one_reduction(step, params, batch, of=full, dtype=dtype)
+
+
+def test_wrong_merges_are_rejected():
+    """The average of what the replicas have, and no merge at all: the checks above would not let them pass."""
+    params, (batch,), loss = problems.tokens(rows=12)
+    params, batch = JAX.arrays(params), JAX.arrays(batch)
+    full = problems.full_gradient(JAX, params, (batch,), loss, problems.token_count)
+    local = funcga.accumulate(jax.value_and_grad(loss), 3, fold=funcga.per_weight(), weight=problems.token_count)
+    averaged = replicated(lambda *args: lax.pmean(_own(local, *args), "data"), mesh())
+    first = replicated(lambda *args: _own(local, *args), mesh(), check_vma=False)
+    for wrong in (averaged, first):
+        assert difference(JAX, wrong(params, batch), full) > 1e-2
+
+
+def _own(step, params, *batch):
+    return step(jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params), *batch)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_shard_map_and_in_stream(check_vma):
+    params, batch, loss = regression()
+    full = jax.value_and_grad(loss)(params, *batch)
+    stream = funcga.stream(jax.value_and_grad(loss), across="data")
+    streamed = lambda params, x, y: stream(params, [(x[:1], y[:1]), (x[1:], y[1:])])
+    for step in (funcga.accumulate(jax.value_and_grad(loss), 3, across=("data",)), streamed):
+        mapped = jax.jit(
+            jax.shard_map(step, mesh=mesh(), in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=check_vma)
+        )
+        assert difference(JAX, mapped(params, *batch), full) <= LIMITS["float32"]
+        check_one_reduction(mapped, params, *batch, of=full)
+
+
+def test_in_shard_map_outside_of_jit():
+    x = jnp.arange(8, dtype=jnp.float32)
+    step = funcga.accumulate(lambda p, x: (p * x).mean(), 1, across="data")
+    mapped = jax.shard_map(step, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())
+    assert float(mapped(jnp.float32(2), x)) == 7
+
+
+def test_numbers_and_numpy_arrays_are_not_summed_twice():
+    """What is differentiated may be a Python float or a NumPy array, which JAX would take for the same everywhere."""
+    x = jnp.arange(8, dtype=jnp.float32)
+    loss = lambda p, q, x: (p * q * x).mean()
+    step = funcga.accumulate(jax.grad(loss, argnums=(0, 1)), 2, across="data", in_axes=(None, None, 0))
+    local = lambda x: step(3.0, np.float32([2.0]), x)
+    for check_vma in (True, False):
+        mapped = jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=P(), check_vma=check_vma)
+        p, q = jax.jit(mapped)(x)
+        assert (float(p), q.tolist()) == (7.0, [10.5])
+
+
+# -- models
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("weight", [None, lambda x: jnp.abs(x).sum()])
+def test_scanned_layers(n, weight, dtype):
+    params, batch, loss = layers(dtype)
+    step = replicated(funcga.accumulate(jax.value_and_grad(loss), n, weight=weight, across="data"), mesh())
+    if weight is None:
+        full = jax.value_and_grad(loss)(params, batch)
+        assert difference(JAX, step(params, batch), full) <= LIMITS[dtype]
+    check_one_reduction(step, params, batch, of=(params, jnp.zeros((), dtype)), dtype=dtype)
+
+
+@pytest.mark.parametrize(("manual", "kind"), [(True, AxisType.Auto), (True, AxisType.Explicit), (False, AxisType.Auto)])
+def test_tensor_parallelism_on_another_axis(manual, kind):
+    """Columns of the first layer and rows of the second over `model`: that axis has its own reduction in the loop."""
+    params, batch, _ = layers()
+    params = {"in": params["first"], "out": params["layers"][0]}
+    specs = {"in": P(None, "model"), "out": P("model", None)}
+
+    def loss(params, x):
+        x = jnp.tanh(x @ params["in"]) @ params["out"]
+        return ((lax.psum(x, "model") if manual else x) ** 2).mean()
+
+    full = jax.value_and_grad(lambda p, x: ((jnp.tanh(x @ p["in"]) @ p["out"]) ** 2).mean())(params, batch)
+    on = grid(kind)
+    params = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(on, spec)), params, specs)
+    step = funcga.accumulate(jax.value_and_grad(loss), 2, across="data")
+    if manual:
+        batch = jax.device_put(batch, NamedSharding(on, P("data")))
+        step = jax.shard_map(step, mesh=on, in_specs=(specs, P("data")), out_specs=(P(), specs))
+    else:
+        step = replicated(step, on, axis="data")
+    step = jax.jit(step)
+    assert difference(JAX, step(params, batch), full) <= LIMITS["float32"]
+    found = collectives(step, params, batch)
+    outside = [c for c in found if c.depth == 0]
+    assert [c.kind for c in outside] == ["all-reduce"]
+    assert outside[0].bytes == tree_bytes(params) // 2 + 4 + 2 * 24
+    assert all(c.kind == "all-reduce" for c in found)
+
+
+def test_bfloat16_parameters_are_summed_in_float32():
+    params, batch, loss = layers()
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    step = replicated(funcga.accumulate(jax.grad(loss), 4, across="data"), mesh())
+    assert {g.dtype for g in jax.tree.leaves(step(half, batch.astype(jnp.bfloat16)))} == {jnp.dtype("bfloat16")}
+    check_one_reduction(step, half, batch.astype(jnp.bfloat16), of=params)
+    ones = replicated(
+        funcga.accumulate(lambda p, x: x.sum(), 8, fold=funcga.per_weight(out_dtype="float32"), across="data"), mesh()
+    )
+    assert float(ones(half, jnp.ones(1024, jnp.bfloat16))) == 1
+
+
+def test_a_model_that_starts_from_zeros():
+    """It does not pass JAX's check of types; the error says what to write, and with that it is exact."""
+    params, batch, _ = layers()
+
+    def loss(params, x):
+        step = lambda h, w: (jnp.tanh(h + x @ params["first"] @ w), None)
+        return (lax.scan(step, jnp.zeros((len(x), 8)), params["layers"])[0] ** 2).mean()
+
+    full = jax.value_and_grad(loss)(params, batch)
+    step = funcga.accumulate(jax.value_and_grad(loss), 2, across="data")
+    with pytest.raises(TypeError) as caught:
+        replicated(step, mesh())(params, batch)
+    assert "jax_backend.replicated(step, mesh, check_vma=False)" in caught.value.__notes__[0]
+    step = replicated(step, mesh(), check_vma=False)
+    assert difference(JAX, step(params, batch), full) <= LIMITS["float32"]
+    check_one_reduction(step, params, batch, of=full)
+
+
+# -- folds
+
+FOLDS = {**problems.FOLDS, "by_steps": funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)}
+del FOLDS["carry"]
+
+
+@pytest.mark.parametrize("size", [3, 20_000], ids=["small", "large"])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", FOLDS)
+def test_every_fold(name, check_vma, size):
+    """Over replicas as over micro-batches: small leaves travel with the sums, large ones in their own way."""
+    x = jnp.asarray(problems.rng(4).normal(size=(16, size)), jnp.float32)
+    grad_fn = lambda _, x: (x if name == "concat" else x.mean(0)) * 2
+    one = funcga.accumulate(grad_fn, 8, fold=FOLDS[name])(jnp.zeros(()), x)
+    step = funcga.accumulate(grad_fn, 2, fold=FOLDS[name], across="data")
+    many = replicated(step, mesh(), check_vma=check_vma)(jnp.zeros(()), x)
+    assert jax.tree.structure(one) == jax.tree.structure(many)
+    assert difference(JAX, many, one) <= LIMITS["float32"]
+    assert all(c.depth == 0 for c in collectives(replicated(step, mesh()), jnp.zeros(()), x))
+
+
+@pytest.mark.parametrize("size", [1, 20_000])
+@pytest.mark.parametrize("name", ["max", "min"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_extremes(name, dtype, size):
+    values = jnp.asarray([[3, -7, 0, 5]] * size).T.astype(dtype)
+    step = replicated(funcga.accumulate(lambda _, x: x[0], 1, fold=getattr(funcga, name)(), across="data"), mesh())
+    out = step(jnp.zeros(()), values)
+    assert out.dtype == ("int32" if dtype == "bool" else dtype)
+    np.testing.assert_array_equal(out, getattr(values, name)(axis=0).astype(out.dtype))
+    if dtype in ("float32", "bfloat16"):
+        for nan in (jnp.nan, -jnp.nan):
+            for place in (0, 2):
+                assert bool(jnp.isnan(step(jnp.zeros(()), values.at[place].set(nan))).all())
+        infinite = values.at[1].set(jnp.inf).at[2].set(-jnp.inf)
+        np.testing.assert_array_equal(step(jnp.zeros(()), infinite), getattr(infinite, name)(axis=0))
+
+
+def test_a_tree_of_folds_in_one_reduction():
+    """float32 gradients, their loss, an int32 count, a bool, a maximum and values for each row: one all-reduce."""
+    params, batch, loss = regression()
+
+    def grad_fn(params, x, y):
+        value, grads = jax.value_and_grad(loss)(params, x, y)
+        seen = {"rows": jnp.int32(len(x)), "odd": x[:, 0] > 0, "largest": jnp.abs(x).max(), "each": x[:, 1]}
+        return (value, seen), grads
+
+    folds = {"rows": funcga.sum(), "odd": funcga.concat(), "largest": funcga.max(), "each": funcga.concat()}
+    step = functools.partial(funcga.accumulate, grad_fn, fold=((funcga.mean(), folds), funcga.mean()))
+    (value, seen), grads = replicated(step(2, across="data"), mesh())(params, *batch)
+    full = jax.value_and_grad(loss)(params, *batch)
+    assert difference(JAX, (value, grads), full) <= LIMITS["float32"]
+    assert int(seen["rows"]) == 16
+    np.testing.assert_array_equal(seen["odd"], batch[0][:, 0] > 0)
+    np.testing.assert_array_equal(seen["each"], batch[0][:, 1])
+    assert float(seen["largest"]) == float(jnp.abs(batch[0]).max())
+    found = collectives(replicated(step(2, across="data"), mesh()), params, *batch)
+    assert [(c.kind, c.depth) for c in found] == [("all-reduce", 0)]
+
+
+def test_a_monoid_of_the_users_is_combined_in_replica_order():
+    """2x2 matrices under multiplication: associative, not commutative, and no collective does it."""
+    eye = lambda xp, like: xp.broadcast_to(xp.eye(2, dtype=like.dtype), like.shape)
+    monoid = funcga.Monoid(eye, lambda xp, a, b: a @ b)
+    fold = funcga.Fold(funcga.Reducer(lambda xp, value, weight: value, monoid), funcga.normalizers.identity)
+    x = jnp.asarray(problems.rng(5).normal(size=(8, 2, 2)), jnp.float32)
+    grad_fn = lambda _, x: x[0]
+    out = replicated(funcga.accumulate(grad_fn, 2, fold=fold, across="data"), mesh())(jnp.zeros(()), x)
+    assert difference(JAX, out, functools.reduce(jnp.matmul, x)) <= LIMITS["float32"]
+
+
+@pytest.mark.parametrize("size", [1, 20_000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int32", "key"])
+def test_carried_state_is_that_of_the_last_replica(dtype, size):
+    state = jax.random.split(jax.random.key(0), size) if dtype == "key" else jnp.zeros(size, dtype)
+    x = jnp.arange(8)
+
+    def grad_fn(state, x):
+        new = jax.vmap(lambda k: jax.random.fold_in(k, x[0]))(state) if dtype == "key" else jnp.full_like(state, x[0])
+        return x.astype(jnp.float32).mean(), new
+
+    step = funcga.accumulate(grad_fn, 2, in_axes=(CARRY, 0), fold=(funcga.mean(), funcga.carry()), across="data")
+    value, last = replicated(step, mesh())(state, x)
+    assert float(value) == 3.5
+    expected = functools.reduce(lambda s, i: grad_fn(s, x[i : i + 1])[1], [6, 7], state)
+    assert last.dtype == state.dtype
+    np.testing.assert_array_equal(*(jax.random.key_data(k) if dtype == "key" else k for k in (last, expected)))
+    assert all(c.depth == 0 for c in collectives(replicated(step, mesh()), state, x))
+
+
+def test_axes_in_order():
+    """Two axes: replicas are in the order of the axes that across names, as a batch that is cut along them."""
+    x = jnp.arange(16, dtype=jnp.float32)
+    for names in (("data", "model"), ("model", "data")):
+        for size in (1, 20_000):
+            rows = jnp.broadcast_to(x[:, None], (16, size))
+            step = funcga.accumulate(lambda _, x: (x, x.mean()), 2, fold=(funcga.concat(), funcga.mean()), across=names)
+            out, mean = replicated(step, grid(), axis=names)(jnp.zeros(()), rows)
+            np.testing.assert_array_equal(out, rows)
+            assert float(mean) == 7.5
+
+
+def test_integer_and_complex_sums():
+    x = jnp.arange(8, dtype=jnp.int32)
+    grad_fn = lambda _, x: (x.sum(), x.astype(jnp.complex64).mean() * (1 + 2j), (x > 3).sum())
+    fold = (funcga.sum(), funcga.mean(), funcga.sum())
+    for one in (fold, funcga.sum()):
+        step = replicated(funcga.accumulate(grad_fn, 2, fold=one, across="data"), mesh())
+        total, mean, count = step(jnp.zeros(()), x)
+        assert (int(total), int(count)) == (28, 4)
+        assert complex(mean) == (3.5 + 7j if one is fold else 28 + 56j)
+        assert len(collectives(step, jnp.zeros(()), x)) == 1
+
+
+# -- counts
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_the_tally_is_exact_without_64_bit_types(devices):
+    """Past 2**24 and 2**40, of ints and of floats."""
+    weights = jnp.asarray([2**30 + 1, 2**24 + 1, 3, 2**31 - 1, 1, 2**30 + 7, 2**25 + 1, 2**24 + 3], jnp.int32)
+    for scale in (1, 2**10):
+        w = weights.astype(jnp.float32) * scale if scale > 1 else weights
+        exact = sum(int(v) for v in np.asarray(w, dtype="float64"))
+        high, low, steps = _merged_tally(devices, w)
+        assert int(high) + int(low) == exact
+        assert exact > 2 ** (40 if scale > 1 else 24)
+        assert int(steps) == 8
+
+
+def _merged_tally(devices, weights):
+    """(high, low, steps) of the tally that the replicas have merged, before a normalizer sees it."""
+    from jax_backend import loop, merging
+
+    seen = []
+
+    def merge(*args):
+        seen.append(merging.merge(*args))
+        return seen[-1]
+
+    def step(params, w):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "merge", merge)
+            funcga.accumulate(
+                lambda _, w: jnp.zeros(()), len(weights) // devices, weight=lambda w: w[0], across="data"
+            )(params, w)
+        total = seen[-1].total
+        return *total.weight, total.steps
+
+    return replicated(step, mesh(devices))(jnp.zeros(()), weights)
+
+
+def test_counts_reach_the_result():
+    """2**24 + 8 rows of weight 1 and one replica's own share of them."""
+    weights = jnp.asarray([2**24, 1, 1, 6], jnp.int32)
+    step = funcga.accumulate(
+        lambda _, w: jnp.float32(1), 1, fold=funcga.per_weight(), weight=lambda w: w[0], across="data"
+    )
+    assert float(replicated(step, mesh())(jnp.zeros(()), weights)) == float(np.float32(4) / np.float32(2**24 + 8))
+
+
+def test_nothing_counts():
+    params, batch, loss = regression()
+    step = funcga.accumulate(jax.value_and_grad(loss), 2, weight=lambda x, y: jnp.float32(0), across="data")
+    out = replicated(step, mesh())(params, *batch)
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(out))
+
+
+# -- scatter
+
+
+def test_scattered_gradients():
+    params, batch, loss = layers(width=8)
+    full = jax.value_and_grad(loss)(params, batch)
+    across = jax_backend.Replicas("data", scatter=(None, {"first": 1, "layers": -1}))
+    specs = (P(), {"first": P(None, "data"), "layers": P(None, None, "data")})
+    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=across), mesh(), out_specs=specs)
+    out = step(params, batch)
+    assert difference(JAX, out, full) <= LIMITS["float32"]
+    assert out[1]["first"].sharding.spec == P(None, "data")
+    found = collectives(step, params, batch)
+    assert {(c.kind, c.depth) for c in found} == {("all-reduce", 0), ("reduce-scatter", 0)}
+    assert sum(c.bytes for c in found if c.kind == "reduce-scatter") == tree_bytes(params)
+    assert [c.bytes for c in found if c.kind == "all-reduce"] == [4 + 4 * 24]
+
+
+def test_what_cannot_be_scattered():
+    x = jnp.arange(24, dtype=jnp.float32).reshape(8, 3)
+
+    def scattering(scatter, fold=MEAN):
+        grad_fn = lambda p, x: (x.mean(), {"w": x.mean(0), "v": jnp.zeros(8)})
+        step = funcga.accumulate(grad_fn, 1, fold=fold, across=jax_backend.Replicas("data", scatter))
+        return replicated(step, mesh(), out_specs=(P(), P("data"))), jnp.zeros(()), x
+
+    check_refused(
+        "scatter=0 for output[1]['w'], which is float32[3]: its 3 rows on that axis do not divide among 4 replicas. "
+        "Choose another axis, or write None in its place.",
+        *scattering((None, 0)),
+    )
+    check_refused(
+        "scatter=0 for output[0], which is float32[] and has no such axis. Write None in its place, as in "
+        "scatter=(None, 0).",
+        *scattering(0),
+    )
+    check_refused(
+        "scatter=0 for output[1]['v'], and its fold is no sum: only what is summed over the replicas can be scattered. "
+        "Write None in its place, or fold it with funcga.mean(), funcga.per_weight() or funcga.sum().",
+        *scattering((None, {"v": 0, "w": None}), (funcga.mean(), {"w": funcga.mean(), "v": funcga.max()})),
+    )
+    check_refused(
+        "scatter is no prefix of what grad_fn returns: at output it has tuple([0]: 0), and grad_fn returned "
+        "tuple([0]: ..., [1]: dict(['v']: ..., ['w']: ...)). Write an axis, or None (the whole leaf on every replica), "
+        "for all that stands below: scatter=(None, 0).",
+        *scattering((0,)),
+    )
+
+
+# -- what is refused
+
+
+def step_across(across):
+    params, batch, loss = regression()
+    return funcga.accumulate(jax.value_and_grad(loss), 2, across=across), params, *batch
+
+
+@pytest.mark.parametrize(
+    ("across", "found"),
+    [
+        (3, "across is 3,"),
+        (("data", 1), "across is ('data', 1),"),
+        ((), "across is (),"),
+        (["data"], "across is ['data'],"),
+        (object, "across is of type type,"),
+    ],
+)
+def test_what_names_no_replicas(across, found):
+    says = (
+        ' and in JAX replicas are named by an axis of the mesh. Write the name, across="data", or a tuple of names, '
+        "and call the step inside jax.shard_map or through jax_backend.replicated(step, mesh)."
+    )
+    check_refused(found + says, *step_across(across))
+    check_refused(found + says, jax_backend.Replicas, across)
+    check_refused(found + says, funcga.check_replicas, jnp.zeros(2), across)
+
+
+def test_a_mesh_names_no_axis():
+    check_refused("across is of type Mesh, and in JAX", *step_across(grid()))
+    check_refused('Write the name, across="data"', *step_across(mesh()))
+
+
+def test_outside_of_shard_map():
+    says = (
+        'across="data" merges over a mesh axis, and this call is outside of jax.shard_map, where an axis has no '
+        "replicas. Wrap the step, step = jax_backend.replicated(step, mesh), or call it inside jax.shard_map."
+    )
+    step, *args = step_across("data")
+    check_refused(says, step, *args)
+    check_refused(says, jax.jit(step), *args)
+    check_refused(says, step_across(jax_backend.Replicas("data"))[0], *args)
+    check_refused(says, funcga.stream(jax.grad(problems.mean_loss), across="data"), args[0], [args[1:]])
+
+
+def test_another_axis():
+    step, *args = step_across("dta")
+    check_refused(
+        'across="dta" is no axis of the mesh of this jax.shard_map, which has "data". Write across="data".',
+        replicated(step, mesh()),
+        *args,
+    )
+    step, *args = step_across("model")
+    check_refused(
+        'across="model" merges over a mesh axis that this jax.shard_map leaves to the compiler: only "data" is manual '
+        'in it. Name it there: axis_names={..., "model"}.',
+        replicated(step, grid(), axis="data"),
+        *args,
+    )
+
+
+def test_an_empty_stream():
+    step = funcga.stream(jax.grad(problems.mean_loss), across="data")
+    params, *_ = regression()
+    check_refused("the stream is empty", replicated(lambda p, x: step(p, []), mesh()), params, jnp.zeros(4))
+
+
+def test_across_an_axis_of_vmap():
+    params, batch, loss = regression()
+    full = jax.value_and_grad(loss)(params, *batch)
+    step = jax.vmap(
+        funcga.accumulate(jax.value_and_grad(loss), 2, across="data"), in_axes=(None, 0, 0), axis_name="data"
+    )
+    out = step(params, *(leaf.reshape(4, 4, -1) for leaf in batch))
+    assert difference(JAX, jax.tree.map(lambda leaf: leaf[3], out), full) <= LIMITS["float32"]
