@@ -16,7 +16,7 @@ from funcga.backend import Arrays, Gradients, Loop, Replicas, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
-TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.gradients", "funcga.leaves", "funcga.normalizers", "funcga.outputs",
+TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.normalizers", "funcga.outputs",
          "funcga.program", "funcga.reducers", "funcga.tally", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
@@ -125,6 +125,11 @@ ALONE = {
     "backward": "torch adds where autograd computes; XLA fuses the two by itself",
     "engine": "torch has autograd beside torch.func; JAX has one way to a gradient",
     "guards": "torch losses can write to what is not theirs; JAX arrays cannot be written to",
+    "drivers": "torch modules may be wrapped to reduce gradients by themselves; nothing in JAX does",
+    "sharded": "the same, of FSDP",
+    "driven": "the same: the loop that such a wrapper wants",
+    "merging": "the same: what it does not reduce",
+    "wrapped": "the same: the gradient function",
     "transfer": "torch copies on a stream of its own; JAX is asynchronous by itself",
     "scan": "in JAX the loop is lax.scan always; torch has one for torch.compile alone",
     "modules": "torch has modules, whose parameters must be put in; in JAX they are arguments already",

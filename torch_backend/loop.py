@@ -13,10 +13,12 @@ from funcga.program import Program
 from torch_backend import arrays
 from torch_backend.backward import Reentered
 from torch_backend.buffers import Buffers, Layout
+from torch_backend.driven import Driven
 from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
 from torch_backend.scan import fold_in_graph
 from torch_backend.transfer import moved
+from torch_backend.wrapped import ModuleGradient
 
 # What one micro-batch needs: the arguments it comes from, how to cut them given the threaded state, and its rows.
 _Microbatch = tuple[Arguments, Callable[[list[Any]], tuple[Any, ...]], Callable[[], int]]
@@ -55,7 +57,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
 def _items(
     program: Program,
-    window: "Engine | _Calls",
+    window: "_Window",
     leading: tuple[Any, ...],
     microbatches: Iterator[tuple[Any, ...]],
     backend: Backend,
@@ -63,22 +65,21 @@ def _items(
     if program.device is not None:
         microbatches = moved(microbatches, torch.device(program.device), backend)
     for item in microbatches:
-        arguments = program.read((*leading, *detached(item, backend, isinstance(window, Engine))), backend)
+        arguments = program.read((*leading, *detached(item, backend, not isinstance(window, _Calls))), backend)
         del item  # so that no more than one micro-batch is held
         yield arguments, lambda state, a=arguments: a.cut(0, None, state), arguments.rows  # type: ignore[misc]
         del arguments
 
 
-def _fold(
-    program: Program, window: "Engine | _Calls", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any]
-) -> Any:
+def _fold(program: Program, window: "_Window", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any]) -> Any:
     state: list[Any] | None = None
     with ExitStack() as stack:
         stack.enter_context(window)
-        for microbatch in microbatches:
+        for microbatch in window.announced(microbatches) if isinstance(window, Driven) else microbatches:
             try:
                 state = _fold_one(program, window, microbatch, state, kwargs)
             except Reentered:
+                assert not isinstance(window, Driven)
                 stack.close()
                 window = window.again()
                 stack.enter_context(window)
@@ -90,7 +91,7 @@ def _fold(
 
 def _fold_one(
     program: Program,
-    window: "Engine | _Calls",
+    window: "_Window",
     microbatch: _Microbatch,
     state: list[Any] | None,
     kwargs: dict[str, Any],
@@ -100,18 +101,22 @@ def _fold_one(
     return window.fold(arguments, args, kwargs, program.weigh(arguments, args, rows))
 
 
-def _detached_kwargs(kwargs: dict[str, Any], window: "Engine | _Calls", backend: Backend) -> Any:
-    return detached(kwargs, backend, isinstance(window, Engine)) if kwargs else kwargs
+def _detached_kwargs(kwargs: dict[str, Any], window: "_Window", backend: Backend) -> Any:
+    return detached(kwargs, backend, not isinstance(window, _Calls)) if kwargs else kwargs
 
 
-def _window(program: Program, backend: Backend) -> "Engine | _Calls":
+def _window(program: Program, backend: Backend) -> "_Window":
     """How a window is folded: by autograd where funcga made the gradient function, else by calling grad_fn.
+
+    A module that reduces gradients by itself is driven.
 
     Autograd cannot run in a torch.func transform, nor be traced by torch.compile.
     """
     gradient = program.grad_fn
     if "not wrapped" not in program.compiled and check_no_wrapped_module_in(gradient):
         program.compiled["not wrapped"] = True
+    if isinstance(gradient, ModuleGradient):
+        return Driven(program, gradient, backend)
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
         return Engine(program, gradient, backend)
     return _Calls(program.bound(backend), backend)
@@ -155,6 +160,9 @@ class _Calls:
         assert self.buffers is not None
         with nullcontext() if self.buffers.pure else torch.no_grad():
             return self.buffers.result(state)
+
+
+_Window = Engine | Driven | _Calls
 
 
 def _copied(arguments: Arguments) -> list[Any]:

@@ -1,0 +1,81 @@
+"""What the replicas of a driven module have folded beside the gradients, merged once a window.
+
+Only torch has this file: in JAX the merge is a collective of the program.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from funcga import tally
+from funcga.backend import Backend
+from funcga.errors import FuncgaError
+from torch_backend.buffers import Buffers
+from torch_backend.drivers import Plain
+
+
+def groups_of(across: Any, driver: Plain, backend: Backend) -> list[Any]:
+    """The process groups to merge over. Raises FuncgaError if `across=` names others than the wrapper reduces over."""
+    if not driver.name:
+        return [] if across is None else [backend.replicas.replicas_of(across)]
+    groups = driver.groups()
+    if across is not None and _ranks(across) != _all_ranks(groups):
+        raise FuncgaError(
+            f"across= names the ranks {_ranks(across)}, and the module is wrapped by {driver.name}, which reduces over "
+            f"the ranks {_all_ranks(groups)}. Leave across= out: the wrapper knows its replicas."
+        )
+    return groups
+
+
+def _ranks(across: Any) -> list[int]:
+    mesh = getattr(across, "mesh", None)
+    return sorted(mesh.flatten().tolist()) if mesh is not None else sorted(dist.get_process_group_ranks(across))
+
+
+def _all_ranks(groups: list[Any]) -> list[int]:
+    """The ranks of all replicas: those of an inner group, moved along an outer one."""
+    inner, *outer = [sorted(dist.get_process_group_ranks(group)) for group in groups]
+    own = dist.get_rank()
+    return sorted(rank + other - own for rank in inner for other in (outer[0] if outer else [own]))
+
+
+def hold_in(buffers: Buffers, unit: float) -> None:
+    """Lets the buffers hold weighted sums in this unit."""
+    held = [buffers.reduced[k] for k in buffers.layout.scaled if buffers.reduced[k] is not None]
+    if held and buffers.unit is not None and buffers.unit != unit:
+        torch._foreach_mul_(held, buffers.unit / unit)
+    buffers.unit = unit
+
+
+def merge(buffers: Buffers, state: list[Any], groups: list[Any]) -> list[Any]:
+    """Merges the buffers over the replicas, in their order; the state is that of the last one."""
+    flatten = buffers.outputs.backend.trees.flatten
+    for group in groups:
+        own = buffers.reduced, buffers.collected, state, buffers.counted
+        device = next((leaf.device for leaf in flatten(own)[0] if isinstance(leaf, torch.Tensor)), None)
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, (buffers.weight, buffers.steps, _moved(own, "cpu", buffers)), group=group)
+        buffers.weight = sum(weight for weight, _, _ in parts)
+        buffers.steps = sum(steps for _, steps, _ in parts)
+        state = _joined(buffers, [_moved(part, device, buffers) for _, _, part in parts])
+    return state
+
+
+def _moved(tree: Any, device: Any, buffers: Buffers) -> Any:
+    leaves, structure = buffers.outputs.backend.trees.flatten(tree)
+    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return buffers.outputs.backend.trees.unflatten(structure, moved)
+
+
+def _joined(buffers: Buffers, parts: list[Any]) -> list[Any]:
+    """Joins the parts in the buffers, and returns the state of the last."""
+    (reduced, collected, state, counted), *others = parts
+    for more, chunks, _, count in others:
+        reduced = [
+            a if a is None else fold.combine(a, b) for fold, a, b in zip(buffers.folds, reduced, more, strict=True)
+        ]
+        collected = {i: [*before, *chunks[i]] for i, before in collected.items()}
+        counted = tally.merge(counted, count) if counted and count else counted or count
+    buffers.reduced, buffers.collected, buffers.counted = reduced, collected, counted
+    return others[-1][2] if others else state  # type: ignore[no-any-return]
