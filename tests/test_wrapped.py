@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import funcga
-from tests.processes import Failed, processes
+from tests.processes import processes
 from torch_backend import module_value_and_grad
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-13}
