@@ -56,7 +56,12 @@ def mesh_of(group, shape=None):
     from torch.distributed.device_mesh import DeviceMesh
 
     ranks = torch.tensor(dist.get_process_group_ranks(group))
-    return DeviceMesh.from_group(group, "cpu") if shape is None else DeviceMesh("cpu", ranks.reshape(shape))
+    names = ("outer", "inner")
+    return (
+        DeviceMesh.from_group(group, "cpu")
+        if shape is None
+        else DeviceMesh("cpu", ranks.reshape(shape), mesh_dim_names=names)
+    )
 
 
 def fsdp2(group, module, mesh=None, **options):
@@ -138,24 +143,157 @@ def difference(left, right):
     return max((a - b).abs().max().item() for a, b in zip(left, right, strict=True)) / scale
 
 
-def equal_to_the_whole_batch(group, wrapper, dtype, sync="last"):
+def errors(module, result, value, expected):
+    """How far a result is from what is expected, relatively: of the value and of the gradients."""
+    return abs(result[0] - value).item() / value.item(), difference(full(module, result[1]), expected)
+
+
+def equal_to_the_whole_batch(group, wrapper, dtype):
     module = WRAPPERS[wrapper](group, made(dtype))
-    f = module_value_and_grad(module, loss_of, sync=sync)
     found = []
     for window in WINDOWS:
-        own = batches(window, group.rank(), dtype)
         value, expected = whole(window, dtype, group.size())
-        results = [funcga.stream(f, weight=count)(own)]
-        found += [(value, expected, r) for r in results]
-    return [
-        (abs(r[0] - value).item() / value.item(), difference(full(module, r[1]), expected))
-        for value, expected, r in found
-    ], [p.grad for p in module.parameters() if p.grad is not None]
+        own = batches(window, group.rank(), dtype)
+        for sync in ("last", "every"):
+            f = module_value_and_grad(module, loss_of, sync=sync)
+            found.append(errors(module, funcga.stream(f, weight=count)(own), value, expected))
+            if sync == "last":  # again, with what was worked out before
+                found.append(errors(module, funcga.stream(f, weight=count)(iter(own)), value, expected))
+    return found, [p.grad for p in module.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_equal_to_the_whole_batch(wrapper, dtype):
-    for errors, grads in processes().run(equal_to_the_whole_batch, wrapper, dtype, size=2):
-        assert max(max(pair) for pair in errors) <= LIMITS[dtype]
+def test_a_stream_is_equal_to_the_whole_batch(wrapper, dtype):
+    for found, grads in processes().run(equal_to_the_whole_batch, wrapper, dtype, size=2):
+        assert max(max(pair) for pair in found) <= LIMITS[dtype]
         assert not grads
+
+
+def rows_of(rank, dtype, rows=None):
+    """A batch of 7 rows on one rank and 4 on the other, or so."""
+    generator = torch.Generator().manual_seed(rank)
+    rows = 7 - 3 * rank % 5 if rows is None else rows
+    pair = (torch.randn(rows, 4, generator=generator, dtype=torch.float64), torch.randn(rows, 3, generator=generator))
+    return tuple(t.to(dtype) for t in pair)
+
+
+def mean_square(module, x, y):
+    return ((module(x) - y) ** 2).mean()
+
+
+def whole_rows(size, dtype, loss_fn=mean_square, rows=None):
+    module = made(dtype)
+    x, y = (torch.cat(parts) for parts in zip(*[rows_of(r, dtype, rows) for r in range(size)], strict=True))
+    loss = loss_fn(module, x, y)
+    loss.backward()
+    return loss.detach(), [p.grad for p in module.parameters()]
+
+
+def every_n_is_equal(group, wrapper, dtype):
+    module = WRAPPERS[wrapper](group, made(dtype))
+    f = module_value_and_grad(module, mean_square)
+    value, expected = whole_rows(group.size(), dtype)
+    own = rows_of(group.rank(), dtype)
+    found = [errors(module, funcga.accumulate(f, n)(*own), value, expected) for n in (1, 2, 3)]
+    found.append(errors(module, funcga.accumulate(f, 2, in_axes=(0, 0))(*own), value, expected))
+    return [*found, errors(module, f(*own), value, expected)]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_accumulate_is_equal_for_every_n_and_called_alone(wrapper, dtype):
+    for found in processes().run(every_n_is_equal, wrapper, dtype, size=2):
+        assert max(max(pair) for pair in found) <= LIMITS[dtype]
+
+
+# Meshes of two dimensions
+
+
+def hybrid(group, module, ranks=None):
+    from torch.distributed.fsdp import ShardingStrategy
+
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    own = [pair for pair in pairs if pair is not dist.GroupMember.NON_GROUP_MEMBER]
+    inner, outer = own
+    return fsdp1((inner, outer), module, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def hsdp(group, module):
+    return fsdp2(group, module, mesh=mesh_of(group, (2, 2)))
+
+
+def two_dimensions(group, wrapper, dtype, sync):
+    module = {"hybrid": hybrid, "hsdp": hsdp}[wrapper](group, made(dtype))
+    f = module_value_and_grad(module, loss_of, sync=sync)
+    found = []
+    for window in WINDOWS:
+        value, expected = whole(window, dtype, group.size())
+        step = funcga.stream(f, weight=count, across=group)
+        found.append(errors(module, step(batches(window, group.rank(), dtype)), value, expected))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "sync"),
+    [("hybrid", "last"), ("hybrid", "every"), ("hsdp", "last"), ("hsdp", "every"), ("hsdp", "outer")],
+)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_meshes_of_two_dimensions(wrapper, sync, dtype):
+    for found in processes().run(two_dimensions, wrapper, dtype, sync, size=4):
+        assert max(max(pair) for pair in found) <= LIMITS[dtype]
+
+
+# How often they synchronise
+
+
+class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
+    """The names of the collectives that were called, as often as they were."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "c10d":
+            self.names.append(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+    def reductions(self):
+        return sum("reduce" in name for name in self.names)
+
+
+def reductions(group, wrapper, sync, n):
+    module = {**WRAPPERS, "hsdp": hsdp}[wrapper](group, made())
+    step = funcga.accumulate(module_value_and_grad(module, mean_square, sync=sync), n)
+    own = rows_of(group.rank(), torch.float32)
+    step(*own)  # the first builds buckets
+    with Collectives() as counted:
+        step(*own)
+    names = [name for name in counted.names if "reduce" in name]
+    return {name: names.count(name) for name in names}
+
+
+# collectives of one synchronisation: DDP has one bucket, and each of two modules is wrapped by FSDP
+ONCE = {
+    "ddp": {"allreduce_": 1},
+    "ddp_views": {"allreduce_": 1},
+    "replicated": {"allreduce_": 1},
+    "fsdp1": {"_reduce_scatter_base_": 2},
+    "fsdp2": {"_reduce_scatter_base_": 2},
+    "replicated_by_fsdp": {"allreduce_": 1},
+}
+
+
+@pytest.mark.parametrize("wrapper", ONCE)
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_one_synchronisation_a_window_or_one_a_microbatch(wrapper, sync):
+    times = 1 if sync == "last" else 3
+    for found in processes().run(reductions, wrapper, sync, 3, size=2):
+        assert found == {name: k * times for name, k in ONCE[wrapper].items()}
+
+
+@pytest.mark.parametrize(("sync", "scattered", "reduced"), [("last", 2, 2), ("outer", 6, 2), ("every", 6, 6)])
+def test_the_outer_mesh_is_reduced_over_once(sync, scattered, reduced):
+    for found in processes().run(reductions, "hsdp", sync, 3, size=4):
+        assert found == {"_reduce_scatter_base_": scattered, "allreduce_": reduced}

@@ -197,7 +197,7 @@ class Driven:
                     f"that if need be."
                 )
             return
-        marks = self.driver.marks() if self.last else None
+        marks = self.driver.marks(self.gradient.sync) if self.last else None
         with ExitStack() as stack:
             for device in autocasting(loss.device.type):
                 stack.enter_context(torch.autocast(device, enabled=False))

@@ -71,7 +71,7 @@ class Plain:
         """The micro-batches before the last."""
         yield
 
-    def marks(self) -> Any:
+    def marks(self, sync: str) -> Any:
         """What to compare after the backward pass that synchronises."""
 
     def check_synchronised(self, marks: Any) -> None:
@@ -146,7 +146,7 @@ class DDP(Plain):
                 stack.enter_context(module.no_sync())
             yield
 
-    def marks(self) -> Any:
+    def marks(self, sync: str) -> Any:
         """The state of every gradient."""
         params = self.params()
         return params, [mark(p) for p in params.values()]

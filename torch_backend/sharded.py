@@ -76,9 +76,9 @@ class FSDP1(Plain):
                 stack.enter_context(module.no_sync())
             yield
 
-    def marks(self) -> Any:
-        """The state of every flat gradient."""
-        return [(flat, mark(flat)) for flat in self.holders()]
+    def marks(self, sync: str) -> Any:
+        """The state of every flat gradient that waits."""
+        return [(flat, mark(flat)) for flat in self.holders() if sync == "last"]
 
     def check_synchronised(self, marks: Any) -> None:
         """A flat parameter without a gradient in the last micro-batch keeps what it had, of this replica alone."""
