@@ -297,3 +297,107 @@ def test_one_synchronisation_a_window_or_one_a_microbatch(wrapper, sync):
 def test_the_outer_mesh_is_reduced_over_once(sync, scattered, reduced):
     for found in processes().run(reductions, "hsdp", sync, 3, size=4):
         assert found == {"_reduce_scatter_base_": scattered, "allreduce_": reduced}
+
+
+# Nothing outside is changed
+
+
+def flags(module):
+    """What the wrappers keep of how they are driven."""
+    found = []
+    for m in module.modules():
+        found += [getattr(m, name, None) for name in ("require_backward_grad_sync", "_sync_gradients")]
+        if hasattr(m, "_get_fsdp_state"):
+            state = m._get_fsdp_state()
+            found += [(g.reduce_grads, g.all_reduce_grads) for g in state._fsdp_param_groups]
+            found.append(state._state_ctx.is_last_backward)
+    return found
+
+
+def set_otherwise(module):
+    """Flags that are not the default, as a user may leave them."""
+    if hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(False)
+    if hasattr(module, "set_is_last_backward"):
+        module.set_is_last_backward(False)
+
+
+def local(tensors):
+    """Copies of the shards on this rank."""
+    return [getattr(tensor, "_local_tensor", tensor).clone() for tensor in tensors]
+
+
+def results_of_two_calls(group, wrapper):
+    module = WRAPPERS[wrapper](group, made())
+    step = funcga.accumulate(module_value_and_grad(module, mean_square), 3)
+    x, y = rows_of(group.rank(), torch.float32)
+    value, grads = step(x, y)
+    before, params = local(grads.values()), dict(module.named_parameters())
+    ours = [torch.ones_like(p) for p in params.values()]
+    for p, own in zip(params.values(), ours, strict=True):
+        p.grad = own  # the user's, which stays
+    set_otherwise(module)
+    flagged = flags(module)
+    step(10 * x, y)
+    kept = all(p.grad is own for p, own in zip(params.values(), ours, strict=True))
+    kept = kept and all((own == 1).all() for own in local(ours))
+    same = all(map(torch.equal, local(grads.values()), before))
+    detached = not any(g.requires_grad for g in grads.values()) and not value.requires_grad
+    return same, kept, detached, list(grads) == list(params), flags(module) == flagged
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_results_are_kept_and_so_are_grads_and_flags(wrapper):
+    for found in processes().run(results_of_two_calls, wrapper, size=2):
+        assert found == (True,) * 5
+
+
+class Broken(Exception):
+    pass
+
+
+class BreaksBackward(torch.autograd.Function):
+    """The identity, whose backward pass fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Broken
+
+
+def after_an_exception(group, wrapper, where, k):
+    module = WRAPPERS[wrapper](group, made())
+    calls = [0] * 10  # which do not fail
+    x, y = rows_of(group.rank(), torch.float32)
+    value, expected = whole_rows(group.size(), torch.float32)
+
+    def loss_fn(module, x, y):
+        calls.append(1)
+        if len(calls) == k and where == "before":
+            raise Broken
+        out = module(x)
+        if len(calls) == k and where == "after":
+            raise Broken
+        out = BreaksBackward.apply(out) if len(calls) == k and where == "backward" else out
+        return ((out - y) ** 2).mean()
+
+    step = funcga.accumulate(module_value_and_grad(module, loss_fn), 3)
+    step(x, y)
+    calls.clear()
+    flagged = flags(module)
+    with pytest.raises(Broken):
+        step(x, y)
+    clean = flags(module) == flagged and all(p.grad is None for p in module.parameters())
+    return clean, errors(module, step(x, y), value, expected)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("where", ["before", "after", "backward"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_an_exception_leaves_nothing_behind(wrapper, where, k):
+    for clean, found in processes().run(after_an_exception, wrapper, where, k, size=2):
+        assert clean
+        assert max(found) <= 1e-6
