@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcga
-from tests.processes import processes
+from tests.processes import Failed, processes
 from torch_backend import module_value_and_grad
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-13}
@@ -401,3 +401,323 @@ def test_an_exception_leaves_nothing_behind(wrapper, where, k):
     for clean, found in processes().run(after_an_exception, wrapper, where, k, size=2):
         assert clean
         assert max(found) <= 1e-6
+
+
+# Parameters that not every micro-batch uses
+
+
+class Sometimes(nn.Module):
+    """A part that only inputs with a mark go through."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.part, self.never = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 3)
+
+    def forward(self, x):
+        out = torch.tanh(self.always(x))
+        return self.part(out) if x[0, 0] > 0 else out
+
+
+def sometimes_batches(rank, marks):
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for mark in marks:
+        x, y = torch.randn(2, 4, generator=generator), torch.randn(2, 3, generator=generator)
+        x[:, 0] = mark
+        found.append((x, y))
+    return found
+
+
+def sometimes(group, wrapper, marks, sync="last"):
+    """The errors of the gradients where the part is used in the marked micro-batches."""
+    module = Sometimes()
+    if wrapper in ("ddp_unused", "ddp"):
+        module.never.requires_grad_(wrapper == "ddp_unused")
+        module = WRAPPERS[wrapper](group, module)
+    elif wrapper == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(module.part, mesh=mesh_of(group))
+        fully_shard(module, mesh=mesh_of(group))
+    else:
+        module = fsdp1(group, module)
+    f = module_value_and_grad(module, mean_square, sync=sync)
+    _, grads = funcga.stream(f)(sometimes_batches(group.rank(), marks))
+    plain = Sometimes()
+    for rank in range(group.size()):
+        for x, y in sometimes_batches(rank, marks):
+            (mean_square(plain, x, y) / group.size() / len(marks)).backward()
+    expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()}
+    names = [name.replace("module.", "").replace("_fsdp_wrapped_", "") for name in grads]
+    return difference(full(module, grads), [expected[name] for name in names])
+
+
+@pytest.mark.parametrize(("wrapper", "marks"), [
+    ("ddp_unused", (1, -1)), ("ddp_unused", (-1, 1)), ("ddp_unused", (-1, -1)), ("ddp", (-1, 1)), ("fsdp2", (1, -1)),
+    ("fsdp2", (-1, 1)), ("fsdp1", (-1, 1)),
+])  # fmt: skip
+def test_parameters_that_not_every_microbatch_uses(wrapper, marks):
+    assert max(processes().run(sometimes, wrapper, marks, size=2)) <= 1e-6
+
+
+def test_fsdp1_that_synchronises_every_microbatch_need_not_use_all_in_the_last():
+    assert max(processes().run(sometimes, "fsdp1", (1, -1), "every", size=2)) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "text"),
+    [
+        (
+            "ddp",
+            "the last micro-batch has no gradient for `module.part.0.weight`, `module.part.0.bias`, so that "
+            "DistributedDataParallel did not synchronise, nor what earlier micro-batches had summed: it waits for every "
+            "parameter in that backward pass. Use all parameters in every micro-batch, or wrap the module with "
+            "find_unused_parameters=True.",
+        ),
+        (
+            "fsdp1",
+            "the last micro-batch does not use all of the module that is wrapped by FullyShardedDataParallel, and it "
+            "synchronises only what that backward pass reaches. Use all wrapped parts in every micro-batch, or "
+            'synchronise every one: module_value_and_grad(module, loss_fn, sync="every").',
+        ),
+    ],
+)
+def test_what_the_last_microbatch_does_not_synchronise_is_refused(wrapper, text):
+    refused(text, sometimes, wrapper, (1, -1))
+
+
+def refused(text, function, *args, size=2):
+    with pytest.raises(Failed) as failed:
+        processes().run(function, *args, size=size)
+    assert failed.value.errors == [("FuncgaError", text)] * size
+
+
+# Weights and folds
+
+
+class Unseen(torch.Tensor):
+    """A weight that the host does not see, as one on a device."""
+
+
+def nan_of_nothing(module, x, y, mask):
+    """A mean that is NaN, and so is its gradient, where nothing counts."""
+    return (((module(x) - y) ** 2).mean(-1) * mask).sum() / mask.sum()
+
+
+def weighed(group, wrapper, kind):
+    """Micro-batches of weight 0, the last one too, and on rank 1 no other."""
+    module = WRAPPERS[wrapper](group, made(torch.float64))
+    (x, y, mask), *_ = batches(1, 0, torch.float64)
+    nothing = (x, y, torch.zeros_like(mask))
+    own = [(x, y, mask), nothing] if group.rank() == 0 and kind != "all" else [nothing, nothing]
+    seen = lambda x, y, mask: mask.sum()
+    weight = seen if kind != "unseen" else lambda *batch: seen(*batch).as_subclass(Unseen)
+    f = module_value_and_grad(module, nan_of_nothing)
+    value, grads = funcga.stream(f, weight=weight)(own)
+    plain = made(torch.float64)
+    loss = nan_of_nothing(plain, x, y, mask)
+    loss.backward()
+    if kind == "all":
+        return value.item(), max(g.abs().max().item() for g in full(module, grads))
+    return abs(value - loss).item(), difference(full(module, grads), [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", ["seen", "unseen", "all"])
+def test_a_microbatch_without_weight_adds_nothing_not_even_nan(wrapper, kind):
+    for found in processes().run(weighed, wrapper, kind, size=2):
+        assert max(found) <= 1e-13
+
+
+def by_steps():
+    return funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)
+
+
+def aux_of(module, x, y):
+    out = module(x)
+    return ((out - y) ** 2).mean(), {
+        "worst": (out - y).abs().max(),
+        "rows": torch.tensor(len(x)),
+        "out": out,
+        "none": None,
+    }
+
+
+def every_fold(group, wrapper, name):
+    """The result and what it should be, of folds of the gradients and of everything beside them."""
+    module = WRAPPERS[wrapper](group, made(torch.float64))
+    folds = {"per_weight": funcga.per_weight(), "sum": funcga.sum(), "by_steps": by_steps(), "mean": funcga.mean()}
+    aux = {"worst": funcga.max(), "rows": funcga.sum(), "out": funcga.concat(), "none": funcga.mean()}
+    f = module_value_and_grad(module, aux_of, has_aux=True)
+    step = funcga.accumulate(f, 2, fold=((folds[name], aux), folds[name]))
+    (value, found), grads = step(*rows_of(group.rank(), torch.float64))
+    pairs, plain = [rows_of(rank, torch.float64) for rank in range(group.size())], made(torch.float64)
+    parts = [pair for x, y in pairs for pair in zip(x.tensor_split(2), y.tensor_split(2), strict=True)]
+    total = {"per_weight": sum(len(x) for x, _ in parts), "by_steps": len(parts), "sum": 1}.get(name) or sum(
+        len(x) for x, _ in parts
+    )
+    losses = []
+    for x, y in parts:
+        loss = mean_square(plain, x, y) * (len(x) if name in ("by_steps", "mean") else 1) / total
+        loss.backward()
+        losses.append(loss.detach())
+    with torch.no_grad():
+        out = torch.cat([plain(x) for x, _ in parts])
+        worst = max((plain(x) - y).abs().max() for x, y in parts)
+    assert found["none"] is None
+    return [
+        abs(value - sum(losses)).item() / value.item(), difference(full(module, grads), [p.grad for p in plain.parameters()]),
+        abs(found["worst"] - worst).item(), abs(found["rows"] - len(out)).item(), (found["out"] - out).abs().max().item(),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("name", ["mean", "per_weight", "sum", "by_steps"])
+def test_folds(wrapper, name):
+    for found in processes().run(every_fold, wrapper, name, size=2):
+        assert max(found) <= 1e-13
+
+
+def threaded(group):
+    """A number that is threaded from one micro-batch to the next, and a keyword argument."""
+
+    def loss_fn(module, count, x, y, *, factor):
+        return factor * mean_square(module, x, y), count + len(x)
+
+    module = WRAPPERS["ddp"](group, made())
+    f = module_value_and_grad(module, loss_fn, has_aux=True)
+    fold = ((funcga.mean(), funcga.carry()), funcga.mean())
+    step = funcga.accumulate(f, 3, in_axes=(funcga.CARRY, 0, 0), fold=fold)
+    (_, count), _ = step(torch.tensor(10), *rows_of(group.rank(), torch.float32, 5 + group.rank()), factor=1)
+    streamed = funcga.stream(f, in_axes=(funcga.CARRY, 0, 0), fold=fold)
+    (_, again), _ = streamed(torch.tensor(10), [rows_of(group.rank(), torch.float32)], factor=1)
+    return count.item(), again.item()
+
+
+def test_threaded_state_is_that_of_the_last_replica():
+    assert processes().run(threaded, size=2) == [(16, 14)] * 2
+
+
+def uneven(group):
+    """Three micro-batches on one rank and one on the other."""
+    module = WRAPPERS["ddp"](group, made())
+    f = module_value_and_grad(module, mean_square)
+    own = rows_of(group.rank(), torch.float32)
+    split = list(zip(*(part.tensor_split(3 - 2 * group.rank()) for part in own), strict=True))
+    found = [errors(module, funcga.stream(f)(split), *whole_rows(2, torch.float32)) for _ in range(3)]
+    return max(max(pair) for pair in found)
+
+
+def test_replicas_of_ddp_may_have_different_numbers_of_microbatches():
+    assert max(processes().run(uneven, size=2)) <= 1e-6
+
+
+# Precision
+
+
+def half(group, wrapper, sync="last", dtype=torch.bfloat16, fold=None, n=2):
+    """The relative error of a mean gradient, of a module that computes in 16 bits in some way."""
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    policies = {
+        "fsdp2": lambda: fsdp2(
+            group, made(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        ),
+        "fsdp2 of 16 bits": lambda: fsdp2(
+            group, made(dtype), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        ),
+        "fsdp2 reduces in 16 bits": lambda: fsdp2(group, made(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype)),
+        "fsdp1": lambda: fsdp1(
+            group, made(), mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+        ),
+        "ddp": lambda: ddp(group, made(dtype)),
+        "plain": lambda: made(dtype),
+    }
+    module = policies[wrapper]()
+    f = module_value_and_grad(module, lambda module, x, y: ((module(x).float() - y) ** 2).mean(), sync=sync)
+    x, y = rows_of(group.rank(), dtype if "16" in wrapper or wrapper in ("ddp", "plain") else torch.float32)
+    step = funcga.accumulate(f, n, fold=funcga.mean() if fold is None else funcga.mean(dtype=fold))
+    value, grads = step(x, y.float())
+    loss, expected = whole_rows(group.size() if wrapper != "plain" else 1, torch.float32)
+    error = max(abs(value - loss).item(), difference([g.float() for g in full(module, grads)], expected))
+    return error, [str(g.dtype) for g in grads.values()]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "sync", "fold", "dtype"),
+    [
+        ("fsdp2", "last", None, "torch.float32"),
+        ("fsdp2", "every", None, "torch.float32"),
+        ("fsdp2 of 16 bits", "last", None, "torch.bfloat16"),
+        ("fsdp2 reduces in 16 bits", "every", None, "torch.float32"),
+        ("fsdp2 reduces in 16 bits", "last", "bfloat16", "torch.float32"),
+        ("fsdp1", "every", None, "torch.float32"),
+        ("fsdp1", "last", "bfloat16", "torch.float32"),
+        ("ddp", "last", "bfloat16", "torch.bfloat16"),
+    ],
+)
+def test_modules_that_compute_in_16_bits(wrapper, sync, fold, dtype):
+    for error, found in processes().run(half, wrapper, sync, torch.bfloat16, fold, size=2):
+        assert error <= 0.02
+        assert set(found) == {dtype}
+
+
+def many_small(group, dtype):
+    """The error of 256 gradients alike, summed in the dtype that fully_shard reduces in."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    module = nn.Linear(1, 1, bias=False)
+    fully_shard(
+        module, mesh=mesh_of(group), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype)
+    )
+    f = module_value_and_grad(module, lambda module, x: module(x).float().sum())
+    fold = funcga.sum(dtype="bfloat16" if dtype == torch.bfloat16 else None)
+    _, grads = funcga.accumulate(f, 257, fold=fold)(torch.ones(257, 1))
+    return grads["weight"].full_tensor().item()
+
+
+def test_fully_shard_sums_in_its_reduce_dtype():
+    assert processes().run(many_small, torch.float32, size=2) == [2 * 257] * 2
+    assert processes().run(many_small, torch.bfloat16, size=2) == [2 * 256] * 2  # one more is lost
+
+
+NARROW = "has gradients that {} sums in bfloat16 over the micro-batches, and the fold promises float32. {} Or say that bfloat16 is meant: funcga.mean(dtype='bfloat16')."
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "text"),
+    [
+        ("ddp", "`module.0.weight` " + NARROW.format("DistributedDataParallel", (
+            "Keep the parameters in float32, with torch.autocast in loss_fn; or use fully_shard with "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32); or let funcga reduce: accumulate(funcga.value_and_grad("
+            "torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."))),
+        ("fsdp1", "`_fsdp_wrapped_module.0.weight` " + NARROW.format("FullyShardedDataParallel", (
+            "Keep the parameters in float32 and write module_value_and_grad(module, loss_fn, sync=\"every\"), which "
+            "sums shards in their dtype; or use fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32)."))),
+        ("fsdp2 reduces in 16 bits", "`0.weight` " + NARROW.format("fully_shard", (
+            "Say that it sums in float32: fully_shard(module, mp_policy=MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."))),
+        ("plain", "`0.weight` " + NARROW.format("autograd", (
+            "Use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), which sums in float32."))),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("n", [1, 2])
+def test_sums_of_16_bits_are_refused(wrapper, text, n):
+    refused(text, half, wrapper, "last", torch.bfloat16, None, n)
+
+
+def half_loss(group, unseen):
+    f = module_value_and_grad(made(torch.bfloat16), mean_square)
+    weight = lambda x, y: torch.tensor(257).as_subclass(Unseen if unseen else torch.Tensor)
+    x, y = rows_of(0, torch.bfloat16)
+    funcga.accumulate(f, 2, fold=funcga.mean(dtype="bfloat16"), weight=weight)(x, y)
+
+
+@pytest.mark.parametrize(("unseen", "which"), [(False, "the weight 257"), (True, "a weight that is on the device")])
+def test_a_loss_that_cannot_hold_the_weight_is_refused(unseen, which):
+    text = (
+        f"the loss is bfloat16[], which may not hold {which}. Return a loss in float32, computed from outputs in "
+        f"float32: F.cross_entropy(module(x).float(), y)."
+    )
+    refused(text, half_loss, unseen, size=1)

@@ -17,6 +17,7 @@ from funcga import reducers
 from funcga.arguments import Arguments
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
+from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from funcga.program import Program
 from torch_backend import arrays
@@ -119,10 +120,15 @@ class Driven:
         """Puts the sums that the wrapper has left into the buffers."""
         assert self.buffers is not None
         layout, unit = self.buffers.layout, self.buffers.unit or 1.0
-        if layout.given_plain and unit != 1:  # the buffers hold only weighted sums in units
-            torch._foreach_mul_(gradients, unit)
-        for i, gradient in zip(self.plan.given, gradients, strict=True):
-            self.buffers.reduced[layout.places[i]] = gradient
+        places = [layout.places[i] for i in self.plan.given]
+        whole = [g for k, g in zip(places, gradients, strict=True) if layout.lifts[k] is not reducers.weighted.lift]
+        if (
+            whole and unit != 1
+        ):  # what the buffers divide is in units only where it is a weighted sum in the leaf's dtype
+            torch._foreach_mul_(whole, unit)
+        for k, gradient in zip(places, gradients, strict=True):
+            cast = gradient if layout.lifts[k] else gradient.to(layout.folds[k].accumulator_dtype)
+            self.buffers.reduced[k] = cast
 
     def _planned(self, loss: Any, aux: Any, arguments: Arguments) -> "_Plan":
         """What becomes of every leaf of the output. Raises FuncgaError for what a wrapper cannot fold."""
@@ -136,33 +142,38 @@ class Driven:
         own = [*range(len(leaves) - len(self.params))]
         given = [*range(len(own), len(leaves))]
         layout = Layout(outputs, given)
-        self._check_folds(layout, outputs, given)
+        scaled = self._check_folds([outputs.folds[i] for i in given])
         head = outputs.part(own, trees.flatten(self.parts.compose(loss, aux, [()]))[1])
-        plan = plans["driven"] = _Plan(key, layout, given, head, bool(layout.given_scaled))
+        plan = plans["driven"] = _Plan(key, layout, given, head, scaled)
         return plan
 
-    def _check_folds(self, layout: Layout, outputs: Outputs, given: list[int]) -> None:
-        lifts = (reducers.weighted.lift, reducers.sum.lift)
-        folds = [outputs.folds[i] for i in given]
-        for fold in folds:
+    def _check_folds(self, folds: list[LeafFold | None]) -> bool:
+        """Whether the gradients are weighed. Raises FuncgaError if their folds are not what a wrapper can do."""
+        lifts = set()
+        for fold, (name, p) in zip(folds, self.params.items(), strict=True):
             reducer = None if fold is None else fold.fold.reducer
-            if reducer is None or reducer.lift not in lifts or reducer.monoid is not reducers.sum.monoid:
+            if (
+                fold is None
+                or reducer is None
+                or reducer.lift not in _LIFTS
+                or reducer.monoid is not reducers.sum.monoid
+            ):
                 raise FuncgaError(
                     "the gradients' fold is no sum, and what drives a module's own gradients only adds them, in the "
                     "backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
                     "fold=(funcga.max(), funcga.mean()). For any other fold of gradients use "
                     "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), with the module not wrapped."
                 )
-        if len({fold.fold.reducer.lift for fold in folds if fold is not None}) > 1:
+            lifts.add(reducer.lift)
+            dtype = self.driver.sums_in(p, self.gradient.sync)
+            if not self.alone and torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
+                raise self._narrow(name, dtype, fold.accumulator_dtype)
+        if len(lifts) > 1:
             raise FuncgaError(
                 "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's "
                 "own gradients come from one backward pass with one weight. Give all of them one of the two."
             )
-        for fold, (name, p) in zip(folds, self.params.items(), strict=True):
-            assert fold is not None
-            dtype = self.driver.sums_in(p, self.gradient.sync)
-            if not self.alone and torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
-                raise self._narrow(name, dtype, fold.accumulator_dtype)
+        return reducers.weighted.lift in lifts
 
     def _narrow(self, name: str, dtype: torch.dtype, promised: torch.dtype) -> FuncgaError:
         found, wanted = (str(d).removeprefix("torch.") for d in (dtype, promised))
@@ -197,13 +208,12 @@ class Driven:
                     f"that if need be."
                 )
             return
-        marks = self.driver.marks(self.gradient.sync) if self.last else None
         with ExitStack() as stack:
             for device in autocasting(loss.device.type):
                 stack.enter_context(torch.autocast(device, enabled=False))
+            if self.last:
+                stack.enter_context(self.driver.synchronising(self.gradient.sync, self.params))
             torch.autograd.backward(loss, cotangent)
-        if self.last:
-            self.driver.check_synchronised(marks)
 
     def _leaves(self, loss: torch.Tensor, aux: Any) -> list[Any]:
         """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
@@ -224,6 +234,7 @@ class _Plan(NamedTuple):
 
 
 _NOTHING = nullcontext()
+_LIFTS = (reducers.weighted.lift, reducers.sum.lift)
 
 
 @contextmanager

@@ -71,11 +71,10 @@ class Plain:
         """The micro-batches before the last."""
         yield
 
-    def marks(self, sync: str) -> Any:
-        """What to compare after the backward pass that synchronises."""
-
-    def check_synchronised(self, marks: Any) -> None:
-        """Raises FuncgaError if that pass has left out what was summed before."""
+    @contextmanager
+    def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
+        """The last backward pass. Raises FuncgaError if it has left out what was summed before."""
+        yield
 
     def recover(self) -> None:
         """Forgets a window that an exception has ended."""
@@ -146,15 +145,12 @@ class DDP(Plain):
                 stack.enter_context(module.no_sync())
             yield
 
-    def marks(self, sync: str) -> Any:
-        """The state of every gradient."""
-        params = self.params()
-        return params, [mark(p) for p in params.values()]
-
-    def check_synchronised(self, marks: Any) -> None:
+    @contextmanager
+    def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
         """DDP waits for a gradient of every parameter, and says nothing if one does not come."""
-        params, marks = marks
-        missed = [name for (name, p), before in zip(params.items(), marks, strict=True) if mark(p) == before]
+        before = [mark(p) for p in params.values()]
+        yield
+        missed = [name for (name, p), was in zip(params.items(), before, strict=True) if mark(p) == was]
         try:
             for ddp in self.engines():
                 ddp.reducer._rebuild_buckets()  # what forward() does first, and what finds out

@@ -76,18 +76,22 @@ class FSDP1(Plain):
                 stack.enter_context(module.no_sync())
             yield
 
-    def marks(self, sync: str) -> Any:
-        """The state of every flat gradient that waits."""
-        return [(flat, mark(flat)) for flat in self.holders() if sync == "last"]
-
-    def check_synchronised(self, marks: Any) -> None:
-        """A flat parameter without a gradient in the last micro-batch keeps what it had, of this replica alone."""
-        if any(before is not None and mark(flat) == before for flat, before in marks):
-            raise FuncgaError(
-                "the last micro-batch does not use all of the module that is wrapped by FullyShardedDataParallel, and "
-                "it synchronises only what that backward pass reaches. Use all wrapped parts in every micro-batch, or "
-                'synchronise every one: module_value_and_grad(module, loss_fn, sync="every").'
-            )
+    @contextmanager
+    def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
+        """A flat parameter without a gradient in the last micro-batch would keep that of this replica alone."""
+        before = [(flat, mark(flat)) for flat in self.holders() if sync == "last"]
+        try:
+            yield
+            if not any(was is not None and mark(flat) == was for flat, was in before):
+                return
+        except AssertionError as error:  # which comes where it is sharded
+            if "_saved_grad_shard" not in str(error):
+                raise
+        raise FuncgaError(
+            "the last micro-batch does not use all of the module that is wrapped by FullyShardedDataParallel, and it "
+            "synchronises only what that backward pass reaches. Use all wrapped parts in every micro-batch, or "
+            'synchronise every one: module_value_and_grad(module, loss_fn, sync="every").'
+        )
 
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
