@@ -721,3 +721,295 @@ def test_a_loss_that_cannot_hold_the_weight_is_refused(unseen, which):
         f"float32: F.cross_entropy(module(x).float(), y)."
     )
     refused(text, half_loss, unseen, size=1)
+
+
+# What the wrappers offer besides
+
+
+def hooked(group):
+    """A communication hook sees the buckets of the one synchronisation, and the result is as without it."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    seen = []
+
+    def hook(state, bucket):
+        seen.append(1)
+        return allreduce_hook(state, bucket)
+
+    module = WRAPPERS["ddp"](group, made())
+    module.register_comm_hook(group, hook)
+    result = funcga.accumulate(module_value_and_grad(module, mean_square), 3)(*rows_of(group.rank(), torch.float32))
+    return len(seen), max(errors(module, result, *whole_rows(2, torch.float32)))
+
+
+def test_communication_hooks_go_on_working():
+    for seen, error in processes().run(hooked, size=2):
+        assert seen == 1
+        assert error <= 1e-6
+
+
+def static(group, sync):
+    module = ddp(group, made(), static_graph=True)
+    step = funcga.accumulate(module_value_and_grad(module, mean_square, sync=sync), 3)
+    own, expected = rows_of(group.rank(), torch.float32), whole_rows(2, torch.float32)
+    return max(max(errors(module, step(*own), *expected)) for _ in range(3))
+
+
+def test_a_static_graph_synchronises_every_microbatch():
+    assert max(processes().run(static, "every", size=2)) <= 1e-6
+    refused(
+        "the module is wrapped by DistributedDataParallel with static_graph=True, which fails an internal assertion of "
+        "torch when a backward pass does not synchronise. Leave static_graph out, or synchronise every micro-batch: "
+        'module_value_and_grad(module, loss_fn, sync="every").',
+        static, "last",
+    )  # fmt: skip
+
+
+def normalised(group):
+    """BatchNorm's statistics after a window, and after the same loop written by hand."""
+
+    def module():
+        torch.manual_seed(0)
+        return ddp(group, nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+
+    x, y = rows_of(group.rank(), torch.float32, 6)
+    driven, looped = module(), module()
+    for _ in range(2):
+        funcga.accumulate(module_value_and_grad(driven, mean_square), 3)(x, y)
+        for i, pair in enumerate(zip(x.chunk(3), y.chunk(3), strict=True)):
+            if i < 2:
+                with looped.no_sync():
+                    mean_square(looped, *pair).backward()
+            else:
+                mean_square(looped, *pair).backward()
+    return [torch.equal(a, b) for a, b in zip(driven.buffers(), looped.buffers(), strict=True)]
+
+
+def test_buffers_are_updated_as_in_the_loop_by_hand():
+    for found in processes().run(normalised, size=2):
+        assert all(found)
+
+
+def left_unsharded(group):
+    """An evaluation leaves fully_shard's root unsharded; and a factor of the user's own."""
+    module = WRAPPERS["fsdp2"](group, made())
+    for part in (module, module[2]):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # as gloo can do no more
+    own = rows_of(group.rank(), torch.float32)
+    with torch.no_grad():
+        module(own[0])
+    result = funcga.accumulate(module_value_and_grad(module, mean_square), 2)(*own)
+    return max(errors(module, result, *whole_rows(2, torch.float32)))
+
+
+def test_fully_shard_after_an_evaluation_and_with_a_factor_of_its_own():
+    assert max(processes().run(left_unsharded, size=2)) <= 1e-6
+
+
+def inside(group):
+    """A module of which all parts are wrapped, and a frozen one that is not."""
+    module = nn.Sequential(ddp(group, made()[:2]), nn.Linear(8, 8).requires_grad_(False), ddp(group, made()[2:]))
+    assert sum(p.requires_grad for p in module.parameters()) == 6
+    _, grads = funcga.accumulate(module_value_and_grad(module, mean_square), 2)(*rows_of(group.rank(), torch.float32))
+    frozen = module[1]
+    plain = nn.Sequential(made()[:2], frozen, made()[2:])
+    for rank in range(2):
+        x, y = rows_of(rank, torch.float32)
+        (mean_square(plain, x, y) * len(x) / 11).backward()
+    return list(grads)[:1], difference(list(grads.values()), [p.grad for p in plain.parameters() if p.requires_grad])
+
+
+def test_wrapped_parts_of_a_module_and_frozen_parameters():
+    for names, error in processes().run(inside, size=2):
+        assert names == ["0.module.0.weight"]
+        assert error <= 1e-6
+
+
+def test_a_module_that_nothing_wraps_is_local():
+    module = made(torch.float64)
+    f = module_value_and_grad(module, mean_square)
+    value, expected = whole_rows(1, torch.float64)
+    with torch.no_grad(), torch.inference_mode():
+        results = [funcga.accumulate(f, n)(*rows_of(0, torch.float64)) for n in (1, 2, 3)]
+    for result in [*results, f(*rows_of(0, torch.float64))]:
+        assert max(errors(module, result, value, expected)) <= 1e-13
+    assert all(p.grad is None for p in module.parameters())
+    assert list(f.__signature__.parameters) == ["x", "y"]
+
+
+# What is refused
+
+
+def build(group, what):
+    """Makes a gradient function that is refused."""
+    from torch.distributed.fsdp import fully_shard
+
+    if what == "mixed":
+        module = nn.Sequential(ddp(group, nn.Linear(2, 2)), fully_shard(nn.Linear(2, 2), mesh=mesh_of(group)))
+    elif what == "uncovered":
+        module = nn.Sequential(ddp(group, nn.Linear(2, 2)), nn.Linear(2, 2))
+    elif what == "ignored":
+        module = nn.Linear(2, 2)
+        module = fully_shard(module, mesh=mesh_of(group), ignored_params={module.bias})
+    else:
+        module = WRAPPERS[what](group, made())
+    module_value_and_grad(module, mean_square, sync="outer" if what in WRAPPERS else "last")
+
+
+OUTER = (
+    'sync="outer" was asked of {}, which has no outer mesh to all-reduce over. It is for fully_shard with a mesh of two '
+    'dimensions (HSDP). Write sync="last", to synchronise once, or sync="every".'
+)
+APART = (
+    "`{}` is trained and is not among what {} reduces, as only other parts of the module are wrapped, or it was ignored: "
+    "replicas would drift apart. Wrap the whole module, or freeze it: parameter.requires_grad_(False)."
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("ddp", OUTER.format("DistributedDataParallel")),
+        ("fsdp1", OUTER.format("FullyShardedDataParallel")),
+        ("fsdp2", OUTER.format("fully_shard")),
+        ("replicated", OUTER.format("DistributedDataParallel")),
+        ("replicated_by_fsdp", OUTER.format("replicate")),
+        ("uncovered", APART.format("1.weight", "DistributedDataParallel")),
+        ("ignored", APART.format("bias", "fully_shard")),
+        (
+            "mixed",
+            "parts of the module are wrapped by DistributedDataParallel and fully_shard, which are driven in different "
+            "ways. Wrap all of it in one of them.",
+        ),
+    ],
+)
+def test_modules_that_are_not_driven(what, text):
+    refused(text, build, what)
+
+
+def call(group, what):
+    """Calls a function in a way that is refused."""
+    module = WRAPPERS["ddp"](group, made())
+    f = module_value_and_grad(module, mean_square)
+    x, y = rows_of(group.rank(), torch.float32)
+    if what == "max":
+        funcga.accumulate(f, 2, fold=funcga.max())(x, y)
+    elif what == "two kinds":
+        folds = dict.fromkeys(dict(module.named_parameters()), funcga.mean())
+        funcga.accumulate(f, 2, fold=(funcga.mean(), {**folds, "module.0.bias": funcga.sum()}))(x, y)
+    elif what == "across":
+        funcga.accumulate(f, 2, across=dist.group.WORLD)(x, y)
+    elif what == "auto":
+        funcga.accumulate(f, "auto")
+    elif what == "empty":
+        funcga.stream(f)([])
+    elif what == "constant":
+        funcga.accumulate(module_value_and_grad(module, lambda module, x, y: x.sum()), 2)(x, y)
+    elif what == "vmap":
+        torch.func.vmap(f)(x, y)
+
+
+PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "max",
+            "the gradients' fold is no sum, and what drives a module's own gradients only adds them, in the backward "
+            "pass. Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
+            f"fold=(funcga.max(), funcga.mean()). For any other fold of gradients use {PURE}, with the module not "
+            "wrapped.",
+        ),
+        (
+            "two kinds",
+            "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's own "
+            "gradients come from one backward pass with one weight. Give all of them one of the two.",
+        ),
+        (
+            "across",
+            "across= names the ranks [0, 1, 2, 3], and the module is wrapped by DistributedDataParallel, which reduces "
+            "over the ranks [0, 1]. Leave across= out: the wrapper knows its replicas.",
+        ),
+        (
+            "auto",
+            'n="auto" replays a window when memory runs out, and the module is wrapped by DistributedDataParallel: the '
+            "other replicas would wait for ever. Say how many: accumulate(f, n=8), or microbatch_size=4.",
+        ),
+        (
+            "empty",
+            "the stream is empty on this replica, and the module is wrapped by DistributedDataParallel, which "
+            "synchronises inside the backward pass of a micro-batch: without one the others wait for ever. Give every "
+            "replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica may have "
+            f"none: stream({PURE}, across=group), with the module that was wrapped.",
+        ),
+        (
+            "constant",
+            "the loss does not depend on any parameter, so there is no backward pass for DistributedDataParallel to "
+            "synchronise in. Return a loss that is computed from module(x), 0 times that if need be.",
+        ),
+        (
+            "vmap",
+            "module_value_and_grad runs .backward() on the module's own parameters, which can be neither compiled nor "
+            f"transformed by torch.func. Compile the module, or loss_fn; inside of a transform use {PURE}.",
+        ),
+    ],
+)
+def test_calls_that_are_refused(what, text):
+    refused(text, call, what)
+
+
+def test_arguments_that_are_refused():
+    for args, options, text in (
+        (
+            (mean_square, made()),
+            {},
+            "module_value_and_grad was given function as its module. Pass the module, then the loss",
+        ),
+        ((made(), 3), {}, "loss_fn is 3, which is no function. Pass loss_fn"),
+        (
+            (made(), mean_square),
+            {"sync": "never"},
+            "sync is 'never'. Write sync=\"last\", to synchronise once a window",
+        ),
+        (
+            (made(), mean_square),
+            {"sync": "outer"},
+            'sync="outer" was asked of a module that is not wrapped, which has no',
+        ),
+    ):
+        with pytest.raises(funcga.FuncgaError) as error:
+            module_value_and_grad(*args, **options)
+        assert str(error.value).startswith(text)
+    with pytest.raises(funcga.FuncgaError, match="the stream is empty: there is no micro-batch"):
+        funcga.stream(module_value_and_grad(made(), mean_square))([])
+
+
+# The tests above can fail
+
+
+def wrongly(group, how):
+    """The errors of drivers that are wrong in ways that loops by hand are."""
+    module = WRAPPERS["ddp"](group, made())
+    f = module_value_and_grad(module, loss_of)
+    own = batches(2, group.rank(), torch.float32)
+    if how == "forgets the weights":
+        result = funcga.stream(f, weight=lambda *batch: 1)(own)
+    elif how == "averages the means of the ranks":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch_backend.driven.merge", lambda buffers, state, groups: state)
+            patch.setattr("torch_backend.drivers.DDP.scale", lambda self: 1.0)
+            result = funcga.stream(f, weight=count)(own)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch_backend.drivers.DDP.scale", lambda self: 1.0)
+            result = funcga.stream(f, weight=count)(own)
+    return errors(module, result, *whole(2, torch.float32, 2))
+
+
+@pytest.mark.parametrize("how", ["forgets the weights", "averages the means of the ranks", "takes averages for sums"])
+def test_wrong_drivers_are_found_out(how):
+    for _, error in processes().run(wrongly, how, size=2):
+        assert error > 0.01
