@@ -37,7 +37,7 @@ class Driven:
     """
 
     def __init__(self, program: Program, gradient: "ModuleGradient", backend: Backend, alone: bool = False):
-        if torch.compiler.is_compiling() or arrays.in_transform():
+        if torch.compiler.is_compiling() or arrays.in_transform() or callable(_compiling()):
             raise FuncgaError(
                 "module_value_and_grad runs .backward() on the module's own parameters, which can be neither compiled "
                 "nor transformed by torch.func. Compile the module, or loss_fn; inside of a transform use "
@@ -233,6 +233,8 @@ class _Plan(NamedTuple):
     scaled: bool
 
 
+# What compiles the functions that are called now: also where a function that is compiled runs this as it is.
+_compiling = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 _NOTHING = nullcontext()
 _LIFTS = (reducers.weighted.lift, reducers.sum.lift)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from funcga import tally
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
+from torch_backend import arrays
 from torch_backend.buffers import Buffers
 from torch_backend.drivers import Plain
 
@@ -50,16 +51,49 @@ def hold_in(buffers: Buffers, unit: float) -> None:
 
 def merge(buffers: Buffers, state: list[Any], groups: list[Any]) -> list[Any]:
     """Merges the buffers over the replicas, in their order; the state is that of the last one."""
-    flatten = buffers.outputs.backend.trees.flatten
-    for group in groups:
-        own = buffers.reduced, buffers.collected, state, buffers.counted
-        device = next((leaf.device for leaf in flatten(own)[0] if isinstance(leaf, torch.Tensor)), None)
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, (buffers.weight, buffers.steps, _moved(own, "cpu", buffers)), group=group)
-        buffers.weight = sum(weight for weight, _, _ in parts)
-        buffers.steps = sum(steps for _, steps, _ in parts)
-        state = _joined(buffers, [_moved(part, device, buffers) for _, _, part in parts])
+    outputs, lifts = buffers.outputs, buffers.layout.lifts
+    held = [k for k, value in enumerate(buffers.reduced) if value is not None]
+    if (
+        outputs.collected
+        or outputs.threads
+        or not all(lifts[k] and outputs.reduced_folds[k].accumulator_dtype.is_floating_point for k in held)
+    ):
+        for group in groups:
+            state = _gather(buffers, state, group)
+    elif groups:
+        _sum(buffers, held, groups)
     return state
+
+
+def _sum(buffers: Buffers, held: list[int], groups: list[Any]) -> None:
+    """One small all-reduce of sums, the weight and the number of micro-batches, which float64 holds exactly."""
+    values = [buffers.reduced[k] for k in held]
+    device = values[0].device if values else torch.device("cpu")
+    counted = tally.total(buffers.tally)
+    numbers = torch.tensor([0.0 if isinstance(counted, torch.Tensor) else counted, buffers.steps], dtype=torch.float64)
+    if isinstance(counted, torch.Tensor):
+        numbers[0] = counted
+    flat = torch.cat([part.reshape(-1).to(device, torch.float64) for part in (numbers, *values)])
+    for group in groups:
+        dist.all_reduce(flat, group=group)
+    numbers, *parts = flat.split([2, *[value.numel() for value in values]])
+    for value, part in zip(values, parts, strict=True):
+        value.copy_(part.view(value.shape))
+    if device.type == "cpu":
+        buffers.weight, buffers.steps, buffers.counted = numbers[0].item(), int(numbers[1].item()), None
+    else:
+        buffers.weight, buffers.steps, buffers.counted = 0, numbers[1], tally.of(numbers[0], arrays, steps=0)
+
+
+def _gather(buffers: Buffers, state: list[Any], group: Any) -> list[Any]:
+    flatten = buffers.outputs.backend.trees.flatten
+    own = buffers.reduced, buffers.collected, state, buffers.counted
+    device = next((leaf.device for leaf in flatten(own)[0] if isinstance(leaf, torch.Tensor)), None)
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, (buffers.weight, buffers.steps, _moved(own, "cpu", buffers)), group=group)
+    buffers.weight = sum(weight for weight, _, _ in parts)
+    buffers.steps = sum(steps for _, steps, _ in parts)
+    return _joined(buffers, [_moved(part, device, buffers) for _, _, part in parts])
 
 
 def _moved(tree: Any, device: Any, buffers: Buffers) -> Any:

@@ -198,7 +198,10 @@ class FSDP2(Plain):
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
         for module in self.inner:
-            if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
+            state: Any = module._get_fsdp_state()
+            if not hasattr(module, "reset_iter_state"):
+                _reset(state, _param_groups(module))
+            elif state._is_root:
                 module.reset_iter_state()
         for group in self._groups():
             group._partial_reduce_output = None
@@ -206,6 +209,20 @@ class FSDP2(Plain):
                 param.unsharded_accumulated_grad = None
                 if getattr(param, "_unsharded_param", None) is not None:
                     param._unsharded_param.grad = None
+
+
+def _reset(state: Any, groups: list[Any]) -> None:
+    """What reset_iter_state does, for torch 2.11."""
+    idle = type(state._training_state).IDLE
+    state._training_state = idle
+    state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+    for group in groups:
+        group._training_state = idle
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._post_forward_indices.clear()
+        group._to_sharded()
 
 
 def _param_groups(module: Any) -> list[Any]:
