@@ -91,7 +91,8 @@ class Driven:
                 output = self.gradient.loss_fn(self.gradient.module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
         del output
-        aux = detached(aux, self.backend)
+        if self.parts.has_aux:
+            aux = detached(aux, self.backend)
         if self.buffers is None:
             self.plan = self._planned(loss.detach(), aux, arguments)
             self.buffers = Buffers(self.plan.layout)
@@ -144,7 +145,7 @@ class Driven:
         layout = Layout(outputs, given)
         scaled = self._check_folds([outputs.folds[i] for i in given])
         head = outputs.part(own, trees.flatten(self.parts.compose(loss, aux, [()]))[1])
-        plan = plans["driven"] = _Plan(key, layout, given, head, scaled)
+        plan = plans["driven"] = _Plan(key, layout, given, head, scaled, [None] * len(given))
         return plan
 
     def _check_folds(self, folds: list[LeafFold | None]) -> bool:
@@ -208,8 +209,12 @@ class Driven:
                     f"that if need be."
                 )
             return
+        devices = autocasting(loss.device.type)
+        if not (devices or self.last):
+            torch.autograd.backward(loss, cotangent)
+            return
         with ExitStack() as stack:
-            for device in autocasting(loss.device.type):
+            for device in devices:
                 stack.enter_context(torch.autocast(device, enabled=False))
             if self.last:
                 stack.enter_context(self.driver.synchronising(self.gradient.sync, self.params))
@@ -218,9 +223,11 @@ class Driven:
     def _leaves(self, loss: torch.Tensor, aux: Any) -> list[Any]:
         """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
         assert self.buffers is not None
+        if not self.parts.has_aux and loss.dtype == self.plan.head.dtypes[0]:
+            return [loss, *self.plan.nothing]  # nothing else, as usual
         rest = self.parts.compose(loss, aux, [()])
         which = f"micro-batch {self.buffers.steps + 1}"
-        return [*self.plan.head.leaves(rest, which), *[None] * len(self.plan.given)]
+        return [*self.plan.head.leaves(rest, which), *self.plan.nothing]
 
 
 class _Plan(NamedTuple):
@@ -231,6 +238,7 @@ class _Plan(NamedTuple):
     given: list[int]
     head: Outputs
     scaled: bool
+    nothing: list[None]  # in the places of the gradients
 
 
 # What compiles the functions that are called now: also where a function that is compiled runs this as it is.

@@ -70,19 +70,19 @@ def _sum(buffers: Buffers, held: list[int], groups: list[Any]) -> None:
     values = [buffers.reduced[k] for k in held]
     device = values[0].device if values else torch.device("cpu")
     counted = tally.total(buffers.tally)
-    numbers = torch.tensor([0.0 if isinstance(counted, torch.Tensor) else counted, buffers.steps], dtype=torch.float64)
+    number = 0.0 if isinstance(counted, torch.Tensor) else counted
+    numbers = torch.tensor([number, buffers.steps], dtype=torch.float64, device=device)
     if isinstance(counted, torch.Tensor):
         numbers[0] = counted
     flat = torch.cat([part.reshape(-1).to(device, torch.float64) for part in (numbers, *values)])
     for group in groups:
         dist.all_reduce(flat, group=group)
-    numbers, *parts = flat.split([2, *[value.numel() for value in values]])
+    numbers, *parts = torch.split(flat, [2, *[value.numel() for value in values]])
     for value, part in zip(values, parts, strict=True):
         value.copy_(part.view(value.shape))
-    if device.type == "cpu":
-        buffers.weight, buffers.steps, buffers.counted = numbers[0].item(), int(numbers[1].item()), None
-    else:
-        buffers.weight, buffers.steps, buffers.counted = 0, numbers[1], tally.of(numbers[0], arrays, steps=0)
+    seen = device.type == "cpu"
+    buffers.weight, buffers.counted = (numbers[0].item(), None) if seen else (0, tally.of(numbers[0], arrays, steps=0))
+    buffers.steps = int(numbers[1].item()) if seen else numbers[1]  # type: ignore[assignment]
 
 
 def _gather(buffers: Buffers, state: list[Any], group: Any) -> list[Any]:
