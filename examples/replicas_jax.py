@@ -1,6 +1,6 @@
 """Data-parallel training of a small causal language model on four devices, with one reduction an update.
 
-    python -m examples.replicas_jax
+    python examples/replicas_jax.py
 
 The parameters are the same on every device, the batch is cut over them, and each device folds its rows in n
 micro-batches. Rows have different numbers of tokens; every token of the whole batch counts the same.

@@ -8,7 +8,7 @@ from funcga.backend import load_imported
 from funcga.errors import FuncgaError
 from funcga.fitting import Fitting
 from funcga.folds import mean
-from funcga.gradients import GradientFunction
+from funcga.gradients import BoundGradient, GradientFunction
 from funcga.program import Program, check_callable, check_count
 
 
@@ -78,6 +78,8 @@ def accumulate(
             "others wait for it. Find n without across= first, on the replica with the most rows, and give the number: "
             "n=8."
         )
+    if automatic and isinstance(grad_fn, BoundGradient):
+        grad_fn.check_search()
     number = None if n is None or automatic else check_count(n, "n", ', or n="auto"')
     microbatch_size = None if microbatch_size is None else check_count(microbatch_size, "microbatch_size")
     if weight is not None:
@@ -87,7 +89,7 @@ def accumulate(
     fitting = Fitting(program) if automatic else None
 
     # The signature is grad_fn's in any case; the names are only if grad_fn is a function that has them.
-    names = () if isinstance(grad_fn, GradientFunction) else ("__doc__", "__name__", "__qualname__")
+    names = () if isinstance(grad_fn, GradientFunction | BoundGradient) else ("__doc__", "__name__", "__qualname__")
 
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:

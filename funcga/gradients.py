@@ -108,6 +108,20 @@ class GradientFunction:
         return self.bound(backend)(*args, **kwargs)
 
 
+class BoundGradient:
+    """A gradient function that brings parameters of its own: all of its arguments are split, unless in_axes says."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The value and gradient of one micro-batch."""
+        raise NotImplementedError
+
+    def check_search(self) -> None:
+        """Raises FuncgaError if a window of it cannot be replayed, to look for the n that fits in memory."""
+
+    def check_stream(self) -> None:
+        """Raises FuncgaError, which says why, if it cannot be without a micro-batch."""
+
+
 def _has_gradient(leaf: Any, backend: Backend) -> bool:
     try:
         return backend.arrays.kind(backend.arrays.as_array(leaf).dtype) in ("float", "complex")

@@ -9,7 +9,7 @@ from typing import Any
 from funcga.arguments import Arguments, argument_names, read_arguments
 from funcga.backend import Backend, backend_of
 from funcga.errors import FuncgaError
-from funcga.gradients import GradientFunction
+from funcga.gradients import BoundGradient, GradientFunction
 from funcga.outputs import Outputs, sort_outputs
 from funcga.weights import check_weight
 
@@ -26,7 +26,7 @@ class Program:
     microbatch_size: int | None = None
     device: Any = None
     across: Any = None
-    compiled: dict[str, Any] = field(
+    compiled: dict[Any, Any] = field(
         default_factory=dict, repr=False
     )  # what a backend works out once, not at every call
 
@@ -46,7 +46,8 @@ class Program:
 
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, with what in_axes says of them."""
-        return read_arguments(args, self.in_axes, self.grad_fn, backend)
+        in_axes = 0 if self.in_axes is None and isinstance(self.grad_fn, BoundGradient) else self.in_axes
+        return read_arguments(args, in_axes, self.grad_fn, backend)
 
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: Callable[[], int]) -> Any:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet. Default: its rows."""

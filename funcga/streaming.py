@@ -7,6 +7,7 @@ from typing import Any
 from funcga.backend import load_imported
 from funcga.errors import FuncgaError
 from funcga.folds import mean
+from funcga.gradients import BoundGradient
 from funcga.program import Program, check_callable, check_count
 
 
@@ -52,6 +53,8 @@ def stream(
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         leading, items = _iterate(args)
         first = next(items, None)
+        if first is None and isinstance(grad_fn, BoundGradient):
+            grad_fn.check_stream()
         if first is None and across is None:
             raise FuncgaError(
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "

@@ -14,6 +14,7 @@ PRINTS = {  # what the output has to hold, and how often
     "replicas_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
     "ddp_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
     "fsdp2_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
+    "replicas_jax": (r"each update: one all-reduce of [\d,]+ bytes, in 0 loops", 1),
 }
 
 

@@ -8,6 +8,7 @@ from funcga.tally import Tally
 from torch_backend import arrays, gradients, loop, replicas, trees
 from torch_backend.modules import pure_loss as pure_loss
 from torch_backend.replicas import Replicas as Replicas
+from torch_backend.wrapped import module_value_and_grad as module_value_and_grad
 
 BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas)
 

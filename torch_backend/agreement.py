@@ -25,15 +25,14 @@ from torch_backend.replicas import Replicas
 class Agreement(NamedTuple):
     """What every replica folds, how it travels, and the unit that weighted sums travel in.
 
-    `shapes` and `strides` are those of what a process holds of each reduced leaf; `placed` are those that lie on
-    several devices.
+    `kinds` are the shape and the strides of what a process holds of each leaf, by their places among what is reduced;
+    `placed` are those that lie on several devices.
     """
 
     outputs: Outputs
     plan: Plan
     unit: float
-    shapes: tuple[Any, ...]
-    strides: tuple[Any, ...]
+    kinds: dict[int, tuple[Any, Any]]
     placed: frozenset[int]
 
 
@@ -42,13 +41,14 @@ def agree(
 ) -> Agreement:
     """The Agreement on outputs like these, made once for each structure.
 
-    `leaves` are those of grad_fn's output, or what they are like. Raises FuncgaError on every replica if they differ.
+    `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced elsewhere. Raises
+    FuncgaError on every replica if they differ.
     """
-    known: Agreement | None = program.compiled.get("agreed")
+    known = found(program, replicas)
     if known is not None and (outputs is known.outputs or _same(outputs, known.outputs)):
         return known
     given = {*layout.given_scaled, *layout.given_plain}
-    likes = [None if f is None else _like(leaves[i], i in given) for i, f in enumerate(outputs.folds)]
+    likes = [None if leaf is None else _like(leaf, i in given) for i, leaf in enumerate(leaves)]
     # a tree of numbers, as a tree's structure alone does not pickle well
     kinds = [None if like is None else (like.shape, local(like).stride(), like.dtype) for like in likes]
     structure = outputs.structure_of(range(len(likes))), kinds
@@ -56,9 +56,15 @@ def agree(
     return _remembered(program, outputs, likes, unit, layout, replicas)
 
 
+def found(program: Program, replicas: Replicas) -> Agreement | None:
+    """The last Agreement of these replicas, if there is one."""
+    known: Agreement | None = program.compiled.get(("agreed", replicas.group))
+    return known
+
+
 def join(program: Program, like: Callable[[Any], Outputs], device: torch.device, replicas: Replicas) -> Agreement:
     """The Agreement of the others, for a replica that has nothing to fold; `like(value)` binds values like theirs."""
-    known: Agreement | None = program.compiled.get("agreed")
+    known = found(program, replicas)
     if known is not None:
         return known
     unit, structure = _compare(None, 0, None, replicas)
@@ -71,15 +77,15 @@ def join(program: Program, like: Callable[[Any], Outputs], device: torch.device,
 def _remembered(
     program: Program, outputs: Outputs, leaves: Sequence[Any], unit: float, layout: Layout, replicas: Replicas
 ) -> Agreement:
-    likes = [leaves[i] for i in outputs.reduced]
-    placed = frozenset([k for k, like in enumerate(likes) if is_placed(like)])
-    likes = [local(like) for like in likes]
-    shapes = tuple([tuple(like.shape) for like in likes])
-    sums = {k for k, like in enumerate(likes) if k in layout.sums or _is_sum(layout.folds[k], like)}
-    plan = planned(layout, shapes, [like.device for like in likes], sums, replicas.bucket_bytes)
-    found = Agreement(outputs, plan, unit, shapes, tuple([like.stride() for like in likes]), placed)
-    program.compiled["agreed"] = found
-    return found
+    likes = {k: leaves[i] for k, i in enumerate(outputs.reduced) if leaves[i] is not None}
+    placed = frozenset([k for k, like in likes.items() if is_placed(like)])
+    likes = {k: local(like) for k, like in likes.items()}
+    sums = {k for k, like in likes.items() if k in layout.sums or _is_sum(layout.folds[k], like)}
+    plan = planned(layout, likes, sums, replicas.bucket_bytes)
+    kinds = {k: (tuple(like.shape), like.stride()) for k, like in likes.items()}
+    agreement = Agreement(outputs, plan, unit, kinds, placed)
+    program.compiled["agreed", replicas.group] = agreement
+    return agreement
 
 
 def _is_sum(fold: LeafFold, like: torch.Tensor) -> bool:
@@ -137,6 +143,7 @@ def _description(outputs: Outputs, likes: Sequence[Any], replicas: Replicas) -> 
     for i, (path, fold) in enumerate(zip(outputs.paths, outputs.folds, strict=True)):
         if fold is None:
             found[path] = "None" if i not in outputs.threads else "an object"
+        if fold is None or likes[i] is None:
             continue
         reducer, normalizer = fold.fold.reducer, fold.fold.normalizer
         shape = ", ".join(map(str, _shape(outputs, i) or ()))

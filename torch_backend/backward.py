@@ -101,7 +101,7 @@ class Backward:
         for leaf, k, _ in self.sums:
             if self.buffers.reduced[k] is None and leaf.grad is not None:
                 own = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
-                self.buffers.reduced[k] = leaf.grad = own if _is_alone(own) else own.clone()
+                self.buffers.reduced[k] = leaf.grad = own if is_alone(own) else own.clone()
         self._survey()
 
     def check_untouched(self) -> None:
@@ -131,7 +131,7 @@ class Backward:
         if self.alone and not moving and share == 0:
             return  # it adds nothing, not even a NaN
         seeds = self.seeds and not moving and not self.autocast
-        seed = share if seeds and share is not None and _holds(loss.dtype, share) else 1.0
+        seed = share if seeds and share is not None and holds(loss.dtype, share) else 1.0
         self._attach(share == seed)
         hooked = self.others if share == seed else [*self.others, *self.scaled]
         waiting = {*hooked}
@@ -242,7 +242,7 @@ def _check_closed(loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
             )
 
 
-def _is_alone(gradient: torch.Tensor) -> bool:
+def is_alone(gradient: torch.Tensor) -> bool:
     """Whether nobody else holds the memory of a gradient, nor it more than it needs."""
     storage = gradient.untyped_storage()
     use_count = getattr(torch._C, "_storage_Use_Count", None)  # of the tensor and of `storage`; if torch still tells
@@ -250,7 +250,7 @@ def _is_alone(gradient: torch.Tensor) -> bool:
     return alone and storage.resizable()  # which memory that is not torch's, as that of a NumPy array, is not
 
 
-def _holds(dtype: torch.dtype, number: float) -> bool:
+def holds(dtype: torch.dtype, number: float) -> bool:
     """Whether a number loses nothing, beyond what a sum in float32 would, in this dtype."""
     return number == 1 or dtype.itemsize >= 4 or torch.tensor(number, dtype=dtype).item() == number
 

@@ -3,8 +3,7 @@
 Only torch has this file: XLA lays out what a collective sends.
 """
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -47,30 +46,28 @@ class Plan(NamedTuple):
         return {slot.place: i for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
 
 
-def planned(
-    layout: Layout, shapes: Sequence[Any], devices: Sequence[torch.device], sums: Collection[int], bucket_bytes: int
-) -> Plan:
-    """The Plan for leaves of these shapes, each on its device; `sums` are those that are merged by adding them.
+def planned(layout: Layout, likes: Mapping[int, torch.Tensor], sums: Collection[int], bucket_bytes: int) -> Plan:
+    """The Plan for leaves like these, by their places; `sums` are those that are merged by adding them.
 
     Gradients come ready from the last layer to the first, so that is the order; scalars, as the loss, come last.
     """
     groups: dict[Any, list[int]] = {}
     others = []
-    scalars = [k for k in range(len(shapes)) if not shapes[k]]
-    for k in [*(k for k in reversed(range(len(shapes))) if shapes[k]), *scalars]:
+    lengths = {k: _elements(like, layout.folds[k].accumulator_dtype) for k, like in likes.items()}
+    for k in sorted(likes, key=lambda k: (likes[k].ndim == 0, -k)):
         if k in sums:
-            groups.setdefault((_real(layout.folds[k].accumulator_dtype), devices[k]), []).append(k)
+            groups.setdefault((_real(layout.folds[k].accumulator_dtype), likes[k].device), []).append(k)
         else:
             others.append(k)
-    sizes = {key: sum(_elements(shapes[k], layout, k) for k in places) for key, places in groups.items()}
+    sizes = {key: sum(lengths[k] for k in places) for key, places in groups.items()}
     main = sorted(groups, key=lambda key: -sizes[key] * key[0].itemsize)
     for key in main[1:]:
         if sizes[key] * key[0].itemsize <= _SMALL:
             others += groups.pop(key)
-    small = [k for k in others if math.prod(shapes[k]) * layout.folds[k].accumulator_dtype.itemsize <= _SMALL]
-    buckets = [b for key in main if key in groups for b in _cut(key, groups[key], layout, shapes, bucket_bytes)]
+    small = [k for k in others if likes[k].numel() * layout.folds[k].accumulator_dtype.itemsize <= _SMALL]
+    buckets = [b for key in main if key in groups for b in _cut(key, groups[key], layout, lengths, bucket_bytes)]
     if not buckets:
-        buckets = [Bucket(torch.float32, devices[0] if devices else torch.device("cpu"), (), 0)]
+        buckets = [Bucket(torch.float32, next((like.device for like in likes.values()), torch.device("cpu")), (), 0)]
     return Plan(tuple(buckets), tuple(small), tuple(sorted({*others} - {*small})))
 
 
@@ -78,16 +75,18 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _elements(shape: Any, layout: Layout, k: int) -> int:
-    return int(math.prod(shape)) * (2 if layout.folds[k].accumulator_dtype.is_complex else 1)
+def _elements(like: torch.Tensor, dtype: torch.dtype) -> int:
+    return like.numel() * (2 if dtype.is_complex else 1)
 
 
-def _cut(key: Any, places: list[int], layout: Layout, shapes: Sequence[Any], bucket_bytes: int) -> Iterator[Bucket]:
+def _cut(
+    key: Any, places: list[int], layout: Layout, lengths: Mapping[int, int], bucket_bytes: int
+) -> Iterator[Bucket]:
     dtype, device = key
     slots: list[Slot] = []
     end = 0
     for k in places:
-        length = _elements(shapes[k], layout, k)
+        length = lengths[k]
         if slots and (end + length) * dtype.itemsize > bucket_bytes:
             yield Bucket(dtype, device, tuple(slots), end)
             slots, end = [], 0

@@ -109,6 +109,12 @@ class Buffers:
             torch._foreach_mul_(held, self.unit / unit)
         self.unit = unit
 
+    def hold_in(self, unit: float) -> None:
+        """Lets weighted sums be held in this unit, whatever they are held in now."""
+        if self.unit is None:
+            self.unit = unit
+        self._rescale(unit)
+
     @property
     def tally(self) -> tally.Tally:
         """How much has been folded."""

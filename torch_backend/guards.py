@@ -17,14 +17,15 @@ def check_not_wrapped(*modules: nn.Module) -> None:
     """Raises FuncgaError if a module, or one inside, is wrapped to reduce gradients: a pure loss bypasses that."""
     for module in modules if _distributed() else ():
         for name, inner in module.named_modules():
-            wrapper = _wrapper(inner)
+            wrapper = wrapper_of(inner)
             if wrapper:
                 where = f"the part `{name}` of it is" if name else "it is"
                 raise FuncgaError(
                     f"the loss uses a module of type {type(module).__name__}, and {where} wrapped by {wrapper}. With "
-                    f"parameters as arguments its gradients are silently not reduced over the replicas. Use the module "
-                    f"that was wrapped, `module.module` of a DDP, and reduce what the step returns, once an update: "
-                    f"torch.distributed.all_reduce(gradient)."
+                    f"parameters as arguments its gradients are silently not reduced over the replicas. Leave it to "
+                    f"the wrapper: funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), n). Or use "
+                    f"the module that was wrapped, `module.module` of a DDP, and let funcga reduce: "
+                    f"accumulate(..., across=group)."
                 )
 
 
@@ -32,15 +33,23 @@ def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _wrapper(module: nn.Module) -> str | None:
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return "DistributedDataParallel"
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for name in ("FullyShardedDataParallel", "FSDPModule"):
-        kind = getattr(fsdp, name, None)
-        if kind is not None and isinstance(module, kind):
-            return {"FSDPModule": "fully_shard"}.get(name, name)
+def wrapper_of(module: nn.Module) -> str | None:
+    """What reduces the gradients of the module: "DistributedDataParallel", for instance; None if nothing does."""
+    for where, kind, name in _WRAPPERS:
+        found = getattr(sys.modules.get(where), kind, None)
+        if found is not None and isinstance(module, found):
+            return name
     return None
+
+
+# (module, class, what it is called); those not imported wrap nothing
+_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel", "DistributedDataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel"),
+    ("torch.distributed._composable.replicate", "DDP", "replicate"),
+    ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule", "replicate"),
+    ("torch.distributed.fsdp", "FSDPModule", "fully_shard"),
+)
 
 
 def check_no_wrapped_module_in(grad_fn: Any) -> bool:

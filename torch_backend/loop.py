@@ -17,6 +17,7 @@ from torch_backend import arrays, trees
 from torch_backend.agreement import join
 from torch_backend.backward import Reentered
 from torch_backend.buffers import Buffers, Layout
+from torch_backend.driven import Driven
 from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
 from torch_backend.placements import by_devices
@@ -24,6 +25,7 @@ from torch_backend.reduction import Reduction, begun
 from torch_backend.replicas import Replicas
 from torch_backend.scan import fold_in_graph
 from torch_backend.transfer import moved
+from torch_backend.wrapped import ModuleGradient
 
 # What one micro-batch needs: the arguments it comes from, how to cut them given the threaded state, and its rows.
 _Microbatch = tuple[Arguments, Callable[[list[Any]], tuple[Any, ...]], Callable[[], int]]
@@ -92,7 +94,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
 def _items(
     program: Program,
-    window: "Engine | _Calls",
+    window: "_Window",
     leading: tuple[Any, ...],
     microbatches: Iterator[tuple[Any, ...]],
     backend: Backend,
@@ -100,22 +102,24 @@ def _items(
     if program.device is not None:
         microbatches = moved(microbatches, torch.device(program.device), backend)
     for item in microbatches:
-        arguments = program.read((*leading, *detached(item, backend, isinstance(window, Engine))), backend)
+        arguments = program.read((*leading, *detached(item, backend, not isinstance(window, _Calls))), backend)
         del item  # so that no more than one micro-batch is held
         yield arguments, lambda state, a=arguments: a.cut(0, None, state), arguments.rows  # type: ignore[misc]
         del arguments
 
 
-def _fold(
-    program: Program, window: "Engine | _Calls", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any]
-) -> Any:
+def _fold(program: Program, window: "_Window", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any]) -> Any:
     state: list[Any] | None = None
     with ExitStack() as stack:
         stack.enter_context(window)
-        for microbatch in microbatches:
+        found = microbatches
+        if isinstance(window, Driven) and not isinstance(found, _Ahead):
+            found = _Ahead(found)
+        for microbatch in found:
             try:
-                state = _fold_one(program, window, microbatch, state, kwargs, getattr(microbatches, "last", False))
+                state = _fold_one(program, window, microbatch, state, kwargs, getattr(found, "last", False))
             except Reentered:
+                assert not isinstance(window, Driven)
                 stack.close()
                 window = window.again()
                 stack.enter_context(window)
@@ -127,7 +131,7 @@ def _fold(
 
 def _fold_one(
     program: Program,
-    window: "Engine | _Calls",
+    window: "_Window",
     microbatch: _Microbatch,
     state: list[Any] | None,
     kwargs: dict[str, Any],
@@ -161,7 +165,7 @@ class _Ahead:
 
 
 def _fold_across(
-    program: Program, window: "Engine | _Calls", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any],
+    program: Program, window: "_Window", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any],
     arguments: Arguments,
 ) -> Any:  # fmt: skip
     """The same over all replicas; one that has no micro-batch takes part in the reduction. `arguments` are its own."""
@@ -175,7 +179,7 @@ def _fold_across(
     bound = lambda value: program.bind(value, arguments)[0]
     agreement = join(program, bound, devices[0] if devices else torch.device("cpu"), window.replicas)
     buffers = Buffers(Layout(agreement.outputs))
-    state = Reduction(agreement, buffers, window.replicas, overlaps=False).finish(_copied(arguments))
+    state = Reduction(agreement, buffers, window.replicas).finish(_copied(arguments))
     return buffers.result(state)
 
 
@@ -185,12 +189,14 @@ def _unfed(program: Program, leading: tuple[Any, ...], backend: Backend) -> Argu
     return program.read((*leading, *[None] * (count - len(leading))), backend)
 
 
-def _detached_kwargs(kwargs: dict[str, Any], window: "Engine | _Calls", backend: Backend) -> Any:
-    return detached(kwargs, backend, isinstance(window, Engine)) if kwargs else kwargs
+def _detached_kwargs(kwargs: dict[str, Any], window: "_Window", backend: Backend) -> Any:
+    return detached(kwargs, backend, not isinstance(window, _Calls)) if kwargs else kwargs
 
 
-def _window(program: Program, backend: Backend) -> "Engine | _Calls":
+def _window(program: Program, backend: Backend) -> "_Window":
     """How a window is folded: by autograd where funcga made the gradient function, else by calling grad_fn.
+
+    A module that reduces gradients by itself is driven.
 
     Autograd cannot run in a torch.func transform, nor be traced by torch.compile.
     """
@@ -202,6 +208,8 @@ def _window(program: Program, backend: Backend) -> "Engine | _Calls":
     gradient = program.grad_fn
     if "not wrapped" not in program.compiled and check_no_wrapped_module_in(gradient):
         program.compiled["not wrapped"] = True
+    if isinstance(gradient, ModuleGradient):
+        return Driven(program, gradient, backend)
     replicas = program.replicas(backend)
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
         return Engine(program, gradient, backend, replicas)
@@ -254,6 +262,9 @@ class _Calls:
             if self.reduction is not None:
                 state = self.reduction.finish(state)
             return self.buffers.result(state)
+
+
+_Window = Engine | Driven | _Calls
 
 
 def _copied(arguments: Arguments) -> list[Any]:

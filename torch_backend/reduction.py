@@ -18,7 +18,7 @@ import torch.distributed as dist
 from funcga import tally
 from funcga.program import Program
 from torch_backend import arrays, tail
-from torch_backend.agreement import Agreement, agree
+from torch_backend.agreement import Agreement, agree, found
 from torch_backend.buckets import view
 from torch_backend.buffers import Buffers
 from torch_backend.comparison import explained
@@ -30,10 +30,13 @@ from torch_backend.tail import Field
 class Reduction:
     """Merges the buffers of one window over the replicas, once.
 
-    `overlaps`: a bucket is sent as soon as its leaves are `ready`; else all of them are sent by `finish`.
+    `begins`: nothing is folded yet, and sums are accumulated in the buckets. `overlaps`: a bucket is sent as soon as
+    its leaves are `ready`; else all of them are sent by `finish`.
     """
 
-    def __init__(self, agreement: Agreement, buffers: Buffers, replicas: Replicas, overlaps: bool):
+    def __init__(
+        self, agreement: Agreement, buffers: Buffers, replicas: Replicas, begins: bool = True, overlaps: bool = False
+    ):
         self.plan, self.unit, self.agreement = agreement.plan, agreement.unit, agreement
         self.outputs, self.buffers, self.replicas = buffers.outputs, buffers, replicas
         self.bucket_of = self.plan.bucket_of() if overlaps else {}
@@ -46,9 +49,14 @@ class Reduction:
         ]
         self.fields += [Field(part.shape, part.dtype) for held in self.small.values() for part in _parts(held)]
         self._allocate()
+        if begins:
+            lifts = buffers.layout.lifts
+            for k, accumulator in self.views.items():
+                if lifts[k] is not None and k not in agreement.placed:
+                    buffers.reduced[k] = accumulator
 
     def _allocate(self) -> None:
-        """Makes the buckets, and accumulators of their views."""
+        """Makes the buckets, and views of the leaves in them."""
         width = sum(field.nbytes for field in self.fields)
         extra = [0] * (len(self.plan.buckets) - 1) + [self.replicas.count * width]
         self.flats = [
@@ -56,20 +64,16 @@ class Reduction:
             for bucket, more in zip(self.plan.buckets, extra, strict=True)
         ]
         self.tail = self.flats[-1][self.plan.buckets[-1].length :].view(self.replicas.count, width)
-        lifts, folds = self.buffers.layout.lifts, self.buffers.folds
-        shapes, strides = self.agreement.shapes, self.agreement.strides
+        folds, kinds = self.buffers.folds, self.agreement.kinds
         self.views = {
-            slot.place: view(flat, slot, shapes[slot.place], strides[slot.place], folds[slot.place].accumulator_dtype)
+            slot.place: view(flat, slot, *kinds[slot.place], folds[slot.place].accumulator_dtype)
             for bucket, flat in zip(self.plan.buckets, self.flats, strict=True)
             for slot in bucket.slots
         }
-        for k, accumulator in self.views.items():
-            if lifts[k] is not None and k not in self.agreement.placed:
-                self.buffers.reduced[k] = accumulator
 
     def _identity(self, k: int) -> Any:
         dtype = self.outputs.dtypes[self.outputs.reduced[k]]
-        like = torch.zeros(self.agreement.shapes[k], dtype=dtype, device=self._device)
+        like = torch.zeros(self.agreement.kinds[k][0], dtype=dtype, device=self._device)
         return self.buffers.folds[k].identity(like)
 
     @property
@@ -225,16 +229,29 @@ class Reduction:
         if folded:
             source = dist.get_global_rank(self.replicas.group, folded[-1])
             dist.broadcast(sent, src=source, group=self.replicas.group)
-        found = iter(tail.split(sent, [Field(leaf.shape, leaf.dtype) for leaf in held]))
-        return [next(found) if arrays.is_array(leaf) else leaf for leaf in state]
+        leaves = iter(tail.split(sent, [Field(leaf.shape, leaf.dtype) for leaf in held]))
+        return [next(leaves) if arrays.is_array(leaf) else leaf for leaf in state]
 
 
 def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], weight: Any, replicas: Replicas) -> Reduction:
     """The Reduction of a window whose first micro-batch has given these leaves, with this weight."""
-    known = "agreed" in program.compiled  # and so is what a window does, which may begin anew in the first
+    known = found(program, replicas) is not None  # and so is what a window does, which may begin anew in the first
     agreement = agree(program, buffers.outputs, leaves, weight, buffers.layout, replicas)
     one_device = len({bucket.device for bucket in agreement.plan.buckets}) == 1  # else hooks run in several threads
     return Reduction(agreement, buffers, replicas, overlaps=known and one_device)
+
+
+def merged(
+    program: Program, buffers: Buffers, leaves: Sequence[Any], state: list[Any], groups: Sequence[Replicas]
+) -> list[Any]:
+    """The state when the buffers of a whole window, in units of 1, have been merged over each of the groups in turn.
+
+    What has None among `leaves` is reduced elsewhere.
+    """
+    for replicas in groups:
+        agreement = agree(program, buffers.outputs, leaves, 1, buffers.layout, replicas)
+        state = Reduction(agreement, buffers, replicas, begins=False).finish(state)
+    return state
 
 
 def _parts(lifted: Any) -> Sequence[Any]:

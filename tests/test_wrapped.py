@@ -1,0 +1,1035 @@
+"""Wrapped modules are driven as they want to be, and what comes out is the gradient of the whole batch on one device."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import funcga
+from tests.processes import Failed, processes
+from torch_backend import module_value_and_grad
+
+LIMITS = {torch.float32: 1e-6, torch.float64: 1e-13}
+# for each rank the micro-batches of one window, as (rows, tokens that count in each row); ragged in every way
+WINDOWS = {
+    1: [[(3, 5)], [(2, 1)], [(1, 4)], [(5, 2)]],
+    2: [[(3, 5), (1, 2)], [(2, 1), (4, 3)], [(1, 4), (2, 2)], [(5, 2), (1, 1)]],
+    3: [[(3, 5), (1, 2), (2, 4)], [(2, 1), (4, 3), (1, 5)], [(1, 4), (2, 2), (2, 1)], [(5, 2), (1, 1), (3, 3)]],
+}
+
+
+def made(dtype=torch.float32):
+    """The same module everywhere."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 6), nn.Tanh()), nn.Linear(6, 3), nn.Tanh()
+    ).to(dtype)
+
+
+def ddp(group, module, **options):
+    return nn.parallel.DistributedDataParallel(module, process_group=group, **options)
+
+
+def ddp_views(group, module):
+    return ddp(group, module, gradient_as_bucket_view=True)
+
+
+def ddp_unused(group, module):
+    return ddp(group, module, find_unused_parameters=True)
+
+
+def fsdp1(group, module, **options):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    return FullyShardedDataParallel(
+        module, process_group=group, device_id=torch.device("cpu"),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **{"use_orig_params": True, **options}
+    )  # fmt: skip
+
+
+def fsdp1_flat(group, module):
+    return fsdp1(group, module, use_orig_params=False)
+
+
+def mesh_of(group, shape=None):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = torch.tensor(dist.get_process_group_ranks(group))
+    names = ("outer", "inner")
+    return (
+        DeviceMesh.from_group(group, "cpu")
+        if shape is None
+        else DeviceMesh("cpu", ranks.reshape(shape), mesh_dim_names=names)
+    )
+
+
+def fsdp2(group, module, mesh=None, **options):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of(group) if mesh is None else mesh
+    fully_shard(module[2], mesh=mesh, **options)
+    return fully_shard(module, mesh=mesh, **options)
+
+
+def replicated(group, module):
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(module, process_group=group)
+
+
+def replicated_by_fsdp(group, module):
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate(module, mesh=mesh_of(group))
+
+
+WRAPPERS = {
+    f.__name__: f for f in (ddp, ddp_views, ddp_unused, fsdp1, fsdp1_flat, fsdp2, replicated, replicated_by_fsdp)
+}
+
+
+def batches(window, rank, dtype):
+    """The micro-batches of a rank: x, y and a mask of the tokens that count."""
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for rows, tokens in WINDOWS[window][rank]:
+        x = torch.randn(rows, 5, 4, generator=generator, dtype=torch.float64).to(dtype)
+        y = torch.randn(rows, 5, 3, generator=generator, dtype=torch.float64).to(dtype)
+        found.append((x, y, (torch.arange(5) < tokens).expand(rows, 5)))
+    return found
+
+
+def loss_of(module, x, y, mask):
+    """The mean over the tokens that count."""
+    return ((module(x) - y) ** 2).mean(-1)[mask].mean()
+
+
+def count(x, y, mask):
+    return mask.sum()
+
+
+def whole(window, dtype, size, loss_fn=loss_of):
+    """The value and gradients of all ranks' batches at once, on one device."""
+    module = made(dtype)
+    x, y, mask = (
+        torch.cat(parts) for parts in zip(*[b for r in range(size) for b in batches(window, r, dtype)], strict=True)
+    )
+    loss = loss_fn(module, x, y, mask)
+    loss.backward()
+    return loss.detach(), [p.grad for p in module.parameters()]
+
+
+@torch.no_grad()
+def full(module, grads):
+    """The gradients as they are on one device, in the order of the module's parameters."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if not isinstance(module, FullyShardedDataParallel):
+        return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads.values()]
+    own = dict(module.named_parameters())
+    before = {name: p.clone() for name, p in own.items()}
+    for name, p in own.items():
+        p.copy_(grads[name])
+    with FullyShardedDataParallel.summon_full_params(module):
+        found = [p.clone() for p in module.parameters()]
+    for name, p in own.items():
+        p.copy_(before[name])
+    return found
+
+
+def difference(left, right):
+    scale = max(r.abs().max().item() for r in right)
+    return max((a - b).abs().max().item() for a, b in zip(left, right, strict=True)) / scale
+
+
+def errors(module, result, value, expected):
+    """How far a result is from what is expected, relatively: of the value and of the gradients."""
+    return abs(result[0] - value).item() / value.item(), difference(full(module, result[1]), expected)
+
+
+def equal_to_the_whole_batch(group, wrapper, dtype):
+    module = WRAPPERS[wrapper](group, made(dtype))
+    found = []
+    for window in WINDOWS:
+        value, expected = whole(window, dtype, group.size())
+        own = batches(window, group.rank(), dtype)
+        for sync in ("last", "every"):
+            f = module_value_and_grad(module, loss_of, sync=sync)
+            found.append(errors(module, funcga.stream(f, weight=count)(own), value, expected))
+            if sync == "last":  # again, with what was worked out before
+                found.append(errors(module, funcga.stream(f, weight=count)(iter(own)), value, expected))
+    return found, [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_a_stream_is_equal_to_the_whole_batch(wrapper, dtype):
+    for found, grads in processes().run(equal_to_the_whole_batch, wrapper, dtype, size=2):
+        assert max(max(pair) for pair in found) <= LIMITS[dtype]
+        assert not grads
+
+
+def rows_of(rank, dtype, rows=None):
+    """A batch of 7 rows on one rank and 4 on the other, or so."""
+    generator = torch.Generator().manual_seed(rank)
+    rows = 7 - 3 * rank % 5 if rows is None else rows
+    pair = (torch.randn(rows, 4, generator=generator, dtype=torch.float64), torch.randn(rows, 3, generator=generator))
+    return tuple(t.to(dtype) for t in pair)
+
+
+def mean_square(module, x, y):
+    return ((module(x) - y) ** 2).mean()
+
+
+def whole_rows(size, dtype, loss_fn=mean_square, rows=None):
+    module = made(dtype)
+    x, y = (torch.cat(parts) for parts in zip(*[rows_of(r, dtype, rows) for r in range(size)], strict=True))
+    loss = loss_fn(module, x, y)
+    loss.backward()
+    return loss.detach(), [p.grad for p in module.parameters()]
+
+
+def every_n_is_equal(group, wrapper, dtype):
+    module = WRAPPERS[wrapper](group, made(dtype))
+    f = module_value_and_grad(module, mean_square)
+    value, expected = whole_rows(group.size(), dtype)
+    own = rows_of(group.rank(), dtype)
+    found = [errors(module, funcga.accumulate(f, n)(*own), value, expected) for n in (1, 2, 3)]
+    found.append(errors(module, funcga.accumulate(f, 2, in_axes=(0, 0))(*own), value, expected))
+    return [*found, errors(module, f(*own), value, expected)]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_accumulate_is_equal_for_every_n_and_called_alone(wrapper, dtype):
+    for found in processes().run(every_n_is_equal, wrapper, dtype, size=2):
+        assert max(max(pair) for pair in found) <= LIMITS[dtype]
+
+
+# Meshes of two dimensions
+
+
+def hybrid(group, module, ranks=None):
+    from torch.distributed.fsdp import ShardingStrategy
+
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    own = [pair for pair in pairs if pair is not dist.GroupMember.NON_GROUP_MEMBER]
+    inner, outer = own
+    return fsdp1((inner, outer), module, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def hsdp(group, module):
+    return fsdp2(group, module, mesh=mesh_of(group, (2, 2)))
+
+
+def two_dimensions(group, wrapper, dtype, sync):
+    module = {"hybrid": hybrid, "hsdp": hsdp}[wrapper](group, made(dtype))
+    f = module_value_and_grad(module, loss_of, sync=sync)
+    found = []
+    for window in WINDOWS:
+        value, expected = whole(window, dtype, group.size())
+        step = funcga.stream(f, weight=count, across=group)
+        found.append(errors(module, step(batches(window, group.rank(), dtype)), value, expected))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "sync"),
+    [("hybrid", "last"), ("hybrid", "every"), ("hsdp", "last"), ("hsdp", "every"), ("hsdp", "outer")],
+)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_meshes_of_two_dimensions(wrapper, sync, dtype):
+    for found in processes().run(two_dimensions, wrapper, dtype, sync, size=4):
+        assert max(max(pair) for pair in found) <= LIMITS[dtype]
+
+
+# How often they synchronise
+
+
+class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
+    """The names of the collectives that were called, as often as they were."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "c10d":
+            self.names.append(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+def reductions(group, wrapper, sync, n):
+    module = {**WRAPPERS, "hsdp": hsdp}[wrapper](group, made())
+    step = funcga.accumulate(module_value_and_grad(module, mean_square, sync=sync), n)
+    own = rows_of(group.rank(), torch.float32)
+    step(*own)  # the first builds buckets
+    with Collectives() as counted:
+        step(*own)
+    names = [name for name in counted.names if "reduce" in name or "numbers" in name]
+    return {name: names.count(name) for name in names}
+
+
+# collectives of one synchronisation: DDP has one bucket, and each of two modules is wrapped by FSDP
+ONCE = {
+    "ddp": {"allreduce_": 1},
+    "ddp_views": {"allreduce_": 1},
+    "replicated": {"allreduce_": 1},
+    "fsdp1": {"_reduce_scatter_base_": 2},
+    "fsdp2": {"_reduce_scatter_base_": 2},
+    "replicated_by_fsdp": {"allreduce_": 1},
+}
+
+
+@pytest.mark.parametrize("wrapper", ONCE)
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_one_synchronisation_a_window_or_one_a_microbatch(wrapper, sync):
+    times = 1 if sync == "last" else 3
+    for found in processes().run(reductions, wrapper, sync, 3, size=2):
+        expected = Counter({name: k * times for name, k in ONCE[wrapper].items()})
+        assert found == expected + Counter({"allreduce_": 1})  # for the loss and the counts
+
+
+@pytest.mark.parametrize(("sync", "scattered", "reduced"), [("last", 2, 2), ("outer", 6, 2), ("every", 6, 6)])
+def test_the_outer_mesh_is_reduced_over_once(sync, scattered, reduced):
+    for found in processes().run(reductions, "hsdp", sync, 3, size=4):
+        assert found == {"_reduce_scatter_base_": scattered, "allreduce_": reduced + 2}
+
+
+# Nothing outside is changed
+
+
+def flags(module):
+    """What the wrappers keep of how they are driven."""
+    found = []
+    for m in module.modules():
+        found += [getattr(m, name, None) for name in ("require_backward_grad_sync", "_sync_gradients")]
+        if hasattr(m, "_get_fsdp_state"):
+            state = m._get_fsdp_state()
+            found += [
+                (g.reduce_grads, g.all_reduce_grads)
+                for g in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])
+            ]
+            found.append(state._state_ctx.is_last_backward)
+    return found
+
+
+def set_otherwise(module):
+    """Flags that are not the default, as a user may leave them."""
+    if hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(False)
+    if hasattr(module, "set_is_last_backward"):
+        module.set_is_last_backward(False)
+
+
+def local(tensors):
+    """Copies of the shards on this rank."""
+    return [getattr(tensor, "_local_tensor", tensor).clone() for tensor in tensors]
+
+
+def results_of_two_calls(group, wrapper):
+    module = WRAPPERS[wrapper](group, made())
+    step = funcga.accumulate(module_value_and_grad(module, mean_square), 3)
+    x, y = rows_of(group.rank(), torch.float32)
+    value, grads = step(x, y)
+    before, params = local(grads.values()), dict(module.named_parameters())
+    ours = [torch.ones_like(p) for p in params.values()]
+    for p, own in zip(params.values(), ours, strict=True):
+        p.grad = own  # the user's, which stays
+    set_otherwise(module)
+    flagged = flags(module)
+    step(10 * x, y)
+    kept = all(p.grad is own for p, own in zip(params.values(), ours, strict=True))
+    kept = kept and all((own == 1).all() for own in local(ours))
+    same = all(map(torch.equal, local(grads.values()), before))
+    detached = not any(g.requires_grad for g in grads.values()) and not value.requires_grad
+    return same, kept, detached, list(grads) == list(params), flags(module) == flagged
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_results_are_kept_and_so_are_grads_and_flags(wrapper):
+    for found in processes().run(results_of_two_calls, wrapper, size=2):
+        assert found == (True,) * 5
+
+
+class Broken(Exception):
+    pass
+
+
+class BreaksBackward(torch.autograd.Function):
+    """The identity, whose backward pass fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Broken
+
+
+def after_an_exception(group, wrapper, where, k):
+    module = WRAPPERS[wrapper](group, made())
+    calls = [0] * 10  # which do not fail
+    x, y = rows_of(group.rank(), torch.float32)
+    value, expected = whole_rows(group.size(), torch.float32)
+
+    def loss_fn(module, x, y):
+        calls.append(1)
+        if len(calls) == k and where == "before":
+            raise Broken
+        out = module(x)
+        if len(calls) == k and where == "after":
+            raise Broken
+        out = BreaksBackward.apply(out) if len(calls) == k and where == "backward" else out
+        return ((out - y) ** 2).mean()
+
+    step = funcga.accumulate(module_value_and_grad(module, loss_fn), 3)
+    step(x, y)
+    calls.clear()
+    flagged = flags(module)
+    with pytest.raises(Broken):
+        step(x, y)
+    clean = flags(module) == flagged and all(p.grad is None for p in module.parameters())
+    return clean, errors(module, step(x, y), value, expected)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("where", ["before", "after", "backward"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_an_exception_leaves_nothing_behind(wrapper, where, k):
+    for clean, found in processes().run(after_an_exception, wrapper, where, k, size=2):
+        assert clean
+        assert max(found) <= 1e-6
+
+
+# Parameters that not every micro-batch uses
+
+
+class Sometimes(nn.Module):
+    """A part that only inputs with a mark go through."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.part, self.never = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 3)
+
+    def forward(self, x):
+        out = torch.tanh(self.always(x))
+        return self.part(out) if x[0, 0] > 0 else out
+
+
+def sometimes_batches(rank, marks):
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for mark in marks:
+        x, y = torch.randn(2, 4, generator=generator), torch.randn(2, 3, generator=generator)
+        x[:, 0] = mark
+        found.append((x, y))
+    return found
+
+
+def sometimes(group, wrapper, marks, sync="last"):
+    """The errors of the gradients where the part is used in the marked micro-batches."""
+    module = Sometimes()
+    if wrapper in ("ddp_unused", "ddp"):
+        module.never.requires_grad_(wrapper == "ddp_unused")
+        module = WRAPPERS[wrapper](group, module)
+    elif wrapper == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(module.part, mesh=mesh_of(group))
+        fully_shard(module, mesh=mesh_of(group))
+    else:
+        module = fsdp1(group, module)
+    f = module_value_and_grad(module, mean_square, sync=sync)
+    _, grads = funcga.stream(f)(sometimes_batches(group.rank(), marks))
+    plain = Sometimes()
+    for rank in range(group.size()):
+        for x, y in sometimes_batches(rank, marks):
+            (mean_square(plain, x, y) / group.size() / len(marks)).backward()
+    expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()}
+    names = [name.replace("module.", "").replace("_fsdp_wrapped_", "") for name in grads]
+    return difference(full(module, grads), [expected[name] for name in names])
+
+
+@pytest.mark.parametrize(("wrapper", "marks"), [
+    ("ddp_unused", (1, -1)), ("ddp_unused", (-1, 1)), ("ddp_unused", (-1, -1)), ("ddp", (-1, 1)), ("fsdp2", (1, -1)),
+    ("fsdp2", (-1, 1)), ("fsdp1", (-1, 1)),
+])  # fmt: skip
+def test_parameters_that_not_every_microbatch_uses(wrapper, marks):
+    assert max(processes().run(sometimes, wrapper, marks, size=2)) <= 1e-6
+
+
+def test_fsdp1_that_synchronises_every_microbatch_need_not_use_all_in_the_last():
+    assert max(processes().run(sometimes, "fsdp1", (1, -1), "every", size=2)) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "text"),
+    [
+        (
+            "ddp",
+            "the last micro-batch has no gradient for `module.part.0.weight`, `module.part.0.bias`, so that "
+            "DistributedDataParallel did not synchronise, nor what earlier micro-batches had summed: it waits for every "
+            "parameter in that backward pass. Use all parameters in every micro-batch, or wrap the module with "
+            "find_unused_parameters=True.",
+        ),
+        (
+            "fsdp1",
+            "the last micro-batch does not use all of the module that is wrapped by FullyShardedDataParallel, and it "
+            "synchronises only what that backward pass reaches. Use all wrapped parts in every micro-batch, or "
+            'synchronise every one: module_value_and_grad(module, loss_fn, sync="every").',
+        ),
+    ],
+)
+def test_what_the_last_microbatch_does_not_synchronise_is_refused(wrapper, text):
+    refused(text, sometimes, wrapper, (1, -1))
+
+
+def refused(text, function, *args, size=2):
+    with pytest.raises(Failed) as failed:
+        processes().run(function, *args, size=size)
+    assert failed.value.errors == [("FuncgaError", text)] * size
+
+
+# Weights and folds
+
+
+class Unseen(torch.Tensor):
+    """A weight that the host does not see, as one on a device."""
+
+
+def nan_of_nothing(module, x, y, mask):
+    """A mean that is NaN, and so is its gradient, where nothing counts."""
+    return (((module(x) - y) ** 2).mean(-1) * mask).sum() / mask.sum()
+
+
+def weighed(group, wrapper, kind):
+    """Micro-batches of weight 0, the last one too, and on rank 1 no other."""
+    module = WRAPPERS[wrapper](group, made(torch.float64))
+    (x, y, mask), *_ = batches(1, 0, torch.float64)
+    nothing = (x, y, torch.zeros_like(mask))
+    own = [(x, y, mask), nothing] if group.rank() == 0 and kind != "all" else [nothing, nothing]
+    seen = lambda x, y, mask: mask.sum()
+    weight = seen if kind != "unseen" else lambda *batch: seen(*batch).as_subclass(Unseen)
+    f = module_value_and_grad(module, nan_of_nothing)
+    value, grads = funcga.stream(f, weight=weight)(own)
+    plain = made(torch.float64)
+    loss = nan_of_nothing(plain, x, y, mask)
+    loss.backward()
+    if kind == "all":
+        return value.item(), max(g.abs().max().item() for g in full(module, grads))
+    return abs(value - loss).item(), difference(full(module, grads), [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", ["seen", "unseen", "all"])
+def test_a_microbatch_without_weight_adds_nothing_not_even_nan(wrapper, kind):
+    for found in processes().run(weighed, wrapper, kind, size=2):
+        assert max(found) <= 1e-13
+
+
+def by_steps():
+    return funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)
+
+
+def aux_of(module, x, y):
+    out = module(x)
+    return ((out - y) ** 2).mean(), {
+        "worst": (out - y).abs().max(),
+        "rows": torch.tensor(len(x)),
+        "out": out,
+        "none": None,
+    }
+
+
+def every_fold(group, wrapper, name):
+    """The result and what it should be, of folds of the gradients and of everything beside them."""
+    module = WRAPPERS[wrapper](group, made(torch.float64))
+    folds = {"per_weight": funcga.per_weight(), "sum": funcga.sum(), "by_steps": by_steps(), "mean": funcga.mean()}
+    aux = {"worst": funcga.max(), "rows": funcga.sum(), "out": funcga.concat(), "none": funcga.mean()}
+    f = module_value_and_grad(module, aux_of, has_aux=True)
+    step = funcga.accumulate(f, 2, fold=((folds[name], aux), folds[name]))
+    (value, found), grads = step(*rows_of(group.rank(), torch.float64))
+    pairs, plain = [rows_of(rank, torch.float64) for rank in range(group.size())], made(torch.float64)
+    parts = [pair for x, y in pairs for pair in zip(x.tensor_split(2), y.tensor_split(2), strict=True)]
+    total = {"per_weight": sum(len(x) for x, _ in parts), "by_steps": len(parts), "sum": 1}.get(name) or sum(
+        len(x) for x, _ in parts
+    )
+    losses = []
+    for x, y in parts:
+        loss = mean_square(plain, x, y) * (len(x) if name in ("by_steps", "mean") else 1) / total
+        loss.backward()
+        losses.append(loss.detach())
+    with torch.no_grad():
+        out = torch.cat([plain(x) for x, _ in parts])
+        worst = max((plain(x) - y).abs().max() for x, y in parts)
+    assert found["none"] is None
+    return [
+        abs(value - sum(losses)).item() / value.item(), difference(full(module, grads), [p.grad for p in plain.parameters()]),
+        abs(found["worst"] - worst).item(), abs(found["rows"] - len(out)).item(), (found["out"] - out).abs().max().item(),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("name", ["mean", "per_weight", "sum", "by_steps"])
+def test_folds(wrapper, name):
+    for found in processes().run(every_fold, wrapper, name, size=2):
+        assert max(found) <= 1e-13
+
+
+def threaded(group):
+    """A number that is threaded from one micro-batch to the next, and a keyword argument."""
+
+    def loss_fn(module, count, x, y, *, factor):
+        return factor * mean_square(module, x, y), count + len(x)
+
+    module = WRAPPERS["ddp"](group, made())
+    f = module_value_and_grad(module, loss_fn, has_aux=True)
+    fold = ((funcga.mean(), funcga.carry()), funcga.mean())
+    step = funcga.accumulate(f, 3, in_axes=(funcga.CARRY, 0, 0), fold=fold)
+    (_, count), _ = step(torch.tensor(10), *rows_of(group.rank(), torch.float32, 5 + group.rank()), factor=1)
+    streamed = funcga.stream(f, in_axes=(funcga.CARRY, 0, 0), fold=fold)
+    (_, again), _ = streamed(torch.tensor(10), [rows_of(group.rank(), torch.float32)], factor=1)
+    return count.item(), again.item()
+
+
+def test_threaded_state_is_that_of_the_last_replica():
+    assert processes().run(threaded, size=2) == [(16, 14)] * 2
+
+
+def uneven(group):
+    """Three micro-batches on one rank and one on the other."""
+    module = WRAPPERS["ddp"](group, made())
+    f = module_value_and_grad(module, mean_square)
+    own = rows_of(group.rank(), torch.float32)
+    split = list(zip(*(part.tensor_split(3 - 2 * group.rank()) for part in own), strict=True))
+    found = [errors(module, funcga.stream(f)(split), *whole_rows(2, torch.float32)) for _ in range(3)]
+    return max(max(pair) for pair in found)
+
+
+def test_replicas_of_ddp_may_have_different_numbers_of_microbatches():
+    assert max(processes().run(uneven, size=2)) <= 1e-6
+
+
+# Precision
+
+
+def half(group, wrapper, sync="last", dtype=torch.bfloat16, fold=None, n=2):
+    """The relative error of a mean gradient, of a module that computes in 16 bits in some way."""
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    policies = {
+        "fsdp2": lambda: fsdp2(
+            group, made(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        ),
+        "fsdp2 of 16 bits": lambda: fsdp2(
+            group, made(dtype), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        ),
+        "fsdp2 reduces in 16 bits": lambda: fsdp2(group, made(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype)),
+        "fsdp1": lambda: fsdp1(
+            group, made(), mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+        ),
+        "ddp": lambda: ddp(group, made(dtype)),
+        "plain": lambda: made(dtype),
+    }
+    module = policies[wrapper]()
+    f = module_value_and_grad(module, lambda module, x, y: ((module(x).float() - y) ** 2).mean(), sync=sync)
+    x, y = rows_of(group.rank(), dtype if "16" in wrapper or wrapper in ("ddp", "plain") else torch.float32)
+    step = funcga.accumulate(f, n, fold=funcga.mean() if fold is None else funcga.mean(dtype=fold))
+    value, grads = step(x, y.float())
+    loss, expected = whole_rows(group.size() if wrapper != "plain" else 1, torch.float32)
+    error = max(abs(value - loss).item(), difference([g.float() for g in full(module, grads)], expected))
+    return error, [str(g.dtype) for g in grads.values()]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "sync", "fold", "dtype"),
+    [
+        ("fsdp2", "last", None, "torch.float32"),
+        ("fsdp2", "every", None, "torch.float32"),
+        ("fsdp2 of 16 bits", "last", None, "torch.bfloat16"),
+        ("fsdp2 reduces in 16 bits", "every", None, "torch.float32"),
+        ("fsdp2 reduces in 16 bits", "last", "bfloat16", "torch.float32"),
+        ("fsdp1", "every", None, "torch.float32"),
+        ("fsdp1", "last", "bfloat16", "torch.float32"),
+        ("ddp", "last", "bfloat16", "torch.bfloat16"),
+    ],
+)
+def test_modules_that_compute_in_16_bits(wrapper, sync, fold, dtype):
+    for error, found in processes().run(half, wrapper, sync, torch.bfloat16, fold, size=2):
+        assert error <= 0.02
+        assert set(found) == {dtype}
+
+
+def many_small(group, dtype):
+    """The error of 256 gradients alike, summed in the dtype that fully_shard reduces in."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    module = nn.Linear(1, 1, bias=False)
+    fully_shard(
+        module, mesh=mesh_of(group), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype)
+    )
+    f = module_value_and_grad(module, lambda module, x: module(x).float().sum())
+    fold = funcga.sum(dtype="bfloat16" if dtype == torch.bfloat16 else None)
+    _, grads = funcga.accumulate(f, 257, fold=fold)(torch.ones(257, 1))
+    return grads["weight"].full_tensor().item()
+
+
+def test_fully_shard_sums_in_its_reduce_dtype():
+    assert processes().run(many_small, torch.float32, size=2) == [2 * 257] * 2
+    assert processes().run(many_small, torch.bfloat16, size=2) == [2 * 256] * 2  # one more is lost
+
+
+NARROW = "has gradients that {} sums in bfloat16 over the micro-batches, and the fold promises float32. {} Or say that bfloat16 is meant: funcga.mean(dtype='bfloat16')."
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "text"),
+    [
+        ("ddp", "`module.0.weight` " + NARROW.format("DistributedDataParallel", (
+            "Keep the parameters in float32, with torch.autocast in loss_fn; or use fully_shard with "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32); or let funcga reduce: accumulate(funcga.value_and_grad("
+            "torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."))),
+        ("fsdp1", "`_fsdp_wrapped_module.0.weight` " + NARROW.format("FullyShardedDataParallel", (
+            "Keep the parameters in float32 and write module_value_and_grad(module, loss_fn, sync=\"every\"), which "
+            "sums shards in their dtype; or use fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32)."))),
+        ("fsdp2 reduces in 16 bits", "`0.weight` " + NARROW.format("fully_shard", (
+            "Say that it sums in float32: fully_shard(module, mp_policy=MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."))),
+        ("plain", "`0.weight` " + NARROW.format("autograd", (
+            "Use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), which sums in float32."))),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("n", [1, 2])
+def test_sums_of_16_bits_are_refused(wrapper, text, n):
+    refused(text, half, wrapper, "last", torch.bfloat16, None, n)
+
+
+def half_loss(group, unseen):
+    f = module_value_and_grad(made(torch.bfloat16), mean_square)
+    weight = lambda x, y: torch.tensor(257).as_subclass(Unseen if unseen else torch.Tensor)
+    x, y = rows_of(0, torch.bfloat16)
+    funcga.accumulate(f, 2, fold=funcga.mean(dtype="bfloat16"), weight=weight)(x, y)
+
+
+@pytest.mark.parametrize(("unseen", "which"), [(False, "the weight 257"), (True, "a weight that is on the device")])
+def test_a_loss_that_cannot_hold_the_weight_is_refused(unseen, which):
+    text = (
+        f"the loss is bfloat16[], which may not hold {which}. Return a loss in float32, computed from outputs in "
+        f"float32: F.cross_entropy(module(x).float(), y)."
+    )
+    refused(text, half_loss, unseen, size=1)
+
+
+# What the wrappers offer besides
+
+
+def hooked(group):
+    """A communication hook sees the buckets of the one synchronisation, and the result is as without it."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    seen = []
+
+    def hook(state, bucket):
+        seen.append(1)
+        return allreduce_hook(state, bucket)
+
+    module = WRAPPERS["ddp"](group, made())
+    module.register_comm_hook(group, hook)
+    result = funcga.accumulate(module_value_and_grad(module, mean_square), 3)(*rows_of(group.rank(), torch.float32))
+    return len(seen), max(errors(module, result, *whole_rows(2, torch.float32)))
+
+
+def test_communication_hooks_go_on_working():
+    for seen, error in processes().run(hooked, size=2):
+        assert seen == 1
+        assert error <= 1e-6
+
+
+def static(group, sync):
+    module = ddp(group, made(), static_graph=True)
+    step = funcga.accumulate(module_value_and_grad(module, mean_square, sync=sync), 3)
+    own, expected = rows_of(group.rank(), torch.float32), whole_rows(2, torch.float32)
+    return max(max(errors(module, step(*own), *expected)) for _ in range(3))
+
+
+def test_a_static_graph_synchronises_every_microbatch():
+    assert max(processes().run(static, "every", size=2)) <= 1e-6
+    refused(
+        "the module is wrapped by DistributedDataParallel with static_graph=True, which fails an internal assertion of "
+        "torch when a backward pass does not synchronise. Leave static_graph out, or synchronise every micro-batch: "
+        'module_value_and_grad(module, loss_fn, sync="every").',
+        static, "last",
+    )  # fmt: skip
+
+
+def normalised(group):
+    """BatchNorm's statistics after a window, and after the same loop written by hand."""
+
+    def module():
+        torch.manual_seed(0)
+        return ddp(group, nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+
+    x, y = rows_of(group.rank(), torch.float32, 6)
+    driven, looped = module(), module()
+    for _ in range(2):
+        funcga.accumulate(module_value_and_grad(driven, mean_square), 3)(x, y)
+        for i, pair in enumerate(zip(x.chunk(3), y.chunk(3), strict=True)):
+            if i < 2:
+                with looped.no_sync():
+                    mean_square(looped, *pair).backward()
+            else:
+                mean_square(looped, *pair).backward()
+    return [torch.equal(a, b) for a, b in zip(driven.buffers(), looped.buffers(), strict=True)]
+
+
+def test_buffers_are_updated_as_in_the_loop_by_hand():
+    for found in processes().run(normalised, size=2):
+        assert all(found)
+
+
+def left_unsharded(group):
+    """An evaluation leaves fully_shard's root unsharded; and a factor of the user's own."""
+    module = WRAPPERS["fsdp2"](group, made())
+    for part in (module, module[2]):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # as gloo can do no more
+    own = rows_of(group.rank(), torch.float32)
+    with torch.no_grad():
+        module(own[0])
+    result = funcga.accumulate(module_value_and_grad(module, mean_square), 2)(*own)
+    return max(errors(module, result, *whole_rows(2, torch.float32)))
+
+
+def test_fully_shard_after_an_evaluation_and_with_a_factor_of_its_own():
+    assert max(processes().run(left_unsharded, size=2)) <= 1e-6
+
+
+def inside(group):
+    """A module of which all parts are wrapped, and a frozen one that is not."""
+    module = nn.Sequential(ddp(group, made()[:2]), nn.Linear(8, 8).requires_grad_(False), ddp(group, made()[2:]))
+    assert sum(p.requires_grad for p in module.parameters()) == 6
+    _, grads = funcga.accumulate(module_value_and_grad(module, mean_square), 2)(*rows_of(group.rank(), torch.float32))
+    frozen = module[1]
+    plain = nn.Sequential(made()[:2], frozen, made()[2:])
+    for rank in range(2):
+        x, y = rows_of(rank, torch.float32)
+        (mean_square(plain, x, y) * len(x) / 11).backward()
+    return list(grads)[:1], difference(list(grads.values()), [p.grad for p in plain.parameters() if p.requires_grad])
+
+
+def test_wrapped_parts_of_a_module_and_frozen_parameters():
+    for names, error in processes().run(inside, size=2):
+        assert names == ["0.module.0.weight"]
+        assert error <= 1e-6
+
+
+def test_a_module_that_nothing_wraps_is_local():
+    module = made(torch.float64)
+    f = module_value_and_grad(module, mean_square)
+    value, expected = whole_rows(1, torch.float64)
+    with torch.no_grad(), torch.inference_mode():
+        results = [funcga.accumulate(f, n)(*rows_of(0, torch.float64)) for n in (1, 2, 3)]
+    for result in [*results, f(*rows_of(0, torch.float64))]:
+        assert max(errors(module, result, value, expected)) <= 1e-13
+    assert all(p.grad is None for p in module.parameters())
+    assert list(f.__signature__.parameters) == ["x", "y"]
+
+
+# What is refused
+
+
+def build(group, what):
+    """Makes a gradient function that is refused."""
+    from torch.distributed.fsdp import fully_shard
+
+    if what == "mixed":
+        module = nn.Sequential(ddp(group, nn.Linear(2, 2)), fully_shard(nn.Linear(2, 2), mesh=mesh_of(group)))
+    elif what == "uncovered":
+        module = nn.Sequential(ddp(group, nn.Linear(2, 2)), nn.Linear(2, 2))
+    elif what == "ignored":
+        module = nn.Linear(2, 2)
+        module = fully_shard(module, mesh=mesh_of(group), ignored_params={module.bias})
+    else:
+        module = WRAPPERS[what](group, made())
+    module_value_and_grad(module, mean_square, sync="outer" if what in WRAPPERS else "last")
+
+
+OUTER = (
+    'sync="outer" was asked of {}, which has no outer mesh to all-reduce over. It is for fully_shard with a mesh of two '
+    'dimensions (HSDP). Write sync="last", to synchronise once, or sync="every".'
+)
+APART = (
+    "`{}` is trained and is not among what {} reduces, as only other parts of the module are wrapped, or it was ignored: "
+    "replicas would drift apart. Wrap the whole module, or freeze it: parameter.requires_grad_(False)."
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("ddp", OUTER.format("DistributedDataParallel")),
+        ("fsdp1", OUTER.format("FullyShardedDataParallel")),
+        ("fsdp2", OUTER.format("fully_shard")),
+        ("replicated", OUTER.format("DistributedDataParallel")),
+        ("replicated_by_fsdp", OUTER.format("replicate")),
+        ("uncovered", APART.format("1.weight", "DistributedDataParallel")),
+        ("ignored", APART.format("bias", "fully_shard")),
+        (
+            "mixed",
+            "parts of the module are wrapped by DistributedDataParallel and fully_shard, which are driven in different "
+            "ways. Wrap all of it in one of them.",
+        ),
+    ],
+)
+def test_modules_that_are_not_driven(what, text):
+    refused(text, build, what)
+
+
+def call(group, what):
+    """Calls a function in a way that is refused."""
+    module = WRAPPERS["ddp"](group, made())
+    f = module_value_and_grad(module, mean_square)
+    x, y = rows_of(group.rank(), torch.float32)
+    if what == "max":
+        funcga.accumulate(f, 2, fold=funcga.max())(x, y)
+    elif what == "two kinds":
+        folds = dict.fromkeys(dict(module.named_parameters()), funcga.mean())
+        funcga.accumulate(f, 2, fold=(funcga.mean(), {**folds, "module.0.bias": funcga.sum()}))(x, y)
+    elif what == "across":
+        funcga.accumulate(f, 2, across=dist.group.WORLD)(x, y)
+    elif what == "auto":
+        funcga.accumulate(f, "auto")
+    elif what == "empty":
+        funcga.stream(f)([])
+    elif what == "constant":
+        funcga.accumulate(module_value_and_grad(module, lambda module, x, y: x.sum()), 2)(x, y)
+    elif what == "vmap":
+        torch.func.vmap(f)(x, y)
+
+
+PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "max",
+            "the gradients' fold is no sum, and what drives a module's own gradients only adds them, in the backward "
+            "pass. Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
+            f"fold=(funcga.max(), funcga.mean()). For any other fold of gradients use {PURE}, with the module not "
+            "wrapped.",
+        ),
+        (
+            "two kinds",
+            "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's own "
+            "gradients come from one backward pass with one weight. Give all of them one of the two.",
+        ),
+        (
+            "across",
+            "across= names the ranks [0, 1, 2, 3], and the module is wrapped by DistributedDataParallel, which reduces "
+            "over the ranks [0, 1]. Leave across= out: the wrapper knows its replicas.",
+        ),
+        (
+            "auto",
+            'n="auto" replays a window when memory runs out, and the module is wrapped by DistributedDataParallel: the '
+            "other replicas would wait for ever. Say how many: accumulate(f, n=8), or microbatch_size=4.",
+        ),
+        (
+            "empty",
+            "the stream is empty on this replica, and the module is wrapped by DistributedDataParallel, which "
+            "synchronises inside the backward pass of a micro-batch: without one the others wait for ever. Give every "
+            "replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica may have "
+            f"none: stream({PURE}, across=group), with the module that was wrapped.",
+        ),
+        (
+            "constant",
+            "the loss does not depend on any parameter, so there is no backward pass for DistributedDataParallel to "
+            "synchronise in. Return a loss that is computed from module(x), 0 times that if need be.",
+        ),
+        (
+            "vmap",
+            "module_value_and_grad runs .backward() on the module's own parameters, which can be neither compiled nor "
+            f"transformed by torch.func. Compile the module, or loss_fn; inside of a transform use {PURE}.",
+        ),
+    ],
+)
+def test_calls_that_are_refused(what, text):
+    refused(text, call, what)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_window_is_not_compiled(fullgraph):
+    step = funcga.accumulate(module_value_and_grad(made(), mean_square), 2)
+    with pytest.raises((funcga.FuncgaError, torch._dynamo.exc.Unsupported)) as error:
+        torch.compile(step, fullgraph=fullgraph, backend="eager")(*rows_of(0, torch.float32))
+    assert "which can be neither compiled nor transformed" in str(error.value) or fullgraph
+    torch._dynamo.reset()
+
+
+def test_a_module_that_is_compiled_is_driven():
+    module = torch.compile(made(torch.float64), backend="eager")
+    result = funcga.accumulate(module_value_and_grad(module, mean_square), 3)(*rows_of(0, torch.float64))
+    assert max(errors(module, result, *whole_rows(1, torch.float64))) <= 1e-13
+    torch._dynamo.reset()
+
+
+def test_arguments_that_are_refused():
+    for args, options, text in (
+        (
+            (mean_square, made()),
+            {},
+            "module_value_and_grad was given function as its module. Pass the module, then the loss",
+        ),
+        ((made(), 3), {}, "loss_fn is 3, which is no function. Pass loss_fn"),
+        (
+            (made(), mean_square),
+            {"sync": "never"},
+            "sync is 'never'. Write sync=\"last\", to synchronise once a window",
+        ),
+        (
+            (made(), mean_square),
+            {"sync": "outer"},
+            'sync="outer" was asked of a module that is not wrapped, which has no',
+        ),
+    ):
+        with pytest.raises(funcga.FuncgaError) as error:
+            module_value_and_grad(*args, **options)
+        assert str(error.value).startswith(text)
+    with pytest.raises(funcga.FuncgaError, match="the stream is empty: there is no micro-batch"):
+        funcga.stream(module_value_and_grad(made(), mean_square))([])
+
+
+# The tests above can fail
+
+
+def wrongly(group, how):
+    """The errors of drivers that are wrong in ways that loops by hand are."""
+    module = WRAPPERS["ddp"](group, made())
+    f = module_value_and_grad(module, loss_of)
+    own = batches(2, group.rank(), torch.float32)
+    if how == "forgets the weights":
+        result = funcga.stream(f, weight=lambda *batch: 1)(own)
+    elif how == "averages the means of the ranks":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch_backend.driven.merged", lambda program, buffers, leaves, state, groups: state)
+            patch.setattr("torch_backend.drivers.DDP.scale", lambda self: 1.0)
+            result = funcga.stream(f, weight=count)(own)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch_backend.drivers.DDP.scale", lambda self: 1.0)
+            result = funcga.stream(f, weight=count)(own)
+    return errors(module, result, *whole(2, torch.float32, 2))
+
+
+@pytest.mark.parametrize("how", ["forgets the weights", "averages the means of the ranks", "takes averages for sums"])
+def test_wrong_drivers_are_found_out(how):
+    for _, error in processes().run(wrongly, how, size=2):
+        assert error > 0.01

@@ -1,0 +1,314 @@
+"""One window of a module's own gradients: the `.backward()` loop that its wrapper wants, weighed over all replicas.
+
+Only torch has this file: in JAX parameters are arguments, and nothing is reduced but by the program.
+
+The weight of a micro-batch is its cotangent, and wrappers divide the sum over the replicas by their number. So the sums
+that they leave are in units of that number, and dividing them by the weight that all replicas have folded is exact,
+however uneven they are.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from funcga import reducers
+from funcga.arguments import Arguments
+from funcga.backend import Backend
+from funcga.errors import FuncgaError
+from funcga.leaves import LeafFold
+from funcga.outputs import Outputs
+from funcga.program import Program
+from torch_backend import arrays
+from torch_backend.backward import autocasting, holds, is_alone
+from torch_backend.buffers import Buffers, Layout
+from torch_backend.engine import detached
+from torch_backend.groups import groups_of
+from torch_backend.reduction import merged
+from torch_backend.replicas import Replicas
+
+if TYPE_CHECKING:
+    from torch_backend.wrapped import ModuleGradient
+
+
+class Driven:
+    """One window of a ModuleGradient: `fold` each micro-batch, and say which is the last; then take the `result`.
+
+    A context, in which the parameters' `.grad`s are the window's.
+    """
+
+    def __init__(self, program: Program, gradient: "ModuleGradient", backend: Backend, alone: bool = False):
+        if torch.compiler.is_compiling() or arrays.in_transform() or callable(_compiling()):
+            raise FuncgaError(
+                "module_value_and_grad runs .backward() on the module's own parameters, which can be neither compiled "
+                "nor transformed by torch.func. Compile the module, or loss_fn; inside of a transform use "
+                "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))."
+            )
+        self.program, self.gradient, self.backend, self.alone = program, gradient, backend, alone
+        self.driver, self.parts = gradient.driver, gradient.parts
+        self.stack, self.waiting, self.last = ExitStack(), ExitStack(), False
+        self.groups = groups_of(program.across, gradient.driver)
+        # those that a replica without any micro-batch can merge with too
+        self.replicas: Replicas | None = None if self.driver.name or not self.groups else self.groups[0]
+        self.buffers: Buffers | None = None
+
+    def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
+        """The arguments without graphs."""
+        return tuple([detached(arg, self.backend, recorded=True) for arg in args])
+
+    def __enter__(self) -> "Driven":
+        with ExitStack() as stack:  # undone if something is refused
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(self.driver.steering())
+            self.params = self.driver.params()
+            stack.enter_context(_without_grads([*self.params.values(), *self.driver.holders()]))
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with self.stack:  # the last to be left
+            self.waiting.close()
+            if kind is not None:
+                self.driver.recover()
+        if autocasting("cuda"):
+            torch.clear_autocast_cache()
+
+    def fold(
+        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, last: bool
+    ) -> list[Any]:
+        """Folds one micro-batch in, and returns the state that is threaded to the next."""
+        if last:
+            self.waiting.close()
+            self.last = True
+        elif self.buffers is None:
+            self.waiting.enter_context(self.driver.waiting(self.gradient.sync))
+        masks = isinstance(weight, torch.Tensor) or not weight
+        with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+            with _masked(self.gradient.module, weight, self) if masks else _NOTHING:
+                output = self.gradient.loss_fn(self.gradient.module, *args, **kwargs)
+            loss, aux = self.parts.split(output, self.backend)
+        del output
+        if self.parts.has_aux:
+            aux = detached(aux, self.backend)
+        if self.buffers is None:
+            self.plan = self._planned(loss.detach(), aux, arguments)
+            self.buffers = Buffers(self.plan.layout)
+        self._run(loss, self._cotangent(loss, weight))
+        return self.buffers.add(self._leaves(loss.detach(), aux), weight)
+
+    def result(self, state: list[Any]) -> Any:
+        """The normalised result, in the structure of grad_fn's output, the same on every replica."""
+        buffers = self.buffers
+        assert buffers is not None
+        with torch.no_grad():
+            gradients = {name: _taken(p, self.driver.fresh) for name, p in self.params.items()}
+            # without what makes a DTensor of it: it is the shard that is divided
+            own = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients.values()]
+            buffers.hold_in(1.0)
+            if not self.driver.name:
+                self._place(own)
+            likes = [k if k is None else torch.empty(k[0], dtype=k[1], device=k[2]) for k in self.plan.kinds]
+            leaves = likes + (self.plan.nothing if self.driver.name else own)
+            state = merged(self.program, buffers, leaves, state, self.groups)
+            if self.driver.name:
+                buffers.hold_in(self.driver.scale())
+                self._place(own)
+            value, folded = buffers.result(state)
+            return value, {name: _like(folded[name], gradient) for name, gradient in gradients.items()}
+
+    def _place(self, gradients: list[torch.Tensor]) -> None:
+        """Puts the sums that the wrapper has left into the buffers."""
+        assert self.buffers is not None
+        layout, unit = self.buffers.layout, self.buffers.unit or 1.0
+        places = [layout.places[i] for i in self.plan.given]
+        whole = [g for k, g in zip(places, gradients, strict=True) if layout.lifts[k] is not reducers.weighted.lift]
+        if (
+            whole and unit != 1
+        ):  # what the buffers divide is in units only where it is a weighted sum in the leaf's dtype
+            torch._foreach_mul_(whole, unit)
+        for k, gradient in zip(places, gradients, strict=True):
+            cast = gradient if layout.lifts[k] else gradient.to(layout.folds[k].accumulator_dtype)
+            self.buffers.reduced[k] = cast
+
+    def _planned(self, loss: Any, aux: Any, arguments: Arguments) -> "_Plan":
+        """What becomes of every leaf of the output. Raises FuncgaError for what a wrapper cannot fold."""
+        plans, trees = self.program.compiled, self.backend.trees
+        key = loss.dtype, [(name, p.shape, p.dtype) for name, p in self.params.items()]
+        known = not self.parts.has_aux and not arguments.carried()
+        plan: _Plan | None = plans.get("driven") if known else None
+        if plan is not None and plan.key == key:
+            return plan
+        outputs, leaves = self.program.bind(self.parts.compose(loss, aux, [self.params]), arguments)
+        own = [*range(len(leaves) - len(self.params))]
+        given = [*range(len(own), len(leaves))]
+        layout = Layout(outputs, given)
+        scaled = self._check_folds([outputs.folds[i] for i in given])
+        head = outputs.part(own, trees.flatten(self.parts.compose(loss, aux, [()]))[1])
+        kinds = [leaf if leaf is None else (leaf.shape, leaf.dtype, leaf.device) for leaf in (leaves[i] for i in own)]
+        plan = plans["driven"] = _Plan(key, layout, given, head, scaled, [None] * len(given), kinds)
+        return plan
+
+    def _check_folds(self, folds: list[LeafFold | None]) -> bool:
+        """Whether the gradients are weighed. Raises FuncgaError if their folds are not what a wrapper can do."""
+        lifts = set()
+        for fold, (name, p) in zip(folds, self.params.items(), strict=True):
+            reducer = None if fold is None else fold.fold.reducer
+            if (
+                fold is None
+                or reducer is None
+                or reducer.lift not in _LIFTS
+                or reducer.monoid is not reducers.sum.monoid
+            ):
+                raise FuncgaError(
+                    "the gradients' fold is no sum, and what drives a module's own gradients only adds them, in the "
+                    "backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
+                    "fold=(funcga.max(), funcga.mean()). For any other fold of gradients use "
+                    "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), with the module not wrapped."
+                )
+            lifts.add(reducer.lift)
+            dtype = self.driver.sums_in(p, self.gradient.sync)
+            if not self.alone and torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
+                raise self._narrow(name, dtype, fold.accumulator_dtype)
+        if len(lifts) > 1:
+            raise FuncgaError(
+                "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's "
+                "own gradients come from one backward pass with one weight. Give all of them one of the two."
+            )
+        return reducers.weighted.lift in lifts
+
+    def _narrow(self, name: str, dtype: torch.dtype, promised: torch.dtype) -> FuncgaError:
+        found, wanted = (str(d).removeprefix("torch.") for d in (dtype, promised))
+        who = self.driver.name or "autograd"
+        return FuncgaError(
+            f"`{name}` has gradients that {who} sums in {found} over the micro-batches, and the fold promises "
+            f"{wanted}. {self.driver.remedy} Or say that {found} is meant: funcga.mean(dtype={found!r})."
+        )
+
+    def _cotangent(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
+        """The weight, or 1 for plain sums, in the loss's dtype."""
+        if not self.plan.scaled:
+            return torch.ones_like(loss, requires_grad=False)
+        seen = not isinstance(weight, torch.Tensor)
+        if loss.dtype.itemsize < 4 and not (seen and holds(loss.dtype, weight)):
+            which = f"the weight {weight}" if seen else "a weight that is on the device"
+            raise FuncgaError(
+                f"the loss is {arrays.describe(loss.detach())}, which may not hold {which}. Return a loss in float32, "
+                f"computed from outputs in float32: F.cross_entropy(module(x).float(), y)."
+            )
+        if seen:
+            return torch.full_like(loss, float(weight), requires_grad=False)
+        return weight.to(loss.device, loss.dtype).expand_as(loss)  # type: ignore[no-any-return]
+
+    def _run(self, loss: torch.Tensor, cotangent: torch.Tensor) -> None:
+        """loss.backward(cotangent), outside of autocast: that is for the forward pass."""
+        if not loss.requires_grad:
+            if self.driver.name:
+                raise FuncgaError(
+                    f"the loss does not depend on any parameter, so there is no backward pass for "
+                    f"{self.driver.name} to synchronise in. Return a loss that is computed from module(x), 0 times "
+                    f"that if need be."
+                )
+            return
+        devices = autocasting(loss.device.type)
+        if not (devices or self.last):
+            torch.autograd.backward(loss, cotangent)
+            return
+        with ExitStack() as stack:
+            for device in devices:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            if self.last:
+                stack.enter_context(self.driver.synchronising(self.gradient.sync, self.params))
+            torch.autograd.backward(loss, cotangent)
+
+    def _leaves(self, loss: torch.Tensor, aux: Any) -> list[Any]:
+        """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
+        assert self.buffers is not None
+        if not self.parts.has_aux and loss.dtype == self.plan.head.dtypes[0]:
+            return [loss, *self.plan.nothing]  # nothing else, as usual
+        rest = self.parts.compose(loss, aux, [()])
+        which = f"micro-batch {self.buffers.steps + 1}"
+        return [*self.plan.head.leaves(rest, which), *self.plan.nothing]
+
+
+class _Plan(NamedTuple):
+    """What becomes of each leaf of an output: gradients are `given`, and `head` has the others."""
+
+    key: Any
+    layout: Layout
+    given: list[int]
+    head: Outputs
+    scaled: bool
+    nothing: list[None]  # in the places of the gradients
+    kinds: list[Any]  # shape, dtype and device of the leaves in the other places
+
+
+# What compiles the functions that are called now: also where a function that is compiled runs this as it is.
+_compiling = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+_NOTHING = nullcontext()
+_LIFTS = (reducers.weighted.lift, reducers.sum.lift)
+
+
+@contextmanager
+def _without_grads(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Nobody has a `.grad` in this context, and everybody has their own again afterwards."""
+    before = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
+
+
+@contextmanager
+def _masked(module: torch.nn.Module, weight: Any, window: Driven) -> Iterator[None]:
+    """In a micro-batch that may weigh nothing, the module's outputs get gradients of 0 then, though the loss be NaN.
+
+    Its backward pass is run all the same, as the wrapper communicates in it.
+    """
+
+    def mask(gradient: torch.Tensor) -> torch.Tensor:
+        if not window.plan.scaled:
+            return gradient
+        counts = (
+            weight.to(gradient.device) != 0
+            if isinstance(weight, torch.Tensor)
+            else gradient.new_zeros((), dtype=torch.bool)
+        )
+        return torch.where(counts, gradient, 0)
+
+    def watch(module: torch.nn.Module, args: Any, output: Any) -> None:
+        for leaf in window.backend.trees.flatten(output)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(mask)  # type: ignore[no-untyped-call]
+
+    handle = module.register_forward_hook(watch)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
+    """The gradient of a parameter, in memory that nobody else holds; zeros if it has none."""
+    gradient = p.grad
+    if gradient is None:
+        return torch.zeros_like(p, requires_grad=False)
+    if gradient.layout is not torch.strided:
+        return gradient.to_dense()
+    return gradient if fresh or is_alone(gradient) else gradient.clone()
+
+
+def _like(folded: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The result as the DTensor that it is a shard of, if it is."""
+    if type(gradient) is torch.Tensor:
+        return folded
+    own: Any = gradient
+    if own._local_tensor is folded:
+        return gradient
+    return type(own).from_local(  # type: ignore[no-any-return]
+        folded, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+    )

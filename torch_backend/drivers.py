@@ -1,0 +1,233 @@
+"""How a wrapped module wants to be driven through a window: modules that nothing wraps, DDP and replicate.
+
+Only torch has this file: in JAX nothing synchronises but what the program says.
+
+Wrappers reduce gradients inside the backward pass, unless told to wait. `steering` is a context for the whole window,
+after which all is as the user had set it; `waiting` one for its micro-batches before the last. The gradients that are
+then in the parameters are sums over the replicas, divided by `scale()`.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcga.errors import FuncgaError
+
+
+class Plain:
+    """A module that nothing wraps: nobody synchronises its gradients."""
+
+    name = ""
+    fresh = False  # whether the gradients are left in memory that nobody else will write to
+    remedy = "Use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), which sums in float32."
+
+    def __init__(self, module: nn.Module, wrapped: Sequence[Any] = ()):
+        self.module, self.wrapped = module, wrapped
+
+    def covered(self) -> set[int]:
+        """The ids of the parameters that are driven."""
+        return {id(p) for p in self.module.parameters()}
+
+    def check(self, sync: str) -> None:
+        """Raises FuncgaError if it cannot be driven like this."""
+        if sync == "outer":
+            raise FuncgaError(
+                f'sync="outer" was asked of {self.name or "a module that is not wrapped"}, which has no outer mesh to '
+                f"all-reduce over. It is for fully_shard with a mesh of two dimensions (HSDP). Write "
+                f'sync="last", to synchronise once, or sync="every".'
+            )
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """The parameters that are trained, by the names that they have in the module."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def holders(self) -> list[torch.Tensor]:
+        """What else than the parameters has a `.grad`."""
+        return []
+
+    def groups(self) -> list[Any]:
+        """The process groups that gradients are reduced over, one after the other, the inner one first."""
+        return []
+
+    def scale(self) -> float:
+        """What sums over the replicas have been divided by."""
+        return 1.0
+
+    def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
+        """The dtype that gradients of a parameter are summed in over a window."""
+        return param.dtype
+
+    @contextmanager
+    def steering(self) -> Iterator[None]:
+        """A window: synchronised unless `waiting`."""
+        yield
+
+    @contextmanager
+    def waiting(self, sync: str) -> Iterator[None]:
+        """The micro-batches before the last."""
+        yield
+
+    @contextmanager
+    def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
+        """The last backward pass. Raises FuncgaError if it has left out what was summed before."""
+        yield
+
+    def recover(self) -> None:
+        """Forgets a window that an exception has ended."""
+
+
+class DDP(Plain):
+    """torch.nn.parallel.DistributedDataParallel: averages in place, in buckets, as gradients become ready."""
+
+    name = "DistributedDataParallel"
+    remedy = (
+        "Keep the parameters in float32, with torch.autocast in loss_fn; or use fully_shard with "
+        "MixedPrecisionPolicy(reduce_dtype=torch.float32); or let funcga reduce: accumulate(funcga.value_and_grad("
+        "torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
+    )
+
+    def engines(self) -> list[Any]:
+        """The DistributedDataParallel objects."""
+        return list(self.wrapped)
+
+    def covered(self) -> set[int]:
+        """All that are not ignored, which DDP leaves to the user."""
+        return {
+            id(p) for ddp in self.wrapped for name, p in ddp.module.named_parameters()
+            if name not in ddp.parameters_to_ignore
+        }  # fmt: skip
+
+    def check(self, sync: str) -> None:
+        """static_graph fails in torch when a backward pass waits; the mixed precision of DDP's own sums in 16 bits."""
+        super().check(sync)
+        for ddp in self.wrapped:
+            if ddp.static_graph and sync == "last":
+                raise FuncgaError(
+                    "the module is wrapped by DistributedDataParallel with static_graph=True, which fails an internal "
+                    "assertion of torch when a backward pass does not synchronise. Leave static_graph out, or "
+                    'synchronise every micro-batch: module_value_and_grad(module, loss_fn, sync="every").'
+                )
+            if ddp.mixed_precision is not None:
+                raise FuncgaError(
+                    "the module is wrapped by DistributedDataParallel with mixed_precision=, whose gradients of "
+                    "several micro-batches would be summed in 16 bits. Leave it out, and use torch.autocast in loss_fn."
+                )
+
+    def groups(self) -> list[Any]:
+        """One group."""
+        return [self.engines()[0].process_group]
+
+    def scale(self) -> float:
+        """DDP averages."""
+        return float(self.groups()[0].size())
+
+    @contextmanager
+    def steering(self) -> Iterator[None]:
+        """Synchronises even inside of the user's no_sync()."""
+        before = [ddp.require_backward_grad_sync for ddp in self.wrapped]
+        for ddp in self.wrapped:
+            ddp.require_backward_grad_sync = True
+        try:
+            yield
+        finally:
+            for ddp, flag in zip(self.wrapped, before, strict=True):
+                ddp.require_backward_grad_sync = flag
+
+    @contextmanager
+    def waiting(self, sync: str) -> Iterator[None]:
+        """no_sync() around forward and backward passes."""
+        with ExitStack() as stack:
+            for module in self.wrapped if sync == "last" else ():
+                stack.enter_context(module.no_sync())
+            yield
+
+    @contextmanager
+    def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
+        """DDP waits for a gradient of every parameter, and says nothing if one does not come."""
+        before = [mark(p) for p in params.values()]
+        yield
+        missed = [name for (name, p), was in zip(params.items(), before, strict=True) if mark(p) == was]
+        try:
+            for ddp in self.engines():
+                ddp.reducer._rebuild_buckets()  # what forward() does first, and what finds out
+        except RuntimeError as error:
+            if "finished reduction" not in str(error):
+                raise
+        else:
+            if len(missed) < len(params):
+                return
+        raise FuncgaError(
+            f"the last micro-batch has no gradient for {_some(missed)}, so that {self.name} did not synchronise, "
+            f"nor what earlier micro-batches had summed: it waits for every parameter in that backward pass. Use all "
+            f"parameters in every micro-batch, or wrap the module with find_unused_parameters=True."
+        )
+
+    def recover(self) -> None:
+        """Lets the next forward pass begin anew."""
+        for ddp in self.engines():
+            ddp.reducer._reset_state()
+
+
+class Replicate(DDP):
+    """torch.distributed._composable.replicate: DDP in the hooks of a module."""
+
+    name = "replicate"
+
+    def engines(self) -> list[Any]:
+        """The DistributedDataParallel objects, which are made at the first forward pass, or here."""
+        return [state._ddp for state in self._states()]
+
+    def _states(self) -> list[Any]:
+        replicate: Any = sys.modules["torch.distributed._composable.replicate"].replicate
+        states = [replicate.state(module) for module in self.wrapped]
+        for state in states:
+            if state._init_args or state._init_kwargs:
+                state.lazy_init()
+        return states
+
+    def covered(self) -> set[int]:
+        """All that its DDP has."""
+        return {id(p) for state in self._states() for p in state._param_list}
+
+    def check(self, sync: str) -> None:
+        """As its DDP."""
+        DDP(self.module, self.engines()).check(sync)
+
+    @contextmanager
+    def steering(self) -> Iterator[None]:
+        """Synchronises, whatever the user has set."""
+        before = [(state, state._no_sync) for state in self._states()]
+        for state, _ in before:
+            state._no_sync = False
+        try:
+            yield
+        finally:
+            for state, flag in before:
+                state._no_sync = flag
+
+    @contextmanager
+    def waiting(self, sync: str) -> Iterator[None]:
+        """set_requires_gradient_sync(False)."""
+        self._require(sync != "last")
+        try:
+            yield
+        finally:
+            self._require(True)
+
+    def _require(self, sync: bool) -> None:
+        for module in self.wrapped:
+            module.set_requires_gradient_sync(sync)
+
+
+def mark(tensor: torch.Tensor) -> Any:
+    """What changes with everything that is written to a tensor's `.grad`; None if it has none."""
+    return None if tensor.grad is None else (tensor.grad.data_ptr(), tensor.grad._version)
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = ", ".join(f"`{name}`" for name in names[:4]) + (", ..." if len(names) > 4 else "")
+    return listed or "some of the parameters"
