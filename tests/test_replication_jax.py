@@ -273,7 +273,7 @@ def test_a_step_that_merges_nothing():
 
 def test_n_auto_is_for_calls_outside():
     params, batch, loss = regression()
-    step = replicated(funcga.accumulate(jax.grad(loss), "auto", across="data"), mesh())
+    step = replicated(funcga.accumulate(jax.grad(loss), "auto"), mesh())
     check_refused('n="auto" tries sizes out when it is called', step, params, *batch)
 
 
