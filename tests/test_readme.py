@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import torch.distributed as dist
 
 import funcga
 from tests.kits import JAX, TORCH
@@ -49,7 +50,19 @@ def frameworks(block):
 CASES = [(kit, block) for block in BLOCKS for kit in frameworks(block)]
 
 
+@pytest.fixture
+def replica(tmp_path, request):
+    """For a block that needs one: a process group of one."""
+    if "torch.distributed" not in request.getfixturevalue("block"):
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(("kit", "block"), CASES, ids=[f"{k.name}-{b.strip().splitlines()[0][:40]}" for k, b in CASES])
+@pytest.mark.usefixtures("replica")
 def test_a_block_runs(kit, block):
     with jax.numpy_dtype_promotion("standard"):
         names = context(kit)
