@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch._C import _functorch  # no public test for a running transform exists
 
-from torch_backend.placements import Rows
+from torch_backend.placements import Rows, is_placed
 
 xp = torch
 
@@ -119,6 +119,8 @@ _TRACES_DEPTH = torch.__version__ >= "2.13"
 
 def scalar(weight: Any) -> Any:
     """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
+    if is_placed(weight):
+        weight = weight.full_tensor()
     plain = type(weight) is torch.Tensor and weight.device.type == "cpu"
     if not plain or torch.compiler.is_compiling() or in_transform():
         return weight

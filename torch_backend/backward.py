@@ -41,10 +41,11 @@ class Backward:
         self.restricted = restricted
         layout = buffers.layout
         self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
-        if any(map(is_placed, self.inputs)):
-            self.others = [*self.others, *filter(self._needs_hook, self.scaled + self.plain)]
-            self.scaled, self.plain = ([i for i in p if i not in self.others] for p in (self.scaled, self.plain))
-        others, plain, places = {*self.others}, {*self.plain}, layout.places
+        # what lies on several devices is added where it lies, not by autograd
+        self.placed = [i for i in (*self.scaled, *self.plain) if is_placed(leaves.get(i))]
+        if self.placed:
+            self.scaled, self.plain = ([i for i in p if i not in self.placed] for p in (self.scaled, self.plain))
+        others, plain, places = {*self.others, *self.placed}, {*self.plain}, layout.places
         # (leaf, its place among what is reduced, whether it is added whatever the weight)
         self.sums = [(leaf, places[i], i in plain) for i, leaf in leaves.items() if i not in others]
         dtypes = set()
@@ -55,8 +56,12 @@ class Backward:
                 leaf.grad_dtype = None  # .grad may have another dtype than the leaf
                 if buffers.reduced[k] is None:
                     buffers.reduced[k] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
-        self.alone = not (self.plain or self.others)  # whether all that is done is to sum with weights
-        self.seeds = self.alone and not any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
+        self.alone = not (layout.given_plain or self.others)  # whether all that is done is to sum with weights
+        self.seeds = (
+            self.alone
+            and not self.placed
+            and not any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
+        )
         self.autocast = autocasting(*{leaf.device.type for leaf in self.inputs})
         self.held: list[torch.Tensor] = []  # the accumulators, where every leaf has one and it stands as `.grad`
         self.begun = False  # whether every sum has an accumulator
@@ -64,11 +69,6 @@ class Backward:
         self._attach(True)
         self._written = sum(map(_VERSION, self.inputs))
         self.settle()
-
-    def _needs_hook(self, i: int) -> bool:
-        """Whether a sum that had zeros to begin with would have to be reduced at every addition."""
-        dtype = self.buffers.folds[self.buffers.layout.places[i]].accumulator_dtype
-        return i in self.leaves and is_placed(self.leaves[i]) and self.leaves[i].dtype != dtype
 
     def _attach(self, scaled: bool) -> None:
         """Lets autograd add to the accumulators, to those of weighted sums only if `scaled`."""
@@ -84,7 +84,7 @@ class Backward:
     def _survey(self) -> None:
         accumulators = [self.buffers.reduced[k] for _, k, _ in self.sums]
         self.begun = all(accumulator is not None for accumulator in accumulators)
-        self.held = accumulators if self.begun and self.attached and not self.others else []
+        self.held = accumulators if self.begun and self.attached and not (self.others or self.placed) else []
 
     def _check_grads(self) -> None:
         """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
@@ -133,7 +133,7 @@ class Backward:
         seeds = self.seeds and not moving and not self.autocast
         seed = share if seeds and share is not None and holds(loss.dtype, share) else 1.0
         self._attach(share == seed)
-        hooked = self.others if share == seed else [*self.others, *self.scaled]
+        hooked = [*self.others, *self.placed] if share == seed else [*self.others, *self.placed, *self.scaled]
         waiting = {*hooked}
         inputs = (*self.inputs, *moving)
         if loss.requires_grad and inputs:
@@ -202,6 +202,11 @@ class Backward:
         for leaf, k, _ in self.sums:
             if self.buffers.reduced[k] is None:  # nothing depends on it
                 self.buffers.reduced[k] = torch.zeros_like(leaf, requires_grad=False)
+        for i in self.placed:
+            k = self.buffers.layout.places[i]
+            if self.buffers.reduced[k] is None:
+                dtype = self.buffers.folds[k].accumulator_dtype
+                self.buffers.reduced[k] = torch.zeros_like(self.leaves[i], dtype=dtype, requires_grad=False)
 
 
 def _announce(leaf: torch.Tensor, k: int, ready: _Ready) -> Any:

@@ -13,7 +13,7 @@ from funcga import normalizers, reducers, tally
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from torch_backend import arrays
-from torch_backend.placements import settled
+from torch_backend.placements import aligned, local, locals_of, rewrapped, settled
 
 
 class Layout:
@@ -106,7 +106,7 @@ class Buffers:
         assert self.unit is not None
         held = [self.reduced[k] for k in self.layout.scaled if self.reduced[k] is not None]
         if held and unit != self.unit:
-            torch._foreach_mul_(held, self.unit / unit)
+            torch._foreach_mul_(locals_of(held), self.unit / unit)
         self.unit = unit
 
     def hold_in(self, unit: float) -> None:
@@ -125,8 +125,11 @@ class Buffers:
         """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
         own, places, share = self.layout.own, self.outputs.reduced, self.share(weight)
         if self.layout.single and share is not None and self.reduced[own[0]] is not None:
-            if share:
-                self.reduced[own[0]].add_(leaves[places[own[0]]], alpha=share)
+            value = leaves[places[own[0]]]
+            if share and type(value) is torch.Tensor:
+                self.reduced[own[0]].add_(value, alpha=share)
+            elif share:
+                self._add_all(own, {own[0]: value}, share)
             self._count(weight)
             return []
         values = {k: _strided(leaves[places[k]]) for k in own}
@@ -189,15 +192,18 @@ class Buffers:
         chosen = [values[k] for k in places]
         if self.reduced[places[0]] is not None:
             if factor:  # a weight of 0 adds nothing, not even a NaN
-                torch._foreach_add_([self.reduced[k] for k in places], chosen, alpha=factor)
+                held = [self.reduced[k] for k in places]
+                chosen = locals_of(list(map(aligned, chosen, held)))
+                torch._foreach_add_(locals_of(held), chosen, alpha=factor)
             return
+        raw = locals_of(chosen)
         if factor and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
-            own = list(torch._foreach_mul(chosen, factor))
+            own = list(torch._foreach_mul(raw, factor))
         else:
-            own = [v.to(self.folds[k].accumulator_dtype, copy=True) for k, v in zip(places, chosen, strict=True)]
+            own = [v.to(self.folds[k].accumulator_dtype, copy=True) for k, v in zip(places, raw, strict=True)]
             torch._foreach_mul_(own, factor) if factor else torch._foreach_zero_(own)
-        for k, accumulator in zip(places, own, strict=True):
-            self.reduced[k] = accumulator
+        for k, accumulator, like in zip(places, own, chosen, strict=True):
+            self.reduced[k] = rewrapped(accumulator, like)
 
     def _add_masked(self, places: list[int], values: dict[int, torch.Tensor], weight: torch.Tensor) -> None:
         """The same for a weight that the host does not see: leaf by leaf, so that one masked leaf lives at a time."""
@@ -208,10 +214,11 @@ class Buffers:
                 own = weight.to(value.device)
                 factors[value.device, dtype] = own.to(dtype) / (self.unit or 1.0), own != 0
             factor, counts = factors[value.device, dtype]
-            masked = torch.where(counts, value.to(dtype), 0)
-            self.reduced[k] = (
-                masked.mul_(factor) if self.reduced[k] is None else self.reduced[k].addcmul_(masked, factor)
-            )
+            if self.reduced[k] is None:
+                self.reduced[k] = rewrapped(torch.where(counts, local(value).to(dtype), 0).mul_(factor), value)
+            else:
+                held, more = locals_of([self.reduced[k], aligned(value, self.reduced[k])])
+                held.addcmul_(torch.where(counts, more.to(dtype), 0), factor)
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces what lies on the devices of a mesh as sums that are not done yet, to where `likes` lie."""
@@ -230,7 +237,7 @@ class Buffers:
                 *self._divide(plain, by_steps, counted.steps)}  # fmt: skip
         if unit != 1:
             for k in {*scaled} - done:
-                reduced[k].mul_(unit)
+                local(reduced[k]).mul_(unit)
         results = []
         for k, fold in enumerate(self.folds):
             value, reduced[k] = reduced[k], None
@@ -255,11 +262,11 @@ class Buffers:
             # Of a total of 0 the host knows nothing, but then nothing was added to a weighted sum: it is zeros already.
             safe = torch.where(total != 0, total, 1)
             for k in found:
-                self.reduced[k].div_(safe.to(self.reduced[k].device, self.reduced[k].dtype))
+                local(self.reduced[k]).div_(safe.to(self.reduced[k].device, self.reduced[k].dtype))
         elif found and total:
-            torch._foreach_div_([self.reduced[k] for k in found], float(total))
+            torch._foreach_div_(locals_of([self.reduced[k] for k in found]), float(total))
         elif found:
-            torch._foreach_zero_([self.reduced[k] for k in found])
+            torch._foreach_zero_(locals_of([self.reduced[k] for k in found]))
         return found
 
 

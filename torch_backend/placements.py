@@ -49,6 +49,20 @@ def rewrapped(held: Any, like: Any) -> Any:
     return DTensor.from_local(held, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
+def locals_of(tensors: list[Any]) -> list[Any]:
+    """What this process holds of each tensor, in the same memory: Partials are added there, without a collective."""
+    if all(type(tensor) is torch.Tensor for tensor in tensors):  # as mostly
+        return tensors
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+
+
+def aligned(value: Any, accumulator: Any) -> Any:
+    """The value where its accumulator lies; mostly it does."""
+    if not is_placed(value) or value.placements == accumulator.placements:
+        return value
+    return value.redistribute(placements=accumulator.placements)
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows of a tensor that lie on several devices, as many on each: cut on all of them at once.
