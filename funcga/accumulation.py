@@ -42,7 +42,8 @@ def accumulate(
         first argument whole, every other positional argument split on axis 0. Keyword arguments are passed whole.
     across: the replicas to merge over, once, at the end, by what was folded on all of them: a torch.distributed process
         group or 1-D device mesh, or the name of a JAX mesh axis, or a tuple of names, inside shard_map. Every replica
-        gets the same result. What is threaded by carry() is that of the last replica that folded anything.
+        gets the same result. What is threaded by carry() is that of the last replica that folded anything. In torch
+        the replicas may have different numbers of rows, fewer than n, or none.
 
     Nothing is mutated and nothing returned aliases an argument. Floats of less than 32 bits are accumulated in
     float32. Raises FuncgaError for bad input, before any work.

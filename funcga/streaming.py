@@ -27,7 +27,8 @@ def stream(
     and whether they are of one size, does not matter: the result is normalised by what was folded, so a shorter last
     window is exact.
 
-    fold, weight, across: as in `accumulate`.
+    fold, weight, across: as in `accumulate`. With across= in torch, one micro-batch is taken ahead, to know the last; a
+        replica whose data has run out passes an empty iterable, and takes part.
     in_axes: as in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says where
         their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the initial state
         stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).

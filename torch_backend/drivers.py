@@ -8,7 +8,7 @@ then in the parameters are sums over the replicas, divided by `scale()`.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -200,14 +200,8 @@ class Replicate(DDP):
     @contextmanager
     def steering(self) -> Iterator[None]:
         """Synchronises, whatever the user has set."""
-        before = [(state, state._no_sync) for state in self._states()]
-        for state, _ in before:
-            state._no_sync = False
-        try:
+        with flagged(self._states(), "_no_sync", False):
             yield
-        finally:
-            for state, flag in before:
-                state._no_sync = flag
 
     @contextmanager
     def waiting(self, sync: str) -> Iterator[None]:
@@ -221,6 +215,19 @@ class Replicate(DDP):
     def _require(self, sync: bool) -> None:
         for module in self.wrapped:
             module.set_requires_gradient_sync(sync)
+
+
+@contextmanager
+def flagged(objects: Iterable[Any], name: str, value: bool) -> Iterator[None]:
+    """This attribute of the objects is the value in this context, and what it was before afterwards."""
+    before = [(found, getattr(found, name)) for found in objects]
+    for found, _ in before:
+        setattr(found, name, value)
+    try:
+        yield
+    finally:
+        for found, flag in before:
+            setattr(found, name, flag)
 
 
 def mark(tensor: torch.Tensor) -> Any:

@@ -13,6 +13,20 @@ from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction
 
 
+def check_module_and_loss(module: Any, loss_fn: Any, name: str) -> None:
+    """Raises FuncgaError if these are no module and no function of it; `name` is what was called with them."""
+    if not isinstance(module, nn.Module):
+        raise FuncgaError(
+            f"{name} was given {type(module).__name__} as its module. Pass the module, then the loss: "
+            f"{name}(model, lambda model, x, y: F.mse_loss(model(x), y))."
+        )
+    if not callable(loss_fn):
+        raise FuncgaError(
+            f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(module, *batch) -> scalar, such as "
+            f"lambda model, x, y: F.mse_loss(model(x), y)."
+        )
+
+
 def check_not_wrapped(*modules: nn.Module) -> None:
     """Raises FuncgaError if a module, or one inside, is wrapped to reduce gradients: a pure loss bypasses that."""
     for module in modules if _distributed() else ():

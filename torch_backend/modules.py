@@ -13,7 +13,7 @@ from torch import nn
 
 from funcga.errors import FuncgaError
 from torch_backend import arrays
-from torch_backend.guards import check_not_wrapped
+from torch_backend.guards import check_module_and_loss, check_not_wrapped
 
 
 def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool = False) -> "PureLoss":
@@ -46,16 +46,7 @@ def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool =
     >>> step = funcga.accumulate(gradient, n=8, in_axes=(None, funcga.CARRY, 0, 0), fold=fold)
     >>> (value, buffers), grads = step(dict(model.named_parameters()), dict(model.named_buffers()), x, y)
     """
-    if not isinstance(module, nn.Module):
-        raise FuncgaError(
-            f"pure_loss was given {type(module).__name__} as its module. Pass the module, then the loss: "
-            f"pure_loss(model, lambda model, x, y: F.mse_loss(model(x), y))."
-        )
-    if not callable(loss_fn):
-        raise FuncgaError(
-            f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(module, *batch) -> scalar, such as "
-            f"lambda model, x, y: F.mse_loss(model(x), y)."
-        )
+    check_module_and_loss(module, loss_fn, "pure_loss")
     check_not_wrapped(module)
     return PureLoss(module, loss_fn, buffers, _Call(module))
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from funcga.errors import FuncgaError
-from torch_backend.drivers import Plain, mark
+from torch_backend.drivers import Plain, flagged, mark
 from torch_backend.guards import wrapper_of
 
 
@@ -59,14 +59,8 @@ class FSDP1(Plain):
     @contextmanager
     def steering(self) -> Iterator[None]:
         """Synchronises even inside of the user's no_sync()."""
-        before = [(m, m._sync_gradients) for m in self._all()]
-        for m, _ in before:
-            m._sync_gradients = True
-        try:
+        with flagged(self._all(), "_sync_gradients", True):
             yield
-        finally:
-            for m, flag in before:
-                m._sync_gradients = flag
 
     @contextmanager
     def waiting(self, sync: str) -> Iterator[None]:

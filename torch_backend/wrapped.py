@@ -16,7 +16,7 @@ from funcga.gradients import BoundGradient, GradientFunction
 from funcga.program import Program
 from torch_backend.driven import Driven
 from torch_backend.drivers import DDP, Plain, Replicate
-from torch_backend.guards import wrapper_of
+from torch_backend.guards import check_module_and_loss, wrapper_of
 
 
 def module_value_and_grad(
@@ -52,18 +52,10 @@ def module_value_and_grad(
     >>> model = nn.parallel.DistributedDataParallel(model)
     >>> gradient = torch_backend.module_value_and_grad(model, lambda model, x, y: F.cross_entropy(model(x), y))
     >>> loss, grads = funcga.accumulate(gradient, n=8)(x, y)
-    >>> torch_backend.assign_grads(dict(model.named_parameters()), grads)
+    >>> for name, parameter in model.named_parameters():
+    ...     parameter.grad = grads.get(name)
     """
-    if not isinstance(module, nn.Module):
-        raise FuncgaError(
-            f"module_value_and_grad was given {type(module).__name__} as its module. Pass the module, then the loss: "
-            f"module_value_and_grad(model, lambda model, x, y: F.mse_loss(model(x), y))."
-        )
-    if not callable(loss_fn):
-        raise FuncgaError(
-            f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(module, *batch) -> scalar, such as "
-            f"lambda model, x, y: F.mse_loss(model(x), y)."
-        )
+    check_module_and_loss(module, loss_fn, "module_value_and_grad")
     if sync not in ("last", "every", "outer"):
         raise FuncgaError(
             f'sync is {sync!r}. Write sync="last", to synchronise once a window, sync="every", to do so in every '
