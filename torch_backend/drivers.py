@@ -9,7 +9,7 @@ then in the parameters are sums over the replicas, divided by `scale()`.
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,10 +66,9 @@ class Plain:
         """A window: synchronised unless `waiting`."""
         yield
 
-    @contextmanager
-    def waiting(self, sync: str) -> Iterator[None]:
+    def waiting(self, sync: str) -> AbstractContextManager[None]:
         """The micro-batches before the last."""
-        yield
+        return nullcontext()
 
     @contextmanager
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -128,22 +127,12 @@ class DDP(Plain):
     @contextmanager
     def steering(self) -> Iterator[None]:
         """Synchronises even inside of the user's no_sync()."""
-        before = [ddp.require_backward_grad_sync for ddp in self.wrapped]
-        for ddp in self.wrapped:
-            ddp.require_backward_grad_sync = True
-        try:
+        with flagged(self.wrapped, "require_backward_grad_sync", True):
             yield
-        finally:
-            for ddp, flag in zip(self.wrapped, before, strict=True):
-                ddp.require_backward_grad_sync = flag
 
-    @contextmanager
-    def waiting(self, sync: str) -> Iterator[None]:
+    def waiting(self, sync: str) -> AbstractContextManager[None]:
         """no_sync() around forward and backward passes."""
-        with ExitStack() as stack:
-            for module in self.wrapped if sync == "last" else ():
-                stack.enter_context(module.no_sync())
-            yield
+        return without_sync(self.wrapped if sync == "last" else ())
 
     @contextmanager
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -218,8 +207,17 @@ class Replicate(DDP):
 
 
 @contextmanager
+def without_sync(modules: Iterable[Any]) -> Iterator[None]:
+    """In no_sync() of each of the modules."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.no_sync())
+        yield
+
+
+@contextmanager
 def flagged(objects: Iterable[Any], name: str, value: bool) -> Iterator[None]:
-    """This attribute of the objects is the value in this context, and what it was before afterwards."""
+    """The objects have this value of an attribute in the context, and what they had before afterwards."""
     before = [(found, getattr(found, name)) for found in objects]
     for found, _ in before:
         setattr(found, name, value)

@@ -4,7 +4,7 @@ Only torch has this file: in JAX nothing synchronises but what the program says.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from funcga.errors import FuncgaError
-from torch_backend.drivers import Plain, flagged, mark
+from torch_backend.drivers import Plain, flagged, mark, without_sync
 from torch_backend.guards import wrapper_of
 
 
@@ -62,13 +62,9 @@ class FSDP1(Plain):
         with flagged(self._all(), "_sync_gradients", True):
             yield
 
-    @contextmanager
-    def waiting(self, sync: str) -> Iterator[None]:
+    def waiting(self, sync: str) -> AbstractContextManager[None]:
         """no_sync() around forward and backward passes."""
-        with ExitStack() as stack:
-            for module in self.wrapped if sync == "last" else ():
-                stack.enter_context(module.no_sync())
-            yield
+        return without_sync(self.wrapped if sync == "last" else ())
 
     @contextmanager
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
