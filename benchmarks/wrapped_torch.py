@@ -11,6 +11,7 @@ begin together.
 
 import argparse
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -101,6 +102,7 @@ def _together(step: Any, batch: Any) -> None:
 def measure(rank: int, path: str, n: int, runs: int) -> None:
     """Prints one line a workload and wrapper."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of every loop over a module that returns a view
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     for width, layers, rows in ((128, 4, 4 * n), (32, 2, n)):
         for how in ("DDP", "FSDP2"):
