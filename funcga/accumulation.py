@@ -100,4 +100,5 @@ def accumulate(
             return fitting(backend, args, kwargs)
         return backend.loop.accumulate(program, backend)(args, kwargs)
 
+    accumulated.program = program  # type: ignore[attr-defined]  # for who wraps it: what does it split?
     return accumulated

@@ -28,6 +28,24 @@ class Fold:
                     f"Fold(reducers.weighted, normalizers.by_weight); reducers.concat is called, reducers.concat(axis)."
                 )
 
+    @property
+    def name(self) -> str:
+        """The names of its parts, as in `weighted, by_weight`; that of the function for a part of your own."""
+        lift, monoid, apply = self.reducer.lift, self.reducer.monoid, self.normalizer.apply
+        parts = [(k, r) for k, r in vars(reducers).items() if isinstance(r, Reducer)]
+        reducer = [k for k, r in parts if r.lift is lift and r.monoid is monoid]
+        if lift is reducers.concat().lift and monoid.axis is not None:
+            reducer = [f"concat({monoid.axis})"]
+        ends = [k for k, part in vars(normalizers).items() if isinstance(part, Normalizer) and part.apply is apply]
+        return f"{(reducer or [_named(lift)])[0]}, {(ends or [_named(apply)])[0]}"
+
+    def __repr__(self) -> str:
+        return f"<Fold: {self.name}>"
+
+
+def _named(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
 
 def mean(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
     """The weighted mean: `sum(w * v) / sum(w)`. For a loss that is a **mean** over its micro-batch (the default).

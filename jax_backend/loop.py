@@ -20,7 +20,7 @@ from jax_backend import arrays, blocks, compilation
 from jax_backend.compilation import Static, compiled
 from jax_backend.exchange import varying_axes
 from jax_backend.merging import Folded, merge, varying
-from jax_backend.replicas import replicas_of
+from jax_backend.replicas import replicas_of, unmerged
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -39,6 +39,10 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         replicas = replicas_of(program.across)
         if replicas is not None:
             args, kwargs = varying(args, replicas), varying(kwargs, replicas)
+        with unmerged(()):  # a fold inside of grad_fn is merged by this one
+            return folded(args, kwargs, parts, replicas)
+
+    def folded(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, replicas: Any) -> Any:
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
         narrow = partial(blocks.narrow, parts) if blocks.fits(parts, found) else None
@@ -52,7 +56,7 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 state = [_strong(leaf) for leaf in arguments.state()]
                 outputs, _ = program.bind(jax.eval_shape(evaluate, jnp.int32(0), state)[0], arguments)
                 if narrow is not None and not blocks.has_rows(outputs, size):
-                    return fold(args, kwargs, 1)
+                    return folded(args, kwargs, 1, replicas)
                 carry = (*_nothing(outputs), state)
             if program.weight is not None:
                 carry, collected = _scan(outputs, evaluate, carry, first, count, size)
@@ -161,9 +165,15 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
         return known[key, shapes]
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
+        replicas = replicas_of(program.across)
+        with unmerged(()):
+            return folded(leading, microbatches, kwargs, replicas)
+
+    def folded(
+        leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any], replicas: Any
+    ) -> Any:
         outputs = carry = None
         chunks = []
-        replicas = replicas_of(program.across)
         if replicas is not None:
             leading, kwargs = varying(leading, replicas), varying(kwargs, replicas)
         whole, arrays_whole = Static((leading, kwargs)).taken()

@@ -1,6 +1,8 @@
 """Replicas: what across= names, and whether they hold the same."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +51,30 @@ def _no_axis(across: Any) -> FuncgaError:
     )
 
 
+# The axes along which `replicated` runs a step, while it is traced and nothing has said what merges over them.
+_UNMERGED: ContextVar[tuple[str, ...]] = ContextVar("_UNMERGED", default=())
+
+
+@contextmanager
+def unmerged(names: tuple[str, ...]) -> Iterator[None]:
+    """A context in which a fold has to say whether it merges over these axes."""
+    token = _UNMERGED.set(names)
+    try:
+        yield
+    finally:
+        _UNMERGED.reset(token)
+
+
 def replicas_of(across: Any) -> Any:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
-    if across is None:
+    if across is None and (names := _UNMERGED.get()):
+        spelled = repr(names[0] if len(names) == 1 else names).replace("'", '"')
+        raise FuncgaError(
+            f"the step runs on every device along {_listed(names)}, in jax_backend.replicated, and has no across=: "
+            f"each device would have the fold of its own rows. Write across={spelled}; or across=() if the step merges "
+            f"in another way."
+        )
+    if across is None or across == ():
         return None
     replicas = across if isinstance(across, Replicas) else Replicas(across)
     for name in replicas.names:
@@ -72,7 +95,8 @@ def _unbound(name: str) -> FuncgaError:
     if name in mesh.axis_names:
         return FuncgaError(
             f'across="{name}" merges over a mesh axis that this jax.shard_map leaves to the compiler: only '
-            f'{_listed(mesh.manual_axes)} is manual in it. Name it there: axis_names={{..., "{name}"}}.'
+            f'{_listed(mesh.manual_axes)} is manual in it. Name it there, axis_names={{..., "{name}"}}; in '
+            f'jax_backend.replicated it is axis=(..., "{name}").'
         )
     return FuncgaError(
         f'across="{name}" is no axis of the mesh of this jax.shard_map, which has {_listed(mesh.axis_names)}. Write '

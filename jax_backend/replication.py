@@ -10,10 +10,13 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from funcga.arguments import argument_names
+from funcga.backend import load
 from funcga.errors import FuncgaError
 from funcga.prefixes import PrefixError, broadcast, leaf_paths, outline
+from funcga.program import Program
 from jax_backend import arrays, trees
 from jax_backend.compilation import compiled
+from jax_backend.replicas import unmerged
 
 _spec: Any = PartitionSpec  # which JAX has not typed
 
@@ -33,12 +36,15 @@ def replicated(
     over another axis stay so. Call it inside jit or outside, where it is jitted once. In step, `across=axis` merges.
 
     axis: the name of an axis, or a tuple of names. Default: the mesh's only axis.
-    in_specs: a PartitionSpec, or a tuple with one, or a tree prefix of them, for each positional argument. Default: the
-        first argument whole on every device, every other cut on its axis 0. Keyword arguments are passed whole, and
-        what is no array is part of the program.
-    out_specs: of the result, a tree prefix. Default: P(), the same on all devices.
+    in_specs: a PartitionSpec, or a tuple with one, or a tree prefix of them, for each positional argument. Default: as
+        the step's in_axes say, cut where it splits; for a step that is not of funcga's, the first argument whole on
+        every device, every other cut on its axis 0. Keyword arguments are passed whole, and what is no array is part of
+        the program.
+    out_specs: of the result, a tree prefix. Default: P(), the same on all devices; for what `scatter` leaves cut,
+        P("data"), as in out_specs=(P(), P("data")).
     check_vma: as in `jax.shard_map`: whether the types of arrays say over which axes they differ, which proves that
-        the result is the same on all devices. Without it a model may start a scan from `jnp.zeros`.
+        the result is the same on all devices. Without it a model may start a scan from `jnp.zeros`, and nothing shows
+        that a result was not merged.
 
     Raises FuncgaError if rows do not divide among the devices, and for a result that no step has merged.
 
@@ -59,7 +65,8 @@ def replicated(
             for i, array in zip(places, moved, strict=True):
                 mine[i] = array
             args, kwargs = jax.tree.unflatten(structure, mine)
-            return step(*args, **kwargs)
+            with unmerged(names):
+                return step(*args, **kwargs)
 
         mapped = jax.shard_map(
             local,
@@ -105,9 +112,12 @@ def _specs(
     args: tuple[Any, ...], in_specs: Any, names: tuple[str, ...], step: Callable[..., Any]
 ) -> list[PartitionSpec]:
     """The PartitionSpec of every leaf of the positional arguments."""
-    cut = _spec(names[0] if len(names) == 1 else names)
+    cut = names[0] if len(names) == 1 else names
+    program = getattr(step, "program", None)
+    if in_specs is None and isinstance(program, Program):
+        return _as_split(program, args, cut)
     if in_specs is None:
-        in_specs = (_spec(), *[cut] * (len(args) - 1))[: len(args)]
+        in_specs = (_spec(), *[_spec(cut)] * (len(args) - 1))[: len(args)]
     elif isinstance(in_specs, PartitionSpec):
         in_specs = (in_specs,) * len(args)
     if not isinstance(in_specs, tuple | list) or len(in_specs) != len(args):
@@ -132,9 +142,24 @@ def _specs(
     return specs
 
 
+def _as_split(program: Program, args: tuple[Any, ...], cut: Any) -> list[PartitionSpec]:
+    """The PartitionSpec of every leaf, cut on the axis that the program splits."""
+    found: list[PartitionSpec] = []
+    for part in program.read(args, load("jax")).parts:
+        axes = [placed.value for placed in part.axes] or [None] * len(jax.tree.leaves(part.value))
+        for leaf, axis in zip(part.leaves or jax.tree.leaves(part.value), axes, strict=True):
+            splits = isinstance(axis, int) and getattr(leaf, "ndim", 0) > 0
+            found.append(_spec(*[None] * (axis % leaf.ndim), cut) if splits else _spec())
+    return found
+
+
 def _spelled(count: int, names: tuple[str, ...]) -> str:
-    cut = f"P({repr(names[0]) if len(names) == 1 else repr(names)})"
+    cut = f"P({_name(names)})"
     return f"({', '.join(['P()', *[cut] * (count - 1)])})"
+
+
+def _name(names: tuple[str, ...]) -> str:
+    return repr(names[0] if len(names) == 1 else names).replace("'", '"')
 
 
 def _check_rows(args: tuple[Any, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Any]) -> None:
@@ -201,8 +226,8 @@ def _explained(mapped: Callable[..., Any], moved: list[Any], names: tuple[str, .
             raise
         raise FuncgaError(
             f"a result of the step is not the same on all devices along {' and '.join(names)}, as nothing has merged "
-            f'it. Merge where it is folded, funcga.accumulate(grad_fn, n, across="{names[0]}"), or leave it cut: '
-            f'out_specs with P("{names[0]}") in its place.'
+            f"it over all of it. Merge where it is folded, funcga.accumulate(grad_fn, n, across={_name(names)}); or "
+            f"leave it cut, as what scatter= scatters: out_specs with P({_name(names)}) in its place."
         ) from error
     except TypeError as error:
         if "manual axis types" in str(error):

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 import funcga
-from tests.processes import processes
+from tests.processes import Failed, processes
 
 
 def loss(params, x, y):
@@ -24,6 +24,7 @@ def problem(dtype=torch.float64):
 def difference(found, expected):
     pairs = [(found[0], expected[0]), *((found[1][k], expected[1][k]) for k in expected[1])]
     whole = [(a.full_tensor() if isinstance(a, DTensor) else a, b) for a, b in pairs]
+    assert all(a.isfinite().all() for a, _ in whole)
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in whole)
 
 
@@ -174,3 +175,57 @@ def tensor_parallel_module(group):
 
 def test_a_tensor_parallel_module():
     assert max(processes(2).run(tensor_parallel_module)) <= 1e-13
+
+
+def idles(group, first):
+    """A replica of tensor-parallel parameters that has nothing, in the first window or in a later one."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    params, *batch = problem()
+    expected = funcga.value_and_grad(loss)(params, *(x[:8] for x in batch))
+    params = {k: distribute_tensor(v, mesh["tp"], [PLACES["tensor"][0][k]]) for k, v in params.items()}
+    placed = lambda rows: [distribute_tensor(x[:rows].contiguous(), mesh["tp"], [Replicate()]) for x in batch]
+    step = funcga.accumulate(funcga.value_and_grad(loss), 2, across=mesh["dp"])
+    mine = mesh.get_local_rank("dp") == 0
+    if not first:
+        step(params, *placed(16))
+    found = step(params, *placed(8 if mine else 0))
+    return difference(found, expected), [found[1][k].placements == params[k].placements for k in params]
+
+
+def test_a_replica_of_a_mesh_without_data():
+    for error, kept in processes().run(idles, False):
+        assert error <= 1e-13
+        assert all(kept)
+    with pytest.raises(Failed, match="a replica has nothing to fold in its first window") as failure:
+        processes().run(idles, True)
+    assert {kind for kind, _ in failure.value.errors} == {"FuncgaError"}
+
+
+def moves(group):
+    """Parameters that lie elsewhere from call to call."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    params, *batch = problem()
+    expected = funcga.value_and_grad(loss)(params, *batch)
+    step = funcga.accumulate(funcga.value_and_grad(loss), 2, across=mesh["dp"])
+    rows = [distribute_tensor(x, mesh["tp"], [Replicate()]) for x in batch]
+    found = [difference(step(params, *batch), expected)]
+    for place in (Replicate(), Shard(0)):
+        moved = {k: distribute_tensor(v, mesh["tp"], [place]) for k, v in params.items()}
+        found.append(difference(step(moved, *rows), expected))
+    return max(found)
+
+
+def test_parameters_that_move():
+    assert max(processes().run(moves)) <= 1e-13
+
+
+def divided(group):
+    """Each of the replicas has another part of a sharded parameter, as it should."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    whole = torch.arange(8.0)
+    funcga.check_replicas({"cut": distribute_tensor(whole, mesh, [Shard(0)]), "same": whole.to_sparse(), "n": 3}, group)
+    return True
+
+
+def test_what_is_cut_over_the_replicas_is_not_compared():
+    assert processes(2).run(divided) == [True, True]

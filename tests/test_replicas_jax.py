@@ -96,7 +96,9 @@ def test_wrong_merges_are_rejected():
     params, (batch,), loss = problems.tokens(rows=12)
     params, batch = JAX.arrays(params), JAX.arrays(batch)
     full = problems.full_gradient(JAX, params, (batch,), loss, problems.token_count)
-    local = funcga.accumulate(jax.value_and_grad(loss), 3, fold=funcga.per_weight(), weight=problems.token_count)
+    local = funcga.accumulate(
+        jax.value_and_grad(loss), 3, fold=funcga.per_weight(), weight=problems.token_count, across=()
+    )
     averaged = replicated(lambda *args: lax.pmean(_own(local, *args), "data"), mesh())
     first = replicated(lambda *args: _own(local, *args), mesh(), check_vma=False)
     for wrong in (averaged, first):
@@ -443,7 +445,6 @@ def step_across(across):
     [
         (3, "across is 3,"),
         (("data", 1), "across is ('data', 1),"),
-        ((), "across is (),"),
         (["data"], "across is ['data'],"),
         (object, "across is of type type,"),
     ],
@@ -485,7 +486,7 @@ def test_another_axis():
     step, *args = step_across("model")
     check_refused(
         'across="model" merges over a mesh axis that this jax.shard_map leaves to the compiler: only "data" is manual '
-        'in it. Name it there: axis_names={..., "model"}.',
+        'in it. Name it there, axis_names={..., "model"}; in jax_backend.replicated it is axis=(..., "model").',
         replicated(step, grid(), axis="data"),
         *args,
     )

@@ -244,7 +244,7 @@ def test_in_specs_that_do_not_fit():
     params, batch, loss = regression()
     step = funcga.accumulate(jax.value_and_grad(loss), 2, across="data")
     check_refused(
-        "the call has 3 positional arguments. Give one entry each, such as in_specs=(P(), P('data'), P('data')); "
+        'the call has 3 positional arguments. Give one entry each, such as in_specs=(P(), P("data"), P("data")); '
         "keyword arguments are passed whole.",
         replicated(step, mesh(), in_specs=(P(), P("data"))),
         params,
@@ -261,14 +261,40 @@ def test_in_specs_that_do_not_fit():
 
 def test_a_step_that_merges_nothing():
     params, batch, loss = regression()
+    for gradient in (jax.value_and_grad(loss), jax.grad(loss)):
+        for options in ({}, {"check_vma": False}):
+            check_refused(
+                'the step runs on every device along "data", in jax_backend.replicated, and has no across=: each device '
+                'would have the fold of its own rows. Write across="data"; or across=() if the step merges in another '
+                "way.",
+                replicated(funcga.accumulate(gradient, 2), mesh(), **options),
+                params,
+                *batch,
+            )
     check_refused(
-        "a result of the step is not the same on all devices along data, as nothing has merged it. Merge where it is "
-        'folded, funcga.accumulate(grad_fn, n, across="data"), or leave it cut: out_specs with P("data") in '
-        "its place.",
-        replicated(funcga.accumulate(jax.value_and_grad(loss), 2), mesh()),
+        "a result of the step is not the same on all devices along data, as nothing has merged it over all of it. Merge "
+        'where it is folded, funcga.accumulate(grad_fn, n, across="data"); or leave it cut, as what scatter= scatters: '
+        'out_specs with P("data") in its place.',
+        replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=()), mesh()),
         params,
         *batch,
     )
+
+
+def test_a_fold_inside_of_a_fold_needs_no_across():
+    params, batch, loss = regression()
+    inner = funcga.accumulate(jax.value_and_grad(loss), 2)
+    step = replicated(funcga.accumulate(lambda p, *batch: inner(p, *batch), 2, across="data"), mesh())
+    assert difference(JAX, step(params, *batch), jax.value_and_grad(loss)(params, *batch)) <= LIMITS["float32"]
+
+
+def test_rows_are_cut_where_the_step_splits():
+    """A table that in_axes passes whole is whole on every device, and columns are cut where in_axes says so."""
+    table, x = jnp.arange(24.0).reshape(24, 1), jnp.arange(16.0).reshape(2, 8)
+    w = jnp.ones(())
+    loss = lambda w, table, x: w * (table.sum() + x.sum(0).mean())
+    step = replicated(funcga.accumulate(jax.grad(loss), 2, in_axes=(None, None, 1), across="data"), mesh())
+    assert step(w, table, x) == jax.grad(loss)(w, table, x)
 
 
 def test_n_auto_is_for_calls_outside():

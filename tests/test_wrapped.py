@@ -142,11 +142,13 @@ def full(module, grads):
 
 def difference(left, right):
     scale = max(r.abs().max().item() for r in right)
+    assert all(a.isfinite().all() for a in left)
     return max((a - b).abs().max().item() for a, b in zip(left, right, strict=True)) / scale
 
 
 def errors(module, result, value, expected):
     """How far a result is from what is expected, relatively: of the value and of the gradients."""
+    assert result[0].isfinite()
     return abs(result[0] - value).item() / value.item(), difference(full(module, result[1]), expected)
 
 
@@ -524,6 +526,68 @@ def weighed(group, wrapper, kind):
     if kind == "all":
         return value.item(), max(g.abs().max().item() for g in full(module, grads))
     return abs(value - loss).item(), difference(full(module, grads), [p.grad for p in plain.parameters()])
+
+
+def views_are_kept(group):
+    """`.grad`s that are views of DDP's own buckets, as its backward passes leave them."""
+    module = ddp(group, made(), gradient_as_bucket_view=True)
+    step = funcga.stream(module_value_and_grad(module, loss_of), weight=count)
+    own, found = batches(2, group.rank(), torch.float32), []
+    for _ in range(3):
+        module.zero_grad(set_to_none=True)
+        loss_of(module, *own[0]).backward()
+        before = [p.grad.clone() for p in module.parameters()]
+        step(own)
+        found.append(all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), before, strict=True)))
+    return found
+
+
+def test_grads_that_are_views_of_buckets_are_kept():
+    assert processes().run(views_are_kept, size=2) == [[True] * 3] * 2
+
+
+class Fails(Exception):
+    pass
+
+
+def begins_anew(group):
+    """Uneven micro-batches, buffers, and an error on every replica; then all is as before."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    module, fails = ddp(group, net), []
+
+    def loss(module, x):
+        out = module(x)
+        if fails:
+            raise Fails
+        return (out**2).mean()
+
+    x = torch.randn(12, 4, dtype=torch.float64)[: 2 if group.rank() == 0 else 10]
+    step = funcga.accumulate(module_value_and_grad(module, loss), microbatch_size=2)
+    first = step(x)
+    fails.append(True)
+    with pytest.raises(Fails):
+        step(x)
+    fails.clear()
+    return difference(step(x)[1].values(), first[1].values())
+
+
+def test_buffers_are_synchronised_again_after_an_error():
+    assert max(processes().run(begins_anew, size=2)) <= 1e-13
+
+
+def sparse(group):
+    torch.manual_seed(0)
+    module = ddp(group, nn.Sequential(nn.Embedding(6, 3, sparse=True)))
+    rows = torch.tensor([[0, 1, 2, 1], [5, 5, 3, 0]])[group.rank()]
+    step = funcga.accumulate(module_value_and_grad(module, lambda m, i: (m(i) ** 2).mean()), 2)
+    plain = nn.Embedding(6, 3, _weight=module.module[0].weight.detach().clone())
+    (plain(torch.tensor([0, 1, 2, 1, 5, 5, 3, 0])) ** 2).mean().backward()
+    return difference(step(rows)[1].values(), [plain.weight.grad])
+
+
+def test_sparse_gradients():
+    assert max(processes().run(sparse, size=2)) <= 1e-6
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from funcga import normalizers, reducers
 from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
@@ -18,7 +17,7 @@ from torch_backend import arrays, trees
 from torch_backend.buckets import Plan, planned
 from torch_backend.buffers import Layout, power_below
 from torch_backend.comparison import check_alike, gathered
-from torch_backend.placements import is_placed, local
+from torch_backend.placements import Place, is_placed, local, place_of
 from torch_backend.replicas import Replicas
 
 
@@ -26,14 +25,14 @@ class Agreement(NamedTuple):
     """What every replica folds, how it travels, and the unit that weighted sums travel in.
 
     `kinds` are the shape and the strides of what a process holds of each leaf, by their places among what is reduced;
-    `placed` are those that lie on several devices.
+    `placed` says where those lie that lie on several devices.
     """
 
     outputs: Outputs
     plan: Plan
     unit: float
     kinds: dict[int, tuple[Any, Any]]
-    placed: frozenset[int]
+    placed: dict[int, Place]
 
 
 def agree(
@@ -45,12 +44,15 @@ def agree(
     FuncgaError on every replica if they differ.
     """
     known = found(program, replicas)
-    if known is not None and (outputs is known.outputs or _same(outputs, known.outputs)):
+    if known is not None and (outputs is known.outputs or _same(outputs, leaves, known)):
         return known
     given = {*layout.given_scaled, *layout.given_plain}
-    likes = [None if leaf is None else _like(leaf, i in given) for i, leaf in enumerate(leaves)]
+    pairs = zip(outputs.folds, leaves, strict=True)
+    likes = [None if f is None or leaf is None else _like(leaf, i in given) for i, (f, leaf) in enumerate(pairs)]
     # a tree of numbers, as a tree's structure alone does not pickle well
-    kinds = [None if like is None else (like.shape, local(like).stride(), like.dtype) for like in likes]
+    kinds = [
+        None if like is None else (like.shape, local(like).stride(), like.dtype, is_placed(like)) for like in likes
+    ]
     structure = outputs.structure_of(range(len(likes))), kinds
     unit = _compare(_description(outputs, likes, replicas), weight, structure, replicas)[0]
     return _remembered(program, outputs, likes, unit, layout, replicas)
@@ -78,7 +80,7 @@ def _remembered(
     program: Program, outputs: Outputs, leaves: Sequence[Any], unit: float, layout: Layout, replicas: Replicas
 ) -> Agreement:
     likes = {k: leaves[i] for k, i in enumerate(outputs.reduced) if leaves[i] is not None}
-    placed = frozenset([k for k, like in likes.items() if is_placed(like)])
+    placed = {k: place_of(like) for k, like in likes.items() if is_placed(like)}
     likes = {k: local(like) for k, like in likes.items()}
     sums = {k for k, like in likes.items() if k in layout.sums or _is_sum(layout.folds[k], like)}
     plan = planned(layout, likes, sums, replicas.bucket_bytes)
@@ -120,13 +122,23 @@ def _compare(description: Any, weight: Any, structure: Any, replicas: Replicas) 
         source = dist.get_global_rank(replicas.group, speakers[0])
         dist.broadcast_object_list(sent, src=source, group=replicas.group)
         structure = sent[0]
+        if any(kind is not None and kind[3] for kind in structure[1]):
+            raise FuncgaError(
+                "a replica has nothing to fold in its first window, and what the others fold lies on the devices of a "
+                "mesh, which it cannot know of. Give every replica a micro-batch in the first window; later ones may "
+                "have none."
+            )
     units = {theirs for theirs in said if theirs}
     return (units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0), structure
 
 
-def _same(a: Outputs, b: Outputs) -> bool:
+def _same(outputs: Outputs, leaves: Sequence[Any], known: Agreement) -> bool:
+    a, b = outputs, known.outputs
     alike = a.structure == b.structure and a.dtypes == b.dtypes and a.threads == b.threads
-    return alike and all(_shape(a, i) == _shape(b, i) for i in range(len(a.shapes)))
+    if not alike or any(_shape(a, i) != _shape(b, i) for i in range(len(a.shapes))):
+        return False
+    places = {k: place_of(leaves[i]) for k, i in enumerate(a.reduced) if is_placed(leaves[i])}
+    return places == known.placed
 
 
 def _shape(outputs: Outputs, i: int) -> Any:
@@ -145,17 +157,9 @@ def _description(outputs: Outputs, likes: Sequence[Any], replicas: Replicas) -> 
             found[path] = "None" if i not in outputs.threads else "an object"
         if fold is None or likes[i] is None:
             continue
-        reducer, normalizer = fold.fold.reducer, fold.fold.normalizer
         shape = ", ".join(map(str, _shape(outputs, i) or ()))
         dtypes = [str(d).removeprefix("torch.") for d in (outputs.dtypes[i], fold.accumulator_dtype, fold.result_dtype)]
-        names = _name(reducers, reducer.lift, "lift"), _name(normalizers, normalizer.apply, "apply")
         summed = "" if dtypes[0] == dtypes[1] == dtypes[2] else f" summed as {dtypes[1]} to {dtypes[2]}"
         strided = "" if likes[i].is_contiguous() else f" strided {likes[i].stride()}"
-        found[path] = f"{dtypes[0]}[{shape}]{strided}{summed} ({', '.join(names)})"
+        found[path] = f"{dtypes[0]}[{shape}]{strided}{summed} ({fold.fold.name})"
     return found
-
-
-def _name(module: Any, function: Any, attribute: str) -> str:
-    """The stock part of a fold that has this function, else the function's own name."""
-    found = [name for name, part in vars(module).items() if getattr(part, attribute, None) is function]
-    return found[0] if found else getattr(function, "__qualname__", repr(function))

@@ -25,7 +25,7 @@ from torch_backend.backward import autocasting, holds, is_alone
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import detached
 from torch_backend.groups import groups_of
-from torch_backend.reduction import merged
+from torch_backend.reduction import count_window, merged
 from torch_backend.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Driven:
         self.driver, self.parts = gradient.driver, gradient.parts
         self.stack, self.waiting, self.last = ExitStack(), ExitStack(), False
         self.groups = groups_of(program.across, gradient.driver)
+        count_window(program)
         # those that a replica without any micro-batch can merge with too
         self.replicas: Replicas | None = None if self.driver.name or not self.groups else self.groups[0]
         self.buffers: Buffers | None = None
@@ -63,7 +64,7 @@ class Driven:
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(self.driver.steering())
             self.params = self.driver.params()
-            stack.enter_context(_without_grads([*self.params.values(), *self.driver.holders()]))
+            stack.enter_context(_without_grads([*self.params.values(), *self.driver.holders()], self.driver.views))
             self.stack = stack.pop_all()
         return self
 
@@ -251,9 +252,12 @@ _LIFTS = (reducers.weighted.lift, reducers.sum.lift)
 
 
 @contextmanager
-def _without_grads(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Nobody has a `.grad` in this context, and everybody has their own again afterwards."""
-    before = [(tensor, tensor.grad) for tensor in tensors]
+def _without_grads(tensors: list[torch.Tensor], copied: bool) -> Iterator[None]:
+    """Nobody has a `.grad` in this context, and everybody has their own again afterwards.
+
+    `copied`: it may be in memory that the wrapper writes to.
+    """
+    before = [(t, t.grad if not copied or t.grad is None or is_alone(t.grad) else t.grad.clone()) for t in tensors]
     for tensor in tensors:
         tensor.grad = None
     try:

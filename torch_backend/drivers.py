@@ -23,6 +23,7 @@ class Plain:
 
     name = ""
     fresh = False  # whether the gradients are left in memory that nobody else will write to
+    views = False  # whether a `.grad` may be in memory that it writes to
     remedy = "Use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), which sums in float32."
 
     def __init__(self, module: nn.Module, wrapped: Sequence[Any] = ()):
@@ -88,6 +89,11 @@ class DDP(Plain):
         "MixedPrecisionPolicy(reduce_dtype=torch.float32); or let funcga reduce: accumulate(funcga.value_and_grad("
         "torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
     )
+
+    @property
+    def views(self) -> bool:  # type: ignore[override]
+        """Whether gradients are views of its buckets."""
+        return any(ddp.gradient_as_bucket_view for ddp in self.engines())
 
     def engines(self) -> list[Any]:
         """The DistributedDataParallel objects."""
@@ -159,6 +165,7 @@ class DDP(Plain):
         """Lets the next forward pass begin anew."""
         for ddp in self.engines():
             ddp.reducer._reset_state()
+            ddp.require_forward_param_sync = True  # on every replica, whichever micro-batch each of them was in
 
 
 class Replicate(DDP):
@@ -230,7 +237,10 @@ def flagged(objects: Iterable[Any], name: str, value: bool) -> Iterator[None]:
 
 def mark(tensor: torch.Tensor) -> Any:
     """What changes with everything that is written to a tensor's `.grad`; None if it has none."""
-    return None if tensor.grad is None else (tensor.grad.data_ptr(), tensor.grad._version)
+    grad = tensor.grad
+    if grad is None:
+        return None
+    return (grad.data_ptr() if grad.layout is torch.strided else id(grad)), grad._version  # sparse ones have no address
 
 
 def _some(names: Sequence[str]) -> str:

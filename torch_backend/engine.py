@@ -201,7 +201,7 @@ class _Leaves(NamedTuple):
 
     def kinds(self) -> list[Any]:
         """What a fold sees of each leaf."""
-        return [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in self.leaves]
+        return [None if leaf is None else (leaf.shape, leaf.dtype, _placements(leaf)) for leaf in self.leaves]
 
     def gradients(self, backend: Backend) -> Any:
         """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
@@ -209,6 +209,10 @@ class _Leaves(NamedTuple):
             None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves
         ]
         return detached(backend.trees.unflatten(self.structure, grads), backend)
+
+
+def _placements(leaf: torch.Tensor) -> Any:
+    return None if type(leaf) is torch.Tensor else getattr(leaf, "placements", None)
 
 
 _NOTHING = nullcontext()

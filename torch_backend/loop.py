@@ -21,7 +21,7 @@ from torch_backend.driven import Driven
 from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
 from torch_backend.placements import by_devices
-from torch_backend.reduction import Reduction, begun
+from torch_backend.reduction import Reduction, begun, count_window
 from torch_backend.replicas import Replicas
 from torch_backend.scan import fold_in_graph
 from torch_backend.transfer import moved
@@ -179,7 +179,8 @@ def _fold_across(
     bound = lambda value: program.bind(value, arguments)[0]
     agreement = join(program, bound, devices[0] if devices else torch.device("cpu"), window.replicas)
     buffers = Buffers(Layout(agreement.outputs))
-    state = Reduction(agreement, buffers, window.replicas).finish(_copied(arguments))
+    number = program.compiled["windows"]
+    state = Reduction(agreement, buffers, window.replicas, number).finish(_copied(arguments))
     return buffers.result(state)
 
 
@@ -211,6 +212,8 @@ def _window(program: Program, backend: Backend) -> "_Window":
     if isinstance(gradient, ModuleGradient):
         return Driven(program, gradient, backend)
     replicas = program.replicas(backend)
+    if replicas is not None:
+        count_window(program)
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
         return Engine(program, gradient, backend, replicas)
     return _Calls(program.bound(backend), backend, replicas)

@@ -30,11 +30,30 @@ def settled(tensor: Any, like: Any = None) -> Any:
     """The tensor with every sum done, and where `like` lies: the one collective of a DTensor that is Partial."""
     if not is_placed(tensor):
         return tuple(map(settled, tensor)) if isinstance(tensor, tuple) else tensor
+    wanted = place_of(tensor if like is None else like).placements
+    return tensor if wanted == tuple(tensor.placements) else tensor.redistribute(placements=wanted)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies when every sum is done, and what it is as a whole."""
+
+    device_mesh: Any
+    placements: tuple[Any, ...]
+    shape: Any
+    strides: tuple[int, ...]
+
+    def stride(self) -> tuple[int, ...]:
+        """As a tensor has them."""
+        return self.strides
+
+
+def place_of(tensor: Any) -> Place:
+    """The Place of a tensor that lies on several devices."""
     from torch.distributed.tensor import Partial, Replicate
 
-    placements = tensor.placements if like is None else like.placements
-    wanted = [Replicate() if isinstance(placement, Partial) else placement for placement in placements]
-    return tensor if tuple(wanted) == tuple(tensor.placements) else tensor.redistribute(placements=wanted)
+    placements = tuple([Replicate() if isinstance(p, Partial) else p for p in tensor.placements])
+    return Place(tensor.device_mesh, placements, tensor.shape, tensor.stride())
 
 
 def rewrapped(held: Any, like: Any) -> Any:

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from funcga import tally
+from funcga.errors import FuncgaError
 from funcga.program import Program
 from torch_backend import arrays, tail
 from torch_backend.agreement import Agreement, agree, found
 from torch_backend.buckets import view
 from torch_backend.buffers import Buffers
 from torch_backend.comparison import explained
-from torch_backend.placements import local, rewrapped
+from torch_backend.placements import Place, is_placed, local, rewrapped
 from torch_backend.replicas import Replicas
 from torch_backend.tail import Field
 
@@ -30,21 +31,23 @@ from torch_backend.tail import Field
 class Reduction:
     """Merges the buffers of one window over the replicas, once.
 
-    `begins`: nothing is folded yet, and sums are accumulated in the buckets. `overlaps`: a bucket is sent as soon as
-    its leaves are `ready`; else all of them are sent by `finish`.
+    `window` is how many this replica has begun. `begins`: nothing is folded yet, and sums are accumulated in the
+    buckets. `overlaps`: a bucket is sent as soon as its leaves are `ready`; else all of them are sent by `finish`.
     """
 
     def __init__(
-        self, agreement: Agreement, buffers: Buffers, replicas: Replicas, begins: bool = True, overlaps: bool = False
-    ):
+        self, agreement: Agreement, buffers: Buffers, replicas: Replicas, window: int, begins: bool = True,
+        overlaps: bool = False,
+    ):  # fmt: skip
         self.plan, self.unit, self.agreement = agreement.plan, agreement.unit, agreement
         self.outputs, self.buffers, self.replicas = buffers.outputs, buffers, replicas
         self.bucket_of = self.plan.bucket_of() if overlaps else {}
         self.missing = [{slot.place for slot in bucket.slots} for bucket in self.plan.buckets]
         self.sent: list[tuple[Any, torch.Tensor]] = []
+        self.window = window
         self.small = {k: self._identity(k) for k in self.plan.small}
         self.fields = [
-            Field(torch.Size([2 + len(self.outputs.collected)]), torch.int64),
+            Field(torch.Size([3 + len(self.outputs.collected)]), torch.int64),
             Field(torch.Size([]), torch.float64),
         ]
         self.fields += [Field(part.shape, part.dtype) for held in self.small.values() for part in _parts(held)]
@@ -85,8 +88,9 @@ class Reduction:
         bucket = self.bucket_of.get(k)
         if bucket is not None:
             self.missing[bucket].discard(k)
-            while len(self.sent) < len(self.flats) - 1 and not self.missing[len(self.sent)]:
-                self._send()
+            with explained():
+                while len(self.sent) < len(self.flats) - 1 and not self.missing[len(self.sent)]:
+                    self._send()
 
     def finish(self, state: list[Any]) -> list[Any]:
         """Sends the rest, and waits: the buffers are then those of all replicas.
@@ -94,9 +98,9 @@ class Reduction:
         Returns the state to be threaded on: that of the last replica that folded anything.
         """
         others = (*self.plan.small, *self.plan.large)
-        likes = {k: self.buffers.reduced[k] for k in self.agreement.placed}
-        for k, like in likes.items():
-            self.buffers.reduced[k] = local(like)
+        likes = {k: _like(self.buffers.reduced[k], place) for k, place in self.agreement.placed.items()}
+        for k in likes:
+            self.buffers.reduced[k] = local(self.buffers.reduced[k])
         for k in others:
             if self.buffers.reduced[k] is None:
                 self.buffers.reduced[k] = self._identity(k)
@@ -141,9 +145,9 @@ class Reduction:
 
     def _write_tail(self) -> None:
         buffers, host = self.buffers, self.buffers.weight
-        whole = isinstance(host, int)
+        whole = isinstance(host, int) and host < 2**53
         rows = [_rows(buffers.collected[i], self._axis(i)) for i in self.outputs.collected]
-        counts = _sent(torch.tensor([buffers.steps, host if whole else 0, *rows]), self._device)
+        counts = _sent(torch.tensor([buffers.steps, host if whole else 0, self.window, *rows]), self._device)
         real = _sent(torch.tensor(0 if whole else host, dtype=torch.float64), self._device)
         if buffers.counted is not None:
             counted = buffers.counted.weight[0].to(self._device)
@@ -162,10 +166,12 @@ class Reduction:
         buffers, start = self.buffers, 2
         buffers.unit = self.unit
         if self._device.type == "cpu":
+            self._check_windows(counts[:, 2].tolist())
             (buffers.steps, whole), part = counts[:, :2].sum(0).tolist(), real.item()
             buffers.weight, buffers.counted = whole + part if part else whole, None
         else:
-            total = real + counts[:, 1].sum()
+            # out of step they would be wrong, and asking would make the host wait
+            total = torch.where((counts[:, 2] == counts[0, 2]).all(), real + counts[:, 1].sum(), float("nan"))
             buffers.weight, buffers.steps = 0, 0
             buffers.counted = tally.Tally((total,), counts[:, 0].sum())
         for k, held in self.small.items():
@@ -173,6 +179,16 @@ class Reduction:
             self._combine(k, [values[start:end] for values in said])
             start = end
         return counts
+
+    def _check_windows(self, windows: list[int]) -> None:
+        """Raises FuncgaError if the replicas have not merged the same window."""
+        if len({*windows}) > 1:
+            spelled = ", ".join(f"rank {rank} its window {window}" for rank, window in enumerate(windows[:8]))
+            raise FuncgaError(
+                f"the replicas are out of step: {spelled}. One of them has left out a window that the others merged, "
+                f"as after an error that was caught. Let an error end the process, or fold nothing in its place: an "
+                f"empty batch, or an empty window."
+            )
 
     def _combine(self, k: int, said: list[list[torch.Tensor]]) -> None:
         """Makes a leaf what its parts from all replicas, in their order, are together."""
@@ -211,7 +227,7 @@ class Reduction:
             shape[axis] = 0
             empty = torch.zeros(shape, dtype=self.outputs.dtypes[i], device=self._device)
             own.append(torch.cat([empty, *chunks], dim=axis).movedim(axis, 0))
-        said = self._gathered(own, counts[:, 2:].tolist())
+        said = self._gathered(own, counts[:, 3:].tolist())
         for k, i in enumerate(places):
             self.buffers.collected[i] = [parts[k].movedim(0, self._axis(i)) for parts in said]
 
@@ -221,16 +237,35 @@ class Reduction:
         return (fold.fold.reducer.monoid.axis or 0) % len(self.outputs.shapes[i] or (0,))
 
     def _state(self, state: list[Any], counts: torch.Tensor) -> list[Any]:
-        held = [leaf for leaf in state if arrays.is_array(leaf)]
-        if not held:
+        folded = [rank for rank, steps in enumerate(counts[:, 0].tolist()) if steps] if state else []
+        if not folded:
             return state
-        folded = [rank for rank, steps in enumerate(counts[:, 0].tolist()) if steps]
-        sent = torch.cat([tail.as_bytes(leaf) for leaf in held])
-        if folded:
-            source = dist.get_global_rank(self.replicas.group, folded[-1])
+        source = dist.get_global_rank(self.replicas.group, folded[-1])
+        said: list[Any] = [[_kind(leaf) for leaf in state]]
+        dist.broadcast_object_list(said, src=source, group=self.replicas.group)
+        fields = [kind for kind in said[0] if isinstance(kind, Field)]
+        sent = torch.zeros(sum(field.nbytes for field in fields), dtype=torch.uint8, device=self._device)
+        if folded[-1] == self.replicas.rank and fields:
+            sent = torch.cat([tail.as_bytes(leaf) for leaf in state if arrays.is_array(leaf)]).to(self._device)
+        if fields:
             dist.broadcast(sent, src=source, group=self.replicas.group)
-        leaves = iter(tail.split(sent, [Field(leaf.shape, leaf.dtype) for leaf in held]))
-        return [next(leaves) if arrays.is_array(leaf) else leaf for leaf in state]
+        found = iter(tail.split(sent, fields))
+        return [
+            next(found) if isinstance(kind, Field) else own if kind is None else kind[0]
+            for kind, own in zip(said[0], state, strict=True)
+        ]
+
+
+def _kind(leaf: Any) -> Any:
+    """What is said of a leaf of the state: its Field, or in a tuple a number itself; None of any other object."""
+    if arrays.is_array(leaf):
+        return Field(leaf.shape, leaf.dtype)
+    return (leaf,) if isinstance(leaf, bool | int | float | complex | str) else None
+
+
+def count_window(program: Program) -> None:
+    """Counts one more window of the program, so that replicas that are out of step can be told."""
+    program.compiled["windows"] = program.compiled.get("windows", 0) + 1
 
 
 def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], weight: Any, replicas: Replicas) -> Reduction:
@@ -238,7 +273,7 @@ def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], weight: Any
     known = found(program, replicas) is not None  # and so is what a window does, which may begin anew in the first
     agreement = agree(program, buffers.outputs, leaves, weight, buffers.layout, replicas)
     one_device = len({bucket.device for bucket in agreement.plan.buckets}) == 1  # else hooks run in several threads
-    return Reduction(agreement, buffers, replicas, overlaps=known and one_device)
+    return Reduction(agreement, buffers, replicas, program.compiled["windows"], overlaps=known and one_device)
 
 
 def merged(
@@ -250,8 +285,13 @@ def merged(
     """
     for replicas in groups:
         agreement = agree(program, buffers.outputs, leaves, 1, buffers.layout, replicas)
-        state = Reduction(agreement, buffers, replicas, begins=False).finish(state)
+        state = Reduction(agreement, buffers, replicas, program.compiled["windows"], begins=False).finish(state)
     return state
+
+
+def _like(held: Any, place: Place) -> Any:
+    """What tells where a reduced leaf lies: itself; on a replica that has folded nothing, what was agreed on."""
+    return held if isinstance(held, tuple) or is_placed(held) else place
 
 
 def _parts(lifted: Any) -> Sequence[Any]:

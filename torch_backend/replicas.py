@@ -11,6 +11,7 @@ from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
 from torch_backend.comparison import check_alike
+from torch_backend.placements import is_placed, local
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
 
@@ -86,8 +87,12 @@ def check_replicas(params: Any, across: Any) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
     replicas = replicas_of(across)
     paths, leaves = leaf_paths(params, trees, "params"), trees.flatten(params)[0]
-    found = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if arrays.is_array(leaf)]
-    check_alike({path: arrays.describe(leaf) for path, leaf in found}, replicas.group, "have different parameters")
+    pairs = list(zip(paths, leaves, strict=True))
+    kinds = {path: arrays.describe(leaf) if arrays.is_array(leaf) else repr(leaf) for path, leaf in pairs}
+    check_alike(kinds, replicas.group, "have different parameters")
+    found = [(path, leaf) for path, leaf in pairs if arrays.is_array(leaf) and not _is_divided(leaf, replicas.group)]
+    if not found:
+        return
     digests = torch.stack([_digest(leaf) for _, leaf in found])
     everyone = [torch.empty_like(digests) for _ in range(replicas.count)]
     dist.all_gather(everyone, digests, group=replicas.group)
@@ -104,6 +109,15 @@ def check_replicas(params: Any, across: Any) -> None:
         )
 
 
+def _is_divided(leaf: Any, group: dist.ProcessGroup) -> bool:
+    """Whether a tensor is cut over these replicas, so that each of them should have another part."""
+    if not is_placed(leaf):
+        return False
+    ranks, mesh = set(dist.get_process_group_ranks(group)), leaf.device_mesh
+    groups = [set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in range(mesh.ndim)]
+    return any(len(ranks & own) > 1 and p.is_shard() for own, p in zip(groups, leaf.placements, strict=True))
+
+
 def _several(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
@@ -114,14 +128,16 @@ _CHUNK = 2**20
 @torch.no_grad()
 def _digest(leaf: torch.Tensor) -> torch.Tensor:
     """Two sums over the bits of an array, the second one weighted by the places, modulo 2**64: int64[2]."""
-    local = getattr(leaf, "to_local", lambda: leaf)().contiguous().flatten()
-    if local.is_complex():
-        local = torch.view_as_real(local).flatten()
+    held = local(leaf)
+    held = held if held.layout is torch.strided else held.to_dense()
+    held = held.resolve_conj().resolve_neg().contiguous().flatten()
+    if held.is_complex():
+        held = torch.view_as_real(held).flatten()
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = local.view(kinds[local.dtype.itemsize])
-    total = torch.zeros(2, dtype=torch.int64, device=local.device)
+    bits = held.view(kinds[held.dtype.itemsize])
+    total = torch.zeros(2, dtype=torch.int64, device=held.device)
     for start in range(0, bits.numel(), _CHUNK):
         chunk = bits[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start + 1, start + 1 + chunk.numel(), device=local.device)
+        places = torch.arange(start + 1, start + 1 + chunk.numel(), device=held.device)
         total += torch.stack([chunk.sum(), (chunk * (places * 0x9E3779B1 ^ places)).sum()])
     return total

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,6 +86,11 @@ class ModuleGradient(BoundGradient):
             return None
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
+    @cached_property
+    def alone(self) -> Program:
+        """The fold of one micro-batch."""
+        return Program(self, mean())
+
     @property
     def parts(self) -> GradientFunction:
         """What splits the output of loss_fn, and composes that of a gradient function."""
@@ -93,7 +99,7 @@ class ModuleGradient(BoundGradient):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value and the gradients of one micro-batch on every replica, weighed by its rows."""
         backend = load("torch")
-        window = Driven(Program(self, mean()), self, backend, alone=True)
+        window = Driven(self.alone, self, backend, alone=True)
         arguments = Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self, backend)
         args, kwargs = window.detached(args), dict(zip(kwargs, window.detached(tuple(kwargs.values())), strict=True))
         rows = [
