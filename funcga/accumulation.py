@@ -8,7 +8,7 @@ from funcga.backend import load_imported
 from funcga.errors import FuncgaError
 from funcga.fitting import Fitting
 from funcga.folds import mean
-from funcga.gradients import BoundGradient, GradientFunction
+from funcga.gradients import GradientFunction, OwningGradient
 from funcga.program import Program, check_callable, check_count
 
 
@@ -39,11 +39,13 @@ def accumulate(
         micro-batch, `per_weight()` for a sum.
     weight: `weight(*split_args)` gives a micro-batch's weight, a number or 0-d array >= 0. Default: its rows.
     in_axes: as in vmap: an axis, None (passed whole), a tree prefix, or funcga.CARRY for threaded state. Default: the
-        first argument whole, every other positional argument split on axis 0. Keyword arguments are passed whole.
+        first argument whole, every other positional argument split on axis 0; all of them, for a gradient function that
+        has its own parameters, as module_value_and_grad. Keyword arguments are passed whole.
     across: the replicas to merge over, once, at the end, by what was folded on all of them: a torch.distributed process
         group or 1-D device mesh, or the name of a JAX mesh axis, or a tuple of names, inside shard_map. Every replica
         gets the same result. What is threaded by carry() is that of the last replica that folded anything. In torch
-        the replicas may have different numbers of rows, fewer than n, or none.
+        the replicas may have different numbers of rows, fewer than n, or none. In JAX parameters have to be arguments,
+        and the loss is that of a replica's own rows, without psum or pmean.
 
     Nothing is mutated and nothing returned aliases an argument. Floats of less than 32 bits are accumulated in
     float32. Raises FuncgaError for bad input, before any work.
@@ -54,8 +56,9 @@ def accumulate(
 
     A batch that is sharded by its rows stays where it is: outside of jit, or where the mesh has Explicit axes, each
     micro-batch takes as many rows from every device, if they divide, so micro-batches have other rows than on one
-    device, and gradients are reduced for each of them. Inside jit with Auto axes, and where rows do not divide or
-    threaded state needs their order, it is gathered. To reduce once, use `across` inside shard_map, where each device
+    device, and gradients are reduced for each of them. Inside jit with Auto axes, and where rows do not divide or their
+    order counts, as for moments() and threaded state, it is gathered (with Explicit axes JAX refuses that, and
+    concat()). To reduce once, use `across` inside shard_map, where each device
     cuts its own rows, or through jax_backend.replicated(step, mesh).
 
     In torch, the gradients of `funcga.grad` and `funcga.value_and_grad` run on autograd and are added where they are
@@ -79,7 +82,7 @@ def accumulate(
             "others wait for it. Find n without across= first, on the replica with the most rows, and give the number: "
             "n=8."
         )
-    if automatic and isinstance(grad_fn, BoundGradient):
+    if automatic and isinstance(grad_fn, OwningGradient):
         grad_fn.check_search()
     number = None if n is None or automatic else check_count(n, "n", ', or n="auto"')
     microbatch_size = None if microbatch_size is None else check_count(microbatch_size, "microbatch_size")
@@ -90,7 +93,7 @@ def accumulate(
     fitting = Fitting(program) if automatic else None
 
     # The signature is grad_fn's in any case; the names are only if grad_fn is a function that has them.
-    names = () if isinstance(grad_fn, GradientFunction | BoundGradient) else ("__doc__", "__name__", "__qualname__")
+    names = () if isinstance(grad_fn, GradientFunction | OwningGradient) else ("__doc__", "__name__", "__qualname__")
 
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:

@@ -105,10 +105,10 @@ class Arguments:
             )
         return [arg for arg, is_split in zip(args, split, strict=True) if is_split]
 
-    def rows(self, least: int = 1) -> int:
+    def rows(self, may_be_empty: bool = False) -> int:
         """The number of rows that the split leaves have in common.
 
-        Raises FuncgaError if they differ, if there are fewer than `least`, or if a leaf has no such axis.
+        Raises FuncgaError if they differ, if there are none, unless it `may_be_empty`, or if a leaf has no such axis.
         """
         sizes = {
             i: _rows(self, i, leaf, axis) for i, (leaf, axis) in enumerate(self) if _is_split(axis) and leaf is not None
@@ -123,7 +123,7 @@ class Arguments:
         first, rows = next(iter(sizes.items()))
         if any(size != rows for size in sizes.values()):
             raise _uneven(self, sizes)
-        if rows < least:
+        if rows == 0 and not may_be_empty:
             raise FuncgaError(f"the batch has 0 rows (`{self.path(first)}` is empty): there is nothing to fold.")
         return rows
 

@@ -108,7 +108,7 @@ class GradientFunction:
         return self.bound(backend)(*args, **kwargs)
 
 
-class BoundGradient:
+class OwningGradient:
     """A gradient function that brings parameters of its own: all of its arguments are split, unless in_axes says."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from funcga.errors import FuncgaError
+
 
 @dataclass(frozen=True)
 class Monoid:
@@ -25,6 +27,13 @@ class Monoid:
     widens: bool = True
     axis: int | None = None
     collective: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.collective not in (None, "sum", "max", "min"):
+            raise FuncgaError(
+                f'collective is {self.collective!r}: it names the reduction that is combine over replicas, "sum", '
+                f'"max" or "min"; None gathers what they have, and combines it in their order.'
+            )
 
 
 def _each(operation: Callable[..., Any]) -> Callable[..., Any]:

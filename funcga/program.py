@@ -9,7 +9,7 @@ from typing import Any
 from funcga.arguments import Arguments, argument_names, read_arguments
 from funcga.backend import Backend, backend_of
 from funcga.errors import FuncgaError
-from funcga.gradients import BoundGradient, GradientFunction
+from funcga.gradients import GradientFunction, OwningGradient
 from funcga.outputs import Outputs, sort_outputs
 from funcga.weights import check_weight
 
@@ -46,7 +46,7 @@ class Program:
 
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, with what in_axes says of them."""
-        in_axes = 0 if self.in_axes is None and isinstance(self.grad_fn, BoundGradient) else self.in_axes
+        in_axes = 0 if self.in_axes is None and isinstance(self.grad_fn, OwningGradient) else self.in_axes
         return read_arguments(args, in_axes, self.grad_fn, backend)
 
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: Callable[[], int]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from funcga.backend import load_imported
 from funcga.errors import FuncgaError
 from funcga.folds import mean
-from funcga.gradients import BoundGradient
+from funcga.gradients import OwningGradient
 from funcga.program import Program, check_callable, check_count
 
 
@@ -38,7 +38,7 @@ def stream(
 
     In JAX the step is compiled once for each shape of micro-batch, so make the function once, outside of the loop; the
     accumulator is donated from step to step.
-    Raises FuncgaError for bad input, and for an iterable without any micro-batch.
+    Raises FuncgaError for bad input, and for an iterable without any micro-batch, unless other replicas have one.
 
     >>> step = funcga.stream(funcga.value_and_grad(loss_fn))
     >>> for window in funcga.windows(loader, 8):
@@ -54,7 +54,7 @@ def stream(
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         leading, items = _iterate(args)
         first = next(items, None)
-        if first is None and isinstance(grad_fn, BoundGradient):
+        if first is None and isinstance(grad_fn, OwningGradient):
             grad_fn.check_stream()
         if first is None and across is None:
             raise FuncgaError(

@@ -7,4 +7,6 @@ from jax_backend.communication import collectives as collectives
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replication import replicated as replicated
 
+__all__ = ["Collective", "Replicas", "collectives", "replicated"]
+
 BACKEND = Backend("jax", trees, arrays, gradients, loop, replicas)

@@ -1,6 +1,6 @@
 """Arrays as their bits: what is small travels as 16-bit numbers inside of another reduction, without loss.
 
-Only JAX has this file: there a program should have one reduction, and an array has one dtype.
+Only JAX has this file; what does the same in torch is `tail`.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from funcga.errors import FuncgaError
 
 HOLD_16_BITS = ("float32", "float64", "int32", "int64", "uint32", "uint64", "complex64", "complex128")
 """The dtypes whose numbers hold 16 bits exactly."""
@@ -41,8 +43,24 @@ def as_ranks(array: jax.Array, highest: bool) -> tuple[jax.Array, Callable[[Any]
 
 
 def pack(letters: Sequence[jax.Array]) -> jax.Array:
-    """The bits of the arrays, one after the other, as a vector of uint16."""
-    return jnp.concatenate([_bits(letter) for letter in letters])
+    """The bits of the arrays, one after the other, as a vector of uint16.
+
+    Raises FuncgaError if a derivative is taken through them: it would be 0.
+    """
+    return jnp.concatenate([_bits(_constant(letter)) for letter in letters])
+
+
+@jax.custom_jvp
+def _constant(letter: jax.Array) -> jax.Array:
+    return letter
+
+
+@_constant.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise FuncgaError(
+        "a derivative is taken through a step that merges over replicas with across=, which sends small results as "
+        "bits. Take it inside, of the loss that grad_fn is made of, or through a step without across=."
+    )
 
 
 def _bits(letter: jax.Array) -> jax.Array:

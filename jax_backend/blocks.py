@@ -1,6 +1,6 @@
 """Rows that lie on several devices: micro-batches that take as many rows from each device, so that none moves.
 
-Only JAX has this file: a torch tensor is on one device.
+Only JAX has this file; what does the same in torch is `placements`, for DTensors.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,13 @@ def fits(blocks: int, found: Sequence[tuple[int, int]]) -> bool:
     return blocks > 1 and all(size % blocks == 0 for _, size in found)
 
 
-def has_rows(outputs: Outputs, size: int) -> bool:
-    """Whether all that is collected from a micro-batch of this size has one row for each of its rows."""
+def keeps_result(outputs: Outputs, size: int) -> bool:
+    """Whether micro-batches of this size may take other rows: what is folded is so in any order, whichever rows meet.
+
+    What is collected has to have one row for each of theirs.
+    """
+    if any(fold.fold.reducer.monoid.collective is None for fold in outputs.reduced_folds):
+        return False
     shapes = [outputs.shapes[i] for i in outputs.collected]
     return all(shape is not None and shape[axis] == size for shape, axis in zip(shapes, _axes(outputs), strict=True))
 

@@ -23,14 +23,14 @@ class Collective(NamedTuple):
     bytes: int
 
 
-def collectives(fn: Callable[..., Any], *args: Any) -> list[Collective]:
+def collectives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Collective]:
     """The collectives of fn, jitted or not, as XLA has compiled it for these arguments, in the order of the program.
 
     >>> [found.depth for found in jax_backend.collectives(step, params, batch)]
     [0]
     """
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-    text = jitted.lower(*args).compile().as_text()
+    text = jitted.lower(*args, **kwargs).compile().as_text()
     return list(_found(text or ""))
 
 

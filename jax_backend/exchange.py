@@ -16,7 +16,7 @@ from jax_backend.bits import HOLD_16_BITS, as_numbers, as_ranks, pack, unpack
 Later = Callable[[], Any]
 """What a collective will have found, once the exchange has run."""
 
-_SMALL = 2**16  # bytes over all replicas: less is sent bit by bit along with the sums, more has a collective of its own
+_SMALL = 2**16  # bytes over all replicas: so much is sent bit by bit along with the sums, more has its own collectives
 
 
 class Exchange:
@@ -29,6 +29,7 @@ class Exchange:
         self.sums: list[jax.Array] = []
         self.summed: list[jax.Array] = []
         self.letters: list[jax.Array] = []
+        self.used = 0
         self.delivered: list[jax.Array] = []
 
     def sum(self, array: jax.Array) -> Later:
@@ -40,6 +41,7 @@ class Exchange:
         """The arrays of all replicas in order, [replicas, ...]."""
         array = as_varying(array, self.names)
         if self._is_small(array):
+            self.used += self._size(array)
             self.letters.append(array)
             return partial(_item, self.delivered, len(self.letters) - 1)
         return self._all_gather(array, axis=0, tiled=False)
@@ -80,7 +82,10 @@ class Exchange:
     def run(self) -> None:
         """Runs the collectives: one all-reduce for each dtype, in the largest of which whatever is small travels."""
         dtype = self._carrier()
-        alone = [array.dtype == dtype or not self._is_small(array) for array in self.sums]
+        alone = []
+        for array in self.sums:
+            alone.append(array.dtype == dtype or not self._is_small(array))
+            self.used += 0 if alone[-1] else self._size(array)
         letters = [*self.letters, *(array for array, is_alone in zip(self.sums, alone, strict=True) if not is_alone)]
         sums = [array for array, is_alone in zip(self.sums, alone, strict=True) if is_alone]
         sums, slots = lax.psum((sums, self._slots(pack(letters), dtype)), self.names)  # type: ignore[no-untyped-call]
@@ -92,7 +97,10 @@ class Exchange:
         self.summed += [next(whole) if is_alone else _total(next(apart)) for is_alone in alone]
 
     def _is_small(self, array: jax.Array) -> bool:
-        return array.size * array.dtype.itemsize * self.replicas <= _SMALL
+        return self.used + self._size(array) <= _SMALL
+
+    def _size(self, array: jax.Array) -> int:
+        return array.size * array.dtype.itemsize * self.replicas
 
     def _carrier(self) -> Any:
         """The dtype of most of what is summed, among those whose numbers hold 16 bits."""

@@ -55,7 +55,7 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             if carry is None:
                 state = [_strong(leaf) for leaf in arguments.state()]
                 outputs, _ = program.bind(jax.eval_shape(evaluate, jnp.int32(0), state)[0], arguments)
-                if narrow is not None and not blocks.has_rows(outputs, size):
+                if narrow is not None and not blocks.keeps_result(outputs, size):
                     return folded(args, kwargs, 1, replicas)
                 carry = (*_nothing(outputs), state)
             if program.weight is not None:

@@ -29,7 +29,7 @@ def varying(tree: Any, replicas: Replicas) -> Any:
 
     def mark(leaf: Any) -> Any:
         if isinstance(leaf, float | complex) or (
-            isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         ):
             leaf = jnp.asarray(leaf)
         return as_varying(leaf, replicas.names) if isinstance(leaf, jax.Array) else leaf

@@ -34,6 +34,8 @@ class Replicas:
     def __post_init__(self) -> None:
         if not self.names or not all(isinstance(name, str) for name in self.names):
             raise _no_axis(self.axis)
+        if len({*self.names}) < len(self.names):
+            raise FuncgaError(f"across={self.axis!r} names an axis twice. Name each once.")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,10 +125,19 @@ def check_replicas(params: Any, across: Any) -> None:
         for path, leaf in zip(paths, leaves, strict=True)
         if isinstance(leaf, jax.Array) and (found := list(_differences(leaf, replicas.names)))
     ]
+    if jax.process_count() == 1 and not any(map(_is_on_mesh, leaves)):
+        raise FuncgaError(
+            f"none of the arrays in params lies on a mesh, so there is nothing to compare along "
+            f"{_listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, NamedSharding(mesh, P()))."
+        )
     if jax.process_count() > 1:
         differing += _differing_processes(leaves, paths)
     if differing:
         raise _apart(differing, replicas)
+
+
+def _is_on_mesh(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and (isinstance(leaf.sharding, NamedSharding) or len(leaf.devices()) > 1)
 
 
 def _differences(leaf: jax.Array, names: tuple[str, ...]) -> Iterator[tuple[Any, Any, Any]]:
@@ -176,6 +187,8 @@ def _differing_processes(leaves: list[Any], paths: list[str]) -> list[tuple[str,
 def _digest(leaf: jax.Array) -> bytes:
     from hashlib import blake2b
 
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     return blake2b(np.asarray(leaf.addressable_data(0)).tobytes(), digest_size=8).digest()
 
 

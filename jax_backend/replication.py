@@ -4,6 +4,7 @@ Only JAX has this file: in torch every replica is a process of its own.
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import jax
@@ -100,6 +101,8 @@ def _names(mesh: Any, axis: Any) -> tuple[str, ...]:
         )
     names = mesh.axis_names if axis is None else axis if isinstance(axis, tuple) else (axis,)
     missing = [name for name in names if name not in mesh.axis_names]
+    if len({*names}) < len(names):
+        raise FuncgaError(f"axis={axis!r} names an axis twice. Name each once.")
     if missing or not names:
         raise FuncgaError(
             f"axis={axis!r} is no axis of the mesh, which has {listed}. Write "
@@ -168,10 +171,14 @@ def _check_rows(args: tuple[Any, ...], specs: list[PartitionSpec], mesh: Mesh, s
         for axis, entry in enumerate(spec):
             if entry is None or not arrays.is_array(leaf):
                 continue
-            names = entry if isinstance(entry, tuple) else (entry,)
-            count = 1
-            for name in names:
-                count *= mesh.shape[name]
+            names = _entry(tuple(spec), axis)
+            if unknown := [name for name in names if name not in mesh.axis_names]:
+                raise FuncgaError(
+                    f"in_specs names the axis {unknown[0]!r}, and the mesh has "
+                    f"{' and '.join(map(repr, mesh.axis_names))}. Write P({mesh.axis_names[0]!r}), or P() for what is "
+                    f"passed whole."
+                )
+            count = prod(mesh.shape[name] for name in names)
             if axis >= len(leaf.shape) or leaf.shape[axis] % count:
                 raise _uneven(args, i, leaf, axis, count, step)
 

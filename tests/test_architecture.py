@@ -126,7 +126,7 @@ ALONE = {
     "placements": "torch has arrays over several devices as a type of their own; in JAX every array may be one",
     "buckets": "torch sends pieces of memory that it lays out; XLA lays out what a collective sends",
     "reduction": "torch sends while it computes; in JAX a psum stands after the loop",
-    "tail": "torch reduces one dtype at a time; XLA takes several",
+    "tail": "the same: what rides along, as bytes; in JAX that is `bits`",
     "buffers": "torch adds in place; XLA does so by itself",
     "backward": "torch adds where autograd computes; XLA fuses the two by itself",
     "engine": "torch has autograd beside torch.func; JAX has one way to a gradient",
@@ -143,12 +143,13 @@ ALONE = {
     "merging": "in JAX the merge over replicas is part of the program; torch sends what is ready while it computes the rest",
     "exchange": "in JAX collectives are operations; in torch they are calls on a process group",
     "bits": "one reduction of an XLA program has one dtype; a torch bucket has whatever is put in it",
-    "blocks": "a JAX array lies on many devices; a torch tensor lies on one",
+    "blocks": "the rows of a JAX array lie on many devices; in torch those of DTensors do, which `placements` cuts",
     "replication": "one JAX process drives all devices; in torch every replica is a process",
     "communication": "XLA decides what is reduced where, so one has to look; torch reduces what it is told to",
 }
 HELPERS = {
-    "in_transform": "torch must not write to the tensors of a running torch.func transform; JAX has no in-place writes"
+    "unmerged": "jax_backend.replicated runs a step on all devices at once; torch replicas are processes",
+    "in_transform": "torch must not write to the tensors of a running torch.func transform; JAX has no in-place writes",
 }
 
 

@@ -72,7 +72,8 @@ def test_the_gradient_is_that_of_the_whole_batch(devices, n, check_vma, dtype):
     full = jax.value_and_grad(loss)(params, *batch)
     step = replicated(funcga.accumulate(jax.value_and_grad(loss), n, across="data"), mesh(devices), check_vma=check_vma)
     assert difference(JAX, step(params, *batch), full) <= LIMITS[dtype]
-    check_one_reduction(step, params, *batch, of=full, dtype=dtype, replicas=devices) if devices > 1 else None
+    if devices > 1:
+        check_one_reduction(step, params, *batch, of=full, dtype=dtype, replicas=devices)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -506,3 +507,55 @@ def test_across_an_axis_of_vmap():
     )
     out = step(params, *(leaf.reshape(4, 4, -1) for leaf in batch))
     assert difference(JAX, jax.tree.map(lambda leaf: leaf[3], out), full) <= LIMITS["float32"]
+
+
+# -- what only some inputs would show
+
+
+@pytest.mark.parametrize("scalar", [np.float32(2), np.float64(2), np.float16(2)])
+def test_numpy_scalars_as_parameters(scalar, x64):
+    x = jnp.arange(16.0, dtype=scalar.dtype)
+    step = funcga.accumulate(jax.grad(lambda p, x: (p * x).mean()), 2, across="data")
+    inside = jax.shard_map(lambda x: step(scalar, x), mesh=mesh(), in_specs=P("data"), out_specs=P())
+    assert jax.jit(inside)(x) == 7.5
+
+
+def test_an_order_that_counts_is_kept_where_rows_lie_on_several_devices():
+    """Products of matrices, and the moments of micro-batches: other rows together would give others."""
+    matrices = jnp.asarray(np.random.default_rng(0).normal(size=(8, 2, 2)).astype("float32"))
+    product = funcga.Monoid(lambda xp, like: xp.eye(2, dtype=like.dtype), lambda xp, a, b: a @ b)
+    fold = funcga.Fold(funcga.Reducer(lambda xp, v, w: v, product), funcga.normalizers.identity)
+    step = funcga.accumulate(lambda _, x: x[0] @ x[1] @ x[2] @ x[3], 2, fold=fold)
+    spread = funcga.accumulate(lambda _, x: x.mean(), 2, fold=funcga.moments())
+    apart = jax.device_put(matrices, NamedSharding(mesh(), P("data")))
+    for f in (step, spread):
+        assert difference(JAX, f(jnp.zeros(()), apart), f(jnp.zeros(()), matrices)) <= 1e-6
+
+
+def test_no_derivative_is_taken_through_what_travels_as_bits():
+    loss_and_count = lambda p, x: ((p * x).mean(), (x > 3).sum() * jnp.ones(100, jnp.int32))
+    step = replicated(funcga.accumulate(loss_and_count, 2, fold=(funcga.mean(), funcga.sum()), across="data"), mesh())
+    with pytest.raises(funcga.FuncgaError, match="a derivative is taken through a step that merges over replicas"):
+        jax.grad(lambda p: step(p, jnp.arange(16.0))[0])(jnp.float32(2))
+
+
+def test_many_small_leaves_are_not_small_together():
+    """Bits in a row for each replica are the dearer way for more than a little."""
+    leaves = [jnp.ones(1000, jnp.float32)] * 50
+    step = funcga.accumulate(lambda p, x: p, 2, fold=funcga.max(), across="data")
+    sent = sum(found.bytes for found in collectives(replicated(step, mesh()), leaves, jnp.arange(16.0)))
+    assert sent <= 2 * (50 * 4000 + 2**16)
+
+
+def test_what_no_collective_is_called():
+    with pytest.raises(funcga.FuncgaError, match="collective is 'mean': it names the reduction that is combine"):
+        funcga.Monoid(lambda xp, like: like, lambda xp, a, b: a, collective="mean")
+
+
+def test_axes_are_named_once():
+    with pytest.raises(funcga.FuncgaError, match="names an axis twice"):
+        jax_backend.Replicas(("data", "data"))
+    with pytest.raises(funcga.FuncgaError, match="names an axis twice"):
+        replicated(len, mesh(), axis=("data", "data"))
+    with pytest.raises(funcga.FuncgaError, match="in_specs names the axis 'rows', and the mesh has 'data'"):
+        replicated(lambda p, x: p, mesh(), in_specs=(P(), P("rows")))(jnp.ones(()), jnp.ones(8))

@@ -322,7 +322,14 @@ def apart(spec=WHOLE, on=None, where=2, shape=(4,), value=5.0):
 def test_replicas_that_hold_the_same():
     same = jax.device_put({"w": jnp.arange(8.0), "n": jnp.full(4, jnp.nan)}, NamedSharding(mesh(), P()))
     funcga.check_replicas(same, "data")
-    funcga.check_replicas({"w": jnp.zeros(3), "none": None, "key": jax.random.key(0), "f": 1.0}, "data")
+    funcga.check_replicas({**same, "one": jnp.zeros(3), "none": None, "key": jax.random.key(0), "f": 1.0}, "data")
+    funcga.check_replicas(jax.device_put(jnp.arange(8.0), NamedSharding(mesh(1), P())), "data")
+    check_refused(
+        'none of the arrays in params lies on a mesh, so there is nothing to compare along "data". Put them on the mesh',
+        funcga.check_replicas,
+        {"w": jnp.zeros(3), "n": np.zeros(2)},
+        "data",
+    )
     funcga.check_replicas(jax.device_put(jnp.arange(8.0), NamedSharding(mesh(), P("data"))), "data")
     funcga.check_replicas(jax.device_put(jnp.arange(8.0), NamedSharding(grid(), P("model"))), "data")
     funcga.check_replicas(jax.device_put(jax.random.key(3), NamedSharding(mesh(), P())), "data")

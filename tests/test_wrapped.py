@@ -1007,7 +1007,7 @@ PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
         ),
         (
             "empty",
-            "the stream is empty on this replica, and the module is wrapped by DistributedDataParallel, which "
+            "there is no micro-batch on this replica, and the module is wrapped by DistributedDataParallel, which "
             "synchronises inside the backward pass of a micro-batch: without one the others wait for ever. Give every "
             "replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica may have "
             f"none: stream({PURE}, across=group), with the module that was wrapped.",

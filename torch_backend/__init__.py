@@ -10,6 +10,8 @@ from torch_backend.modules import pure_loss as pure_loss
 from torch_backend.replicas import Replicas as Replicas
 from torch_backend.wrapped import module_value_and_grad as module_value_and_grad
 
+__all__ = ["Replicas", "module_value_and_grad", "pure_loss"]
+
 BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas)
 
 # A state holds nothing but tensors and numbers, so torch.load takes it with weights_only=True.

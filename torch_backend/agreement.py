@@ -43,7 +43,7 @@ def agree(
     `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced elsewhere. Raises
     FuncgaError on every replica if they differ.
     """
-    known = found(program, replicas)
+    known = last_agreement(program, replicas)
     if known is not None and (outputs is known.outputs or _same(outputs, leaves, known)):
         return known
     given = {*layout.given_scaled, *layout.given_plain}
@@ -58,7 +58,7 @@ def agree(
     return _remembered(program, outputs, likes, unit, layout, replicas)
 
 
-def found(program: Program, replicas: Replicas) -> Agreement | None:
+def last_agreement(program: Program, replicas: Replicas) -> Agreement | None:
     """The last Agreement of these replicas, if there is one."""
     known: Agreement | None = program.compiled.get(("agreed", replicas.group))
     return known
@@ -66,7 +66,7 @@ def found(program: Program, replicas: Replicas) -> Agreement | None:
 
 def join(program: Program, like: Callable[[Any], Outputs], device: torch.device, replicas: Replicas) -> Agreement:
     """The Agreement of the others, for a replica that has nothing to fold; `like(value)` binds values like theirs."""
-    known = found(program, replicas)
+    known = last_agreement(program, replicas)
     if known is not None:
         return known
     unit, structure = _compare(None, 0, None, replicas)

@@ -125,9 +125,8 @@ class Driven:
         layout, unit = self.buffers.layout, self.buffers.unit or 1.0
         places = [layout.places[i] for i in self.plan.given]
         whole = [g for k, g in zip(places, gradients, strict=True) if layout.lifts[k] is not reducers.weighted.lift]
-        if (
-            whole and unit != 1
-        ):  # what the buffers divide is in units only where it is a weighted sum in the leaf's dtype
+        # what the buffers divide is in units only where it is a weighted sum in the leaf's dtype
+        if whole and unit != 1:
             torch._foreach_mul_(whole, unit)
         for k, gradient in zip(places, gradients, strict=True):
             cast = gradient if layout.lifts[k] else gradient.to(layout.folds[k].accumulator_dtype)

@@ -11,7 +11,7 @@ from funcga.arguments import Arguments, groups, starts
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
-from funcga.gradients import GradientFunction
+from funcga.gradients import GradientFunction, OwningGradient
 from funcga.program import Program
 from torch_backend import arrays, trees
 from torch_backend.agreement import join
@@ -40,7 +40,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         arguments = program.read(args, backend)
         if torch.compiler.is_compiling() and not arrays.in_transform() and all(map(arrays.is_array, arguments.state())):
             return fold_in_graph(program.bound(backend), arguments, _copied(arguments), kwargs)
-        cuts = _cuts(program, arguments, least=1 if window.replicas is None else 0)
+        cuts = _cuts(program, arguments, across=window.replicas is not None)
         if window.replicas is None:
             return _fold(program, window, cuts, kwargs)
         return _fold_across(program, window, cuts, kwargs, arguments)
@@ -58,13 +58,15 @@ def _untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
     return untraced
 
 
-def _cuts(program: Program, arguments: Arguments, least: int) -> Iterator[_Microbatch]:
-    """The micro-batches; with `least` 0 there may be fewer rows than n, or none: other replicas have more."""
-    rows = arguments.rows(least)
+def _cuts(program: Program, arguments: Arguments, across: bool) -> Iterator[_Microbatch]:
+    """The micro-batches; `across` replicas one may have fewer rows than n, or none."""
+    if isinstance(program.grad_fn, OwningGradient) and not arguments.rows(may_be_empty=True):
+        program.grad_fn.check_stream()
+    rows = arguments.rows(may_be_empty=across)
     keeps_order = arguments.state() or any(f.reducer.monoid.axis is not None for f in _folds(program))
     placed, devices = (arguments, 1) if keeps_order else by_devices(arguments)
     rows, size = rows // devices, program.microbatch_size
-    n = program.n if least or program.n is None else min(program.n, rows)
+    n = min(program.n, rows) if across and program.n is not None else program.n
     found = groups(rows, n, None if size is None else max(1, size // devices)) if rows else []
     return _each(placed, starts(found), devices)
 

@@ -19,7 +19,7 @@ from funcga import tally
 from funcga.errors import FuncgaError
 from funcga.program import Program
 from torch_backend import arrays, tail
-from torch_backend.agreement import Agreement, agree, found
+from torch_backend.agreement import Agreement, agree, last_agreement
 from torch_backend.buckets import view
 from torch_backend.buffers import Buffers
 from torch_backend.comparison import explained
@@ -270,7 +270,9 @@ def count_window(program: Program) -> None:
 
 def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], weight: Any, replicas: Replicas) -> Reduction:
     """The Reduction of a window whose first micro-batch has given these leaves, with this weight."""
-    known = found(program, replicas) is not None  # and so is what a window does, which may begin anew in the first
+    known = (
+        last_agreement(program, replicas) is not None
+    )  # and so is what a window does, which may begin anew in the first
     agreement = agree(program, buffers.outputs, leaves, weight, buffers.layout, replicas)
     one_device = len({bucket.device for bucket in agreement.plan.buckets}) == 1  # else hooks run in several threads
     return Reduction(agreement, buffers, replicas, program.compiled["windows"], overlaps=known and one_device)

@@ -1,6 +1,6 @@
 """The tail of a bucket: a few bytes of every replica, gathered by the all_reduce that adds the rest of the bucket.
 
-Only torch has this file: XLA can reduce arrays of several dtypes together.
+Only torch has this file; what does the same in JAX is `bits`.
 
 Each replica has a row, and leaves those of the others zero. Any dtype, bfloat16 too, holds the numbers 0 to 255
 exactly, so what is added up is what was written: counts past 2**24, weights in float64, and whatever is no sum.

@@ -13,7 +13,7 @@ from funcga.arguments import Argument, Arguments
 from funcga.backend import load
 from funcga.errors import FuncgaError
 from funcga.folds import mean
-from funcga.gradients import BoundGradient, GradientFunction
+from funcga.gradients import GradientFunction, OwningGradient
 from funcga.program import Program
 from torch_backend.driven import Driven
 from torch_backend.drivers import DDP, Plain, Replicate
@@ -69,7 +69,7 @@ def module_value_and_grad(
 
 
 @dataclass(frozen=True, eq=False)
-class ModuleGradient(BoundGradient):
+class ModuleGradient(OwningGradient):
     """The gradient function of a module's own parameters. Made by `module_value_and_grad`."""
 
     module: nn.Module
@@ -120,7 +120,7 @@ class ModuleGradient(BoundGradient):
         """Raises FuncgaError if a replica without micro-batches would make the others wait."""
         if self.driver.name:
             raise FuncgaError(
-                f"the stream is empty on this replica, and the module is wrapped by {self.driver.name}, which "
+                f"there is no micro-batch on this replica, and the module is wrapped by {self.driver.name}, which "
                 f"synchronises inside the backward pass of a micro-batch: without one the others wait for ever. Give "
                 f"every replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica "
                 f"may have none: stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
