@@ -82,7 +82,9 @@ def _remembered(
     likes = {k: leaves[i] for k, i in enumerate(outputs.reduced) if leaves[i] is not None}
     placed = {k: place_of(like) for k, like in likes.items() if is_placed(like)}
     likes = {k: local(like) for k, like in likes.items()}
-    sums = {k for k, like in likes.items() if k in layout.sums or _is_sum(layout.folds[k], like)}
+    # a scalar, as the loss, is not rounded to what is sent for gradients
+    exact = {k for k, like in likes.items() if replicas.wire_dtype is not None and like.ndim == 0}
+    sums = {k for k, like in likes.items() if k in layout.sums or _is_sum(layout.folds[k], like)} - exact
     plan = planned(layout, likes, sums, replicas.bucket_bytes)
     kinds = {k: (tuple(like.shape), like.stride()) for k, like in likes.items()}
     agreement = Agreement(outputs, plan, unit, kinds, placed)

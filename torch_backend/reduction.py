@@ -148,7 +148,7 @@ class Reduction:
         whole = isinstance(host, int) and host < 2**53
         rows = [_rows(buffers.collected[i], self._axis(i)) for i in self.outputs.collected]
         counts = _sent(torch.tensor([buffers.steps, host if whole else 0, self.window, *rows]), self._device)
-        real = _sent(torch.tensor(0 if whole else host, dtype=torch.float64), self._device)
+        real = _sent(torch.tensor(0.0 if whole else float(host), dtype=torch.float64), self._device)
         if buffers.counted is not None:
             counted = buffers.counted.weight[0].to(self._device)
             if counted.is_floating_point():

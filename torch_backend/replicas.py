@@ -23,8 +23,8 @@ class Replicas:
     group: a process group or a 1-D DeviceMesh.
     bucket_bytes: the bytes of one all_reduce; it is launched while the last micro-batch's backward pass still runs.
     wire_dtype: what gradients are sent as, such as torch.bfloat16, which halves the traffic and rounds what each
-        replica contributes to 8 bits. Default: as they are accumulated. Counts, weights and losses of other dtypes are
-        exact in any case.
+        replica contributes to 8 bits. Default: as they are accumulated. Counts, weights and scalars, as losses, are not
+        rounded in any case.
 
     Raises FuncgaError for what is no group of which this process is a member.
 
