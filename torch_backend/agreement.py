@@ -16,7 +16,7 @@ from funcga.program import Program
 from torch_backend import arrays, trees
 from torch_backend.buckets import Plan, planned
 from torch_backend.buffers import Layout, power_below
-from torch_backend.comparison import check_alike, gathered
+from torch_backend.comparison import check_alike, digest_of, gathered
 from torch_backend.placements import Place, is_placed, local, place_of
 from torch_backend.replicas import Replicas
 
@@ -111,14 +111,15 @@ def _like(leaf: Any, given: bool) -> Any:
 def _compare(description: Any, weight: Any, structure: Any, replicas: Replicas) -> tuple[float, Any]:
     """The unit to travel in, and the structure of the first that has one, which is sent where one has none."""
     unit = 1.0 if isinstance(weight, torch.Tensor) else float(weight)
-    said = gathered(None if description is None else unit, replicas.group)
+    said = gathered(None if description is None else (unit, digest_of(description)), replicas.group)
     speakers = [rank for rank, theirs in enumerate(said) if theirs is not None]
     if not speakers:
         raise FuncgaError(
             "no replica has a micro-batch to fold, and so nobody knows the structure to return. Check the loaders, or "
             "that a generator was not used up before."
         )
-    check_alike(description, replicas.group, "fold different structures")
+    digests = [None if theirs is None else theirs[1] for theirs in said]
+    check_alike(description, replicas.group, "fold different structures", digests)
     if len(speakers) < replicas.count:
         sent = [structure]
         source = dist.get_global_rank(replicas.group, speakers[0])
@@ -130,7 +131,7 @@ def _compare(description: Any, weight: Any, structure: Any, replicas: Replicas) 
                 "mesh, which it cannot know of. Give every replica a micro-batch in the first window; later ones may "
                 "have none."
             )
-    units = {theirs for theirs in said if theirs}
+    units = {theirs[0] for theirs in said if theirs is not None and theirs[0]}
     return (units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0), structure
 
 

@@ -21,13 +21,22 @@ def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     return said
 
 
-def check_alike(mine: dict[str, str] | None, group: dist.ProcessGroup, problem: str) -> None:
+def digest_of(description: dict[str, str]) -> str:
+    """A short text that is another for any other description."""
+    return hashlib.sha256(repr([*description.items()]).encode()).hexdigest()
+
+
+def check_alike(
+    mine: dict[str, str] | None, group: dist.ProcessGroup, problem: str, digests: list[str | None] | None = None
+) -> None:
     """Raises FuncgaError on every replica if two of them describe differently what stands at a path.
 
-    `mine` has a description for every path; it is None on a replica that has nothing to say.
+    `mine` has a description for every path; it is None on a replica that has nothing to say. `digests` are those of
+    all replicas, if they are known already.
     """
-    digest = None if mine is None else hashlib.sha256(repr([*mine.items()]).encode()).hexdigest()
-    if len({*gathered(digest, group)} - {None}) <= 1:
+    if digests is None:
+        digests = gathered(None if mine is None else digest_of(mine), group)
+    if len({*digests} - {None}) <= 1:
         return
     speakers = [(rank, theirs) for rank, theirs in enumerate(gathered(mine, group)) if theirs is not None]
     first, like = speakers[0]
