@@ -94,6 +94,19 @@ def in_order(group):
     return rows.full_tensor().tolist()
 
 
+def spread(group):
+    """Moments of micro-batches, which other rows together would change."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    x = torch.arange(8.0, dtype=torch.float64)
+    step = funcga.accumulate(lambda x: x.mean(), 4, fold=funcga.moments(), in_axes=0)
+    found, expected = step(distribute_tensor(x, mesh, [Shard(0)])), step(x)
+    return [(a.full_tensor() - b).item() for a, b in zip(found, expected, strict=True)]
+
+
+def test_moments_are_those_of_the_same_micro_batches():
+    assert processes(2).run(spread) == [[0.0, 0.0]] * 2
+
+
 def test_collected_rows_keep_their_order():
     assert processes(2).run(in_order) == [[2.0 * i for i in range(8)]] * 2
 

@@ -63,8 +63,9 @@ def _cuts(program: Program, arguments: Arguments, across: bool) -> Iterator[_Mic
     if isinstance(program.grad_fn, OwningGradient) and not arguments.rows(may_be_empty=True):
         program.grad_fn.check_stream()
     rows = arguments.rows(may_be_empty=across)
-    keeps_order = arguments.state() or any(f.reducer.monoid.axis is not None for f in _folds(program))
-    placed, devices = (arguments, 1) if keeps_order else by_devices(arguments)
+    # rows of several devices at once are other rows together, which sums and extremes alone do not show
+    ordered = arguments.state() or any(fold.reducer.monoid.collective is None for fold in _folds(program))
+    placed, devices = (arguments, 1) if ordered else by_devices(arguments)
     rows, size = rows // devices, program.microbatch_size
     n = min(program.n, rows) if across and program.n is not None else program.n
     found = groups(rows, n, None if size is None else max(1, size // devices)) if rows else []
