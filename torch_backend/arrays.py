@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch._C import _functorch  # no public test for a running transform exists
 
-from torch_backend.placements import Rows, is_placed
+from torch_backend.placements import is_placed
 
 xp = torch
 
@@ -98,10 +98,8 @@ def cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return array.to(dtype)
 
 
-def slice(array: Any, axis: int, start: Any, size: int) -> Any:
+def slice(array: torch.Tensor, axis: int, start: Any, size: int) -> torch.Tensor:
     """`size` rows from `start` on, along an axis."""
-    if isinstance(array, Rows):
-        return array.cut(axis, start, size)
     if isinstance(start, torch.Tensor):  # in a compiled loop
         return array.index_select(axis, start.to(array.device) + torch.arange(size, device=array.device))
     return array.narrow(axis, start, size)

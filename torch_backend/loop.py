@@ -20,7 +20,7 @@ from torch_backend.buffers import Buffers, Layout
 from torch_backend.driven import Driven
 from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
-from torch_backend.placements import by_devices
+from torch_backend.placements import devices_of, narrow
 from torch_backend.reduction import Reduction, begun, count_window
 from torch_backend.replicas import Replicas
 from torch_backend.scan import fold_in_graph
@@ -65,11 +65,11 @@ def _cuts(program: Program, arguments: Arguments, across: bool) -> Iterator[_Mic
     rows = arguments.rows(may_be_empty=across)
     # rows of several devices at once are other rows together, which sums and extremes alone do not show
     ordered = arguments.state() or any(fold.reducer.monoid.collective is None for fold in _folds(program))
-    placed, devices = (arguments, 1) if ordered else by_devices(arguments)
+    devices = 1 if ordered else devices_of(arguments)
     rows, size = rows // devices, program.microbatch_size
     n = min(program.n, rows) if across and program.n is not None else program.n
     found = groups(rows, n, None if size is None else max(1, size // devices)) if rows else []
-    return _each(placed, starts(found), devices)
+    return _each(arguments, starts(found), devices)
 
 
 def _folds(program: Program) -> list[Fold]:
@@ -77,8 +77,9 @@ def _folds(program: Program) -> list[Fold]:
 
 
 def _each(arguments: Arguments, found: Iterator[tuple[int, int]], devices: int) -> Iterator[_Microbatch]:
+    take = None if devices == 1 else narrow
     for start, size in found:
-        yield arguments, lambda state, a=start, b=size: arguments.cut(a, b, state), lambda b=size: b * devices  # type: ignore[misc]
+        yield arguments, lambda state, a=start, b=size: arguments.cut(a, b, state, take), lambda b=size: b * devices  # type: ignore[misc]
 
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:

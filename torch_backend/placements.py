@@ -6,7 +6,7 @@ A gradient comes as `Partial`, a sum that is not reduced yet. Partials are added
 for each leaf, at the end, to where its parameter lies.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,44 +82,19 @@ def aligned(value: Any, accumulator: Any) -> Any:
     return value.redistribute(placements=accumulator.placements)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a tensor that lie on several devices, as many on each: cut on all of them at once.
+def narrow(array: Any, axis: int, start: int, size: int) -> Any:
+    """`size` rows of each device from its `start`-th on, along an axis, as one tensor: none of them travels."""
+    from torch.distributed.tensor import DTensor
 
-    So a micro-batch has some rows of every device, and none travels.
-    """
-
-    tensor: Any
-    devices: int
-
-    @property
-    def shape(self) -> Any:
-        """The tensor's own."""
-        return self.tensor.shape
-
-    def cut(self, axis: int, start: int, size: int) -> Any:
-        """`size` rows of each device from the `start`-th on, as one tensor."""
-        from torch.distributed.tensor import DTensor
-
-        held = local(self.tensor).narrow(axis, start, size)
-        return DTensor.from_local(held, self.tensor.device_mesh, self.tensor.placements, run_check=False)
+    held = local(array).narrow(axis, start, size)
+    return DTensor.from_local(held, array.device_mesh, array.placements, run_check=False)
 
 
-def by_devices(arguments: Arguments) -> tuple[Arguments, int]:
-    """The arguments with Rows for what is split, and on how many devices; 1 if that cannot be, as they lie unlike."""
+def devices_of(arguments: Arguments) -> int:
+    """On how many devices the rows of all that is split lie, as many on each; 1 if they lie unlike."""
     found = {_where(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and leaf is not None}
-    if len(found) != 1 or (mesh := found.pop()) is None:
-        return arguments, 1
-    devices = mesh[1]
-    parts = []
-    for part in arguments.parts:
-        rows = [_as_rows(leaf, placed.value, devices) for leaf, placed in zip(part.leaves, part.axes, strict=True)]
-        parts.append(part._replace(leaves=rows))
-    return replace(arguments, parts=tuple(parts)), devices
-
-
-def _as_rows(leaf: Any, axis: Any, devices: int) -> Any:
-    return Rows(leaf, devices) if isinstance(axis, int) and leaf is not None else leaf
+    where = found.pop() if len(found) == 1 else None
+    return 1 if where is None else where[1]
 
 
 def _where(leaf: Any, axis: int) -> tuple[Any, int] | None:
