@@ -17,11 +17,11 @@ from funcga.backend import Arrays, Gradients, Loop, Replicas, Trees
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
-         "funcga.program", "funcga.reducers", "funcga.tally", "funcga"}  # fmt: skip
+         "funcga.program", "funcga.reducers", "funcga.tally", "funcga.transforms", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
           "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "replicas", "interop",
-          "__init__", "parity", "__main__"]  # fmt: skip
+          "transforms", "__init__", "parity", "__main__"]  # fmt: skip
 
 
 def imported(source):
