@@ -33,8 +33,13 @@ from funcga.normalizers import Moments as Moments
 from funcga.normalizers import Normalizer as Normalizer
 from funcga.reducers import Reducer as Reducer
 from funcga.replicas import check_replicas as check_replicas
+from funcga.stepping import multi_steps as multi_steps
 from funcga.streaming import stream as stream
 from funcga.streaming import windows as windows
 from funcga.tally import Tally as Tally
+from funcga.targets import TargetWeight as TargetWeight
+from funcga.transforms import MultiSteps as MultiSteps
+from funcga.transforms import Transform as Transform
+from funcga.window import MultiStepsState as MultiStepsState
 
 __version__ = "0.1.0"

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from funcga.errors import FuncgaError
 
 if TYPE_CHECKING:
+    from funcga.leaves import LeafFold
+    from funcga.outputs import Outputs
     from funcga.program import Program
+    from funcga.tally import Tally
 
 # Arrays, dtypes and trees belong to the frameworks, which this package does not import.
 Array = Any
@@ -24,7 +27,7 @@ Tree = Any
 class Trees(Protocol):
     """A framework's own idea of a tree: which containers it walks, in which order, and what it does with None."""
 
-    def flatten(self, tree: Tree) -> tuple[list[Any], Any]:
+    def flatten(self, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
         """The leaves, in the framework's order, and the structure that puts them back."""
         ...
 
@@ -94,6 +97,14 @@ class Arrays(Protocol):
         """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
         ...
 
+    def addends(self, weight: Any, wide: bool) -> tuple[Array, ...]:
+        """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
+        ...
+
+    def integer(self, number: Any) -> Array:
+        """A count as a 0-d int32 array."""
+        ...
+
     def owned(self, array: Array) -> Array:
         """The array in memory that nobody else writes to."""
         ...
@@ -153,9 +164,61 @@ class Replicas(Protocol):
         ...
 
 
+class Transforms(Protocol):
+    """What a fold that is spread over calls needs of a framework: its branch, and its own type of transforms."""
+
+    def adopted(self, tx: Any) -> Any:
+        """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
+        ...
+
+    def offered(self, made: Any) -> Any:
+        """A transform of funcga's in the type that the framework's own combinators take."""
+        ...
+
+    def when(self, predicate: Any, emit: Callable[..., Any], state: Tree, operands: Tree, like: Tree) -> Any:
+        """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state."""
+        ...
+
+    def add(
+        self, folds: "Sequence[LeafFold | None]", held: list[Any], leaves: list[Any], weight: Any, donate: bool
+    ) -> Any:
+        """What is held of each leaf, with one more value of this weight; in the same memory if that is donated."""
+        ...
+
+    def finish(self, folds: "Sequence[LeafFold | None]", held: list[Any], tally: "Tally", donate: bool) -> list[Any]:
+        """The normalised leaves; in the same memory if that is donated."""
+        ...
+
+    def emptied(self, folds: "Sequence[LeafFold | None]", held: list[Any], donate: bool, taken: Tree) -> list[Any]:
+        """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
+        ...
+
+    def merged(
+        self, outputs: "Outputs", held: list[Any], tally: "Tally", replicas: Any, known: dict[Any, Any]
+    ) -> tuple[list[Any], "Tally"]:
+        """What all replicas hold together; `known` is what a backend works out once."""
+        ...
+
+    def summed(self, number: Any, replicas: Any) -> Any:
+        """The sum of a scalar over the replicas."""
+        ...
+
+    def part(self, window: Tree) -> Tree:
+        """What a replica holds, of a window as a state has it where replicas fold apart."""
+        ...
+
+    def parted(self, window: Tree, replicas: Any) -> Tree:
+        """A window as a state has it where replicas fold apart."""
+        ...
+
+    def alike(self, state: Tree, like: Tree) -> Tree:
+        """The state in the dtypes that it came in."""
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
-    """One framework's five parts, under the framework's name."""
+    """One framework's six parts, under the framework's name."""
 
     name: str
     trees: Trees
@@ -163,6 +226,7 @@ class Backend:
     gradients: Gradients
     loop: Loop
     replicas: Replicas
+    transforms: Transforms
 
 
 _FRAMEWORKS = ("torch", "jax")

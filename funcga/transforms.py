@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from funcga.errors import FuncgaError
+from funcga.window import MultiStepsState
 
 
 class Transform(NamedTuple):
@@ -32,6 +33,40 @@ class DonatingTransform(Transform):
         return made
 
 
+class MultiSteps(Transform):
+    """What `multi_steps` returns: a transform (init, update), and the same in two halves, `accumulate` and `flush`."""
+
+    __slots__ = ()
+
+    def accumulate(self, grads: Any, state: MultiStepsState, *, weight: Any = 1) -> MultiStepsState:
+        """The state with one more micro-batch's gradients in its window. It only adds; nothing else is touched.
+
+        grads: as for `update`. weight: a number or a 0-d array >= 0. Raises FuncgaError as `update` does.
+        """
+        return _steps(self).accumulate(grads, state, weight)  # type: ignore[no-any-return]
+
+    def flush(self, state: MultiStepsState, params: Any = None, **extra: Any) -> tuple[Any, MultiStepsState]:
+        """(updates, state) of the micro-batches that are in the window, however few they are; the window is then empty.
+
+        Raises FuncgaError if there are none. Where that is not seen, as inside of jit, the update is that of a gradient
+        of zeros; with `drop`, if every micro-batch was dropped, the updates are zeros and no update is counted.
+        """
+        return _steps(self).flush(state, params, extra)  # type: ignore[no-any-return]
+
+    def has_updated(self, state: MultiStepsState) -> Any:
+        """Whether the call that returned this state was an update: a bool, or in JAX a 0-d array of one."""
+        return _steps(self).has_updated(state)
+
+    @property
+    def across(self) -> Any:
+        """The replicas that an update merges over, as they were given."""
+        return _steps(self).across
+
+
+def _steps(transform: MultiSteps) -> Any:
+    return transform.update.__self__  # type: ignore[attr-defined]
+
+
 def read_transform(tx: Any, name: str = "tx") -> Transform:
     """What can be used as a transform, as one: any object with init and update, or a pair of functions.
 
@@ -47,13 +82,14 @@ def read_transform(tx: Any, name: str = "tx") -> Transform:
 def _no_transform(tx: Any, name: str) -> str:
     kind = tx if isinstance(tx, type) else type(tx)
     if any(base.__module__ == "torch.optim.optimizer" for base in kind.__mro__):
+        found = f"{'the class' if tx is kind else 'a'} {kind.__name__}"
         return (
-            f"{name} is {'the class' if tx is kind else 'a'} {kind.__name__}, whose step() changes parameters in place. "
-            f"Make it a pair of pure functions: torch_backend.from_optimizer(torch.optim.{kind.__name__}, lr=1e-3); or "
-            f"keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads)."
+            f"{name} is {found}, whose step() changes parameters in place. Make it a pair of pure functions: "
+            f"torch_backend.from_optimizer(torch.optim.{kind.__name__}, lr=1e-3); or keep optimizer.step() and give it "
+            f"gradients: torch_backend.assign_grads(params, grads)."
         )
     hint = " Call it first: it seems to be what makes a transform." if callable(tx) else ""
     return (
-        f"{name} is {tx!r}, which has no functions init and update.{hint} Pass a transform, such as optax.adamw(1e-3) or "
-        f"torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3), or a pair (init, update)."
+        f"{name} is {tx!r}, which has no functions init and update.{hint} Pass a transform, such as "
+        f"optax.adamw(1e-3) or torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3), or a pair (init, update)."
     )

@@ -1,12 +1,14 @@
 """The JAX backend of funcga: lax.scan and JAX arrays on any device."""
 
 from funcga.backend import Backend
-from jax_backend import arrays, gradients, loop, replicas, trees
+from jax_backend import arrays, gradients, loop, replicas, transforms, trees
 from jax_backend.communication import Collective as Collective
 from jax_backend.communication import collectives as collectives
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replication import replicated as replicated
+from jax_backend.transforms import apply_updates as apply_updates
+from jax_backend.transforms import state_specs as state_specs
 
-__all__ = ["Collective", "Replicas", "collectives", "replicated"]
+__all__ = ["Collective", "Replicas", "apply_updates", "collectives", "replicated", "state_specs"]
 
-BACKEND = Backend("jax", trees, arrays, gradients, loop, replicas)
+BACKEND = Backend("jax", trees, arrays, gradients, loop, replicas, transforms)

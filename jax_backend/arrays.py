@@ -105,15 +105,28 @@ def scalar(weight: Any) -> Any:
 
 def limbs(weight: Any) -> tuple[Any, ...]:
     """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
-    if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
+    return addends(weight, wide=jax.dtypes.canonicalize_dtype(np.float64) == np.float64)
+
+
+def addends(weight: Any, wide: bool) -> tuple[Any, ...]:
+    """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
+    if wide:
         return (jnp.asarray(weight, dtype=jnp.float64),)
     if not isinstance(weight, jax.Array):
         high = np.float32(weight)
         return jnp.asarray(high), jnp.asarray(np.float32(weight - float(high)))
     if not jnp.issubdtype(weight.dtype, jnp.integer):
-        return weight.astype(jnp.float32), jnp.zeros_like(weight, dtype=jnp.float32)
+        rounded = weight.astype(jnp.float32)
+        if weight.dtype.itemsize <= 4:
+            return rounded, jnp.zeros_like(rounded)
+        return rounded, (weight - rounded.astype(weight.dtype)).astype(jnp.float32)
     low = weight & jnp.asarray(0xFFFF, dtype=weight.dtype) if weight.dtype.itemsize > 2 else jnp.zeros_like(weight)
     return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
+
+
+def integer(number: Any) -> jax.Array:
+    """A count as a 0-d int32 array."""
+    return jnp.asarray(number, dtype=jnp.int32)
 
 
 def owned(array: jax.Array) -> jax.Array:

@@ -1,14 +1,14 @@
 """Trees, as this framework walks them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """The leaves, in the framework's order, and the structure that puts them back."""
-    return jax.tree.flatten(tree)
+    return jax.tree.flatten(tree, is_leaf)
 
 
 def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:

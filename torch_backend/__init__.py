@@ -5,14 +5,15 @@ import torch
 from funcga.accumulator import AccumulatorState
 from funcga.backend import Backend
 from funcga.tally import Tally
-from torch_backend import arrays, gradients, loop, replicas, trees
+from funcga.window import Dropped, MultiStepsState, Parts, Window
+from torch_backend import arrays, gradients, loop, replicas, transforms, trees
 from torch_backend.modules import pure_loss as pure_loss
 from torch_backend.replicas import Replicas as Replicas
 from torch_backend.wrapped import module_value_and_grad as module_value_and_grad
 
 __all__ = ["Replicas", "module_value_and_grad", "pure_loss"]
 
-BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas)
+BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, transforms)
 
-# A state holds nothing but tensors and numbers, so torch.load takes it with weights_only=True.
-torch.serialization.add_safe_globals([AccumulatorState, Tally])
+# States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
+torch.serialization.add_safe_globals([AccumulatorState, Dropped, MultiStepsState, Parts, Tally, Window])

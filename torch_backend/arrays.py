@@ -134,6 +134,25 @@ def limbs(weight: Any) -> tuple[Any, ...]:
     return (weight.to(torch.float32 if weight.device.type == "mps" else torch.float64),)
 
 
+def addends(weight: Any, wide: bool) -> tuple[torch.Tensor, ...]:
+    """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
+    if not isinstance(weight, torch.Tensor):
+        high = torch.tensor(weight, dtype=torch.float64 if wide else torch.float32)
+        return (high,) if wide else (high, torch.tensor(weight - high.item(), dtype=torch.float32))
+    if wide:
+        return (weight.to(torch.float64),)
+    high = weight.to(torch.float32)
+    if weight.is_floating_point():
+        return high, (weight - high.to(weight.dtype)).to(torch.float32)
+    whole = weight.to(torch.int64)
+    return high, (whole - high.to(torch.int64)).to(torch.float32)
+
+
+def integer(number: Any) -> torch.Tensor:
+    """A count as a 0-d int32 array."""
+    return torch.as_tensor(number, dtype=torch.int32)
+
+
 def owned(array: torch.Tensor) -> torch.Tensor:
     """The array in memory that nobody else writes to."""
     return array.clone()

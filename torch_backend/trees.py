@@ -1,7 +1,7 @@
 """Trees, as this framework walks them."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from torch.utils import _pytree
 _LEAF = _pytree.tree_structure(0)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """The leaves, in the framework's order, and the structure that puts them back."""
     if type(tree) is torch.Tensor:  # as most often, and much faster
         return [tree], _LEAF
-    return _pytree.tree_flatten(tree)
+    return _pytree.tree_flatten(tree, is_leaf)
 
 
 def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:

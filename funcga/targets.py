@@ -1,0 +1,76 @@
+"""The target: when a window of `multi_steps` is full. A number of micro-batches, or a weight."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from funcga.backend import Arrays
+from funcga.errors import FuncgaError
+from funcga.program import check_count
+
+
+@dataclass(frozen=True)
+class TargetWeight:
+    """For `n` in `multi_steps`: a window is full when its micro-batches weigh this much together, or more.
+
+    weight: a number > 0, such as a number of tokens, or a schedule of it: a function of the number of updates so far.
+    Raises FuncgaError for a number that is not positive.
+
+    >>> tx = funcga.multi_steps(optax.adamw(1e-3), funcga.TargetWeight(1_000_000))
+    >>> updates, state = tx.update(grads, state, params, weight=tokens)
+    """
+
+    weight: float | Callable[[Any], Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.weight):
+            _check_target(self.weight)
+
+
+def _check_target(weight: Any) -> None:
+    if not isinstance(weight, bool) and isinstance(weight, int | float) and 0 < weight < float("inf"):
+        return
+    raise FuncgaError(
+        f"the target weight is {weight!r}: it must be a finite number above 0, such as the tokens of one update, "
+        f"funcga.TargetWeight(1_000_000); or a function of the number of updates that returns one."
+    )
+
+
+def check_target(n: Any) -> Any:
+    """What `n` may be: an int >= 1, a TargetWeight, or a function of the number of updates. Else FuncgaError."""
+    if isinstance(n, TargetWeight) or callable(n) or getattr(n, "shape", None) == ():
+        return n
+    return check_count(n, "n", " (or a function of the number of updates, or funcga.TargetWeight(1_000_000))")
+
+
+def is_full(n: Any, updates: Any, steps: Any, weight: Callable[[], Any], arrays: Arrays) -> Any:
+    """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
+    target = n.weight if isinstance(n, TargetWeight) else n
+    if callable(target):
+        target = _scheduled(target, arrays.scalar(updates), isinstance(n, TargetWeight), arrays)
+    if isinstance(n, TargetWeight):
+        return _holds(weight() >= target, arrays)
+    return _holds(steps >= target, arrays)
+
+
+def _scheduled(schedule: Callable[[Any], Any], updates: Any, of_weight: bool, arrays: Arrays) -> Any:
+    """What a schedule says. Raises FuncgaError if it is seen to be nothing that can be reached."""
+    target = schedule(updates)
+    seen = arrays.scalar(target) if arrays.is_array(target) else target
+    if arrays.is_array(seen):
+        return target
+    if of_weight:
+        _check_target(seen)
+        return target
+    try:
+        check_count(int(seen) if isinstance(seen, float) and seen == int(seen) else seen, "n")
+    except FuncgaError as error:
+        raise FuncgaError(
+            f"the schedule of n returned {target!r} after {updates} updates: it must be an int, at least 1, or a 0-d "
+            f"array of one."
+        ) from error
+    return target
+
+
+def _holds(condition: Any, arrays: Arrays) -> Any:
+    return arrays.scalar(condition) if arrays.is_array(condition) else bool(condition)

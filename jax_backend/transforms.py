@@ -1,0 +1,197 @@
+"""What transforms need of this framework: a branch, and updates applied."""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from funcga.errors import FuncgaError
+from funcga.leaves import LeafFold
+from funcga.outputs import Outputs
+from funcga.prefixes import leaf_paths
+from funcga.tally import Tally
+from funcga.transforms import MultiSteps
+from funcga.window import Dropped, MultiStepsState
+from jax_backend import arrays, trees
+from jax_backend.exchange import as_varying, varying_axes
+from jax_backend.merging import Folded, merge
+from jax_backend.replicas import Replicas
+
+
+def adopted(tx: Any) -> Any:
+    """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
+    optax: Any = sys.modules.get("optax")
+    if optax is None or not isinstance(tx, optax.GradientTransformation):
+        return tx
+    return optax.with_extra_args_support(tx)
+
+
+def offered(made: Any) -> Any:
+    """A transform of funcga's in the type that the framework's own combinators take."""
+    optax: Any = sys.modules.get("optax")
+    return made if optax is None else _optax_type(optax.GradientTransformationExtraArgs)(*made)
+
+
+def _optax_type(base: Any) -> Any:
+    return type("MultiSteps", (MultiSteps, base), {"__doc__": MultiSteps.__doc__, "__slots__": ()})
+
+
+def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, like: Any) -> Any:
+    """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state."""
+    if not isinstance(predicate, jax.core.Tracer):
+        return emit(state, operands) if predicate else (_nothing(emit, state, operands), state)
+    leaves, structure = jax.tree.flatten(operands)
+    traced = [i for i, leaf in enumerate(leaves) if arrays.is_array(leaf)]
+
+    def run(state: Any, given: list[Any]) -> Any:
+        filled = [*leaves]
+        for i, leaf in zip(traced, given, strict=True):
+            filled[i] = leaf
+        return emit(state, jax.tree.unflatten(structure, filled))
+
+    state = jax.tree.map(_strong, state)
+    branch = jax.custom_jvp(partial(_looped, run))
+    branch.defjvp(lambda primals, tangents: jax.jvp(partial(_branched, run), primals, tangents))
+    return branch(predicate, state, [leaves[i] for i in traced])
+
+
+def _nothing(emit: Callable[..., Any], state: Any, operands: Any) -> Any:
+    """Updates of zeros, like those that `emit` returns."""
+    shapes = jax.eval_shape(lambda state: emit(state, operands)[0], state)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def _strong(leaf: Any) -> Any:
+    leaf = arrays.as_array(leaf)
+    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else lax.convert_element_type(leaf, leaf.dtype)
+
+
+def _looped(run: Callable[..., Any], predicate: Any, state: Any, given: list[Any]) -> Any:
+    """The branch as a loop of at most one turn: XLA lets its body write into what came in, where a cond would copy."""
+    updates, state = _untaken(run, state, given)
+
+    def body(carry: Any) -> Any:
+        return jnp.zeros_like(carry[0]), *_typed(run(carry[2], given), carry[1:])
+
+    return lax.while_loop(lambda carry: carry[0], body, (predicate, updates, state))[1:]
+
+
+def _branched(run: Callable[..., Any], predicate: Any, state: Any, given: list[Any]) -> Any:
+    """The same as a cond, which can be differentiated in reverse."""
+    untaken = _untaken(run, state, given)
+    return lax.cond(predicate, lambda state: _typed(run(state, given), untaken), lambda state: untaken, untaken[1])
+
+
+def _untaken(run: Callable[..., Any], state: Any, given: list[Any]) -> Any:
+    """Zeros and the state, in the types of what would be returned."""
+    updates, after = jax.eval_shape(run, state, given)
+    zeros = jax.tree.map(lambda s: as_varying(jnp.zeros(s.shape, s.dtype), tuple(varying_axes(s))), updates)
+    return zeros, jax.tree.map(lambda a, s: as_varying(a, tuple(varying_axes(s))), state, after)
+
+
+def _typed(found: Any, like: Any) -> Any:
+    """The trees marked as varying over the axes that others vary over."""
+    return jax.tree.map(lambda a, b: as_varying(a, tuple(varying_axes(jax.typeof(b)))), found, like)
+
+
+def add(folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool) -> Any:
+    """What is held of each leaf, with one more value of this weight; in the same memory if that is donated."""
+    triples = zip(folds, held, leaves, strict=True)
+    return [None if fold is None else fold.combine(h, fold.lift(leaf, weight)) for fold, h, leaf in triples]
+
+
+def finish(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally, donate: bool) -> list[Any]:
+    """The normalised leaves; in the same memory if that is donated."""
+    return [None if fold is None else fold.normalize(h, tally) for fold, h in zip(folds, held, strict=True)]
+
+
+def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Any) -> list[Any]:
+    """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
+    pairs = zip(folds, held, strict=True)
+    return [None if fold is None else fold.fold.reducer.monoid.identity(arrays.xp, h) for fold, h in pairs]
+
+
+def merged(
+    outputs: Outputs, held: list[Any], tally: Tally, replicas: Replicas, known: dict[Any, Any]
+) -> tuple[list[Any], Tally]:
+    """What all replicas hold together; `known` is what a backend works out once."""
+    folded = merge(outputs, Folded([held[i] for i in outputs.reduced], tally, [], []), replicas)
+    together = [*held]
+    for i, leaf in zip(outputs.reduced, folded.reduced, strict=True):
+        together[i] = leaf
+    return together, folded.total
+
+
+def summed(number: Any, replicas: Replicas) -> Any:
+    """The sum of a scalar over the replicas."""
+    return lax.psum(as_varying(jnp.asarray(number), replicas.names), replicas.names)  # type: ignore[no-untyped-call]
+
+
+def part(window: Any) -> Any:
+    """What a replica holds, of a window as a state has it where replicas fold apart."""
+    return jax.tree.map(lambda leaf: leaf[0], window)
+
+
+def parted(window: Any, replicas: Replicas) -> Any:
+    """A window as a state has it where replicas fold apart."""
+    return jax.tree.map(lambda leaf: as_varying(leaf, replicas.names)[None], window)
+
+
+def state_specs(tx: MultiSteps) -> MultiStepsState:
+    """The PartitionSpecs of the state of `multi_steps(..., across=)`, as a tree prefix, for shard_map.
+
+    What replicas fold apart has a leading axis, which lies over the axes that `across` names; all else is the same on
+    every device.
+
+    >>> specs = jax_backend.state_specs(tx)
+    >>> state = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(params)
+    """
+    if not isinstance(tx, MultiSteps) or tx.across is None:
+        raise FuncgaError(
+            "state_specs is for funcga.multi_steps(..., across=): only there a state differs between replicas. "
+            "Without across= it is the same on every device: jax.sharding.PartitionSpec()."
+        )
+    replicas = tx.across if isinstance(tx.across, Replicas) else Replicas(tx.across)
+    make: Any = PartitionSpec
+    whole, window = make(), make(replicas.names)
+    return MultiStepsState(whole, window, whole, whole, whole, Dropped(whole, whole))
+
+
+def alike(state: Any, like: Any) -> Any:
+    """The state in the dtypes that it came in."""
+    if trees.flatten(state)[1] != trees.flatten(like)[1]:
+        paths, before = (set(leaf_paths(tree, trees, "state")) for tree in (state, like))
+        raise FuncgaError(
+            f"the wrapped transform returned a state of another structure than it was given: missing "
+            f"{sorted(before - paths) or 'nothing'}, new {sorted(paths - before) or 'nothing'}. A state keeps its "
+            f"structure from init on, or it does not pass through jit."
+        )
+    return jax.tree.map(_alike, state, like)
+
+
+def _alike(leaf: Any, like: Any) -> Any:
+    leaf, like = arrays.as_array(leaf), arrays.as_array(like)
+    return leaf if leaf.dtype == like.dtype else lax.convert_element_type(leaf, like.dtype)
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """The parameters with the updates added, in the parameters' dtypes."""
+    leaves, structure = trees.flatten(params)
+    added, found = trees.flatten(updates)
+    if found != structure:
+        raise FuncgaError(
+            f"params and updates have different structures: {structure} and {found}. Pass what tx.update returned for "
+            f"these params."
+        )
+    return trees.unflatten(structure, [_applied(p, u) for p, u in zip(leaves, added, strict=True)])
+
+
+def _applied(param: Any, update: Any) -> Any:
+    param, update = jnp.asarray(param), jnp.asarray(update)
+    wide = jnp.promote_types(param.dtype, update.dtype)
+    return (param.astype(wide) + update.astype(wide)).astype(param.dtype)

@@ -1,0 +1,190 @@
+"""What transforms need of this framework: a branch, and updates applied."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from funcga import normalizers, reducers
+from funcga.leaves import LeafFold
+from funcga.outputs import Outputs
+from funcga.program import Program
+from funcga.tally import Tally
+from torch_backend import arrays, trees
+from torch_backend.buffers import Buffers, Layout
+from torch_backend.reduction import count_window
+from torch_backend.reduction import merged as merged_buffers
+from torch_backend.replicas import Replicas
+
+
+def adopted(tx: Any) -> Any:
+    """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
+    return tx
+
+
+def offered(made: Any) -> Any:
+    """A transform of funcga's in the type that the framework's own combinators take."""
+    return made
+
+
+def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, like: Any) -> Any:
+    """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state."""
+    if predicate:
+        return emit(state, operands)
+    leaves, structure = trees.flatten(like)
+    return trees.unflatten(structure, [_zeros(leaf) if arrays.is_array(leaf) else leaf for leaf in leaves]), state
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    """Zeros in the shape of updates, which take no memory and cannot be written to."""
+    dtype = arrays.accumulator_dtype(like.dtype) if like.is_floating_point() or like.is_complex() else like.dtype
+    if type(like) not in (torch.Tensor, torch.nn.Parameter):
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    return torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
+
+
+@torch.no_grad()
+def add(folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool) -> Any:
+    """What is held of each leaf, with one more value of this weight; in the same memory if that is donated."""
+    leaves = [leaf.detach() if arrays.is_array(leaf) else leaf for leaf in leaves]
+    added: dict[int, Any] = {}
+    for lift, factor in ((reducers.weighted.lift, weight), (reducers.sum.lift, 1)):
+        if not isinstance(factor, torch.Tensor):
+            places = [i for i, fold in enumerate(folds) if _adds(fold, lift, held[i], leaves[i])]
+            sums = _sums([held[i] for i in places], [leaves[i] for i in places], factor, donate)
+            added |= dict(zip(places, sums, strict=True))
+    return [
+        None if fold is None else added[i] if i in added else fold.combine(held[i], fold.lift(leaves[i], weight))
+        for i, fold in enumerate(folds)
+    ]
+
+
+def _adds(fold: LeafFold | None, lift: Any, held: Any, leaf: Any) -> bool:
+    """Whether the fold adds such leaves, which all lie in one place."""
+    return (
+        fold is not None
+        and fold.fold.reducer.lift is lift
+        and fold.fold.reducer.monoid is reducers.sum.monoid
+        and type(held) is torch.Tensor
+        and type(leaf) is torch.Tensor
+        and leaf.layout is torch.strided
+    )
+
+
+def _sums(held: list[torch.Tensor], leaves: list[torch.Tensor], factor: float, donate: bool) -> Sequence[torch.Tensor]:
+    if not held or not factor:  # a weight of 0 adds nothing, not even a NaN
+        return held
+    if donate:
+        torch._foreach_add_(held, leaves, alpha=factor)
+        return held
+    return torch._foreach_add(held, leaves, alpha=factor)
+
+
+@torch.no_grad()
+def finish(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally, donate: bool) -> list[Any]:
+    """The normalised leaves; in the same memory if that is donated."""
+    total = tally.weight[0] if len(tally.weight) == 1 else None
+    by_weight = normalizers.by_weight.apply
+    places = [i for i, fold in enumerate(folds) if _divides(fold, by_weight, held[i]) and type(total) in (int, float)]
+    divided = dict(zip(places, _quotients([held[i] for i in places], total, donate), strict=True))
+    return [
+        None if fold is None else divided[i] if i in divided else _owned(fold.normalize(held[i], tally), held[i])
+        for i, fold in enumerate(folds)
+    ]
+
+
+def _divides(fold: LeafFold | None, apply: Any, held: Any) -> bool:
+    return (
+        fold is not None
+        and fold.fold.normalizer.apply is apply
+        and type(held) is torch.Tensor
+        and held.dtype == fold.result_dtype
+    )
+
+
+def _quotients(held: list[torch.Tensor], total: Any, donate: bool) -> Sequence[torch.Tensor]:
+    if not total:
+        return [torch.zeros_like(h) for h in held]
+    if donate and held:
+        torch._foreach_div_(held, float(total))
+        return held
+    return torch._foreach_div(held, float(total)) if held else held
+
+
+def _owned(result: Any, held: Any) -> Any:
+    """The result in memory of its own, as what is held may be the caller's."""
+    return result.clone() if result is held else result
+
+
+@torch.no_grad()
+def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Any) -> list[Any]:
+    """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
+    kept = {_storage(leaf) for leaf in trees.flatten(taken)[0]} if donate else set()
+    return [None if fold is None else _emptied(fold, h, donate, kept) for fold, h in zip(folds, held, strict=True)]
+
+
+def _emptied(fold: LeafFold, held: Any, donate: bool, taken: set[Any]) -> Any:
+    monoid = fold.fold.reducer.monoid
+    if donate and monoid is reducers.sum.monoid and type(held) is torch.Tensor and _storage(held) not in taken:
+        return held.zero_()
+    return monoid.identity(torch, held)
+
+
+def _storage(leaf: Any) -> Any:
+    return leaf.untyped_storage().data_ptr() if type(leaf) is torch.Tensor else None
+
+
+def merged(
+    outputs: Outputs, held: list[Any], tally: Tally, replicas: Replicas, known: dict[Any, Any]
+) -> tuple[list[Any], Tally]:
+    """What all replicas hold together; `known` is what a backend works out once."""
+    program = known.setdefault("program", Program(_nothing, None))
+    count_window(program)
+    leaves = [h[0] if isinstance(h, tuple) else h for h in held]
+    buffers = Buffers(Layout(outputs))
+    buffers.unit, buffers.reduced = 1.0, [_copied(held[i]) for i in outputs.reduced]
+    limbs, steps = [arrays.scalar(limb) for limb in tally.weight], arrays.scalar(tally.steps)
+    if any(isinstance(part, torch.Tensor) for part in (*limbs, steps)):
+        buffers.counted = Tally((sum(map(_double, tally.weight)),), tally.steps)
+    else:
+        buffers.weight, buffers.steps = sum(limbs), steps
+    merged_buffers(program, buffers, leaves, [], [replicas])
+    together = [*held]
+    for i, leaf in zip(outputs.reduced, buffers.reduced, strict=True):
+        together[i] = leaf
+    return together, buffers.tally
+
+
+def _double(limb: torch.Tensor) -> torch.Tensor:
+    return limb.to(torch.float64)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _copied(held: Any) -> Any:
+    return tuple(part.clone() for part in held) if isinstance(held, tuple) else held.clone()
+
+
+def summed(number: Any, replicas: Replicas) -> Any:
+    """The sum of a scalar over the replicas."""
+    total = torch.as_tensor(number, dtype=torch.float64)
+    dist.all_reduce(total, group=replicas.group)
+    return arrays.scalar(total)
+
+
+def part(window: Any) -> Any:
+    """What a replica holds, of a window as a state has it where replicas fold apart."""
+    return window
+
+
+def parted(window: Any, replicas: Replicas) -> Any:
+    """A window as a state has it where replicas fold apart."""
+    return window
+
+
+def alike(state: Any, like: Any) -> Any:
+    """The state in the dtypes that it came in."""
+    return state
