@@ -108,10 +108,10 @@ class _Steps:
         held = [fold.identity(leaf) if fold else None for fold, leaf in pairs]
         window = windows.empty(held, structure, backend)
         inner = self.tx.init(wide)
-        zero, flag = arrays.integer(0), arrays.as_array(False)
+        zero = partial(arrays.integer, 0)  # a new one for each, as one buffer cannot be donated twice
         if replicas is not None:
             window = backend.transforms.parted(window, replicas)
-        return MultiStepsState(inner, window, zero, zero, flag, Dropped(zero, zero))
+        return MultiStepsState(inner, window, zero(), zero(), arrays.as_array(False), Dropped(zero(), zero()))
 
     def update(
         self, grads: Any, state: MultiStepsState, params: Any = None, *, weight: Any = 1, **extra: Any
@@ -169,7 +169,7 @@ class _Steps:
             outputs = bind_outputs((self.fold, sum()), (tree, count), backend, shaped=False)
             _check_folds(outputs)
             self.known["outputs"] = known = (dtypes, structure, backend, outputs)
-        return known[3]  # type: ignore[no-any-return]
+        return known[3]
 
     def _added(self, grads: Any, state: MultiStepsState, weight: Any, backend: Backend) -> MultiStepsState:
         arrays, transforms, replicas = backend.arrays, backend.transforms, self._replicas(backend)
