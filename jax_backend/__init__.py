@@ -6,8 +6,8 @@ from jax_backend.communication import Collective as Collective
 from jax_backend.communication import collectives as collectives
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replication import replicated as replicated
-from jax_backend.transforms import apply_updates as apply_updates
 from jax_backend.transforms import state_specs as state_specs
+from jax_backend.updates import apply_updates as apply_updates
 
 __all__ = ["Collective", "Replicas", "apply_updates", "collectives", "replicated", "state_specs"]
 

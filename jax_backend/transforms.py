@@ -1,4 +1,4 @@
-"""What transforms need of this framework: a branch, and updates applied."""
+"""What a fold that is spread over calls needs of this framework: its branch, sums that go on, and its own types."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -177,21 +177,3 @@ def alike(state: Any, like: Any) -> Any:
 def _alike(leaf: Any, like: Any) -> Any:
     leaf, like = arrays.as_array(leaf), arrays.as_array(like)
     return leaf if leaf.dtype == like.dtype else lax.convert_element_type(leaf, like.dtype)
-
-
-def apply_updates(params: Any, updates: Any) -> Any:
-    """The parameters with the updates added, in the parameters' dtypes."""
-    leaves, structure = trees.flatten(params)
-    added, found = trees.flatten(updates)
-    if found != structure:
-        raise FuncgaError(
-            f"params and updates have different structures: {structure} and {found}. Pass what tx.update returned for "
-            f"these params."
-        )
-    return trees.unflatten(structure, [_applied(p, u) for p, u in zip(leaves, added, strict=True)])
-
-
-def _applied(param: Any, update: Any) -> Any:
-    param, update = jnp.asarray(param), jnp.asarray(update)
-    wide = jnp.promote_types(param.dtype, update.dtype)
-    return (param.astype(wide) + update.astype(wide)).astype(param.dtype)

@@ -8,12 +8,18 @@ from funcga.tally import Tally
 from funcga.window import Dropped, MultiStepsState, Parts, Window
 from torch_backend import arrays, gradients, loop, replicas, transforms, trees
 from torch_backend.modules import pure_loss as pure_loss
+from torch_backend.optimizer_state import OptimizerState
+from torch_backend.optimizers import from_optimizer as from_optimizer
 from torch_backend.replicas import Replicas as Replicas
+from torch_backend.slots import Number
+from torch_backend.updates import apply_updates as apply_updates
 from torch_backend.wrapped import module_value_and_grad as module_value_and_grad
 
-__all__ = ["Replicas", "module_value_and_grad", "pure_loss"]
+__all__ = ["Replicas", "apply_updates", "from_optimizer", "module_value_and_grad", "pure_loss"]
 
 BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
-torch.serialization.add_safe_globals([AccumulatorState, Dropped, MultiStepsState, Parts, Tally, Window])
+torch.serialization.add_safe_globals(
+    [AccumulatorState, Dropped, MultiStepsState, Number, OptimizerState, Parts, Tally, Window]
+)

@@ -1,4 +1,4 @@
-"""What transforms need of this framework: a branch, and updates applied."""
+"""What a fold that is spread over calls needs of this framework: its branch, sums that go on, and its own types."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

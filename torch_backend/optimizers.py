@@ -1,0 +1,166 @@
+"""Optimizers of torch as pure functions.
+
+Only torch has this file: an optimizer of optax is a pair of pure functions already.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from funcga.errors import FuncgaError
+from funcga.transforms import DonatingTransform
+from torch_backend import trees
+from torch_backend.closures import constant, evaluating, needs_closure
+from torch_backend.matching import check_parameters
+from torch_backend.optimizer_state import Given, OptimizerState, fresh
+from torch_backend.options import Options, check_kept, check_names, names_of, options_of
+from torch_backend.placements import locals_of
+from torch_backend.schedules import Schedule
+from torch_backend.slots import from_slot, mapped, to_slot
+
+
+def from_optimizer(
+    optimizer: type[Optimizer],
+    *,
+    groups: Callable[[str], dict[str, Any]] | None = None,
+    scheduler: Callable[[Optimizer], Any] | None = None,
+    **options: Any,
+) -> DonatingTransform:
+    """`(init, update)`, both pure, of an optimizer of torch: what its step would add to the parameters.
+
+    optimizer: a class, any of torch.optim or one's own, which keeps what it keeps for each parameter in `.state`.
+    options: the optimizer's own: lr, betas, fused, foreach, maximize ... One that is a function is a schedule of the
+        count of updates, from 0 on: `lr=lambda count: 1e-3 * 0.9**count`.
+    groups: `groups(name)` is a dict of the options that one parameter has for itself; {} for none. Names are the keys
+        of the tree, joined by dots: those of `module.named_parameters()`.
+    scheduler: makes a scheduler of torch.optim.lr_scheduler, which is stepped once an update:
+        `functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=100)`.
+
+    `init(params)` is an OptimizerState. `update(grads, state, params)` is `(updates, state)`: new parameters minus old
+    ones, in the dtype of both, by the optimizer's own step on a copy, so that the state is bit for bit that of
+    `optimizer.step()`. A parameter whose gradient is None is skipped, as torch does, and its update is 0. `donated` is
+    the same, in the memory of the state it is given, and it may write to the gradients.
+
+    `update(..., closure=f)`: `f(params) -> (loss, grads)`, pure, for optimizers that evaluate the loss themselves: for
+    LBFGS with max_iter=1 and no line search the gradients are enough. Other extra arguments are ignored, as they may be
+    meant for other transforms of a chain.
+
+    The state is complete from init on, so a checkpoint can be restored into it: one step on a copy of each parameter by
+    itself finds what the optimizer keeps. What it does not keep in such a step appears with the first update, as for
+    SparseAdam, which takes no dense gradients, and LBFGS.
+
+    Raises FuncgaError for options that the optimizer does not have, structures, shapes and dtypes that differ, and
+    optimizers that keep what belongs to no parameter.
+
+    >>> tx = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update(grads, state, params)
+    >>> params = torch_backend.apply_updates(params, updates)
+    """
+    _check(optimizer, groups, scheduler, options)
+    schedule = None if scheduler is None else Schedule(scheduler)
+    made = Options(optimizer, options, groups, schedule, needs_closure(optimizer))
+    functions = _Functions(made, optimizer.__module__.startswith("torch.optim."))
+    return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
+
+
+def _check(optimizer: Any, groups: Any, scheduler: Any, options: dict[str, Any]) -> None:
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise FuncgaError(
+            f"from_optimizer makes the optimizer anew for each update, so it takes a class and its options, and was "
+            f"given {optimizer!r}. Write from_optimizer(torch.optim.AdamW, lr=1e-3)."
+        )
+    check_names(optimizer, options)
+    if options.get("differentiable"):
+        raise FuncgaError(
+            "differentiable=True steps through autograd, and an update is computed on a copy, without it. Leave it out."
+        )
+    for name, value, example in (
+        ("groups", groups, 'lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}'),
+        ("scheduler", scheduler, "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30)"),
+    ):
+        if value is not None and not callable(value):
+            raise FuncgaError(f"{name} is {value!r}, and must be a function: {name}={example}.")
+    if scheduler is not None and callable(options.get("lr")):
+        raise FuncgaError(
+            "lr is a function of the count of updates, and scheduler sets lr, too. Give one of the two: a number for "
+            "lr, or no scheduler."
+        )
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """The functions of the transform."""
+
+    options: Options
+    stock: bool  # of torch's own, of which it is known what they write to
+
+    def init(self, params: Any) -> OptimizerState:
+        """The state before the first update."""
+        leaves, _ = trees.flatten(params)
+        check_parameters(leaves, params)
+        with torch.no_grad():
+            return fresh(params, [self._found(leaf, name) for leaf, name in zip(leaves, names_of(params), strict=True)])
+
+    def _found(self, leaf: Any, name: str) -> dict[str, Any]:
+        """Zeros for what the optimizer keeps for a parameter, as one step on a copy shows."""
+        if leaf is None:
+            return {}
+        copy = leaf.clone()
+        copy.grad = torch.zeros_like(copy)
+        optimizer = self.options.build([copy.requires_grad_()], [name], 0)
+        try:
+            self._step(optimizer, constant(optimizer) if self.options.needs_closure else None)
+        except (FuncgaError, RuntimeError):
+            return {}  # SparseAdam takes no dense gradients, and LBFGS may ask for a function of the parameters
+        return {key: mapped(torch.zeros_like, slot) for key, slot in self._kept(optimizer, copy).items()}
+
+    def update(self, grads: Any, state: Any, params: Any = None, *, closure: Any = None, **extra: Any) -> Any:
+        """What the step adds to the parameters, and the state after it."""
+        return self._updated(Given(grads, state, params), closure, owned=False)
+
+    def donated(self, grads: Any, state: Any, params: Any = None, *, closure: Any = None, **extra: Any) -> Any:
+        """The same in the memory of the state; the gradients may be written to."""
+        return self._updated(Given(grads, state, params), closure, owned=True)
+
+    @torch.no_grad()
+    def _updated(self, given: Given, closure: Any, owned: bool) -> tuple[Any, OptimizerState]:
+        if not given.leaves:
+            return given.result([], [], owned)
+        copies = [leaf.clone().requires_grad_() for leaf in given.leaves]
+        names = given.of(names_of(given.params)) if self.options.groups else []
+        optimizer = self.options.build(copies, names, given.count)
+        closure = self._closure(optimizer, closure, given, copies)
+        keep = owned or (self.stock and not any(group.get("nesterov") for group in optimizer.param_groups))
+        for copy, grad in zip(copies, given.grads, strict=True):
+            copy.grad = grad if keep or grad is None else grad.clone()
+        for copy, slot, started in zip(copies, given.slots, given.started, strict=True):
+            if started and slot:
+                optimizer.state[copy] = from_slot(slot, owned)
+        self._step(optimizer, closure)
+        return given.result(copies, [self._kept(optimizer, copy) for copy in copies], owned)
+
+    def _closure(self, optimizer: Optimizer, closure: Any, given: Given, copies: list[Any]) -> Any:
+        if closure is not None:
+            return evaluating(closure, given.params, given.tree, copies)
+        return constant(optimizer) if self.options.needs_closure else None
+
+    def _step(self, optimizer: Optimizer, closure: Any) -> None:
+        before = options_of(optimizer)
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        check_kept(optimizer, before)
+
+    def _kept(self, optimizer: Optimizer, copy: torch.Tensor) -> dict[str, Any]:
+        """What the optimizer keeps for a parameter, in no memory of the parameter's."""
+        slot: dict[str, Any] = to_slot(optimizer.state.get(copy, {}))
+        if self.stock:
+            return slot
+        at = {local.untyped_storage().data_ptr() for local in locals_of([copy])}
+        own = lambda kept: kept.clone() if locals_of([kept])[0].untyped_storage().data_ptr() in at else kept
+        return {key: mapped(own, value) for key, value in slot.items()}

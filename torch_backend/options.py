@@ -1,0 +1,115 @@
+"""The options of an optimizer of torch: for each parameter, and at each count of updates.
+
+Only torch has this file: the options of an optax transform are in its functions.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from funcga.errors import FuncgaError
+from torch_backend import trees
+from torch_backend.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an optimizer is made with."""
+
+    optimizer: type[Optimizer]
+    options: dict[str, Any]
+    groups: Callable[[str], Any] | None
+    schedule: Schedule | None
+    needs_closure: bool
+
+    def build(self, tensors: list[torch.Tensor], names: list[str], count: int) -> Optimizer:
+        """The optimizer of these tensors after `count` updates, with nothing in its state."""
+        options = _at(self.options, count)
+        groups = tensors if self.groups is None else self._grouped(tensors, names, count)
+        made = self.optimizer(groups, **options)
+        if self.schedule is not None:
+            for group, current in zip(made.param_groups, self.schedule(made, count), strict=True):
+                group.update(current)
+        return made
+
+    def _grouped(self, tensors: list[torch.Tensor], names: list[str], count: int) -> list[dict[str, Any]]:
+        """A group for all tensors of the same options, in the order of their first ones."""
+        assert self.groups is not None
+        groups: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        for tensor, name in zip(tensors, names, strict=True):
+            own = self.groups(name)
+            self._check_group(own, name)
+            held = next((held for options, held in groups if options == own), None)
+            if held is None:
+                groups.append((own, [tensor]))
+            else:
+                held.append(tensor)
+        return [{"params": held, **_at(own, count)} for own, held in groups]
+
+    def _check_group(self, own: Any, name: str) -> None:
+        if not isinstance(own, dict):
+            raise FuncgaError(
+                f"groups({name!r}) is {own!r}. It returns a dict, of the options the parameter has for itself, such "
+                f'as {{"weight_decay": 0.0}}, and {{}} where it has none.'
+            )
+        check_names(self.optimizer, own, f"groups({name!r}) gives an option `{{}}`, which")
+
+
+def _at(options: dict[str, Any], count: int) -> dict[str, Any]:
+    return {name: value(count) if callable(value) else value for name, value in options.items()}
+
+
+def check_names(optimizer: type[Optimizer], options: dict[str, Any], says: str = "`{}`") -> None:
+    """Raises FuncgaError for an option that the optimizer does not have."""
+    signature = list(inspect.signature(optimizer).parameters.values())[1:]
+    names = [p.name for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if any(p.kind is p.VAR_KEYWORD for p in signature):
+        return
+    for option in options:
+        if option not in names:
+            close = difflib.get_close_matches(option, names, 1)
+            raise FuncgaError(
+                f"{says.format(option)} is no option of {optimizer.__name__}{f' (`{close[0]}`?)' if close else ''}. "
+                f"Its options are {', '.join(names)}."
+            )
+
+
+def names_of(params: Any) -> list[str]:
+    """The name of each leaf: the keys that lead to it, joined by dots."""
+    return _names(params, "")
+
+
+def _names(tree: Any, name: str) -> list[str]:
+    children = trees.children(tree)
+    if children is None:
+        return [name.removeprefix(".")]
+    return [found for key, child in children for found in _names(child, f"{name}.{key.strip(_QUOTES)}")]
+
+
+_QUOTES = "[]'\"."
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What the groups say now, without their parameters, to be given to `check_kept` after a step."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def check_kept(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
+    """Raises FuncgaError if the step changed what belongs to no parameter, which a pure update would lose."""
+    for group, old in zip(options_of(optimizer), before, strict=True):
+        for name, value in group.items():
+            if value is not old.get(name) and value != old.get(name):
+                raise FuncgaError(_lost(optimizer, name, old.get(name), value))
+
+
+def _lost(optimizer: Optimizer, name: str, old: Any, new: Any) -> str:
+    return (
+        f"{type(optimizer).__name__} keeps `{name}` in its param_groups: {old!r} before a step and {new!r} after it. A "
+        f"pure update would lose that, as its state is what the optimizer keeps for each parameter. Keep "
+        f"optimizer.step(), and give it the gradients: torch_backend.assign_grads(params, grads)."
+    )

@@ -1,0 +1,91 @@
+"""Schedules: a scheduler of torch.optim.lr_scheduler as a function of the count of updates.
+
+Only torch has this file: a schedule of optax is such a function already.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from funcga.errors import FuncgaError
+
+Options = list[dict[str, Any]]
+
+
+class Schedule:
+    """`schedule(optimizer, count)`: the options that each group of the optimizer has after `count` updates.
+
+    make: what gives a scheduler to an optimizer: `functools.partial(CosineAnnealingLR, T_max=50)`, or a function of the
+        optimizer. The scheduler is stepped once an update, and it gets an optimizer that has options and nothing else.
+
+    It is a function of its arguments, although a scheduler is not: the one that is kept goes forward to the count
+    asked for, and another one begins at 0 where a count lies behind. Raises FuncgaError for schedulers that depend on
+    more than a count, as ReduceLROnPlateau does.
+    """
+
+    def __init__(self, make: Callable[[Optimizer], Any]):
+        self.make = make
+        self.lock = threading.Lock()
+        self.running: _Running | None = None
+
+    def __call__(self, optimizer: Optimizer, count: int) -> Options:
+        """The options of each group, `params` left out."""
+        options = [_options(group) for group in optimizer.param_groups]
+        with self.lock:
+            if self.running is None or self.running.count > count or self.running.began_with != options:
+                self.running = _Running(self.make, optimizer.defaults, options)
+            return self.running.forward(count)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+class _Running:
+    """A scheduler, the options that it changes, and how many updates it has seen."""
+
+    def __init__(self, make: Callable[[Optimizer], Any], defaults: dict[str, Any], options: Options):
+        self.began_with, self.count = options, 0
+        self.optimizer = _OnlyOptions([{"params": [torch.zeros(1)], **_own(group)} for group in options], defaults)
+        self.scheduler = make(self.optimizer)
+        if not isinstance(self.scheduler, LRScheduler) or isinstance(self.scheduler, ReduceLROnPlateau):
+            raise FuncgaError(_no_schedule(self.scheduler))
+
+    def forward(self, count: int) -> Options:
+        """The options after `count` updates, not before those that it has seen."""
+        while self.count < count:
+            self.optimizer.step()  # which schedulers want to see called before their own
+            self.scheduler.step()
+            self.count += 1
+        groups = zip(self.optimizer.param_groups, self.began_with, strict=True)
+        return [_own({name: group[name] for name in began}) for group, began in groups]
+
+
+class _OnlyOptions(Optimizer):
+    """An optimizer that does nothing."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+def _own(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with tensors of their own: schedulers write into them."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+def _no_schedule(found: Any) -> str:
+    if isinstance(found, ReduceLROnPlateau):
+        return (
+            "scheduler makes a ReduceLROnPlateau, which follows a metric and not the count of updates, so there is no "
+            "pure function that has its options. Keep optimizer.step() and scheduler.step(metric), and give the "
+            "optimizer its gradients: torch_backend.assign_grads(params, grads)."
+        )
+    return (
+        f"scheduler returned {found!r}, which is no scheduler of torch.optim.lr_scheduler. Write "
+        f"scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100), or a function "
+        f"of the count of updates for an option: lr=lambda count: 1e-3 * 0.9**count."
+    )

@@ -1,0 +1,64 @@
+"""Slots: what an optimizer of torch keeps for a parameter, as a tree of tensors.
+
+Only torch has this file: a state of optax is such a tree already.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from funcga.errors import FuncgaError
+
+
+class Number(NamedTuple):
+    """A Python number, as a 0-d tensor on the CPU: int64, float64, bool or complex128."""
+
+    value: torch.Tensor
+
+
+_DTYPES = {int: torch.int64, float: torch.float64, bool: torch.bool, complex: torch.complex128}
+
+
+def to_slot(value: Any, name: str = "state") -> Any:
+    """What an optimizer keeps, with tensors for its numbers; its own tensors are those given.
+
+    Raises FuncgaError for what is neither a tensor, a number, None nor a list, tuple or dict of these.
+    """
+    if isinstance(value, torch.Tensor) or value is None:
+        return value
+    if isinstance(value, dict):
+        return {key: to_slot(item, key) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([to_slot(item, name) for item in value])
+    if type(value) in _DTYPES:
+        return Number(torch.tensor(value, dtype=_DTYPES[type(value)]))
+    raise FuncgaError(
+        f"the optimizer keeps `{name}` of type {type(value).__name__} for a parameter, which is no tensor and cannot "
+        f"be put into a state. Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads)."
+    )
+
+
+def from_slot(slot: Any, owned: bool) -> Any:
+    """What `to_slot` was given; in memory of its own, unless the slot's is `owned` by the caller."""
+    if isinstance(slot, torch.Tensor):
+        return slot if owned else slot.clone()
+    if isinstance(slot, Number):
+        return slot.value.item()
+    if isinstance(slot, dict):
+        return {key: from_slot(item, owned) for key, item in slot.items()}
+    if type(slot) in (list, tuple):
+        return type(slot)([from_slot(item, owned) for item in slot])
+    return slot
+
+
+def mapped(function: Any, slot: Any) -> Any:
+    """A slot of what the function makes of each tensor."""
+    if isinstance(slot, torch.Tensor):
+        return function(slot)
+    if isinstance(slot, Number):
+        return Number(function(slot.value))
+    if type(slot) in (list, tuple):
+        return type(slot)([mapped(function, item) for item in slot])
+    if isinstance(slot, dict):
+        return {key: mapped(function, item) for key, item in slot.items()}
+    return slot

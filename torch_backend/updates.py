@@ -1,0 +1,74 @@
+"""Updates, applied to parameters."""
+
+from typing import Any
+
+import torch
+
+from funcga.errors import FuncgaError
+from funcga.prefixes import leaf_paths
+from torch_backend import arrays, trees
+from torch_backend.matching import matched
+from torch_backend.placements import is_placed, settled
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """The parameters with the updates added, in the parameters' dtypes.
+
+    params: a tree of tensors, as `dict(module.named_parameters())`. What comes back has its structure; the tensors are
+        detached and in memory of their own.
+    updates: a tree of the same structure and shapes; None leaves a parameter as it is. The sum is computed in the wider
+        of the two dtypes and rounded once, so that float32 updates of bfloat16 parameters lose nothing before.
+
+    Raises FuncgaError, with the paths, where the two differ in structure or shape.
+
+    >>> updates, state = tx.update(grads, state, params)
+    >>> params = torch_backend.apply_updates(params, updates)
+    """
+    leaves, structure = trees.flatten(params)
+    given = matched(updates, params, "updates")
+    _check(leaves, given, params)
+    with torch.no_grad():
+        return trees.unflatten(structure, _sums(leaves, given))
+
+
+def _check(leaves: list[Any], given: list[Any], params: Any) -> None:
+    for place, (leaf, update) in enumerate(zip(leaves, given, strict=True)):
+        if update is None or (
+            isinstance(leaf, torch.Tensor)
+            and isinstance(update, torch.Tensor)
+            and leaf.shape == update.shape
+            and is_placed(leaf) == is_placed(update)
+        ):
+            continue
+        path = leaf_paths(params, trees)[place]
+        raise FuncgaError(
+            f"`updates{path}` is {_describe(update)}, and `params{path}` is {_describe(leaf)}. An update is a tensor "
+            f"of its parameter's shape, or None: updates, state = tx.update(grads, state, params), of these params."
+        )
+
+
+def _describe(leaf: Any) -> str:
+    return f"{'a DTensor ' if is_placed(leaf) else ''}{arrays.describe(leaf)}"
+
+
+def _sums(leaves: list[Any], given: list[Any]) -> list[Any]:
+    """Each leaf plus what is given for it."""
+    if all(_is_plain(leaf) and _is_plain(update) for leaf, update in zip(leaves, given, strict=True)):
+        sums = torch._foreach_add(leaves, given) if leaves else []  # one launch, where a device has that
+        return [
+            total if total.dtype == leaf.dtype else total.to(leaf.dtype)
+            for total, leaf in zip(sums, leaves, strict=True)
+        ]
+    return [_sum(leaf, update) for leaf, update in zip(leaves, given, strict=True)]
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _sum(leaf: Any, update: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if update is None:
+        return leaf.detach().clone()
+    return (leaf + settled(update, leaf)).to(leaf.dtype)
