@@ -122,7 +122,7 @@ class _Steps:
         params and extra go to the wrapped transform. Raises FuncgaError if the gradients have another structure, or
         the weight is seen to be negative.
         """
-        backend = self._backend(state, grads, params)
+        backend = self._backend(state)
         self._check_params(state, params, backend)
         state = self._added(grads, state, weight, backend)
         full = is_full(self.n, state.updates, state.offered, partial(self._weight, state, backend), backend.arrays)
@@ -132,11 +132,11 @@ class _Steps:
 
     def accumulate(self, grads: Any, state: MultiStepsState, weight: Any) -> MultiStepsState:
         """The state with one more micro-batch in its window."""
-        return self._added(grads, state, weight, self._backend(state, grads))
+        return self._added(grads, state, weight, self._backend(state))
 
     def flush(self, state: MultiStepsState, params: Any, extra: dict[str, Any]) -> tuple[Any, MultiStepsState]:
         """(updates, state) of what is in the window."""
-        backend = self._backend(state, params)
+        backend = self._backend(state)
         self._check_params(state, params, backend)
         offered = backend.arrays.scalar(state.offered)
         if not backend.arrays.is_array(offered) and offered == 0:
@@ -148,13 +148,12 @@ class _Steps:
 
     def has_updated(self, state: MultiStepsState) -> Any:
         """Whether the call that returned the state was an update."""
-        _check_state(state)
-        return _backend_of([state.updated], ["state"]).arrays.scalar(state.updated)
+        return self._backend(state).arrays.scalar(state.updated)
 
-    def _backend(self, state: Any, *others: Any) -> Backend:
+    def _backend(self, state: Any) -> Backend:
+        """The backend that owns the state, asked of one leaf of it."""
         _check_state(state)
-        names = ["state", "grads", "params"] if len(others) == 2 else ["state", "grads or params"]
-        return _backend_of([state, *others], names)
+        return _backend_of([state.offered], ["state"])
 
     def _replicas(self, backend: Backend) -> Any:
         return None if self.across is None else backend.replicas.replicas_of(self.across)

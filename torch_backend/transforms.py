@@ -33,43 +33,47 @@ def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, li
     if predicate:
         return emit(state, operands)
     leaves, structure = trees.flatten(like)
-    return trees.unflatten(structure, [_zeros(leaf) if arrays.is_array(leaf) else leaf for leaf in leaves]), state
+    known: dict[Any, torch.Tensor] = {}
+    return trees.unflatten(structure, [_zeros(leaf, known) for leaf in leaves]), state
 
 
-def _zeros(like: torch.Tensor) -> torch.Tensor:
+def _zeros(like: Any, known: dict[Any, torch.Tensor]) -> Any:
     """Zeros in the shape of updates, which take no memory and cannot be written to."""
-    dtype = arrays.accumulator_dtype(like.dtype) if like.is_floating_point() or like.is_complex() else like.dtype
     if type(like) not in (torch.Tensor, torch.nn.Parameter):
-        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
-    return torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
+        return torch.zeros_like(like, requires_grad=False) if arrays.is_array(like) else like
+    kind = like.dtype, like.device
+    if kind not in known:
+        dtype = like.dtype if arrays.kind(like.dtype) in ("int", "bool") else arrays.accumulator_dtype(like.dtype)
+        known[kind] = torch.zeros((), dtype=dtype, device=like.device)
+    return known[kind].expand(like.shape)
 
 
 @torch.no_grad()
 def add(folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool) -> Any:
     """What is held of each leaf, with one more value of this weight; in the same memory if that is donated."""
-    leaves = [leaf.detach() if arrays.is_array(leaf) else leaf for leaf in leaves]
+    factors = {id(fold): _factor(fold, weight) for fold in folds}  # there are few kinds of leaves, and many of each
+    places: dict[Any, list[int]] = {}
+    for i, (fold, h, leaf) in enumerate(zip(folds, held, leaves, strict=True)):
+        if type(h) is type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+            places.setdefault(factors[id(fold)], []).append(i)
+    places.pop(None, None)
     added: dict[int, Any] = {}
-    for lift, factor in ((reducers.weighted.lift, weight), (reducers.sum.lift, 1)):
-        if not isinstance(factor, torch.Tensor):
-            places = [i for i, fold in enumerate(folds) if _adds(fold, lift, held[i], leaves[i])]
-            sums = _sums([held[i] for i in places], [leaves[i] for i in places], factor, donate)
-            added |= dict(zip(places, sums, strict=True))
+    for factor, chosen in places.items():
+        sums = _sums([held[i] for i in chosen], [leaves[i] for i in chosen], factor, donate)
+        added |= zip(chosen, sums, strict=True)
     return [
-        None if fold is None else added[i] if i in added else fold.combine(held[i], fold.lift(leaves[i], weight))
+        added[i] if i in added else None if fold is None else fold.combine(held[i], fold.lift(leaves[i], weight))
         for i, fold in enumerate(folds)
     ]
 
 
-def _adds(fold: LeafFold | None, lift: Any, held: Any, leaf: Any) -> bool:
-    """Whether the fold adds such leaves, which all lie in one place."""
-    return (
-        fold is not None
-        and fold.fold.reducer.lift is lift
-        and fold.fold.reducer.monoid is reducers.sum.monoid
-        and type(held) is torch.Tensor
-        and type(leaf) is torch.Tensor
-        and leaf.layout is torch.strided
-    )
+def _factor(fold: LeafFold | None, weight: Any) -> Any:
+    """What a leaf is multiplied by before it is added; None if the fold does not add, or the host does not know it."""
+    if fold is None or fold.fold.reducer.monoid is not reducers.sum.monoid:
+        return None
+    lift = fold.fold.reducer.lift
+    known = weight if lift is reducers.weighted.lift and not isinstance(weight, torch.Tensor) else None
+    return 1 if lift is reducers.sum.lift else known
 
 
 def _sums(held: list[torch.Tensor], leaves: list[torch.Tensor], factor: float, donate: bool) -> Sequence[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,12 +11,21 @@ import torch
 from torch.utils import _pytree
 
 _LEAF = _pytree.tree_structure(0)
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
+
+
+@lru_cache(maxsize=64)
+def _dict_of_leaves(keys: tuple[Any, ...]) -> Any:
+    return _pytree.tree_structure(dict.fromkeys(keys, 0))
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """The leaves, in the framework's order, and the structure that puts them back."""
     if type(tree) is torch.Tensor:  # as most often, and much faster
         return [tree], _LEAF
+    # a dict of tensors, as parameters are, is next
+    if type(tree) is dict and _TENSORS.issuperset(map(type, tree.values())) and not torch.compiler.is_compiling():
+        return [*tree.values()], _dict_of_leaves(tuple(tree))
     return _pytree.tree_flatten(tree, is_leaf)
 
 
@@ -23,6 +33,8 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
     """The tree of this structure with these leaves."""
     if structure is _LEAF:
         return leaves[0]
+    if structure.type is dict and structure.num_nodes == structure.num_leaves + 1:
+        return dict(zip(structure.context, leaves, strict=True))
     return _pytree.tree_unflatten(leaves, structure)
 
 
