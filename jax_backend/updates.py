@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from funcga.errors import FuncgaError
@@ -22,5 +23,6 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 def _applied(param: Any, update: Any) -> Any:
     param, update = jnp.asarray(param), jnp.asarray(update)
-    wide = jnp.promote_types(param.dtype, update.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jnp.promote_types(param.dtype, update.dtype)
     return (param.astype(wide) + update.astype(wide)).astype(param.dtype)
