@@ -33,6 +33,8 @@ from funcga.normalizers import Moments as Moments
 from funcga.normalizers import Normalizer as Normalizer
 from funcga.reducers import Reducer as Reducer
 from funcga.replicas import check_replicas as check_replicas
+from funcga.state_dicts import from_state_dict as from_state_dict
+from funcga.state_dicts import to_state_dict as to_state_dict
 from funcga.stepping import multi_steps as multi_steps
 from funcga.streaming import stream as stream
 from funcga.streaming import windows as windows

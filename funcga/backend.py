@@ -65,6 +65,10 @@ class Arrays(Protocol):
         """A NumPy copy of an array of this framework."""
         ...
 
+    def placed(self, array: Array, like: Array) -> Array:
+        """The array where another one of its shape lies."""
+        ...
+
     def describe(self, leaf: Any) -> str:
         """`float32[8, 3]`, or the type of what is no array."""
         ...

@@ -53,6 +53,11 @@ def to_numpy(leaf: Any) -> Any:
     return np.array(leaf)
 
 
+def placed(array: jax.Array, like: Any) -> jax.Array:
+    """The array where another one of its shape lies."""
+    return jax.device_put(array, like.sharding) if isinstance(like, jax.Array) else array
+
+
 def describe(leaf: Any) -> str:
     """`float32[8, 3]`, or the type of what is no array."""
     if is_array(leaf):

@@ -55,6 +55,16 @@ def to_numpy(leaf: torch.Tensor) -> Any:
     return np.array(tensor.numpy())
 
 
+def placed(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The array where another one of its shape lies."""
+    if is_placed(like) and not is_placed(array):
+        from torch.distributed.tensor import distribute_tensor
+
+        own: Any = like
+        return distribute_tensor(array.to(own.device), own.device_mesh, own.placements)
+    return array.to(like.device)
+
+
 _FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8"))
 
 

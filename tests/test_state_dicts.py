@@ -1,0 +1,181 @@
+"""State dicts: a window is saved in the middle and goes on bit by bit, in any format and in the other framework."""
+
+import io
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+
+import funcga
+import torch_backend
+from tests import problems
+from tests.kits import JAX, TORCH, difference
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.fixture
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def tree(kit, seed, names="wba", dtype="float32"):
+    r = problems.rng(seed)
+    found = {name: r.normal(size=(2, 3)[: k % 3]).astype(dtype) for k, name in enumerate("abw")}
+    return kit.arrays({name: {"x": found[name]} for name in names})
+
+
+def transform(kit):
+    inner = optax.adam(0.1) if kit is JAX else torch_backend.from_optimizer(torch.optim.Adam, lr=0.1)
+    return funcga.multi_steps(inner, 3)
+
+
+def halfway(kit, tx):
+    """A state in the middle of the second window, and how it goes on."""
+    params = tree(kit, 0)
+    state = tx.init(params)
+    for k in range(4):
+        _, state = tx.update(tree(kit, k + 1), state, params, weight=k + 1)
+    return state, lambda state: finished(kit, tx, state)
+
+
+def finished(kit, tx, state):
+    params = tree(kit, 0)
+    for k in range(4, 6):
+        updates, state = tx.update(tree(kit, k + 1), state, params, weight=k + 1)
+    return updates, state
+
+
+def through_npz(state, like):
+    file = io.BytesIO()
+    np.savez(file, **funcga.to_numpy(funcga.to_state_dict(state)))
+    file.seek(0)
+    return funcga.from_state_dict(like, np.load(file, allow_pickle=False))
+
+
+def through_torch(state, like):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def through_safetensors(state, like):
+    pytest.importorskip("safetensors")
+    from safetensors import torch as files
+
+    return funcga.from_state_dict(like, files.load(files.save(funcga.to_state_dict(state))))
+
+
+def through_safetensors_numpy(state, like):
+    pytest.importorskip("safetensors")
+    from safetensors import numpy as files
+
+    return funcga.from_state_dict(like, files.load(files.save(funcga.to_numpy(funcga.to_state_dict(state)))))
+
+
+@pytest.mark.parametrize(
+    ("kit", "through"),
+    [
+        (TORCH, through_npz),
+        (JAX, through_npz),
+        (TORCH, through_torch),
+        (TORCH, through_safetensors),
+        (JAX, through_safetensors_numpy),
+    ],
+    ids=["torch-npz", "jax-npz", "torch-save", "torch-safetensors", "jax-safetensors"],
+)
+def test_the_continuation_is_bit_identical(kit, through):
+    tx = transform(kit)
+    state, on = halfway(kit, tx)
+    restored = through(state, tx.init(tree(kit, 0)))
+    assert kit.backend.trees.flatten(restored)[1] == kit.backend.trees.flatten(state)[1]
+    for a, b in zip(on(state), on(restored), strict=True):
+        assert difference(kit, a, b) == 0
+
+
+def test_through_orbax(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tx = transform(JAX)
+    state, on = halfway(JAX, tx)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", tx.init(tree(JAX, 0)))
+    for a, b in zip(on(state), on(restored), strict=True):
+        assert difference(JAX, a, b) == 0
+
+
+def sgd(kit, rate):
+    """The same pair in both frameworks."""
+    flatten, unflatten = kit.backend.trees.flatten, kit.backend.trees.unflatten
+
+    def update(grads, state, params=None):
+        leaves, structure = flatten(grads)
+        moved = [0.9 * m + g for m, g in zip(flatten(state["momentum"])[0], leaves, strict=True)]
+        return unflatten(structure, [-rate * m for m in moved]), {"momentum": unflatten(structure, moved)}
+
+    return funcga.Transform(lambda params: {"momentum": params}, update)
+
+
+@pytest.mark.parametrize(("kit", "other"), [(TORCH, JAX), (JAX, TORCH)], ids=["torch to jax", "jax to torch"])
+def test_a_state_resumes_in_the_other_framework(kit, other):
+    """Also where the dicts are in another order, and through numpy alone."""
+    tx, there = (funcga.multi_steps(sgd(k, 0.5), 3) for k in (kit, other))
+    state, on = halfway(kit, tx)
+    like = there.init(tree(other, 0, names="abw"))
+    assert {*funcga.to_state_dict(like)} == {*funcga.to_state_dict(state)}
+    restored = funcga.from_state_dict(like, funcga.to_state_dict(state))
+    converted = {TORCH: funcga.to_torch, JAX: funcga.to_jax}[other](state)
+    for resumed in (restored, converted):
+        updates, after = finished(other, there, resumed)
+        expected, last = on(state)
+        for name in "abw":
+            np.testing.assert_allclose(
+                other.leaves(updates[name])[0], kit.leaves(expected[name])[0], rtol=1e-6, atol=1e-7
+            )
+        assert (int(after.updates), int(after.offered)) == (int(last.updates), int(last.offered)) == (2, 0)
+
+
+def test_paths_name_what_is_there(kit):
+    found = funcga.to_state_dict(funcga.multi_steps(sgd(kit, 0.5), 3).init(tree(kit, 0)))
+    assert {".inner['momentum']['w']['x']", ".window.accumulated['w']['x']", ".window.tally.weight[0]"} < {*found}
+    assert {".window.tally.steps", ".window.rejected", ".offered", ".updates", ".updated"} < {*found}
+
+
+def test_what_does_not_fit_is_refused(kit):
+    like = tree(kit, 0)
+    saved = funcga.to_state_dict(like)
+    for bad, text in (
+        ({k: v for k, v in saved.items() if "'w'" not in k}, "missing ['w']['x']; new nothing"),
+        ({**saved, "['c']": saved["['w']['x']"]}, "missing nothing; new ['c']"),
+        (
+            {**saved, "['w']['x']": saved["['a']['x']"]},
+            "['w']['x'] is float32[] in the state dict and float32[2, 3] in",
+        ),
+        ({**saved, "['a']['x']": kit.cast(saved["['a']['x']"], "float16")}, "is float16[] in the state dict"),
+        ([1], "of type list"),
+    ):
+        with pytest.raises(funcga.FuncgaError) as error:
+            funcga.from_state_dict(like, bad)
+        assert text in str(error.value)
+
+
+def test_arrays_go_where_the_others_lie():
+    mesh = jax.make_mesh((4,), ("data",))
+    like = {"w": jax.device_put(np.zeros((8, 2), "float32"), jax.NamedSharding(mesh, jax.P("data")))}
+    restored = funcga.from_state_dict(like, {"['w']": np.ones((8, 2), "float32")})
+    assert restored["w"].sharding == like["w"].sharding
+    assert (restored["w"] == 1).all()
+
+
+def test_nothing_is_shared():
+    like = {"w": torch.zeros(3)}
+    saved = funcga.to_state_dict({"w": torch.ones(3)})
+    restored = funcga.from_state_dict(like, saved)
+    saved["['w']"].zero_()
+    assert (restored["w"] == 1).all()
+    assert (like["w"] == 0).all()
