@@ -122,6 +122,13 @@ def test_one_framework_is_enough(missing, call):
 # Files and names that only one backend has, each with its reason.
 ALONE = {
     "agreement": "torch replicas are processes, which can differ; in JAX one program describes all of them",
+    "optimizers": "optimizers of torch change parameters in place, and have to be made functions; those of optax are",
+    "optimizer_state": "the same: what a torch optimizer keeps in itself is an argument and a result",
+    "slots": "the same: as a tree of tensors",
+    "options": "the same: torch optimizers have options, and those of groups of parameters",
+    "closures": "the same: LBFGS calls back",
+    "schedules": "the same: schedulers of torch change optimizers in place; in optax they are functions of a count",
+    "matching": "torch's trees keep None and the order of a dict, so leaves are matched by key; JAX has tree.map",
     "comparison": "the same: torch replicas may have to ask each other what they have",
     "placements": "torch has arrays over several devices as a type of their own; in JAX every array may be one",
     "buckets": "torch sends pieces of memory that it lays out; XLA lays out what a collective sends",
