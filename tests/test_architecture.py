@@ -126,6 +126,7 @@ ALONE = {
     "optimizer_state": "the same: what a torch optimizer keeps in itself is an argument and a result",
     "slots": "the same: as a tree of tensors",
     "options": "the same: torch optimizers have options, and those of groups of parameters",
+    "assignment": "torch parameters have a .grad, where optimizers look; JAX arrays have not",
     "closures": "the same: LBFGS calls back",
     "schedules": "the same: schedulers of torch change optimizers in place; in optax they are functions of a count",
     "matching": "torch's trees keep None and the order of a dict, so leaves are matched by key; JAX has tree.map",
