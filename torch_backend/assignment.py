@@ -83,8 +83,8 @@ def _check(path: str, parameter: Any, grad: Any) -> None:
         return
     if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
         raise FuncgaError(
-            f"`params{path}` is {_kind(parameter)}, which has no .grad that an optimizer would look at. Give the module, "
-            f"or the parameters that the optimizer was given: dict(module.named_parameters())."
+            f"`params{path}` is {_kind(parameter)}, which has no .grad that an optimizer would look at. Give the "
+            f"module, or the parameters that the optimizer was given: dict(module.named_parameters())."
         )
     if grad is None:
         return
