@@ -270,6 +270,11 @@ def test_what_is_no_transform_of_optax():
                   torch_backend.from_optax(optax.sgd(0.1)).update, {"a": torch.ones(1).to_sparse()}, ())  # fmt: skip
 
 
+def test_a_device_that_jax_does_not_have():
+    check_refused("JAX cannot take a tensor of torch.float32 on meta: ",
+                  torch_backend.from_optax(optax.sgd(0.1)).init, torch.ones(2, device="meta"))  # fmt: skip
+
+
 def sharded(group):
     params = {"w": distribute_tensor(torch.ones(4), dist.init_device_mesh("cpu", (2,)), [Shard(0)])}
     try:

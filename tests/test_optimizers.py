@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import optim
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcga
 import torch_backend
@@ -166,6 +167,30 @@ def test_donated_has_the_same_bits(case):
         again, right = tx.donated(copy.deepcopy(grad), right, params)
         assert same((flat(left), updates), (flat(right), again))
         params = torch_backend.apply_updates(params, updates)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of what operations return in new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        at = lambda tree: {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(tree)}
+        before, output = at((args, kwargs)), function(*args, **(kwargs or {}))
+        self.bytes += sum(size for where, size in at(output).items() if where not in before)
+        return output
+
+
+@pytest.mark.parametrize(("name", "copies"), [("donated", 1), ("update", 3)])
+def test_one_copy_of_the_parameters_is_all_that_is_made(name, copies):
+    params, grads = ({"w": torch.ones(1000), "v": torch.ones(1000)} for _ in range(2))
+    tx = torch_backend.from_optimizer(optim.AdamW, fused=True)
+    _, state = tx.update(grads, tx.init(params), params)
+    with Allocated() as made:
+        getattr(tx, name)(grads, state, params)
+    assert copies * 8000 <= made.bytes < copies * 8000 + 100
 
 
 def test_donated_stays_in_the_memory_of_the_state():

@@ -74,7 +74,7 @@ def _to_jax(tensor: torch.Tensor) -> Any:
 
     try:
         return jax.dlpack.from_dlpack(tensor)
-    except RuntimeError as error:
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise FuncgaError(
             f"JAX cannot take a tensor of {tensor.dtype} on {tensor.device}: {error}. "
             f"It must be installed for that device, too; jax.devices() says what it has."

@@ -137,7 +137,7 @@ class _Functions:
         names = given.of(names_of(given.params)) if self.options.groups else []
         optimizer = self.options.build(copies, names, given.count)
         closure = self._closure(optimizer, closure, given, copies)
-        keep = owned or (self.stock and not any(group.get("nesterov") for group in optimizer.param_groups))
+        keep = owned or (self.stock and not _writes(optimizer))
         for copy, grad in zip(copies, given.grads, strict=True):
             copy.grad = grad if keep or grad is None else grad.clone()
         for copy, slot, started in zip(copies, given.slots, given.started, strict=True):
@@ -160,6 +160,11 @@ class _Functions:
             for name, kept in slot.items():
                 mapped(partial(_check_alias, copy, name, type(optimizer).__name__), kept)
         return slot
+
+
+def _writes(optimizer: Optimizer) -> bool:
+    """Whether the step of one of torch's own may write to the gradients, as SGD alone does, in its foreach form."""
+    return isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups)
 
 
 def _step(optimizer: Optimizer, closure: Any) -> None:
