@@ -104,6 +104,20 @@ def test_updates_are_those_of_a_loop_with_a_scheduler(name):
         params = torch_backend.apply_updates(params, updates)
 
 
+def test_a_scheduler_may_say_something_for_each_group():
+    params = {"w": torch.zeros(3), "b": torch.zeros(2), "v": torch.zeros(1)}
+    tx = torch_backend.from_optimizer(
+        optim.SGD,
+        lr=1.0,
+        groups=lambda name: {"weight_decay": 0.1} if name == "b" else {},
+        scheduler=lambda o: schedulers.LambdaLR(o, [lambda count: 1 + count, lambda count: 10 + count]),
+    )
+    state = tx.init(params)
+    for count in range(3):
+        updates, state = tx.update({k: torch.ones_like(p) for k, p in params.items()}, state, params)
+        assert {k: -u[0].item() for k, u in updates.items()} == {"w": 1 + count, "b": 10 + count, "v": 1 + count}
+
+
 def test_what_is_no_schedule():
     params = {"w": torch.ones(2)}
     check_refused(

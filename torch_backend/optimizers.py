@@ -99,20 +99,21 @@ class _Functions:
     options: Options
     stock: bool  # of torch's own, of which it is known what they write to
 
+    @torch.no_grad()
     def init(self, params: Any) -> OptimizerState:
         """The state before the first update."""
         leaves, _ = trees.flatten(params)
         check_parameters(leaves, params)
-        with torch.no_grad():
-            return fresh(params, [self._found(leaf, name) for leaf, name in zip(leaves, names_of(params), strict=True)])
+        tensors = [leaf.detach() for leaf in leaves if leaf is not None]
+        names = [name for name, leaf in zip(names_of(params), leaves, strict=True) if leaf is not None]
+        found = map(self._found, tensors, self.options.alone(tensors, names))
+        return fresh(params, [{} if leaf is None else next(found) for leaf in leaves])
 
-    def _found(self, leaf: Any, name: str) -> dict[str, Any]:
+    def _found(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], Optimizer]) -> dict[str, Any]:
         """Zeros for what the optimizer keeps for a parameter, as one step on a copy shows."""
-        if leaf is None:
-            return {}
-        copy = leaf.clone()
+        copy = tensor.clone()
         copy.grad = torch.zeros_like(copy)
-        optimizer = self.options.build([copy.requires_grad_()], [name], 0)
+        optimizer = make(copy.requires_grad_())
         before = options_of(optimizer)
         try:
             _step(optimizer, constant(optimizer) if self.options.needs_closure else None)
