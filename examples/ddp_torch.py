@@ -24,8 +24,7 @@ def main():
     step = funcga.stream(gradient, fold=funcga.per_weight(), weight=count_tokens)
 
     loss, grads = step(window(dist.get_rank(), dist.get_world_size(), n=2, size=4))
-    for name, parameter in module.named_parameters():
-        parameter.grad = grads[name]
+    torch_backend.assign_grads(module, grads)
     optimizer.step()
 
     weights = [round(w, 4) for w in module.module.weight.flatten().tolist()]

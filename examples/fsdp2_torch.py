@@ -27,8 +27,7 @@ def main():
     step = funcga.stream(gradient, fold=funcga.per_weight(), weight=count_tokens)
 
     loss, grads = step(window(dist.get_rank(), dist.get_world_size(), n=2, size=4))
-    for name, parameter in module.named_parameters():
-        parameter.grad = grads[name]  # a DTensor, as the parameter is
+    torch_backend.assign_grads(module, grads)  # DTensors, as the parameters are
     optimizer.step()
 
     weights = [round(w, 4) for w in module.weight.full_tensor().flatten().tolist()]

@@ -7,6 +7,11 @@ from funcga.backend import Backend
 from funcga.tally import Tally
 from funcga.window import Dropped, MultiStepsState, Parts, Window
 from torch_backend import arrays, gradients, loop, replicas, transforms, trees
+from torch_backend.assignment import assign_grads as assign_grads
+from torch_backend.bridge import from_optax as from_optax
+from torch_backend.chaining import chain as chain
+from torch_backend.clipping import clip_grad_norm as clip_grad_norm
+from torch_backend.clipping import clip_grad_value as clip_grad_value
 from torch_backend.modules import pure_loss as pure_loss
 from torch_backend.optimizer_state import OptimizerState
 from torch_backend.optimizers import from_optimizer as from_optimizer
@@ -15,7 +20,18 @@ from torch_backend.slots import Number
 from torch_backend.updates import apply_updates as apply_updates
 from torch_backend.wrapped import module_value_and_grad as module_value_and_grad
 
-__all__ = ["Replicas", "apply_updates", "from_optimizer", "module_value_and_grad", "pure_loss"]
+__all__ = [
+    "Replicas",
+    "apply_updates",
+    "assign_grads",
+    "chain",
+    "clip_grad_norm",
+    "clip_grad_value",
+    "from_optax",
+    "from_optimizer",
+    "module_value_and_grad",
+    "pure_loss",
+]
 
 BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, transforms)
 

@@ -11,7 +11,7 @@ import torch
 from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
-from torch_backend.matching import check_gradients, check_parameters, matched
+from torch_backend.matching import check_gradients, check_parameters, is_flat, matched
 from torch_backend.placements import locals_of, settled
 from torch_backend.slots import mapped
 
@@ -41,13 +41,14 @@ class Given:
 
     def __init__(self, grads: Any, state: Any, params: Any):
         _check(state, params)
-        leaves, self.structure = trees.flatten(params)
+        self.flat = is_flat(params)
+        leaves = list(params.values()) if self.flat else trees.flatten(params)[0]
         check_parameters(leaves, params)
         grads, slots = matched(grads, params, "grads"), matched(state.slots, params, "state.slots")
         check_gradients(grads, leaves, params)
         _check_slots(slots, params)
         self.params, self.state, self.count = params, state, int(state.count)
-        self.flat = _is_flat(params)
+        self.length = len(leaves)
         self.places = [place for place, leaf in enumerate(leaves) if leaf is not None]
         self.leaves, self.slots = self.of(leaves), self.of(slots)
         self.grads = [_plain(grad, leaf) for grad, leaf in zip(self.of(grads), self.leaves, strict=True)]
@@ -61,10 +62,10 @@ class Given:
         """The tree with these in the place of the parameters."""
         if self.flat:
             return dict(zip(self.params, values, strict=True))
-        leaves = [absent] * self.structure.num_leaves
+        leaves = [absent] * self.length
         for place, value in zip(self.places, values, strict=True):
             leaves[place] = value
-        return trees.unflatten(self.structure, leaves)
+        return trees.unflatten(trees.flatten(self.params)[1], leaves)
 
     def result(self, copies: list[Any], slots: list[Any], owned: bool) -> tuple[Any, OptimizerState]:
         """What a step has added to the copies of the parameters, in their memory, and the state with these slots."""
@@ -74,17 +75,16 @@ class Given:
             started[number] = started[number] or not skipped[number] or bool(slot)
             if not started[number]:
                 slots[number] = self.slots[number] if owned else mapped(torch.clone, self.slots[number])
-        done = [True] * self.structure.num_leaves  # those that are None are never waited for
-        for place, flag in zip(self.places, started, strict=True):
-            done[place] = flag
-        flags = torch.tensor(_by_path(done, self.params), dtype=torch.bool)
-        state = OptimizerState(self.state.count + 1, self.tree(slots, {}), flags)
+        state = OptimizerState(self.state.count + 1, self.tree(slots, {}), self._flags(started))
         return self.tree(_added(copies, self.leaves, skipped)), state
 
-
-def _is_flat(params: Any) -> bool:
-    """Whether this is a dict of tensors, as mostly, which is built much faster than a tree."""
-    return type(params) is dict and all(isinstance(leaf, torch.Tensor) for leaf in params.values())
+    def _flags(self, started: list[bool]) -> torch.Tensor:
+        if started == self.started:
+            return torch.clone(self.state.started)
+        done = [True] * self.length  # nothing is waited for where a parameter is None
+        for place, flag in zip(self.places, started, strict=True):
+            done[place] = flag
+        return torch.tensor(_by_path(done, self.params), dtype=torch.bool)
 
 
 def _check(state: Any, params: Any) -> None:

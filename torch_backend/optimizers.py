@@ -5,6 +5,7 @@ Only torch has this file: an optimizer of optax is a pair of pure functions alre
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,24 +99,27 @@ class _Functions:
     options: Options
     stock: bool  # of torch's own, of which it is known what they write to
 
+    @torch.no_grad()
     def init(self, params: Any) -> OptimizerState:
         """The state before the first update."""
         leaves, _ = trees.flatten(params)
         check_parameters(leaves, params)
-        with torch.no_grad():
-            return fresh(params, [self._found(leaf, name) for leaf, name in zip(leaves, names_of(params), strict=True)])
+        tensors = [leaf.detach() for leaf in leaves if leaf is not None]
+        names = [name for name, leaf in zip(names_of(params), leaves, strict=True) if leaf is not None]
+        found = map(self._found, tensors, self.options.alone(tensors, names))
+        return fresh(params, [{} if leaf is None else next(found) for leaf in leaves])
 
-    def _found(self, leaf: Any, name: str) -> dict[str, Any]:
+    def _found(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], Optimizer]) -> dict[str, Any]:
         """Zeros for what the optimizer keeps for a parameter, as one step on a copy shows."""
-        if leaf is None:
-            return {}
-        copy = leaf.clone()
+        copy = tensor.clone()
         copy.grad = torch.zeros_like(copy)
-        optimizer = self.options.build([copy.requires_grad_()], [name], 0)
+        optimizer = make(copy.requires_grad_())
+        before = options_of(optimizer)
         try:
-            self._step(optimizer, constant(optimizer) if self.options.needs_closure else None)
+            _step(optimizer, constant(optimizer) if self.options.needs_closure else None)
         except (FuncgaError, RuntimeError):
             return {}  # SparseAdam takes no dense gradients, and LBFGS may ask for a function of the parameters
+        check_kept(optimizer, before)
         return {key: mapped(torch.zeros_like, slot) for key, slot in self._kept(optimizer, copy).items()}
 
     def update(self, grads: Any, state: Any, params: Any = None, *, closure: Any = None, **extra: Any) -> Any:
@@ -134,13 +138,15 @@ class _Functions:
         names = given.of(names_of(given.params)) if self.options.groups else []
         optimizer = self.options.build(copies, names, given.count)
         closure = self._closure(optimizer, closure, given, copies)
-        keep = owned or (self.stock and not any(group.get("nesterov") for group in optimizer.param_groups))
+        keep = owned or (self.stock and not _writes(optimizer))
         for copy, grad in zip(copies, given.grads, strict=True):
             copy.grad = grad if keep or grad is None else grad.clone()
         for copy, slot, started in zip(copies, given.slots, given.started, strict=True):
             if started and slot:
                 optimizer.state[copy] = from_slot(slot, owned)
-        self._step(optimizer, closure)
+        before = options_of(optimizer)
+        _step(optimizer, closure)
+        check_kept(optimizer, before)
         return given.result(copies, [self._kept(optimizer, copy) for copy in copies], owned)
 
     def _closure(self, optimizer: Optimizer, closure: Any, given: Given, copies: list[Any]) -> Any:
@@ -148,19 +154,35 @@ class _Functions:
             return evaluating(closure, given.params, given.tree, copies)
         return constant(optimizer) if self.options.needs_closure else None
 
-    def _step(self, optimizer: Optimizer, closure: Any) -> None:
-        before = options_of(optimizer)
-        if closure is None:
-            optimizer.step()
-        else:
-            optimizer.step(closure)
-        check_kept(optimizer, before)
-
     def _kept(self, optimizer: Optimizer, copy: torch.Tensor) -> dict[str, Any]:
-        """What the optimizer keeps for a parameter, in no memory of the parameter's."""
+        """What the optimizer keeps for a parameter."""
         slot: dict[str, Any] = to_slot(optimizer.state.get(copy, {}))
-        if self.stock:
-            return slot
-        at = {local.untyped_storage().data_ptr() for local in locals_of([copy])}
-        own = lambda kept: kept.clone() if locals_of([kept])[0].untyped_storage().data_ptr() in at else kept
-        return {key: mapped(own, value) for key, value in slot.items()}
+        if not self.stock:
+            for name, kept in slot.items():
+                mapped(partial(_check_alias, copy, name, type(optimizer).__name__), kept)
+        return slot
+
+
+def _writes(optimizer: Optimizer) -> bool:
+    """Whether the step of one of torch's own may write to the gradients, as SGD alone does, in its foreach form."""
+    return isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups)
+
+
+def _step(optimizer: Optimizer, closure: Any) -> None:
+    if closure is None:
+        optimizer.step()
+    else:
+        optimizer.step(closure)
+
+
+def _check_alias(copy: torch.Tensor, name: str, optimizer: str, kept: torch.Tensor) -> torch.Tensor:
+    if _memory(kept) == _memory(copy) != 0:
+        raise FuncgaError(
+            f"{optimizer} keeps the memory of the parameter itself as `{name}`, which a pure update cannot follow. "
+            f"Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads)."
+        )
+    return kept
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(locals_of([tensor])[0].untyped_storage().data_ptr())

@@ -7,6 +7,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,15 @@ class Options:
             for group, current in zip(made.param_groups, self.schedule(made, count), strict=True):
                 group.update(current)
         return made
+
+    def alone(self, tensors: list[torch.Tensor], names: list[str]) -> list[Callable[[torch.Tensor], Optimizer]]:
+        """What makes the optimizer of each tensor by itself, before its first update, with the options of its group."""
+        groups = self.build(tensors, names, 0).param_groups if tensors else []
+        group_of = {id(tensor): group for group in groups for tensor in group["params"]}
+        return [partial(self._of_one, group_of[id(tensor)]) for tensor in tensors]
+
+    def _of_one(self, group: dict[str, Any], tensor: torch.Tensor) -> Optimizer:
+        return self.optimizer([{**group, "params": [tensor]}], **_at(self.options, 0))
 
     def _grouped(self, tensors: list[torch.Tensor], names: list[str], count: int) -> list[dict[str, Any]]:
         """A group for all tensors of the same options, in the order of their first ones."""

@@ -27,7 +27,7 @@ def to_slot(value: Any, name: str = "state") -> Any:
     if isinstance(value, torch.Tensor) or value is None:
         return value
     if isinstance(value, dict):
-        return {key: to_slot(item, key) for key, item in value.items()}
+        return {k: v if type(v) is torch.Tensor else to_slot(v, k) for k, v in value.items()}
     if type(value) in (list, tuple):
         return type(value)([to_slot(item, name) for item in value])
     if type(value) in _DTYPES:
@@ -45,7 +45,7 @@ def from_slot(slot: Any, owned: bool) -> Any:
     if isinstance(slot, Number):
         return slot.value.item()
     if isinstance(slot, dict):
-        return {key: from_slot(item, owned) for key, item in slot.items()}
+        return {k: v if owned and type(v) is torch.Tensor else from_slot(v, owned) for k, v in slot.items()}
     if type(slot) in (list, tuple):
         return type(slot)([from_slot(item, owned) for item in slot])
     return slot

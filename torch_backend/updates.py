@@ -53,17 +53,15 @@ def _describe(leaf: Any) -> str:
 
 def _sums(leaves: list[Any], given: list[Any]) -> list[Any]:
     """Each leaf plus what is given for it."""
-    if all(_is_plain(leaf) and _is_plain(update) for leaf, update in zip(leaves, given, strict=True)):
-        sums = torch._foreach_add(leaves, given) if leaves else []  # one launch, where a device has that
-        return [
-            total if total.dtype == leaf.dtype else total.to(leaf.dtype)
-            for total, leaf in zip(sums, leaves, strict=True)
-        ]
+    if leaves and all(map(_is_plain, leaves, given)):
+        return list(torch._foreach_add(leaves, given))  # one launch, where a device has that
     return [_sum(leaf, update) for leaf, update in zip(leaves, given, strict=True)]
 
 
-def _is_plain(leaf: Any) -> bool:
-    return type(leaf) in (torch.Tensor, torch.nn.Parameter)
+def _is_plain(leaf: Any, update: Any) -> bool:
+    """Whether the sum is what torch makes of the two without more ado."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return type(leaf) in plain and type(update) in plain and bool(leaf.dtype == update.dtype)
 
 
 def _sum(leaf: Any, update: Any) -> Any:

@@ -53,8 +53,7 @@ def module_value_and_grad(
     >>> model = nn.parallel.DistributedDataParallel(model)
     >>> gradient = torch_backend.module_value_and_grad(model, lambda model, x, y: F.cross_entropy(model(x), y))
     >>> loss, grads = funcga.accumulate(gradient, n=8)(x, y)
-    >>> for name, parameter in model.named_parameters():
-    ...     parameter.grad = grads.get(name)
+    >>> torch_backend.assign_grads(model, grads)
     """
     check_module_and_loss(module, loss_fn, "module_value_and_grad")
     if sync not in ("last", "every", "outer"):

@@ -1,0 +1,170 @@
+"""Gradients given to parameters: all of them or none, and what an optimizer finds then."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import funcga
+import torch_backend
+from tests.processes import processes
+from tests.test_errors import check_refused
+
+
+def module():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def ones(module):
+    return {name: torch.ones_like(p) for name, p in module.named_parameters()}
+
+
+def shown(module):
+    return {name: None if p.grad is None else p.grad.tolist() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("params", "grads"),
+    [
+        (lambda m: m, lambda g: g),
+        (lambda m: m, lambda g: dict(reversed(g.items()))),
+        (lambda m: dict(m.named_parameters()), lambda g: dict(reversed(g.items()))),
+        (lambda m: m.parameters(), lambda g: list(g.values())),
+        (lambda m: list(m.parameters()), lambda g: tuple(g.values())),
+        (lambda m: {"deep": [dict(m.named_parameters()), None]}, lambda g: {"deep": [g, None]}),
+    ],
+)
+def test_gradients_are_set(params, grads):
+    m = module()
+    for p in m.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    given = ones(m)
+    torch_backend.assign_grads(params(m), grads(given))
+    for name, p in m.named_parameters():
+        assert torch.equal(p.grad, given[name])
+        assert p.grad.data_ptr() == given[name].data_ptr()
+
+
+def test_none_and_graphs_and_frozen_parameters():
+    m = module()
+    m[0].bias.requires_grad_(False)
+    m[1].bias.grad = torch.ones(2)
+    given = {name: 1.0 * p * p for name, p in m.named_parameters() if name != "0.bias"} | {"1.bias": None}
+    torch_backend.assign_grads(m, given)
+    assert m[1].bias.grad is None
+    assert m[0].bias.grad is None
+    assert m[0].weight.grad.grad_fn is None
+
+
+def test_the_loop_is_that_of_backward():
+    torch.manual_seed(1)
+    x, y = torch.randn(12, 3), torch.randn(12, 2)
+    left, right = module(), module()
+    optimizers = [optim.AdamW(m.parameters(), lr=0.1) for m in (left, right)]
+    schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
+    loss_fn = torch_backend.pure_loss(left, lambda m, x, y: nn.functional.mse_loss(m(x), y))
+    step = funcga.accumulate(funcga.value_and_grad(loss_fn), 1)
+    for _ in range(5):
+        _, grads = step(dict(left.named_parameters()), x, y)
+        torch_backend.assign_grads(left, grads)
+        optimizers[1].zero_grad()
+        nn.functional.mse_loss(right(x), y).backward()
+        for m, optimizer, scheduler in zip((left, right), optimizers, schedulers, strict=True):
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+    assert all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+
+
+def test_a_parameter_may_have_a_gradient_of_another_dtype():
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    p.grad_dtype = torch.float32
+    torch_backend.assign_grads([p], [torch.ones(2)])
+    assert p.grad.dtype == torch.float32
+    p.grad_dtype = None
+    torch_backend.assign_grads([p], [torch.ones(2, dtype=torch.float64)])
+    assert p.grad.dtype == torch.float64
+
+
+def without(grads, name):
+    return {k: v for k, v in grads.items() if k != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda g: without(g, "1.bias"), "`grads['1.bias']` is missing, and the module trains it: its .grad would be that of an earlier "
+         "step. Give None where there is no gradient, or freeze it: parameter.requires_grad_(False)."),
+        (lambda g: {}, "`grads['0.weight']` is missing, and 3 more, and the module trains it"),
+        (lambda g: {**g, "1.bais": None}, "`grads['1.bais']` is of no parameter of the module (`1.bias`?). Their names are those of "
+         "dict(module.named_parameters())."),
+        (lambda g: list(g.values()), "grads are of type list, and those of a module are {name: gradient}, as they come from "
+         "step(dict(module.named_parameters()), ...). Give params in the structure of grads instead of a module."),
+        (lambda g: {**g, "1.bias": torch.ones(3)}, "`grads['1.bias']` is float32[3], and `params['1.bias']` is float32[2]. A gradient has its "
+         "parameter's shape: give those that it was computed for."),
+        (lambda g: {**g, "1.bias": 1.0}, "`grads['1.bias']` is of type float, and `params['1.bias']` is float32[2]. Give a tensor, or None where "
+         "there is no gradient."),
+        (lambda g: {**g, "1.bias": g["1.bias"].double()}, "`grads['1.bias']` is float64[2], and `params['1.bias']` is float32[2]. Fold to the "
+         "parameter's dtype: funcga.mean(out_dtype=torch.float32); or, for an optimizer that computes in both, let the parameter have "
+         "such a gradient: parameter.grad_dtype = torch.float64."),
+        (lambda g: {**g, "1.bias": g["1.bias"].to("meta")}, "`grads['1.bias']` is float32[2] on meta, and `params['1.bias']` is float32[2]. Move "
+         "it: grad.to('cpu')."),
+    ],
+)  # fmt: skip
+def test_nothing_is_set_where_something_does_not_match(change, text):
+    m = module()
+    torch_backend.assign_grads(m, ones(m))
+    before = copy.deepcopy(shown(m))
+    check_refused(text, torch_backend.assign_grads, m, change({k: 2 * v for k, v in ones(m).items()}))
+    assert shown(m) == before
+
+
+def test_what_is_no_parameter():
+    p = torch.ones(2, requires_grad=True)
+    check_refused(
+        "`params['w']` is float32[2] with a grad_fn, which has no .grad that an optimizer would look at. Give the module, or the "
+        "parameters that the optimizer was given: dict(module.named_parameters()).",
+        torch_backend.assign_grads, {"w": 2 * p}, {"w": p},
+    )  # fmt: skip
+    check_refused(
+        "`params['w']` is of type float, which has no .grad", torch_backend.assign_grads, {"w": 1.0}, {"w": p}
+    )
+    check_refused(
+        "grads and params differ in structure: `grads[1]` is missing.", torch_backend.assign_grads, [p, p], [p]
+    )
+
+
+def sharded(group):
+    m = module()
+    fully_shard(m, mesh=dist.init_device_mesh("cpu", (2,)))
+    optimizer = optim.SGD(m.parameters(), lr=0.1)
+    gradient = torch_backend.module_value_and_grad(m, lambda m, x: m(x).square().mean())
+    _, grads = gradient(torch.ones(4, 3))
+    torch_backend.assign_grads(m, grads)
+    before = [p.full_tensor().clone() for p in m.parameters()]
+    optimizer.step()
+    assert all(isinstance(p.grad, DTensor) for p in m.parameters())
+    assert not any(torch.equal(p.full_tensor(), b) for p, b in zip(m.parameters(), before, strict=True))
+    try:
+        torch_backend.assign_grads(m, {name: grad.full_tensor() for name, grad in grads.items()})
+    except funcga.FuncgaError as error:
+        plain = str(error)
+    try:
+        torch_backend.assign_grads(module(), grads)
+    except funcga.FuncgaError as error:
+        return plain, str(error)
+
+
+def test_dtensors_have_dtensors():
+    plain, placed = processes(2).run(sharded, size=2)[0]
+    assert plain == (
+        "`grads['0.weight']` is float32[4, 3], and `params['0.weight']` is a DTensor float32[4, 3]. The gradient of a DTensor is one: "
+        "distribute_tensor(grad, parameter.device_mesh, parameter.placements), or take those of "
+        "torch_backend.module_value_and_grad(module, loss_fn), which are."
+    )
+    assert placed.endswith("is float32[4, 3]. The parameter lies on one device: grad.full_tensor().")
