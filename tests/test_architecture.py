@@ -12,16 +12,16 @@ import pytest
 import funcga
 import jax_backend
 import torch_backend
-from funcga.backend import Arrays, Gradients, Loop, Replicas, Trees
+from funcga.backend import Arrays, Gradients, Loop, Replicas, Transforms, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
-         "funcga.program", "funcga.reducers", "funcga.tally", "funcga.transforms", "funcga"}  # fmt: skip
+         "funcga.program", "funcga.reducers", "funcga.tally", "funcga.transforms", "funcga.window", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
-          "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "replicas", "interop",
-          "transforms", "__init__", "parity", "__main__"]  # fmt: skip
+          "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "targets", "window",
+          "transforms", "stepping", "replicas", "interop", "state_dicts", "__init__", "parity", "__main__"]  # fmt: skip
 
 
 def imported(source):
@@ -60,8 +60,8 @@ def test_the_core_imports_no_framework():
 def test_imports_point_one_way():
     for path, source in sources("funcga").items():
         if "parity" not in path.parts:
-            # backend_of names the path of what it refuses, and program is a type of the loop's protocol
-            lazily = {"backend": {"prefixes", "program"}}.get(path.stem, set())
+            # backend_of names the path of what it refuses, and the others are types of its protocols
+            lazily = {"backend": {"prefixes", "program", "leaves", "outputs", "tally"}}.get(path.stem, set())
             assert upward_imports(path.stem, source) <= lazily, path
 
 
@@ -168,6 +168,7 @@ ALONE = {
     "communication": "XLA decides what is reduced where, so one has to look; torch reduces what it is told to",
 }
 HELPERS = {
+    "state_specs": "jax.shard_map is told how a state lies on the devices; each torch process has its own",
     "unmerged": "jax_backend.replicated runs a step on all devices at once; torch replicas are processes",
     "in_transform": "torch must not write to the tensors of a running torch.func transform; JAX has no in-place writes",
 }
@@ -221,6 +222,7 @@ def test_backends_supply_what_the_core_asks_for(backend):
         ("gradients", Gradients),
         ("loop", Loop),
         ("replicas", Replicas),
+        ("transforms", Transforms),
     ):
         for name, member in vars(protocol).items():
             if inspect.isfunction(member) and not name.startswith("_"):
