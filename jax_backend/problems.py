@@ -1,12 +1,15 @@
 """The losses that `python -m funcga parity` compares, written as this framework's users write them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
 from jax import lax
+
+from jax_backend.updates import apply_updates
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
@@ -17,6 +20,26 @@ def precision(dtype: str) -> Iterator[None]:
     """A context in which arrays of this dtype exist and are computed with in all of their bits."""
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"):
         yield
+
+
+def optimizer(name: str) -> Any:
+    """The transform of this name, with the options that both frameworks share."""
+    return {
+        "sgd": lambda: optax.sgd(0.5),
+        "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+        "adam": lambda: optax.adam(0.01),
+        "adamw": lambda: optax.adamw(0.01, weight_decay=0.1),
+    }[name]()
+
+
+def applied(params: Any, updates: Any) -> Any:
+    """The parameters with the updates added."""
+    return apply_updates(params, updates)
+
+
+def compiled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step as this framework's users run it."""
+    return jax.jit(step)
 
 
 def digits_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:

@@ -1,10 +1,14 @@
 """The losses that `python -m funcga parity` compares, written as this framework's users write them."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
+
+from torch_backend.optimizers import from_optimizer
+from torch_backend.updates import apply_updates
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
@@ -13,6 +17,26 @@ PAD = 255
 def precision(dtype: str) -> AbstractContextManager[Any]:
     """A context in which arrays of this dtype exist and are computed with in all of their bits."""
     return nullcontext()  # on the CPU they always are
+
+
+def optimizer(name: str) -> Any:
+    """The transform of this name, with the options that both frameworks share."""
+    return {
+        "sgd": lambda: from_optimizer(torch.optim.SGD, lr=0.5),
+        "momentum": lambda: from_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "adam": lambda: from_optimizer(torch.optim.Adam, lr=0.01),
+        "adamw": lambda: from_optimizer(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    }[name]()
+
+
+def applied(params: Any, updates: Any) -> Any:
+    """The parameters with the updates added."""
+    return apply_updates(params, updates)
+
+
+def compiled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step as this framework's users run it."""
+    return step
 
 
 def digits_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

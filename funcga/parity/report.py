@@ -13,6 +13,7 @@ from rich.text import Text
 from funcga.parity.differences import Difference, rank
 from funcga.parity.problems import Problem
 from funcga.parity.run import COMPARISONS, Case, Comparison
+from funcga.parity.training import LIMITS, UPDATES, Trajectory
 
 WIDTH = 100
 """The columns that the tables need."""
@@ -105,12 +106,42 @@ def summary(cases: Sequence[Case]) -> Table:
     return made
 
 
-def verdict(cases: Sequence[Case]) -> Text:
+def training(problem: Problem, trajectories: Sequence[Trajectory]) -> Table:
+    """The table of what the same training makes of the parameters in both frameworks, a row for each optimizer."""
+    title = (
+        f"{problem.name}: {UPDATES} updates by funcga.multi_steps, n = {trajectories[0].n}; torch.optim vs optax, "
+        f"the parameters at the end"
+    )
+    made = Table(
+        title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    for heading in ("optimizer", "dtype", "loss, first and last", "worst rel", "limit", "where", ""):
+        made.add_column(heading)
+    for t in trajectories:
+        leaf, found = t.worst
+        figures = (f"{t.first:.4f} {t.last:.4f}", _figure(found.relative), f"{found.limit:g}")
+        verdict = Text("within", "green") if t.ok else Text("BEYOND", "bold red")
+        made.add_row(t.optimizer, t.dtype, *figures, leaf, verdict)
+    return made
+
+
+def verdict(cases: Sequence[Case], trajectories: Sequence[Trajectory] = ()) -> Text:
     """The verdict: one line if every difference is within its limit, else one more for each comparison that is not."""
     count = sum(len(row.differences) for case in cases for row in case.rows)
-    if all(case.ok for case in cases):
-        return Text(f"Verdict: the same gradients. All {count} differences are within their limits.", "bold green")
-    return Text("\n".join(["Verdict: DIFFERENT gradients. Beyond the limits:", *_complaints(cases)]), "bold red")
+    count += sum(len(t.differences) for t in trajectories)
+    if all(case.ok for case in cases) and all(t.ok for t in trajectories):
+        what = "the same gradients, and the same training" if trajectories else "the same gradients"
+        return Text(f"Verdict: {what}. All {count} differences are within their limits.", "bold green")
+    complaints = [*_complaints(cases), *_strayed(trajectories)]
+    what = "gradients" if any(not case.ok for case in cases) else "training"
+    return Text("\n".join([f"Verdict: DIFFERENT {what}. Beyond the limits:", *complaints]), "bold red")
+
+
+def _strayed(trajectories: Sequence[Trajectory]) -> Iterator[str]:
+    for t in trajectories:
+        if not t.ok:
+            leaf, found = t.worst
+            yield f"  {t.optimizer} {t.dtype} after {UPDATES} updates: worst {leaf} {_figure(found.relative)}"
 
 
 def _complaints(cases: Sequence[Case]) -> Iterator[str]:
@@ -124,14 +155,26 @@ def _complaints(cases: Sequence[Case]) -> Iterator[str]:
                 )
 
 
-def as_json(cases: Sequence[Case]) -> dict[str, Any]:
+def as_json(cases: Sequence[Case], trajectories: Sequence[Trajectory] = ()) -> dict[str, Any]:
     """Everything that the tables show, as JSON has it: a figure that is not finite is None."""
     return {
-        "ok": all(case.ok for case in cases),
+        "ok": all(case.ok for case in cases) and all(t.ok for t in trajectories),
         "versions": versions(),
         "limits": {comparison.name: comparison.limits for comparison in COMPARISONS},
         "cases": [_case_as_json(case) for case in cases],
+        "training": [_trajectory_as_json(t) for t in trajectories],
     }
+
+
+def _trajectory_as_json(t: Trajectory) -> dict[str, Any]:
+    leaves = [{"leaf": leaf, **_difference_as_json(found)} for leaf, found in t.differences.items()]
+    losses = {"first": _finite(t.first), "last": _finite(t.last)}
+    about = {"optimizer": t.optimizer, "dtype": t.dtype, "n": t.n, "updates": UPDATES, "limit": LIMITS[t.dtype]}
+    return {**about, "ok": t.ok, "losses": losses, "rows": leaves}
+
+
+def _difference_as_json(d: Difference) -> dict[str, Any]:
+    return {"absolute": _finite(d.absolute), "relative": _finite(d.relative), "ok": d.ok}
 
 
 def _case_as_json(case: Case) -> dict[str, Any]:
@@ -139,10 +182,7 @@ def _case_as_json(case: Case) -> dict[str, Any]:
         {
             "leaf": row.leaf,
             "shape": list(row.shape),
-            "differences": {
-                c.name: {"absolute": _finite(d.absolute), "relative": _finite(d.relative), "ok": d.ok}
-                for c, d in zip(COMPARISONS, row.differences, strict=True)
-            },
+            "differences": {c.name: _difference_as_json(d) for c, d in zip(COMPARISONS, row.differences, strict=True)},
         }
         for row in case.rows
     ]

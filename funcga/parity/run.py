@@ -89,7 +89,7 @@ def _results(framework: str, problem: Problem, dtype: str, ns: Sequence[int]) ->
     convert = {"torch": to_torch, "jax": to_jax}[framework]
     gradient = value_and_grad(getattr(losses, problem.loss))
     with losses.precision(dtype):
-        args = convert(_cast((problem.params, *problem.batch), dtype))
+        args = convert(cast((problem.params, *problem.batch), dtype))
         whole = _named(gradient(*args))
         # Divided here and not by a fold, so that the fold is compared with something that it has no part in.
         found: dict[tuple[str, int | str], Result] = {
@@ -101,27 +101,27 @@ def _results(framework: str, problem: Problem, dtype: str, ns: Sequence[int]) ->
     return found
 
 
-def _cast(tree: Any, dtype: str) -> Any:
+def cast(tree: Any, dtype: str) -> Any:
     """The tree with its floats in a dtype."""
     if isinstance(tree, dict):
-        return {key: _cast(child, dtype) for key, child in tree.items()}
+        return {key: cast(child, dtype) for key, child in tree.items()}
     if isinstance(tree, tuple):
-        return tuple(_cast(child, dtype) for child in tree)
+        return tuple(cast(child, dtype) for child in tree)
     return tree.astype(dtype) if tree.dtype.kind == "f" else tree
 
 
 def _named(value_and_gradient: Any) -> Result:
     value, gradient = to_numpy(value_and_gradient)
-    return {"loss": value, **_leaves(gradient)}
+    return {"loss": value, **leaves_of(gradient)}
 
 
-def _leaves(tree: Any, path: str = "") -> Result:
+def leaves_of(tree: Any, path: str = "") -> Result:
     """The arrays of a tree of dicts by their dotted paths."""
     if not isinstance(tree, dict):
         return {path: tree}
     found: Result = {}
     for key, child in tree.items():
-        found |= _leaves(child, f"{path}.{key}" if path else key)
+        found |= leaves_of(child, f"{path}.{key}" if path else key)
     return found
 
 
@@ -141,5 +141,5 @@ def _case(problem: Problem, dtype: str, n: int, results: dict[tuple[str, int | s
         [len(part) for part in np.array_split(problem.items, n)],
         [int(part.sum()) for part in np.array_split(problem.items, n)],
         {f"{framework} {how}": float(result(framework, how)["loss"]) for framework, how in runs},
-        [row(leaf) for leaf in ("loss", *_leaves(problem.params))],
+        [row(leaf) for leaf in ("loss", *leaves_of(problem.params))],
     )
