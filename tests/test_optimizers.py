@@ -398,6 +398,7 @@ class Theirs(optim.Optimizer):
 
     def __init__(self, params, lr=0.1, careless=None):
         super().__init__(params, {"lr": lr, "careless": careless})
+        self.calls = 0
 
     @torch.no_grad()
     def step(self):
@@ -422,6 +423,10 @@ class Theirs(optim.Optimizer):
                 p.sub_(state["past"][0] * state["rate"] * group["lr"])
                 if group["careless"] == "group":
                     group["lr"] *= 0.5
+                if group["careless"] == "own":
+                    self.calls += 1
+                if group["careless"] == "state":
+                    self.state["step"] = 1
                 if group["careless"] == "object":
                     state["object"] = self
                 if group["careless"] == "alias":
@@ -448,14 +453,19 @@ def test_one_of_a_third_party():
     assert isinstance(state.slots["w"]["step"], torch_backend.slots.Number)
 
 
-def test_what_belongs_to_no_parameter_is_not_lost_silently():
-    params = {"w": torch.ones(2)}
+@pytest.mark.parametrize(
+    ("careless", "name"), [("group", "param_groups[0]['lr']"), ("own", "calls"), ("state", "state['step']")]
+)
+def test_what_belongs_to_no_parameter_is_not_lost_silently(careless, name):
     check_refused(
-        "Theirs keeps `lr` in its param_groups: 0.1 before a step and 0.05 after it. A pure update would lose that, as its "
-        "state is what the optimizer keeps for each parameter. Keep optimizer.step(), and give it the gradients: "
-        "torch_backend.assign_grads(params, grads).",
-        lambda: torch_backend.from_optimizer(Theirs, careless="group").init(params),
-    )
+        f"a step of Theirs changes its `{name}`, which belongs to no parameter, so that it is in no state, and a pure "
+        "update would lose it. Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads).",
+        torch_backend.from_optimizer(Theirs, careless=careless).init, {"w": torch.ones(2)},
+    )  # fmt: skip
+
+
+def test_what_is_no_tensor_is_not_kept():
+    params = {"w": torch.ones(2)}
     check_refused(
         "the optimizer keeps `object` of type Theirs for a parameter, which is no tensor and cannot be put into a state. "
         "Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads).",

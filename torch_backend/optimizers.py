@@ -17,7 +17,7 @@ from torch_backend import trees
 from torch_backend.closures import constant, evaluating, needs_closure
 from torch_backend.matching import check_parameters
 from torch_backend.optimizer_state import Given, OptimizerState, fresh
-from torch_backend.options import Options, check_kept, check_names, names_of, options_of
+from torch_backend.options import Options, beside, check_kept, check_names, names_of
 from torch_backend.placements import locals_of
 from torch_backend.schedules import Schedule
 from torch_backend.slots import from_slot, mapped, to_slot
@@ -114,7 +114,7 @@ class _Functions:
         copy = tensor.clone()
         copy.grad = torch.zeros_like(copy)
         optimizer = make(copy.requires_grad_())
-        before = options_of(optimizer)
+        before = beside(optimizer)
         try:
             _step(optimizer, constant(optimizer) if self.options.needs_closure else None)
         except (FuncgaError, RuntimeError):
@@ -144,7 +144,7 @@ class _Functions:
         for copy, slot, started in zip(copies, given.slots, given.started, strict=True):
             if started and slot:
                 optimizer.state[copy] = from_slot(slot, owned)
-        before = options_of(optimizer)
+        before = beside(optimizer)
         _step(optimizer, closure)
         check_kept(optimizer, before)
         return given.result(copies, [self._kept(optimizer, copy) for copy in copies], owned)

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -104,22 +104,35 @@ def _names(tree: Any, name: str) -> list[str]:
 _QUOTES = "[]'\"."
 
 
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What the groups say now, without their parameters, to be given to `check_kept` after a step."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+class Beside(NamedTuple):
+    """What an optimizer keeps that belongs to no parameter."""
+
+    shared: dict[str, Any]  # options of its groups, and state under other keys than parameters
+    own: dict[str, Any]  # numbers and tensors among its attributes
 
 
-def check_kept(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
+def beside(optimizer: Optimizer) -> Beside:
+    """What the optimizer keeps now that belongs to no parameter."""
+    shared = {f"param_groups[{i}][{k!r}]": v for i, g in enumerate(optimizer.param_groups) for k, v in g.items()}
+    shared |= {f"state[{key!r}]": None for key in optimizer.state if not isinstance(key, torch.Tensor)}
+    own = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float, torch.Tensor)}
+    return Beside(shared, own)
+
+
+def check_kept(optimizer: Optimizer, before: Beside) -> None:
     """Raises FuncgaError if the step changed what belongs to no parameter, which a pure update would lose."""
-    for group, old in zip(options_of(optimizer), before, strict=True):
-        for name, value in group.items():
-            if value is not old.get(name) and value != old.get(name):
-                raise FuncgaError(_lost(optimizer, name, old.get(name), value))
+    after = beside(optimizer)
+    old = before.shared
+    changed = [name for name, value in after.shared.items() if name not in old or _differs(value, old[name])]
+    # An attribute that was no number before is a cache, as LBFGS has one.
+    changed += [name for name, value in after.own.items() if _differs(value, before.own.get(name, value))]
+    if changed:
+        raise FuncgaError(
+            f"a step of {type(optimizer).__name__} changes its `{changed[0]}`, which belongs to no parameter, so that "
+            f"it is in no state, and a pure update would lose it. Keep optimizer.step() and give it gradients: "
+            f"torch_backend.assign_grads(params, grads)."
+        )
 
 
-def _lost(optimizer: Optimizer, name: str, old: Any, new: Any) -> str:
-    return (
-        f"{type(optimizer).__name__} keeps `{name}` in its param_groups: {old!r} before a step and {new!r} after it. A "
-        f"pure update would lose that, as its state is what the optimizer keeps for each parameter. Keep "
-        f"optimizer.step(), and give it the gradients: torch_backend.assign_grads(params, grads)."
-    )
+def _differs(new: Any, old: Any) -> bool:
+    return new is not old and bool(new != old)
