@@ -238,7 +238,7 @@ class _Steps:
         emptied = windows.empty(transforms.emptied(folds, held, self.donate, updates), structure, backend)
         if replicas is not None:
             emptied = transforms.parted(emptied, replicas)
-        dropped = self._dropped(state.dropped, keep, total.steps, rejected, arrays)
+        dropped = self._dropped(state.dropped, keep, total.steps, rejected, backend)
         return updates, MultiStepsState(inner, emptied, arrays.integer(0), count, updated, dropped)
 
     def _is_emitted(self, steps: Any, rejected: Any, arrays: Any) -> Any:
@@ -255,10 +255,11 @@ class _Steps:
         updates, new = update(grads, inner, _widened(params, backend), **extra)
         return updates, (backend.transforms.alike(new, inner), count + 1, backend.arrays.as_array(True))
 
-    def _dropped(self, dropped: Dropped, keep: Any, steps: Any, rejected: Any, arrays: Any) -> Dropped:
+    def _dropped(self, dropped: Dropped, keep: Any, steps: Any, rejected: Any, backend: Backend) -> Dropped:
         """The counts of what has been dropped, at the end of a window."""
+        arrays, replicas = backend.arrays, self._replicas(backend)
         microbatches, lost = dropped
-        if self.drop is not None and self.across is not None:  # else they were counted as they came
+        if self.drop is not None and replicas is not None:  # else they were counted as they came
             microbatches = microbatches + rejected
         if self.drop == "window":
             counts = arrays.xp.where(arrays.as_array(keep), arrays.integer(0), arrays.integer(steps))
