@@ -75,8 +75,7 @@ def _closed(run: Callable[..., Any], state: Any, given: list[Any]) -> tuple[Call
 
 def _nothing(emit: Callable[..., Any], state: Any, operands: Any) -> Any:
     """Updates of zeros, like those that `emit` returns."""
-    shapes = jax.eval_shape(lambda state: emit(state, operands)[0], state)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return _zeros(jax.eval_shape(lambda state: emit(state, operands)[0], state))
 
 
 def _strong(leaf: Any) -> Any:
@@ -100,16 +99,12 @@ def _branched(run: Callable[..., Any], updates: Any, predicate: Any, state: Any,
 
 
 def _zeros(types: Any) -> Any:
-    return _typed(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), types), types)
+    return jax.tree.map(jnp.zeros_like, types)  # of a type: as sharded and as varying as it says
 
 
 def _typed(found: Any, like: Any) -> Any:
     """The trees marked as varying over the axes that others vary over."""
-    return jax.tree.map(lambda a, b: as_varying(a, _axes(b)), found, like)
-
-
-def _axes(leaf: Any) -> tuple[Any, ...]:
-    return tuple(varying_axes(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)))
+    return jax.tree.map(lambda a, b: as_varying(a, tuple(varying_axes(jax.typeof(b)))), found, like)
 
 
 def add(folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool) -> Any:
