@@ -123,7 +123,7 @@ class _Steps:
         the weight is seen to be negative.
         """
         backend = self._backend(state, grads, params)
-        self._check_params(state, params, backend)
+        params = self._own(state, params, backend)
         state = self._added(grads, state, weight, backend)
         full = is_full(self.n, state.updates, state.offered, partial(self._weight, state, backend), backend.arrays)
         emit = partial(self._emitted, backend)
@@ -137,7 +137,7 @@ class _Steps:
     def flush(self, state: MultiStepsState, params: Any, extra: dict[str, Any]) -> tuple[Any, MultiStepsState]:
         """(updates, state) of what is in the window."""
         backend = self._backend(state, params)
-        self._check_params(state, params, backend)
+        params = self._own(state, params, backend)
         offered = backend.arrays.scalar(state.offered)
         if not backend.arrays.is_array(offered) and offered == 0:
             raise FuncgaError(
@@ -267,15 +267,21 @@ class _Steps:
             lost = lost + arrays.xp.where(arrays.as_array(keep), arrays.integer(0), arrays.integer(1))
         return Dropped(microbatches, lost)
 
-    def _check_params(self, state: MultiStepsState, params: Any, backend: Backend) -> None:
-        """Raises FuncgaError if the params have another structure than those that the state was made for."""
-        if params is None:
-            return
-        found = backend.trees.flatten(params)[1]
+    def _own(self, state: MultiStepsState, params: Any, backend: Backend) -> Any:
+        """The params that the state was made for; of a whole module, None in the place of all else.
+
+        Raises FuncgaError if the params have another structure.
+        """
         expected = windows.held_in(state.window.accumulated, backend)[1]
-        if found != expected:
-            paths = leaf_paths(params, backend.trees, "params")
-            windows.check_paths("params", paths, windows.paths_of(expected, "params", backend))
+        leaves, found = backend.trees.flatten(params)
+        if params is None or found == expected:
+            return params
+        paths, known = leaf_paths(params, backend.trees, "params"), windows.paths_of(expected, "params", backend)
+        own = [leaf if path in known else None for path, leaf in zip(paths, leaves, strict=True)]
+        params = backend.trees.unflatten(found, own)
+        if backend.trees.flatten(params)[1] != expected:
+            windows.check_paths("params", paths, known)
+        return params
 
 
 def _check_state(state: Any) -> None:
@@ -299,6 +305,7 @@ def _widened(params: Any, backend: Backend) -> Any:
     """The params with floats of less than 32 bits as float32."""
     arrays = backend.arrays
     leaves, structure = backend.trees.flatten(params)
+    leaves = [arrays.as_array(leaf) if isinstance(leaf, int | float | complex) else leaf for leaf in leaves]
     wide = [_wide(leaf, arrays) if arrays.is_array(leaf) else leaf for leaf in leaves]
     return backend.trees.unflatten(structure, wide)
 
