@@ -296,7 +296,7 @@ def _check_state(state: Any) -> None:
 def _backend_of(trees: list[Any], names: list[str]) -> Backend:
     """The backend that owns a call; with no arrays at all, as optax's own tools do, that of JAX if it is there."""
     loaded = load_imported()
-    if not any(backend.trees.flatten(trees)[0] for backend in loaded):
+    if loaded and not loaded[-1].trees.flatten(trees)[0]:
         return loaded[-1]
     return backend_of(trees, lambda: names)
 
