@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ def offered(made: Any) -> Any:
     return made if optax is None else _optax_type(optax.GradientTransformationExtraArgs)(*made)
 
 
+@cache
 def _optax_type(base: Any) -> Any:
     return type("MultiSteps", (MultiSteps, base), {"__doc__": MultiSteps.__doc__, "__slots__": ()})
 
