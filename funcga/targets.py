@@ -45,12 +45,15 @@ def check_target(n: Any) -> Any:
 
 def is_full(n: Any, updates: Any, steps: Any, weight: Callable[[], Any], arrays: Arrays) -> Any:
     """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
-    target = n.weight if isinstance(n, TargetWeight) else n
+    of_weight = isinstance(n, TargetWeight)
+    target: Any = n.weight if of_weight else n
     if callable(target):
-        target = _scheduled(target, arrays.scalar(updates), isinstance(n, TargetWeight), arrays)
-    if isinstance(n, TargetWeight):
-        return _holds(weight() >= target, arrays)
-    return _holds(steps >= target, arrays)
+        target = _scheduled(target, arrays.scalar(updates), of_weight, arrays)
+    amount = weight() if of_weight else steps
+    if arrays.is_array(amount) and arrays.is_array(target) and amount.dtype != target.dtype:
+        dtype = amount.dtype if of_weight else target.dtype  # a weight is a float, a number of steps an int
+        amount, target = arrays.cast(amount, dtype), arrays.cast(target, dtype)
+    return _holds(amount >= target, arrays)
 
 
 def _scheduled(schedule: Callable[[Any], Any], updates: Any, of_weight: bool, arrays: Arrays) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ def offered(made: Any) -> Any:
     return made if optax is None else _optax_type(optax.GradientTransformationExtraArgs)(*made)
 
 
+@cache
 def _optax_type(base: Any) -> Any:
     return type("MultiSteps", (MultiSteps, base), {"__doc__": MultiSteps.__doc__, "__slots__": ()})
 
@@ -54,16 +55,28 @@ def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, li
             filled[i] = leaf
         return emit(state, jax.tree.unflatten(structure, filled))
 
-    state = jax.tree.map(_strong, state)
-    branch = jax.custom_jvp(partial(_looped, run))
-    branch.defjvp(lambda primals, tangents: jax.jvp(partial(_branched, run), primals, tangents))
-    return branch(predicate, state, [leaves[i] for i in traced])
+    run, state, operands, updates = _closed(run, jax.tree.map(_strong, state), [leaves[i] for i in traced])
+    branch = jax.custom_jvp(partial(_looped, run, updates))
+    branch.defjvp(lambda primals, tangents: jax.jvp(partial(_branched, run, updates), primals, tangents))
+    return branch(predicate, state, operands)
+
+
+def _closed(run: Callable[..., Any], state: Any, given: list[Any]) -> tuple[Callable[..., Any], Any, list[Any], Any]:
+    """The function with what it captures, such as a learning rate to be differentiated, among its operands.
+
+    With it the state, marked as varying as it comes back; the operands; and the types of the updates.
+    """
+    closed, captured = jax.closure_convert(run, state, given)
+    updates, after = jax.eval_shape(closed, state, given, *captured)
+    typed = _typed(state, after)
+    if any(a is not b for a, b in zip(jax.tree.leaves(typed), jax.tree.leaves(state), strict=True)):
+        return _closed(run, typed, given)
+    return closed, state, [given, *captured], updates
 
 
 def _nothing(emit: Callable[..., Any], state: Any, operands: Any) -> Any:
     """Updates of zeros, like those that `emit` returns."""
-    shapes = jax.eval_shape(lambda state: emit(state, operands)[0], state)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return _zeros(jax.eval_shape(lambda state: emit(state, operands)[0], state))
 
 
 def _strong(leaf: Any) -> Any:
@@ -71,27 +84,23 @@ def _strong(leaf: Any) -> Any:
     return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else lax.convert_element_type(leaf, leaf.dtype)
 
 
-def _looped(run: Callable[..., Any], predicate: Any, state: Any, given: list[Any]) -> Any:
+def _looped(run: Callable[..., Any], updates: Any, predicate: Any, state: Any, operands: list[Any]) -> Any:
     """The branch as a loop of at most one turn: XLA lets its body write into what came in, where a cond would copy."""
-    updates, state = _untaken(run, state, given)
 
     def body(carry: Any) -> Any:
-        return jnp.zeros_like(carry[0]), *_typed(run(carry[2], given), carry[1:])
+        return jnp.zeros_like(carry[0]), *_typed(run(carry[2], *operands), carry[1:])
 
-    return lax.while_loop(lambda carry: carry[0], body, (predicate, updates, state))[1:]
+    return lax.while_loop(lambda carry: carry[0], body, (predicate, _zeros(updates), state))[1:]
 
 
-def _branched(run: Callable[..., Any], predicate: Any, state: Any, given: list[Any]) -> Any:
+def _branched(run: Callable[..., Any], updates: Any, predicate: Any, state: Any, operands: list[Any]) -> Any:
     """The same as a cond, which can be differentiated in reverse."""
-    untaken = _untaken(run, state, given)
-    return lax.cond(predicate, lambda state: _typed(run(state, given), untaken), lambda state: untaken, untaken[1])
+    untaken = _zeros(updates), state
+    return lax.cond(predicate, lambda state: _typed(run(state, *operands), untaken), lambda state: untaken, state)
 
 
-def _untaken(run: Callable[..., Any], state: Any, given: list[Any]) -> Any:
-    """Zeros and the state, in the types of what would be returned."""
-    updates, after = jax.eval_shape(run, state, given)
-    zeros = jax.tree.map(lambda s: as_varying(jnp.zeros(s.shape, s.dtype), tuple(varying_axes(s))), updates)
-    return zeros, jax.tree.map(lambda a, s: as_varying(a, tuple(varying_axes(s))), state, after)
+def _zeros(types: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, types)  # of a type: as sharded and as varying as it says
 
 
 def _typed(found: Any, like: Any) -> Any:

@@ -1,0 +1,62 @@
+"""Dropping: what becomes of a micro-batch whose gradients are not finite."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from funcga.backend import Arrays
+from funcga.errors import FuncgaError
+from funcga.window import Dropped
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """What is dropped: the "microbatch", the whole "window" or nothing; and by which test, if not for NaN and inf."""
+
+    scope: str | None
+    test: Callable[[Any], Any] | None
+
+    def __post_init__(self) -> None:
+        if self.scope not in (None, "microbatch", "window"):
+            raise FuncgaError(
+                f'drop is {self.scope!r}: write "microbatch" to leave out what is not finite, "window" to make no '
+                f"update of a window that has such a micro-batch, or None to pass it on."
+            )
+        if self.test is not None and (self.scope is None or not callable(self.test)):
+            raise FuncgaError(
+                f'drop_if is {self.test!r} and drop is {self.scope!r}: write drop="microbatch" or drop="window", and a '
+                f"function of the gradients that says whether to drop them: drop_if=lambda grads: norm(grads) > 100."
+            )
+
+    def is_kept(self, grads: Any, leaves: list[Any], arrays: Arrays) -> Any:
+        """Whether a micro-batch is folded: a bool, or an array of one that the host does not see."""
+        if self.scope is None:
+            return True
+        if self.test is not None:
+            drop = _seen(self.test(grads), arrays)
+            return ~drop if arrays.is_array(drop) else not drop
+        kept: Any = True
+        for leaf in leaves:
+            kept = kept if leaf is None else arrays.xp.isfinite(leaf).all() & kept
+        return _seen(kept, arrays)
+
+    def is_emitted(self, steps: Any, rejected: Any, arrays: Arrays) -> Any:
+        """Whether there is an update at the end of a window, of which so many were folded, and so many not."""
+        if self.scope is None:
+            return True
+        return _seen((steps > 0) & (rejected == 0) if self.scope == "window" else steps > 0, arrays)
+
+    def counted(self, dropped: Dropped, emitted: Any, steps: Any, rejected: Any, arrays: Arrays) -> Dropped:
+        """The counts at the end of a window: with `rejected` more, and those that went with the window."""
+        if self.scope is None:
+            return dropped
+        microbatches, windows = dropped.microbatches + rejected, dropped.windows
+        if self.scope == "window":
+            none, keep = arrays.integer(0), arrays.as_array(emitted)
+            microbatches = microbatches + arrays.xp.where(keep, none, arrays.integer(steps))
+            windows = windows + arrays.xp.where(keep, none, arrays.integer(1))
+        return Dropped(microbatches, windows)
+
+
+def _seen(condition: Any, arrays: Arrays) -> Any:
+    return arrays.scalar(condition) if arrays.is_array(condition) else condition

@@ -1,0 +1,33 @@
+"""Widening: what a wrapped transform sees has floats of at least 32 bits."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from funcga.backend import Arrays, Backend
+from funcga.leaves import LeafFold
+
+
+def widened(params: Any, backend: Backend) -> Any:
+    """The params with floats of less than 32 bits as float32, and numbers as arrays."""
+    leaves, structure = backend.trees.flatten(params)
+    return backend.trees.unflatten(structure, [_wide(leaf, backend.arrays) for leaf in leaves])
+
+
+def _wide(leaf: Any, arrays: Arrays) -> Any:
+    leaf = arrays.as_array(leaf) if isinstance(leaf, int | float | complex) else leaf
+    if not arrays.is_array(leaf) or arrays.kind(leaf.dtype) not in ("float", "complex"):
+        return leaf
+    wide = arrays.accumulator_dtype(leaf.dtype)
+    return leaf if leaf.dtype == wide else arrays.cast(leaf, wide)
+
+
+def result_folds(folds: Sequence[LeafFold | None], params: Any, backend: Backend) -> list[LeafFold | None]:
+    """The folds of the gradients, whose results are in the dtypes of the params that the wrapped transform sees."""
+    if params is None:
+        return list(folds)
+    likes = backend.trees.flatten(widened(params, backend))[0]
+    return [
+        fold if fold is None or fold.fold.normalizer.dtype is not None else replace(fold, result_dtype=like.dtype)
+        for fold, like in zip(folds, likes, strict=True)
+    ]

@@ -1,0 +1,217 @@
+"""Windowing: a window opened to be worked on, with the fold bound to the leaves of the gradients."""
+
+import builtins
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from funcga import tally
+from funcga.backend import Arrays, Backend
+from funcga.errors import FuncgaError
+from funcga.folds import sum
+from funcga.leaves import LeafFold
+from funcga.outputs import Outputs, bind_outputs
+from funcga.prefixes import leaf_paths
+from funcga.tally import Tally
+from funcga.window import Parts, Window
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of one transform: begun, and opened to be worked on, with its fold bound to the gradients' leaves."""
+
+    fold: Any
+    known: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def begun(self, params: Any, backend: Backend) -> "Opened":
+        """An empty window, for gradients like these params."""
+        leaves, structure = backend.trees.flatten(params)
+        bound = self._bound([getattr(leaf, "dtype", None) for leaf in leaves], leaves, structure, backend)
+        folds = bound.outputs.folds[:-1]
+        held = [None if fold is None else fold.identity(leaf) for fold, leaf in zip(folds, leaves, strict=True)]
+        zero = Tally(backend.arrays.addends(0, bound.wide), backend.arrays.integer(0))
+        return Opened(held, zero, backend.arrays.integer(0), bound)
+
+    def opened(self, window: Window, backend: Backend, replicas: Any) -> "Opened":
+        """The window of a state."""
+        window = window if replicas is None else backend.transforms.part(window)
+        leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
+        held = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
+        marks = [h[0] if type(h) is tuple else h for h in held]
+        bound = self._bound([getattr(mark, "dtype", None) for mark in marks], marks, structure, backend)
+        return Opened(held, window.tally, window.rejected, bound)
+
+    def _bound(self, dtypes: list[Any], leaves: list[Any], structure: Any, backend: Backend) -> "_Bound":
+        known: _Bound | None = self.known.get("bound")
+        if known is None or known.dtypes != dtypes or known.structure != structure or known.backend is not backend:
+            tree, count = backend.trees.unflatten(structure, leaves), backend.arrays.integer(0)
+            outputs = bind_outputs((self.fold, sum()), (tree, count), backend, shaped=False)
+            _check_folds(outputs)
+            bits = {"float": 8, "complex": 16}
+            wide = any(d is not None and bits.get(backend.arrays.kind(d)) == d.itemsize for d in dtypes)
+            self.known["bound"] = known = _Bound(dtypes, structure, backend, outputs, wide)
+        return known
+
+
+class _Bound(NamedTuple):
+    """What is the same for all windows of gradients in a structure and dtypes.
+
+    `outputs` has the gradients and, last, the number of micro-batches that were rejected. `wide`: whether a leaf has
+    64 bits, and so the weights.
+    """
+
+    dtypes: list[Any]
+    structure: Any
+    backend: Backend
+    outputs: Outputs
+    wide: bool
+
+
+def _is_parts(node: Any) -> bool:
+    return type(node) is Parts
+
+
+def _check_folds(outputs: Outputs) -> None:
+    """Raises FuncgaError if what a fold holds grows with every call."""
+    for fold, path in zip(outputs.folds, outputs.paths, strict=True):
+        if fold is not None and fold.fold.reducer.monoid.axis is not None:
+            raise FuncgaError(
+                f"the fold of {path} collects rows, and gradients are to become one gradient. Fold them with "
+                f"funcga.mean(), funcga.per_weight() or funcga.sum()."
+            )
+
+
+class Opened(NamedTuple):
+    """A window as it is worked on. `held` has what each leaf's monoid holds; `fresh` says that nobody else has that."""
+
+    held: list[Any]
+    tally: Tally
+    rejected: Any
+    bound: _Bound
+    fresh: bool = False
+
+    @property
+    def backend(self) -> Backend:
+        """The framework's backend."""
+        return self.bound.backend
+
+    @property
+    def structure(self) -> Any:
+        """The structure of the gradients."""
+        return self.bound.structure
+
+    @property
+    def folds(self) -> tuple[LeafFold | None, ...]:
+        """The fold of every leaf of the gradients."""
+        return self.bound.outputs.folds[:-1]
+
+    def closed(self, replicas: Any) -> Window:
+        """The window as a state has it."""
+        leaves = [Parts(h) if type(h) is tuple else h for h in self.held]
+        window = Window(self.backend.trees.unflatten(self.structure, leaves), self.tally, self.rejected)
+        return window if replicas is None else self.backend.transforms.parted(window, replicas)
+
+    def added(self, leaves: list[Any], weight: Any, keep: Any, donate: bool) -> tuple["Opened", Any]:
+        """The window with one more micro-batch, if `keep` says so, and how many were rejected: 0 or 1."""
+        arrays, transforms, wide = self.backend.arrays, self.backend.transforms, self.bound.wide
+        if keep is False:
+            return self._replace(rejected=self.rejected + 1), 1
+        held = transforms.add(self.folds, self.held, leaves, weight, donate and keep is True)
+        fresh = all(a is not b for a, b in zip(held, self.held, strict=True) if a is not None)
+        if keep is True:
+            more = Tally(arrays.addends(weight, wide), arrays.integer(1))
+            return self._replace(held=held, tally=tally.merge(self.tally, more), fresh=fresh), 0
+        xp = arrays.xp
+        chosen = [_selected(xp, keep, a, b) for a, b in zip(held, self.held, strict=True)]
+        limbs = tuple(_selected(xp, keep, limb, xp.zeros_like(limb)) for limb in arrays.addends(weight, wide))
+        step = arrays.cast(keep, self.rejected.dtype)
+        total = tally.merge(self.tally, Tally(limbs, step))
+        return self._replace(held=chosen, tally=total, rejected=self.rejected + (1 - step), fresh=fresh), 1 - step
+
+    def merged(self, replicas: Any, known: dict[Any, Any]) -> "Opened":
+        """The window of all replicas."""
+        transforms, outputs = self.backend.transforms, self.bound.outputs
+        held, total = transforms.merged(outputs, [*self.held, self.rejected], self.tally, replicas, known)
+        return self._replace(held=held[:-1], rejected=held[-1], tally=total)
+
+    def emptied(self, owned: bool, taken: Any) -> "Opened":
+        """The empty window; in the same memory if that is owned, and not `taken` by what was made of it."""
+        arrays = self.backend.arrays
+        zero = Tally(arrays.addends(0, self.bound.wide), arrays.integer(0))
+        held = self.backend.transforms.emptied(self.folds, self.held, owned, taken)
+        return self._replace(held=held, tally=zero, rejected=arrays.integer(0))
+
+    def seen(self, total: Tally) -> Tally:
+        """A Tally as a normalizer takes it: numbers where the host sees them."""
+        arrays = self.backend.arrays
+        limbs = [arrays.scalar(limb) for limb in total.weight]
+        known = not any(map(arrays.is_array, limbs))
+        return Tally((builtins.sum(limbs),) if known else total.weight, arrays.scalar(total.steps))
+
+    def matched(self, grads: Any) -> list[Any]:
+        """The leaves of the gradients, in the order of what is held of them.
+
+        Raises FuncgaError, which names the leaves, if their structure, or a shape or kind of dtype, is another.
+        """
+        leaves, found = self.backend.trees.flatten(grads)
+        if found != self.structure:
+            placed = dict(zip(leaf_paths(grads, self.backend.trees, "grads"), leaves, strict=True))
+            expected = self._paths("grads")
+            _check_paths("gradients", list(placed), expected)
+            leaves = [placed[path] for path in expected]
+        for i, (leaf, own) in enumerate(zip(leaves, self.held, strict=True)):
+            alike = getattr(leaf, "dtype", leaf) == getattr(own, "dtype", None) and leaf.shape == own.shape  # as mostly
+            if not alike and not _fits(leaf, own, self.backend.arrays):
+                raise _unfit(self._paths("grads")[i], leaf, own, self.backend.arrays)
+        return leaves
+
+    def own(self, params: Any) -> Any:
+        """The params that the state was made for; of a whole module, None in the place of all else.
+
+        Raises FuncgaError if the params have another structure.
+        """
+        trees = self.backend.trees
+        leaves, found = trees.flatten(params)
+        if params is None or found == self.structure:
+            return params
+        paths, known = leaf_paths(params, trees, "params"), self._paths("params")
+        params = trees.unflatten(found, [leaf if p in known else None for p, leaf in zip(paths, leaves, strict=True)])
+        if trees.flatten(params)[1] != self.structure:
+            _check_paths("params", paths, known)
+        return params
+
+    def _paths(self, name: str) -> list[str]:
+        count = self.structure.num_leaves
+        return leaf_paths(self.backend.trees.unflatten(self.structure, range(count)), self.backend.trees, name)
+
+
+def _selected(xp: Any, keep: Any, kept: Any, other: Any) -> Any:
+    if type(kept) is tuple:
+        return tuple(_selected(xp, keep, a, b) for a, b in zip(kept, other, strict=True))
+    return None if kept is None else xp.where(keep, kept, other)
+
+
+def _check_paths(what: str, found: list[str], expected: list[str]) -> None:
+    """Raises FuncgaError if leaves are missing or new."""
+    if sorted(found) != sorted(expected):
+        missing, new = ([p for p in a if p not in b][:4] for a, b in ((expected, found), (found, expected)))
+        raise FuncgaError(
+            f"the {what} have another structure than the params that the state was made for: missing "
+            f"{', '.join(missing) or 'nothing'}, new {', '.join(new) or 'nothing'}. Give all of these at every call, "
+            f"gradients of zeros where there is nothing to add; or make a state for what there is: "
+            f"state = tx.init(params)."
+        )
+
+
+def _fits(leaf: Any, held: Any, arrays: Arrays) -> bool:
+    if held is None or not arrays.is_array(leaf):
+        return held is None and leaf is None
+    parts = held if isinstance(held, tuple) else (held,)
+    return any(p.shape == leaf.shape for p in parts) and arrays.kind(leaf.dtype) == arrays.kind(parts[0].dtype)
+
+
+def _unfit(path: str, leaf: Any, held: Any, arrays: Arrays) -> FuncgaError:
+    before = arrays.describe(max(held, key=lambda part: part.ndim) if isinstance(held, tuple) else held)
+    return FuncgaError(
+        f"{path} is {arrays.describe(leaf)}, and the state was made for params where it is {before}: the two cannot be "
+        f"combined. Give gradients of these params; or make a state for the new ones: state = tx.init(params)."
+    )

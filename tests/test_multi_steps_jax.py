@@ -1,0 +1,651 @@
+"""`multi_steps` among optax's own: with every optimizer, inside and around every combinator, and under every transform."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from optax import contrib
+
+import funcga
+from funcga import multi_steps
+from tests.kits import JAX, difference
+from tests.problems import rng
+
+# optax's own code promotes dtypes, and some of it is written for more than one release
+standard = pytest.mark.usefixtures("as_optax_is_written")
+NAN = float("nan")
+
+
+@pytest.fixture
+def as_optax_is_written():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def tree(seed=0, dtype="float32", scale=1.0):
+    r = rng(seed)
+    shapes = {"b": (4,), "layer": {"w": (8, 4)}}
+    return jax.tree.map(
+        lambda shape: jnp.asarray(scale * r.normal(size=shape), dtype), shapes, is_leaf=lambda s: isinstance(s, tuple)
+    )
+
+
+PARAMS = tree()
+GRADS = [tree(seed) for seed in range(1, 13)]
+STACKED = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
+
+
+def optaxs(tx, n):
+    """optax.MultiSteps, as a transform that passes extra arguments on."""
+    steps = optax.MultiSteps(tx, n)
+    return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+
+
+def train(tx, grads=GRADS, params=PARAMS, extra=lambda i, params: {}, jit=jax.jit):
+    """(params, state) after a step with each of the gradients."""
+    update, state = jit(tx.update), tx.init(params)
+    for i, g in enumerate(grads):
+        updates, state = update(g, state, params, **extra(i, params))
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def same(left, right):
+    """Whether two trees are equal, bit for bit and in dtypes."""
+    pairs = list(zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True))
+    return all(a.dtype == b.dtype and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+
+
+def mean_of(grads, weights=None):
+    """The weighted mean, computed in NumPy in float64."""
+    weights = weights or [1] * len(grads)
+    total = lambda *gs: sum(w * np.asarray(g, np.float64) for w, g in zip(weights, gs, strict=True))
+    return jax.tree.map(lambda *gs: jnp.asarray(total(*gs) / sum(weights), jnp.float32), *grads)
+
+
+def emits(tx, grads=GRADS, params=PARAMS, jit=jax.jit, **extra):
+    """Whether each step was an update, by has_updated and by its updates."""
+    update, state, found = jit(tx.update), tx.init(params), []
+    for i, g in enumerate(grads):
+        updates, state = update(g, state, params, **{name: value[i] for name, value in extra.items()})
+        found.append(bool(tx.has_updated(state)))
+        assert found[-1] == any(bool((u != 0).any()) for u in jax.tree.leaves(updates))
+        assert int(state.updates) == sum(found)
+    return "".join(".X"[f] for f in found)
+
+
+# --- every optimizer of optax -----------------------------------------------------------------------------------------
+
+NAMES = (
+    "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw "
+    "novograd optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3 yogi"
+)
+OPTIMIZERS = {name: partial(getattr(optax, name), 1e-2) for name in NAMES.split()}
+OPTIMIZERS |= {
+    "momentum": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "noisy_sgd": lambda: optax.noisy_sgd(1e-2, key=jax.random.key(0)),
+    "polyak_sgd": lambda: optax.polyak_sgd(1e-2),
+    "lbfgs": lambda: optax.lbfgs(),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.zero_nans(), optax.adamw(1e-2)),
+    "sam": lambda: contrib.sam(optax.sgd(1e-2), optax.sgd(0.1), sync_period=2),
+    "mechanize": lambda: contrib.mechanize(optax.adam(1e-2)),
+}
+WITH_RATE = "acprop ademamix adopt galore madgrad muon schedule_free_adamw schedule_free_sgd simplified_ademamix"
+WITHOUT = "cocob dadapt_adamw dog dowg momo momo_adam prodigy"
+OPTIMIZERS |= {name: partial(getattr(contrib, name), 1e-2) for name in WITH_RATE.split()}
+OPTIMIZERS |= {name: getattr(contrib, name) for name in WITHOUT.split()}
+
+
+def bowl(params):
+    return sum(jnp.sum((leaf - 1) ** 2) for leaf in jax.tree.leaves(params))
+
+
+def descend(tx, extra=()):
+    """The params after three windows of four noisy gradients of the bowl, step after step and under scan."""
+
+    def step(carry, noise):
+        params, state = carry
+        grads = jax.tree.map(lambda g, r: g + 0.1 * r, jax.grad(bowl)(params), noise)
+        known = {"value": bowl(params), "grad": jax.grad(bowl)(params), "value_fn": bowl}
+        updates, state = tx.update(grads, state, params, **{name: known[name] for name in extra})
+        return (optax.apply_updates(params, updates), state), None
+
+    carry, jitted = (PARAMS, tx.init(PARAMS)), jax.jit(step)
+    for noise in GRADS:
+        carry, _ = jitted(carry, noise)
+    scanned = lax.scan(step, (PARAMS, tx.init(PARAMS)), STACKED)[0]
+    return carry[0], scanned[0]
+
+
+@standard
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:optax")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_optax_does_what_it_does_in_optaxs_own_multisteps(name):
+    extra = {"polyak_sgd": ["value"], "momo": ["value"], "momo_adam": ["value"], "lbfgs": ["value", "grad", "value_fn"]}
+    extra = extra.get(name, [])
+    stepped, scanned = descend(multi_steps(OPTIMIZERS[name](), 4), extra)
+    expected, _ = descend(optaxs(OPTIMIZERS[name](), 4), extra)
+    assert not same(expected, PARAMS)
+    assert difference(JAX, stepped, expected) < 2e-6
+    assert difference(JAX, scanned, expected) < 2e-6
+
+
+@standard
+@pytest.mark.parametrize("grads", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("params", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "momentum", "adafactor"])
+def test_what_an_optimizer_sees_has_32_bits_and_params_keep_their_dtype(name, params, grads):
+    tx, start = multi_steps(OPTIMIZERS[name](), 2), tree(dtype=params)
+    state, update = tx.init(start), jax.jit(tx.update)
+    types = jax.tree.map(lambda leaf: leaf.dtype, state)
+    for seed in range(3):
+        updates, state = update(tree(seed, grads), state, start)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves((updates, state.window.accumulated))} == {"float32"}
+        assert jax.tree.map(lambda leaf: leaf.dtype, state) == types
+    floats = {leaf.dtype.name for leaf in jax.tree.leaves(state.inner) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    assert floats == {"float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(optax.apply_updates(start, updates))} == {params}
+
+
+def test_gradients_of_16_bits_are_summed_in_32():
+    ones = {"a": jnp.ones(3, jnp.bfloat16)}
+    tx = multi_steps(optax.identity(), 1024, fold=funcga.sum())
+    state, _ = lax.scan(lambda state, _: (tx.accumulate(ones, state), None), tx.init(ones), length=1024)
+    updates, _ = tx.flush(state, ones)
+    assert updates["a"].tolist() == [1024.0] * 3
+
+
+def test_float64_is_folded_in_float64(x64):
+    start, grads = tree(dtype="float64"), [tree(seed, "float64") for seed in range(4)]
+    tx = multi_steps(optax.sgd(1.0, momentum=0.9), 4)
+    params, state = train(tx, grads, start)
+    expected = jax.tree.map(lambda p, *gs: p - sum(map(np.asarray, gs)) / 4, start, *grads)
+    assert difference(JAX, params, expected) < 1e-15
+    assert [limb.dtype.name for limb in state.window.tally.weight] == ["float64"]
+
+
+def test_complex_params():
+    start = {"a": jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)}
+    grads = [{"a": jnp.asarray([z, 1j * z], jnp.complex64)} for z in (1, 2j, 3 + 1j)]
+    params, _ = train(multi_steps(optax.sgd(1.0), 3), grads, start)
+    assert np.allclose(params["a"], np.asarray(start["a"]) - np.asarray([4 + 3j, 1j * (4 + 3j)]) / 3)
+
+
+# --- inside and around optax's combinators ----------------------------------------------------------------------------
+
+HALF = {"b": False, "layer": {"w": True}}
+LABELS = {"b": "fast", "layer": {"w": "slow"}}
+RATE = optax.linear_schedule(1e-2, 0.0, 5)
+NESTED = {
+    "around a chain": lambda steps: steps(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), 4),
+    "first in a chain": lambda steps: optax.chain(steps(optax.adam(1e-2), 4), optax.scale(0.5)),
+    "last in a chain": lambda steps: optax.chain(optax.clip(0.1), steps(optax.adam(1e-2), 4)),
+    "named_chain": lambda steps: optax.named_chain(("clip", optax.clip(0.1)), ("adam", steps(optax.adam(1e-2), 4))),
+    "in multi_transform": lambda steps: optax.multi_transform(
+        {"fast": steps(optax.adam(1e-1), 2), "slow": steps(optax.sgd(1e-2), 4)}, LABELS
+    ),
+    "around multi_transform": lambda steps: steps(
+        optax.multi_transform({"fast": optax.adam(1e-1), "slow": optax.sgd(1e-2)}, LABELS), 4
+    ),
+    "in partition": lambda steps: optax.partition({"fast": steps(optax.sgd(0.1), 3), "slow": optax.adam(0.1)}, LABELS),
+    "in masked": lambda steps: optax.masked(steps(optax.adam(1e-2), 4), HALF),
+    "around masked": lambda steps: steps(optax.masked(optax.adam(1e-2), HALF), 4),
+    "around freeze": lambda steps: steps(optax.chain(optax.freeze(HALF), optax.adam(1e-2)), 4),
+    "around inject_hyperparams": lambda steps: steps(optax.inject_hyperparams(optax.adam)(learning_rate=RATE), 4),
+    "in inject_hyperparams": lambda steps: optax.inject_hyperparams(lambda rate: steps(optax.adam(rate), 4))(rate=RATE),
+    "in apply_if_finite": lambda steps: optax.apply_if_finite(steps(optax.adam(1e-2), 4), 3),
+    "around apply_if_finite": lambda steps: steps(optax.apply_if_finite(optax.adam(1e-2), 3), 4),
+    "in flatten": lambda steps: optax.flatten(steps(optax.adam(1e-2), 4)),
+    "around flatten": lambda steps: steps(optax.flatten(optax.adam(1e-2)), 4),
+    "in conditionally_transform": lambda steps: optax.conditionally_transform(
+        steps(optax.adam(1e-2), 2), lambda step, **extra: step > 3
+    ),
+    "in itself": lambda steps: steps(steps(optax.adam(1e-2), 2), 3),
+    "with_extra_args_support": lambda steps: optax.with_extra_args_support(steps(optax.adam(1e-2), 4)),
+}
+
+
+@standard
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+@pytest.mark.parametrize("name", NESTED)
+def test_it_nests_as_optaxs_own_multisteps_does(name, jit):
+    params, _ = train(NESTED[name](multi_steps), jit=jit)
+    expected, _ = train(NESTED[name](optaxs))
+    assert not same(params, PARAMS)
+    assert difference(JAX, params, expected) < 2e-6
+
+
+@standard
+def test_it_nests_in_lookahead():
+    def run(steps):
+        params = optax.LookaheadParams.init_synced(PARAMS)
+        return train(optax.lookahead(steps(optax.adam(1e-2), 2), 3, 0.5), params=params)[0]
+
+    assert difference(JAX, run(multi_steps), run(optaxs)) < 2e-6
+
+
+def test_it_is_a_transform_of_optaxs_own_type():
+    tx = multi_steps(optax.sgd(0.1), 2)
+    init, update = tx
+    assert isinstance(tx, optax.GradientTransformation)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    assert isinstance(tx, type(multi_steps(tx, 2)))
+    assert same(init(PARAMS), tx.init(PARAMS))
+    assert same(update(GRADS[0], init(PARAMS), PARAMS), tx.update(GRADS[0], tx.init(PARAMS), PARAMS))
+
+
+def test_any_pair_of_functions_is_a_transform():
+    pair = (lambda params: {"count": jnp.zeros((), jnp.int32)}, lambda g, s, p: (g, {"count": s["count"] + 1}))
+    _, state = train(multi_steps(pair, 4))
+    assert int(state.inner["count"]) == 3
+
+
+def test_extra_arguments_pass_through_a_chain_to_it_and_through_it_to_what_it_wraps():
+    seen = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        lambda g, s, p=None, *, value, **extra: (jax.tree.map(lambda a: a * value, g), s),
+    )
+    tx = optax.chain(optax.clip(100.0), multi_steps(seen, 2))
+    update, state = jax.jit(tx.update), tx.init(PARAMS)
+    _, state = update(GRADS[0], state, PARAMS, weight=3, value=jnp.float32(7))
+    updates, state = update(GRADS[1], state, PARAMS, weight=1, value=jnp.float32(2))
+    assert difference(JAX, updates, jax.tree.map(lambda g: 2 * g, mean_of(GRADS[:2], [3, 1]))) < 2e-7
+
+
+@standard
+def test_schedules_count_updates():
+    rates = []
+    tx = multi_steps(optax.inject_hyperparams(optax.sgd)(learning_rate=lambda count: 1.0 / (1 + count)), 4)
+    update, state = jax.jit(tx.update), tx.init(PARAMS)
+    for g in GRADS:
+        _, state = update(g, state, PARAMS)
+        rates.append(round(float(state.inner.hyperparams["learning_rate"]), 3))
+    assert rates == [1.0] * 7 + [0.5] * 4 + [0.333]
+    assert int(optax.tree_utils.tree_get(state.inner, "count", filtering=lambda path, v: len(path) == 1)) == 3
+
+
+@standard
+def test_optaxs_tools_find_their_way_through_the_state():
+    tx = optax.chain(optax.clip(1.0), multi_steps(optax.inject_hyperparams(optax.adam)(learning_rate=0.25), 4))
+    state = tx.init(PARAMS)
+    assert float(optax.tree_utils.tree_get(state, "learning_rate")) == 0.25
+    state = optax.tree_utils.tree_set(state, learning_rate=jnp.float32(0.5))
+    assert float(optax.tree_utils.tree_get(state, "learning_rate")) == 0.5
+    assert int(optax.tree_utils.tree_get(state, "updates")) == 0
+
+    names = jax.tree.map(lambda _: "param", PARAMS)
+    mapped = optax.tree_utils.tree_map_params(
+        tx, lambda _, name: name, state, names, transform_non_params=lambda _: "-"
+    )
+    assert mapped[1].window.accumulated == names
+    assert mapped[1].inner.inner_state[0].mu == names
+    assert mapped[1].offered == mapped[1].window.tally.steps == "-"
+
+
+# --- what optax's own tests of MultiSteps check ------------------------------------------------------------------------
+
+
+@standard
+def test_params_stand_still_until_the_window_is_full():
+    tx = multi_steps(optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(1e-2), optax.scale(-1e-4)), 4)
+    x, params = jnp.ones((32, 8)), PARAMS
+    loss = lambda params: jnp.mean((x @ params["layer"]["w"] + params["b"]) ** 2)
+    state, update, before = tx.init(params), jax.jit(tx.update), loss(params)
+    assert not tx.has_updated(state)
+    for i in range(20):
+        updates, state = update(jax.grad(loss)(params), state, params)
+        new = optax.apply_updates(params, updates)
+        assert bool(tx.has_updated(state)) == (i % 4 == 3)
+        assert (loss(new) < before) if i % 4 == 3 else same(new, params)
+        params, before = new, loss(new)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda updates: jnp.where(updates < 2, 1, 3),
+        lambda updates: jnp.where(updates < 2, jnp.float32(1), jnp.float32(3)),
+        lambda updates: jnp.clip(1 + 2 * (jnp.asarray(updates) - 1), 1, 3),
+    ],
+    ids=["int", "float", "weak"],
+)
+def test_n_can_be_a_schedule_of_the_updates(schedule, jit):
+    assert emits(multi_steps(optax.sgd(1.0), schedule), jit=jit) == "XX..X..X..X."
+
+
+@standard
+def test_n_can_be_a_schedule_of_optaxs():
+    assert emits(multi_steps(optax.sgd(1.0), optax.piecewise_constant_schedule(1.0, {2: 3.0}))) == "XX..X..X..X."
+    assert emits(multi_steps(optax.sgd(1.0), jnp.asarray(3))) == "..X..X..X..X"
+
+
+@pytest.mark.parametrize("fold", ["mean", "sum"])
+def test_the_mean_or_the_sum(fold):
+    tx = multi_steps(optax.identity(), 4, fold=getattr(funcga, fold)())
+    state = tx.init({"a": jnp.zeros(())})
+    for i in (1, 2, 3, 4):
+        updates, state = tx.update({"a": jnp.float32(i)}, state)
+    assert float(updates["a"]) == {"mean": 2.5, "sum": 10.0}[fold]
+
+
+@standard
+@pytest.mark.parametrize("big", [float("inf"), NAN, 1e9])
+def test_skips_as_optaxs_own_multisteps_does_with_a_target_weight(big):
+    grads = [{"a": jnp.float32(g)} for g in (1, 2, big, 3, 4, big, big, 5, 6)]
+    skip = lambda updates, step, params: optax.skip_large_updates(updates, step, params, 1e6)
+    theirs = optax.MultiSteps(optax.adam(0.1), 2, should_skip_update_fn=skip)
+    large = lambda g: ~(optax.tree.norm(g) < 1e3)
+    ours = multi_steps(optax.adam(0.1), funcga.TargetWeight(2), drop="microbatch", drop_if=large)
+    start = {"a": jnp.float32(0)}
+    params, state = train(ours, grads, start)
+    expected, their_state = train(theirs, grads, start)
+    assert difference(JAX, params, expected) < 1e-6
+    assert int(state.updates) == int(their_state.gradient_step) == 3
+    assert (int(state.dropped.microbatches), int(state.dropped.windows)) == (3, 0)
+
+
+def test_has_updated_is_right_after_a_skip():
+    grads = [{"a": jnp.float32(g)} for g in (1, 2, NAN, NAN, 3, 4, NAN)]
+    for jit in (jax.jit, lambda f: f):
+        tx = multi_steps(optax.sgd(1.0), funcga.TargetWeight(2), drop="microbatch")
+        assert emits(tx, grads, {"a": jnp.float32(0)}, jit) == ".X...X."
+        tx = multi_steps(optax.sgd(1.0), 2, drop="microbatch")
+        assert emits(tx, grads, {"a": jnp.float32(0)}, jit) == ".X...X."
+
+
+@pytest.mark.parametrize("params", [{}, {"a": None}, {"a": None, "b": jnp.ones(2)}, (), jnp.ones(3)])
+def test_params_of_any_structure(params):
+    tx = multi_steps(optax.sgd(1.0, momentum=0.9), 2)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(2):
+        updates, state = update(params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert same(updates, jax.tree.map(jnp.negative, params))
+
+
+def test_params_need_not_be_given():
+    tx = multi_steps(optax.sgd(1.0), 2)
+    _, state = tx.update(GRADS[0], tx.init(PARAMS))
+    updates, state = jax.jit(tx.update)(GRADS[1], state)
+    assert difference(JAX, updates, jax.tree.map(jnp.negative, mean_of(GRADS[:2]))) < 2e-7
+
+
+def test_params_may_be_a_module_with_more_than_arrays_in_it():
+    module = {"w": jnp.ones(3), "activation": jnp.tanh, "rate": 0.5}
+    arrays = {**module, "activation": None}
+    tx = multi_steps(optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1.0)), 1)
+    updates, state = tx.update(jax.tree.map(jnp.zeros_like, arrays), tx.init(arrays), module)
+    assert np.allclose(updates["w"], -0.1)
+    assert np.allclose(updates["rate"], -0.05)
+    assert updates["activation"] is None
+    assert int(state.updates) == 1
+
+
+# --- when the inner optimizer runs -------------------------------------------------------------------------------------
+
+
+def counting(calls):
+    def update(grads, state, params=None):
+        jax.debug.callback(lambda: calls.append(1))
+        return grads, jax.tree.map(lambda count: count + 1, state)
+
+    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+
+@pytest.mark.parametrize("how", ["jit", "eager", "scan"])
+def test_the_inner_optimizer_runs_only_for_an_update(how):
+    calls = []
+    tx = multi_steps(counting(calls), 5)
+    if how == "scan":
+        state = lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(PARAMS), STACKED)[0]
+    else:
+        state = train(tx, jit=jax.jit if how == "jit" else lambda f: f)[1]
+    jax.effects_barrier()
+    assert (len(calls), int(state.inner), int(state.offered)) == (2, 2, 2)
+
+
+@standard
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+@pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf")])
+def test_nothing_stays_poisoned(bad, jit):
+    grads = [*GRADS]
+    grads[4] = {**grads[4], "b": grads[4]["b"].at[1].set(bad)}
+    kept = [grads[3], grads[5]]
+
+    passed_on = multi_steps(optax.identity(), 3)
+    params, state = train(passed_on, grads[:6], jit=jit)
+    assert not np.isfinite(params["b"]).all()
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(state.window.accumulated))
+    _, state = train(multi_steps(optax.identity(), 3), grads[6:9], jit=jit)
+    state, update = train(passed_on, grads[:6], jit=jit)[1], jit(passed_on.update)
+    for g in grads[6:9]:
+        updates, state = update(g, state, PARAMS)
+    assert difference(JAX, updates, mean_of(grads[6:9])) < 2e-7
+
+    params, state = train(multi_steps(optax.sgd(1.0), 3, drop="microbatch"), grads, jit=jit)
+    windows = [grads[:3], kept, grads[6:9], grads[9:]]
+    expected = jax.tree.map(lambda p, *means: p - sum(means), PARAMS, *map(mean_of, windows))
+    assert difference(JAX, params, expected) < 5e-7
+    assert [int(c) for c in (state.updates, *state.dropped)] == [4, 1, 0]
+
+    params, state = train(multi_steps(optax.sgd(1.0), 3, drop="window"), grads, jit=jit)
+    expected = jax.tree.map(lambda p, *means: p - sum(means), PARAMS, *map(mean_of, [windows[0], *windows[2:]]))
+    assert difference(JAX, params, expected) < 5e-7
+    assert [int(c) for c in (state.updates, *state.dropped)] == [3, 3, 1]
+
+
+@standard
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+def test_a_window_of_nothing_but_what_is_dropped_is_no_update(jit):
+    bad = jax.tree.map(lambda p: p * NAN, PARAMS)
+    for drop in ("microbatch", "window"):
+        tx = multi_steps(optax.adam(0.1), 2, drop=drop)
+        params, state = train(tx, [bad, bad], jit=jit)
+        assert same(params, PARAMS)
+        assert same(state.inner, tx.init(PARAMS).inner)
+        assert [int(c) for c in (state.updates, *state.dropped)] == [0, 2, drop == "window"]
+        assert not tx.has_updated(state)
+
+
+# --- weights, targets, flush -------------------------------------------------------------------------------------------
+
+TOKENS = [3, 17, 0, 5, 1, 120, 2, 2, 9, 31, 4, 8]
+
+
+@pytest.mark.parametrize("kind", [int, float, np.int64, jnp.int32, jnp.float32], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+def test_micro_batches_weigh_as_much_as_they_say(kind, jit):
+    if jit is jax.jit and kind is np.int64:
+        kind = np.int32  # what jit makes of it
+    tx = multi_steps(optax.sgd(1.0), 4)
+    params, _ = train(tx, extra=lambda i, params: {"weight": kind(TOKENS[i])}, jit=jit)
+    means = [mean_of(GRADS[i : i + 4], TOKENS[i : i + 4]) for i in (0, 4, 8)]
+    expected = jax.tree.map(lambda p, *gs: p - sum(gs), PARAMS, *means)
+    assert difference(JAX, params, expected) < 5e-7
+
+
+def test_sums_are_divided_by_the_tokens():
+    tx = multi_steps(optax.identity(), 3, fold=funcga.per_weight())
+    state = tx.init(PARAMS)
+    for g, tokens in zip(GRADS[:3], TOKENS, strict=False):
+        updates, state = tx.update(g, state, weight=tokens)
+    assert difference(JAX, updates, jax.tree.map(lambda *gs: sum(gs) / 20, *GRADS[:3])) < 2e-7
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+def test_a_window_can_be_full_by_weight(jit):
+    weight = [jnp.int32(tokens) for tokens in TOKENS]
+    assert emits(multi_steps(optax.sgd(1.0), funcga.TargetWeight(20)), jit=jit, weight=weight) == ".X...X...X.."
+    growing = funcga.TargetWeight(lambda updates: 20 + 30 * updates)
+    assert emits(multi_steps(optax.sgd(1.0), growing), jit=jit, weight=weight) == ".X...X......"
+    stepped = funcga.TargetWeight(lambda updates: jnp.where(updates < 1, 3, 120))
+    assert emits(multi_steps(optax.sgd(1.0), stepped), jit=jit, weight=weight) == "X....X......"
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+def test_weights_are_counted_past_2_to_the_24(jit):
+    tx = multi_steps(optax.sgd(1.0), 100)
+    state, accumulate = tx.init(PARAMS), jit(tx.accumulate)
+    for weight in (2**24, 1, 1, 1, 2**30, 3):
+        state = accumulate(GRADS[0], state, weight=jnp.int32(weight))
+    assert sum(int(limb) for limb in state.window.tally.weight) == 2**24 + 2**30 + 6
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+def test_the_last_window_is_flushed_exactly(jit):
+    tx = multi_steps(optax.sgd(1.0), 8)
+    state, update, flush = tx.init(PARAMS), jit(tx.update), jit(tx.flush)
+    for g, tokens in zip(GRADS[:3], TOKENS, strict=False):
+        _, state = update(g, state, PARAMS, weight=tokens)
+    updates, state = flush(state, PARAMS)
+    assert difference(JAX, updates, jax.tree.map(jnp.negative, mean_of(GRADS[:3], TOKENS[:3]))) < 2e-7
+    assert tx.has_updated(state)
+    assert (int(state.updates), int(state.offered), int(state.window.tally.steps)) == (1, 0, 0)
+
+
+@standard
+def test_update_is_its_two_halves():
+    tx = multi_steps(optax.adamw(1e-2), 4, drop="microbatch")
+    params, state = PARAMS, tx.init(PARAMS)
+    accumulate, flush = jax.jit(tx.accumulate), jax.jit(tx.flush)
+    for i, g in enumerate(GRADS):
+        state = accumulate(g, state, weight=TOKENS[i])
+        if i % 4 == 3:
+            updates, state = flush(state, params)
+            params = optax.apply_updates(params, updates)
+    joined, _ = train(tx, extra=lambda i, params: {"weight": TOKENS[i]})
+    assert difference(JAX, params, joined) < 2e-7
+    assert accumulate._cache_size() == flush._cache_size() == 1
+
+
+# --- under jit, scan, vmap, grad; donation and what it costs ------------------------------------------------------------
+
+
+def test_the_state_of_init_can_be_donated_and_is_what_eval_shape_says():
+    tx = multi_steps(optax.sgd(1.0, momentum=0.9), 2)
+    state = tx.init(PARAMS)
+    leaves = jax.tree.leaves(state)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+    assert not any(leaf.weak_type for leaf in leaves)
+    shaped = jax.eval_shape(tx.init, PARAMS)
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), shaped) == jax.tree.map(lambda s: (s.shape, s.dtype), state)
+    assert same(jax.jit(tx.init)(PARAMS), state)
+
+
+@standard
+def test_one_program_serves_every_step():
+    tx = multi_steps(optax.inject_hyperparams(optax.adam)(learning_rate=RATE), 3)
+    update, state = jax.jit(tx.update, donate_argnums=1), tx.init(PARAMS)
+    for g in GRADS:
+        before, (_, state) = state, update(g, state, PARAMS)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.window.accumulated))
+    assert update._cache_size() == 1
+
+
+def costs(function, *args, donate=()):
+    """(bytes accessed, bytes of temporaries) a parameter of four matrices, and the compiled program."""
+    program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+    each = lambda amount: amount / (4 * 256 * 256)
+    return each(program.cost_analysis()["bytes accessed"]), each(program.memory_analysis().temp_size_in_bytes), program
+
+
+@standard
+def test_a_step_without_an_update_only_adds():
+    params = {rows: jnp.ones((rows, 256)) for rows in (160, 224, 288, 352)}  # XLA makes equal zeros once, and copies
+    tx = multi_steps(optax.adam(1e-3), 8)
+    state = tx.init(params)
+    accessed, temporary, program = costs(tx.accumulate, params, state, donate=1)
+    assert accessed < 12.01
+    assert temporary < 0.01
+    assert "while(" not in program.as_text()
+
+    def with_zeros(grads, state):
+        return tx.accumulate(grads, state), jax.tree.map(jnp.zeros_like, grads)
+
+    accessed, temporary, _ = costs(with_zeros, params, state, donate=1)
+    assert accessed < 16.01
+    assert temporary < 0.01
+
+
+@standard
+def test_update_is_one_loop_of_at_most_one_turn_and_no_branch():
+    params = {name: jnp.ones((256, 256)) for name in "abcd"}
+    tx = multi_steps(optax.adam(1e-3), 8)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    _, _, program = costs(step, params, tx.init(params), params, donate=(0, 1))
+    text = program.as_text()
+    assert text.count(" while(") == 1
+    assert " conditional(" not in text
+
+
+@standard
+def test_several_optimizers_at_once_under_vmap():
+    """Each member of an ensemble has windows of its own."""
+    several = jax.tree.map(lambda p: jnp.stack([p, 2 * p, p + 1]), PARAMS)
+    tx, weights = multi_steps(optax.adam(1e-1), funcga.TargetWeight(4)), jnp.asarray([1.0, 2.0, 4.0])
+    step = lambda g, s, p, w: tx.update(g, s, p, weight=w)
+    params, state = several, jax.vmap(tx.init)(several)
+    for g in GRADS[:8]:
+        updates, state = jax.jit(jax.vmap(step, in_axes=(None, 0, 0, 0)))(g, state, params, weights)
+        params = optax.apply_updates(params, updates)
+    assert state.updates.tolist() == [2, 4, 8]
+    for i in range(3):
+        take = lambda leaf, i=i: leaf[i]
+        alone, _ = train(tx, GRADS[:8], jax.tree.map(take, several), lambda _, p, i=i: {"weight": weights[i]})
+        assert difference(JAX, jax.tree.map(take, params), alone) < 2e-6
+
+
+def after_training(rate, steps, scale=1.0):
+    """A loss after two windows at a learning rate that the optimizer closes over, of gradients times the scale."""
+    tx = steps(optax.sgd(rate, momentum=0.9), 2)
+    params, state = PARAMS, tx.init(PARAMS)
+    for g in GRADS[:4]:
+        updates, state = tx.update(jax.tree.map(lambda a: a * scale, g), state, params)
+        params = optax.apply_updates(params, updates)
+    return bowl(params)
+
+
+TRANSFORMS = {
+    "grad": jax.grad,
+    "grad of jit": lambda f, **k: jax.grad(jax.jit(f), **k),
+    "jit of grad": lambda f, **k: jax.jit(jax.grad(f, **k)),
+    "forward mode": lambda f, argnums=0: jax.jit(jax.jacfwd(f, argnums=argnums)),
+    "checkpoint": lambda f, **k: jax.jit(jax.grad(jax.checkpoint(f), **k)),
+    "vmap": lambda f, **k: lambda *args: jax.jit(jax.vmap(jax.grad(f, **k)))(*(a[None] for a in args))[0],
+}
+
+
+@standard
+@pytest.mark.parametrize("argnums", [0, 1], ids=["rate", "gradients"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_training_can_be_differentiated(name, argnums):
+    args = jnp.float32(0.1), jnp.float32(0.7)
+    found = TRANSFORMS[name](lambda rate, scale: after_training(rate, multi_steps, scale), argnums=argnums)(*args)
+    expected = jax.grad(lambda rate, scale: after_training(rate, optaxs, scale), argnums=argnums)(*args)
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+
+
+@standard
+def test_training_under_scan_can_be_differentiated_twice():
+    def loss(rate, steps):
+        tx = steps(optax.sgd(rate, momentum=0.9), 3)
+
+        def step(carry, grads):
+            params, state = carry
+            updates, state = tx.update(jax.tree.map(jnp.multiply, grads, params), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return bowl(lax.scan(step, (PARAMS, tx.init(PARAMS)), STACKED)[0][0])
+
+    for derivative in (jax.grad, jax.hessian):
+        found, expected = (jax.jit(derivative(lambda rate, s=s: loss(rate, s)))(0.1) for s in (multi_steps, optaxs))
+        assert float(found) == pytest.approx(float(expected), rel=1e-4)
