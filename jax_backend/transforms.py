@@ -122,7 +122,13 @@ def finish(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally, dona
 def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Any) -> list[Any]:
     """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
     pairs = zip(folds, held, strict=True)
-    return [None if fold is None else fold.fold.reducer.monoid.identity(arrays.xp, h) for fold, h in pairs]
+    return [None if fold is None else _placed(fold.fold.reducer.monoid.identity(arrays.xp, h), h) for fold, h in pairs]
+
+
+def _placed(constant: Any, like: Any) -> Any:
+    """The constant, sharded as another tree: the compiler takes it for a choice, and else would give all to each."""
+    never = lax.optimization_barrier(jnp.asarray(False))  # type: ignore[no-untyped-call]
+    return jax.tree.map(lambda c, a: jnp.where(never, a, c), constant, like)
 
 
 def merged(

@@ -137,7 +137,7 @@ def test_every_optimizer_of_optax_does_what_it_does_in_optaxs_own_multisteps(nam
 @standard
 @pytest.mark.parametrize("grads", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("params", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["adamw", "lion", "momentum", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
 def test_what_an_optimizer_sees_has_32_bits_and_params_keep_their_dtype(name, params, grads):
     tx, start = multi_steps(OPTIMIZERS[name](), 2), tree(dtype=params)
     state, update = tx.init(start), jax.jit(tx.update)
@@ -210,13 +210,14 @@ NESTED = {
 
 
 @standard
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
 @pytest.mark.parametrize("name", NESTED)
-def test_it_nests_as_optaxs_own_multisteps_does(name, jit):
-    params, _ = train(NESTED[name](multi_steps), jit=jit)
+def test_it_nests_as_optaxs_own_multisteps_does(name):
+    params, _ = train(NESTED[name](multi_steps))
     expected, _ = train(NESTED[name](optaxs))
     assert not same(params, PARAMS)
     assert difference(JAX, params, expected) < 2e-6
+    if "chain" in name:
+        assert difference(JAX, train(NESTED[name](multi_steps), jit=lambda f: f)[0], expected) < 2e-6
 
 
 @standard
@@ -616,22 +617,21 @@ def after_training(rate, steps, scale=1.0):
 
 TRANSFORMS = {
     "grad": jax.grad,
-    "grad of jit": lambda f, **k: jax.grad(jax.jit(f), **k),
-    "jit of grad": lambda f, **k: jax.jit(jax.grad(f, **k)),
-    "forward mode": lambda f, argnums=0: jax.jit(jax.jacfwd(f, argnums=argnums)),
-    "checkpoint": lambda f, **k: jax.jit(jax.grad(jax.checkpoint(f), **k)),
-    "vmap": lambda f, **k: lambda *args: jax.jit(jax.vmap(jax.grad(f, **k)))(*(a[None] for a in args))[0],
+    "grad of jit": lambda f, argnums: jax.grad(jax.jit(f), argnums),
+    "jit of grad": lambda f, argnums: jax.jit(jax.grad(f, argnums)),
+    "forward mode": lambda f, argnums: jax.jit(jax.jacfwd(f, argnums)),
+    "checkpoint": lambda f, argnums: jax.jit(jax.grad(jax.checkpoint(f), argnums)),
+    "vmap": lambda f, argnums: lambda *args: jax.jit(jax.vmap(jax.grad(f, argnums)))(*(a[None] for a in args)),
 }
 
 
 @standard
-@pytest.mark.parametrize("argnums", [0, 1], ids=["rate", "gradients"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_training_can_be_differentiated(name, argnums):
+def test_training_can_be_differentiated(name):
     args = jnp.float32(0.1), jnp.float32(0.7)
-    found = TRANSFORMS[name](lambda rate, scale: after_training(rate, multi_steps, scale), argnums=argnums)(*args)
-    expected = jax.grad(lambda rate, scale: after_training(rate, optaxs, scale), argnums=argnums)(*args)
-    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    found = TRANSFORMS[name](lambda rate, scale: after_training(rate, multi_steps, scale), (0, 1))(*args)
+    expected = jax.grad(lambda rate, scale: after_training(rate, optaxs, scale), (0, 1))(*args)
+    assert np.allclose(np.ravel(found), np.ravel(expected), rtol=1e-5)
 
 
 @standard

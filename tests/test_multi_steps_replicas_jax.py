@@ -1,0 +1,259 @@
+"""`multi_steps` over several devices: sharded state, and with `across=` one reduction an update and none before it."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import funcga
+import jax_backend
+from funcga import multi_steps
+from jax_backend import collectives
+from tests.kits import JAX, difference
+from tests.problems import rng
+from tests.test_errors import check_refused
+
+CALLS, N = 6, 3
+
+
+@pytest.fixture(autouse=True)
+def as_optax_is_written():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def tree(*leading, seed=0, dtype="float32"):
+    r = rng(seed)
+    return {
+        "b": jnp.asarray(r.normal(size=(*leading, 4)), dtype),
+        "w": jnp.asarray(r.normal(size=(*leading, 8, 4)), dtype),
+    }
+
+
+PARAMS = tree()
+GRADS = [tree(4, seed=seed) for seed in range(1, CALLS + 1)]  # of every call, those of the four devices
+WEIGHTS = jnp.asarray(rng(9).integers(0, 50, size=(CALLS, 4)), jnp.float32)
+
+
+def mesh(kind=AxisType.Auto):
+    return jax.make_mesh((4,), ("data",), axis_types=(kind,))
+
+
+def alone(tx, windows, weights=WEIGHTS):
+    """The params after an update for each window of calls, with the weighted mean of all devices, in NumPy."""
+    params, state = PARAMS, tx.init(PARAMS)
+    for calls in windows:
+        total = sum(float(weights[i].sum()) for i in calls)
+        weigh = lambda i, g: np.tensordot(np.asarray(weights[i], np.float64), np.nan_to_num(np.float64(g)), 1)
+        own = [jax.tree.map(partial(weigh, i), GRADS[i]) for i in calls]
+        grads = jax.tree.map(lambda *gs, total=total: jnp.asarray(sum(gs) / total, jnp.float32), *own)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+WINDOWS = [range(0, 3), range(3, 6)]
+
+
+def own(grads):
+    return jax.tree.map(lambda leaf: leaf[0], grads)
+
+
+class Stepped:
+    """The transform with one shard_map for each of its functions."""
+
+    def __init__(self, tx):
+        specs, devices, each = jax_backend.state_specs(tx), mesh(), P("data")
+        over = lambda f, into, out: jax.jit(jax.shard_map(f, mesh=devices, in_specs=into, out_specs=out))
+
+        def update(params, state, grads, weight):
+            updates, state = tx.update(own(grads), state, params, weight=weight[0])
+            return optax.apply_updates(params, updates), state
+
+        def flush(params, state):
+            updates, state = tx.flush(state, params)
+            return optax.apply_updates(params, updates), state
+
+        self.init = over(tx.init, P(), specs)
+        self.update = over(update, (P(), specs, each, each), (P(), specs))
+        add = lambda state, grads, weight: tx.accumulate(own(grads), state, weight=weight[0])
+        self.accumulate = over(add, (specs, each, each), specs)
+        self.flush = over(flush, (P(), specs), (P(), specs))
+
+    def train(self, grads=GRADS):
+        """(params, state) after all calls, and which of them were updates."""
+        params, state, found = PARAMS, self.init(PARAMS), ""
+        for g, weight in zip(grads, WEIGHTS, strict=True):
+            params, state = self.update(params, state, g, weight)
+            found += ".X"[int(state.updated)]
+        return params, state, found
+
+
+def adam():
+    return optax.adam(1e-2)
+
+
+def test_a_window_in_one_shard_map_is_that_of_one_device():
+    tx = multi_steps(adam(), N, across="data")
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
+
+    def run(params, grads, weights):
+        def step(carry, more):
+            grads, weight = more
+            updates, state = tx.update(own(grads), carry[1], carry[0], weight=weight[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return lax.scan(step, (params, tx.init(params)), (grads, weights))[0][0]
+
+    each = P(None, "data")
+    run = jax.jit(jax.shard_map(run, mesh=mesh(), in_specs=(P(), each, each), out_specs=P()))
+    assert difference(JAX, run(PARAMS, stacked, WEIGHTS), alone(adam(), WINDOWS)) < 1e-6
+    # inside of two loops, that over the calls and that of at most one turn
+    assert [(c.kind, c.depth) for c in collectives(run, PARAMS, stacked, WEIGHTS)] == [("all-reduce", 2)]
+
+
+def test_a_shard_map_for_each_call_gives_the_same_with_one_reduction_where_there_is_an_update():
+    steps = Stepped(multi_steps(adam(), N, across="data"))
+    params, state, found = steps.train()
+    assert found == "..X..X"
+    assert difference(JAX, params, alone(adam(), WINDOWS)) < 1e-6
+    held = state.window.accumulated["w"]
+    assert (held.shape, held.sharding.spec) == ((4, 8, 4), P(("data",)))
+    reduced = collectives(steps.update, params, state, GRADS[0], WEIGHTS[0])
+    assert [(c.kind, c.depth) for c in reduced] == [("all-reduce", 1)]
+
+
+def test_the_two_halves_reduce_only_in_the_second():
+    steps = Stepped(multi_steps(adam(), N, across="data"))
+    params, state = PARAMS, steps.init(PARAMS)
+    for calls in WINDOWS:
+        for i in calls:
+            state = steps.accumulate(state, GRADS[i], WEIGHTS[i])
+        params, state = steps.flush(params, state)
+    assert difference(JAX, params, alone(adam(), WINDOWS)) < 1e-6
+    assert collectives(steps.accumulate, state, GRADS[0], WEIGHTS[0]) == []
+    assert [(c.kind, c.depth) for c in collectives(steps.flush, params, state)] == [("all-reduce", 0)]
+
+
+def test_a_partial_window_of_all_devices_is_flushed_exactly():
+    steps = Stepped(multi_steps(adam(), N, across="data"))
+    params, state = PARAMS, steps.init(PARAMS)
+    for i in range(5):
+        params, state = steps.update(params, state, GRADS[i], WEIGHTS[i])
+    params, state = steps.flush(params, state)
+    assert difference(JAX, params, alone(adam(), [range(0, 3), range(3, 5)])) < 1e-6
+    assert int(state.updates) == 2
+
+
+def poisoned(call, device):
+    grads = [*GRADS]
+    grads[call] = jax.tree.map(lambda g: g.at[device].set(jnp.nan), grads[call])
+    return grads
+
+
+def test_what_one_device_drops_is_left_out_with_its_weight():
+    params, state, found = Stepped(multi_steps(adam(), N, across="data", drop="microbatch")).train(poisoned(1, 2))
+    assert found == "..X..X"
+    assert difference(JAX, params, alone(adam(), WINDOWS, WEIGHTS.at[1, 2].set(0))) < 1e-6
+    assert [int(c) for c in (state.updates, *state.dropped)] == [2, 1, 0]
+
+
+def test_a_window_that_one_device_drops_is_dropped_by_all():
+    params, state, found = Stepped(multi_steps(adam(), N, across="data", drop="window")).train(poisoned(1, 2))
+    assert found == ".....X"
+    assert difference(JAX, params, alone(adam(), WINDOWS[1:])) < 1e-6
+    assert [int(c) for c in (state.updates, *state.dropped)] == [1, 4 * N, 1]
+
+
+def test_a_target_weight_is_that_of_all_devices():
+    weights = [float(w) for w in WEIGHTS.sum(axis=1)]
+    target, windows, total = weights[0] + weights[1], [[]], 0.0
+    for i, weight in enumerate(weights):
+        windows[-1].append(i)
+        total += weight
+        if total >= target:
+            windows, total = [*windows, []], 0.0
+    tx = multi_steps(adam(), funcga.TargetWeight(target), across="data")
+    params, state, _ = Stepped(tx).train()
+    assert int(state.updates) == len(windows) - 1 >= 2
+    assert difference(JAX, params, alone(adam(), windows[:-1])) < 1e-6
+
+
+def test_across_no_axis_is_one_device():
+    tx = multi_steps(adam(), 2, across=(), drop="microbatch")
+    state = tx.init(PARAMS)
+    for scale in (1.0, jnp.nan):
+        _, state = tx.update(jax.tree.map(lambda p, s=scale: p * s, PARAMS), state, PARAMS)
+    assert [int(c) for c in (state.updates, *state.dropped)] == [1, 1, 0]
+
+
+def test_specs_are_of_a_state_that_differs_between_devices():
+    tx = multi_steps(adam(), 2)
+    check_refused("state_specs is for funcga.multi_steps(..., across=)", jax_backend.state_specs, tx)
+
+
+# --- sharded state, without across -------------------------------------------------------------------------------------
+
+
+def shardings(tree):
+    return {leaf.sharding.spec for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
+def followed(params):
+    """What a window of one gradient each makes of the params, and the specs of all that it made."""
+    tx, grads = multi_steps(adam(), 2), jax.tree.map(lambda p: p.astype("float32") / 2, params)
+    specs, state = set(), tx.init(params)
+    specs |= shardings((state.window.accumulated, state.inner))
+    update, accumulate = jax.jit(tx.update), jax.jit(tx.accumulate)
+    specs |= shardings(accumulate(grads, state).window.accumulated)
+    for _ in range(4):
+        updates, state = update(grads, state, params)
+        specs |= shardings((state.window.accumulated, state.inner, updates))
+    updates, state = jax.jit(tx.flush)(accumulate(grads, state), params)
+    specs |= shardings((state.window.accumulated, state.inner, updates))
+    return optax.apply_updates(params, updates), specs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_state_is_sharded_as_the_params_are(kind, dtype):
+    devices, params = mesh(kind), jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    with jax.set_mesh(devices):
+        found, specs = followed(jax.device_put(params, NamedSharding(devices, P("data"))))
+    assert {tuple(axis for axis in spec if axis) for spec in specs} == {("data",)}
+    assert difference(JAX, jax.device_put(found, jax.devices()[0]), followed_by_one(params)) < 1e-6
+
+
+def followed_by_one(params):
+    tx, grads = multi_steps(adam(), 2), jax.tree.map(lambda p: p.astype("float32") / 2, params)
+    state = tx.init(params)
+    for _ in range(4):
+        _, state = tx.update(grads, state, params)
+    updates, _ = tx.flush(tx.accumulate(grads, state), params)
+    return optax.apply_updates(params, updates)
+
+
+def test_plain_data_parallelism_needs_nothing():
+    devices, x = mesh(), jnp.asarray(rng(5).normal(size=(CALLS, 8, 8)), jnp.float32)
+    loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
+    tx = multi_steps(adam(), N)
+
+    @jax.jit
+    def step(params, state, x):
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    results = []
+    for place in (lambda tree, spec: tree, lambda tree, spec: jax.device_put(tree, NamedSharding(devices, spec))):
+        params, state = place(PARAMS, P()), place(tx.init(PARAMS), P())
+        for batch in x:
+            params, state = step(params, state, place(batch, P("data")))
+        results.append(jax.device_put(params, jax.devices()[0]))
+    assert difference(JAX, *results) < 1e-6
+    assert not difference(JAX, results[0], PARAMS) < 1e-3
