@@ -44,7 +44,7 @@ class Windows:
         known: _Bound | None = self.known.get("bound")
         if known is None or known.dtypes != dtypes or known.structure != structure or known.backend is not backend:
             tree, count = backend.trees.unflatten(structure, leaves), backend.arrays.integer(0)
-            outputs = bind_outputs((self.fold, sum()), (tree, count), backend, shaped=False)
+            outputs = _outputs((self.fold, sum()), (tree, count), backend)
             _check_folds(outputs)
             bits = {"float": 8, "complex": 16}
             wide = any(d is not None and bits.get(backend.arrays.kind(d)) == d.itemsize for d in dtypes)
@@ -70,13 +70,29 @@ def _is_parts(node: Any) -> bool:
     return type(node) is Parts
 
 
+def _outputs(folds: Any, values: Any, backend: Backend) -> Outputs:
+    """The Outputs. Raises FuncgaError, in the words of a transform, for folds that do not fit."""
+    try:
+        return bind_outputs(folds, values, backend, shaped=False)
+    except FuncgaError as error:
+        text = str(error).replace("output[0]", "params").replace("what grad_fn returns", "the params")
+        if " are not averaged silently" in text:
+            path, kind = text.split(", and ")[0].split(" is ")
+            text = (
+                f"{path} is {kind}, and its gradients are to be averaged, as only floats are. Leave it out of the "
+                f"params that init and update get (None in its place, or optax.masked around); or give it a fold of "
+                f'its own, as in fold={{"w": funcga.mean(), "count": funcga.sum()}}.'
+            )
+        raise FuncgaError(text.replace("and grad_fn returned", "and they are")) from error
+
+
 def _check_folds(outputs: Outputs) -> None:
     """Raises FuncgaError if what a fold holds grows with every call."""
     for fold, path in zip(outputs.folds, outputs.paths, strict=True):
         if fold is not None and fold.fold.reducer.monoid.axis is not None:
             raise FuncgaError(
-                f"the fold of {path} collects rows, and gradients are to become one gradient. Fold them with "
-                f"funcga.mean(), funcga.per_weight() or funcga.sum()."
+                f"the fold of {path.replace('output[0]', 'params', 1)} collects rows, and gradients are to become one "
+                f"gradient. Fold them with funcga.mean(), funcga.per_weight() or funcga.sum()."
             )
 
 

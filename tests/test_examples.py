@@ -15,6 +15,7 @@ PRINTS = {  # what the output has to hold, and how often
     "ddp_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
     "fsdp2_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
     "replicas_jax": (r"each update: one all-reduce of [\d,]+ bytes, in 0 loops", 1),
+    "multi_steps_torch": (r"update [1-7]: loss 0\.|to 1e-5: True$", 8),
     "multi_steps_jax": (r"updates 60.*(?:loss 0\.00\d|params to 1e-4: True)$", 2),
 }
 

@@ -429,7 +429,13 @@ def test_a_state_of_another_transform(kit):
 
 def test_integers_among_the_params(kit):
     tx = funcga.multi_steps(counting(kit), 2)
-    refused(kit, lambda: tx.init({"w": kit.arrays(np.ones(2, "int32"))}), "integers are not averaged silently")
+    texts = "params['w'] is int32[2], and its gradients are to be averaged", "None in its place"
+    refused(kit, lambda: tx.init({"w": kit.arrays(np.ones(2, "int32"))}), *texts)
+
+
+def test_the_folds_must_fit_the_params(kit):
+    tx = funcga.multi_steps(counting(kit), 2, fold={"v": funcga.mean()})
+    refused(kit, lambda: tx.init(tree(kit, 1)), "the tree of folds is no prefix of the params: at params")
 
 
 def test_rows_are_not_collected(kit):
