@@ -207,7 +207,10 @@ def _backend_of_state(state: Any) -> Backend:
 
 def _backend_of(tree: Any, name: str) -> Backend:
     """The backend that owns a call; with no arrays at all, as optax's own tools do, that of JAX if it is there."""
-    loaded = load_imported()
-    if loaded and not loaded[-1].trees.flatten(tree)[0]:
-        return loaded[-1]
-    return backend_of([tree], lambda: [name])
+    try:
+        return backend_of([tree], lambda: [name])
+    except FuncgaError:
+        loaded = load_imported()
+        if loaded and not loaded[-1].trees.flatten(tree)[0]:
+            return loaded[-1]
+        raise

@@ -175,7 +175,8 @@ class Opened(NamedTuple):
             _check_paths("gradients", list(placed), expected)
             leaves = [placed[path] for path in expected]
         for i, (leaf, own) in enumerate(zip(leaves, self.held, strict=True)):
-            alike = getattr(leaf, "dtype", leaf) == getattr(own, "dtype", None) and leaf.shape == own.shape  # as mostly
+            dtype = getattr(leaf, "dtype", None)
+            alike = dtype is not None and dtype == getattr(own, "dtype", None) and leaf.shape == own.shape  # as mostly
             if not alike and not _fits(leaf, own, self.backend.arrays):
                 raise _unfit(self._paths("grads")[i], leaf, own, self.backend.arrays)
         return leaves

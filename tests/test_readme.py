@@ -63,7 +63,8 @@ def replica(tmp_path, request):
 
 @pytest.mark.parametrize(("kit", "block"), CASES, ids=[f"{k.name}-{b.strip().splitlines()[0][:40]}" for k, b in CASES])
 @pytest.mark.usefixtures("replica")
-def test_a_block_runs(kit, block):
+def test_a_block_runs(kit, block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where files are saved
     with jax.numpy_dtype_promotion("standard"):
         names = context(kit)
         exec(compile("import funcga\n" + block, "README.md", "exec"), names)

@@ -1,0 +1,230 @@
+"""`multi_steps` in torch: memory, what is given away, modules, sparse gradients, compiled halves, optax on tensors."""
+
+import copy
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funcga
+import torch_backend
+from funcga import Transform
+from tests.kits import JAX, TORCH, difference, needs_cuda, no_synchronisation
+from torch_backend import from_optimizer
+
+
+def tree(seed, dtype=torch.float32, width=32):
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda *shape: torch.randn(shape, generator=generator, dtype=dtype)
+    return {"w": make(width, width), "b": make(width), "scale": make()}
+
+
+def adamw(**options):
+    return from_optimizer(torch.optim.AdamW, lr=0.1, **options)
+
+
+class Made(TorchDispatchMode):
+    """The bytes of the new storages that are made in this context, without those of a few bytes."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.storages = least, []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        before = {t.untyped_storage().data_ptr() for t in given}
+        out = op(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() >= self.least:
+                storage = t.untyped_storage()
+                if storage.data_ptr() not in before and all(storage.data_ptr() != s.data_ptr() for s in self.storages):
+                    self.storages.append(storage)  # kept, so that no other has its place
+        return out
+
+    @property
+    def bytes(self):
+        return sum(storage.nbytes() for storage in self.storages)
+
+
+def made(tx, emits, window=4):
+    """What a call of `update` makes, in trees of the parameters' size: all of it, kept or not."""
+    params = {f"w{i}": torch.randn(64, 64) for i in range(8)}
+    grads = {name: torch.ones_like(leaf) for name, leaf in params.items()}
+    state = tx.init(params)
+    for _ in range(2 * window - (1 if emits else 2)):
+        _, state = tx.update(grads, state, params)
+    with Made(64 * 64) as found:
+        tx.update(grads, state, params)
+    return found.bytes / (8 * 64 * 64 * 4)
+
+
+def test_memory_that_is_given_away_is_used():
+    tx = funcga.multi_steps(adamw(fused=True), 4, donate=True)
+    assert made(tx, emits=False) == 0
+    assert made(tx, emits=True) == 1  # the updates
+
+
+def test_a_pure_update_makes_what_it_returns():
+    tx = funcga.multi_steps(adamw(fused=True), 4)
+    assert made(tx, emits=False) == 1  # the accumulators
+    assert made(tx, emits=True) == 4  # the same, the updates and the two moments
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}], ids=str)
+def test_giving_away_does_not_change_a_bit(options):
+    found = []
+    for donate in (False, True):
+        tx, params = funcga.multi_steps(adamw(**options), 3, donate=donate), tree(0)
+        state = tx.init(params)
+        for k in range(7):
+            updates, state = tx.update(tree(k + 1), state, params, weight=k + 1)
+            if tx.has_updated(state):
+                params = torch_backend.apply_updates(params, updates)
+        updates, state = tx.flush(state, params)
+        found.append((params, updates, state))
+    assert difference(TORCH, *found) == 0
+
+
+def keeps_its_gradient():
+    """A transform that returns its gradient and keeps it, in the memory that it came in."""
+    return Transform(lambda params: {"last": params}, lambda grads, state, params=None: (grads, {"last": grads}))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("fold", [funcga.mean(), funcga.sum(), funcga.max()], ids=repr)
+def test_what_a_transform_keeps_is_not_emptied(donate, fold):
+    tx, params = funcga.multi_steps(keeps_its_gradient(), 1, fold=fold, donate=donate), tree(0)
+    updates, state = tx.update(tree(1), tx.init(params), params)
+    before = copy.deepcopy((updates, state.inner))
+    _, state = tx.update(tree(2), state, params)
+    assert difference(TORCH, updates, before[0]) == 0
+    if not donate:
+        assert difference(TORCH, before[0], tree(1)) < 1e-6
+    assert difference(TORCH, state.inner["last"], tree(2)) < 1e-6
+
+
+def test_updates_without_an_update_take_no_memory_and_are_not_written_to():
+    tx, params = funcga.multi_steps(adamw(), 2), tree(0)
+    updates, _ = tx.update(tree(1), tx.init(params), params)
+    assert updates["w"].untyped_storage().nbytes() == 4
+    with pytest.raises(RuntimeError, match="more than one element"):
+        updates["w"].add_(1)
+    applied = torch_backend.apply_updates(params, updates)
+    assert difference(TORCH, applied, params) == 0
+    assert applied["w"].data_ptr() != params["w"].data_ptr()
+
+
+def test_the_parameters_of_a_module():
+    """That require gradients, as those that come from .backward(), and no graph is kept."""
+    torch.manual_seed(0)
+    module, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    other.load_state_dict(module.state_dict())
+    batches = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(6)]
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    tx, params = funcga.multi_steps(adamw(), 3), dict(module.named_parameters())
+    state = tx.init(params)
+    for k, (x, y) in enumerate(batches):
+        module.zero_grad()
+        F.mse_loss(module(x), y).backward()
+        updates, state = tx.update({n: p.grad for n, p in params.items()}, state, params)
+        (F.mse_loss(other(x), y) / 3).backward()
+        if k % 3 == 2:
+            assert tx.has_updated(state)
+            assert not any(u.requires_grad for u in updates.values())
+            module.load_state_dict(torch_backend.apply_updates(params, updates))
+            optimizer.step()
+            optimizer.zero_grad()
+    leaves = torch.utils._pytree.tree_leaves(state)
+    assert not any(leaf.requires_grad for leaf in leaves)
+    for a, b in zip(module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_none_among_the_leaves():
+    tx = funcga.multi_steps(adamw(), 2)
+    params, grads = {"w": torch.ones(3), "frozen": None}, {"frozen": None, "w": torch.ones(3)}
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(grads, state, params)
+    assert updates["frozen"] is None
+    assert (updates["w"] != 0).all()
+
+
+def test_sparse_gradients_are_summed_densely():
+    tx, params = funcga.multi_steps(adamw(), 2), {"e": torch.ones(5, 2)}
+    sparse = torch.sparse_coo_tensor([[1, 1, 3]], torch.ones(3, 2), (5, 2), check_invariants=True).coalesce()
+    state = tx.accumulate({"e": sparse}, tx.init(params))
+    state = tx.accumulate({"e": sparse}, state)
+    torch.testing.assert_close(state.window.accumulated["e"], 2 * sparse.to_dense())
+
+
+def test_the_halves_compile_to_one_graph_each():
+    tx = funcga.multi_steps(Transform(lambda p: (), lambda g, s, p=None: ({k: -v for k, v in g.items()}, s)), 3)
+    params = tree(0)
+    accumulate = torch.compile(lambda g, s: tx.accumulate(g, s), fullgraph=True, backend="eager")
+    eager = state = tx.init(params)
+    for k in range(3):
+        eager, state = tx.accumulate(tree(k + 1), eager), accumulate(tree(k + 1), state)
+    assert difference(TORCH, tx.flush(state, params)[0], tx.flush(eager, params)[0]) == 0
+
+
+@pytest.fixture
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_optax_on_tensors_resumes_in_jax():
+    """In the middle of a window, by to_jax and by path; and the other way round."""
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+    txs = {TORCH: funcga.multi_steps(torch_backend.from_optax(inner), 3), JAX: funcga.multi_steps(inner, 3)}
+    to = {TORCH: funcga.to_torch, JAX: funcga.to_jax}
+    whole = {}
+    for kit, tx in txs.items():
+        params = to[kit](tree(0))
+        state = tx.init(params)
+        for k in range(8):
+            if k == 4:
+                whole[kit, 4] = state, params
+            updates, state = tx.update(to[kit](tree(k + 1)), state, params, weight=k + 1)
+            if tx.has_updated(state):
+                params = {name: params[name] + updates[name] for name in params}
+        whole[kit, 8] = state, params
+    for kit, other in ((TORCH, JAX), (JAX, TORCH)):
+        state, params = whole[kit, 4]
+        by_path = funcga.from_state_dict(txs[other].init(to[other](tree(0))), funcga.to_state_dict(state))
+        for resumed in (by_path, to[other](state)):
+            now = to[other](params)
+            for k in range(4, 8):
+                updates, resumed = txs[other].update(to[other](tree(k + 1)), resumed, now, weight=k + 1)
+                if txs[other].has_updated(resumed):
+                    now = {n: now[n] + updates[n] for n in now}
+            for name in tree(0):
+                a, b = (kit_.leaves(t[name])[0] for kit_, t in ((other, now), (other, whole[other, 8][1])))
+                np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_arrays_of_the_other_framework_are_named():
+    tx = funcga.multi_steps(adamw(), 2)
+    with pytest.raises(funcga.FuncgaError):
+        tx.init({"w": JAX.arrays(np.ones(2, "float32"))})
+
+
+@needs_cuda
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
+def test_the_host_does_not_wait_for_the_device(donate, options):
+    move = lambda tree: {name: leaf.cuda() for name, leaf in tree.items()}
+    tx, params = funcga.multi_steps(adamw(**options), 2, donate=donate), move(tree(0))
+    state, grads = tx.init(params), [move(tree(k + 1)) for k in range(4)]
+    tokens = torch.tensor(7, device="cuda")
+    for warm in (True, False):
+        with no_synchronisation() if not warm else torch.no_grad():
+            for g in grads:
+                updates, state = tx.update(g, state, params, weight=tokens)
+    assert updates["w"].is_cuda
