@@ -18,7 +18,8 @@ PAD = 255
 @contextmanager
 def precision(dtype: str) -> Iterator[None]:
     """A context in which arrays of this dtype exist and are computed with in all of their bits."""
-    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"):
+    standard = jax.numpy_dtype_promotion("standard")  # as optax needs it
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"), standard:
         yield
 
 

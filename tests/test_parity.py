@@ -15,7 +15,7 @@ import funcga
 from funcga.__main__ import main
 
 ROOT = Path(funcga.__file__).parents[1]
-NEEDED = {"torch": "torch", "jax": "jax", "sklearn": "scikit-learn", "rich": "rich"}
+NEEDED = {"torch": "torch", "jax": "jax", "optax": "optax", "sklearn": "scikit-learn", "rich": "rich"}
 LIMITS = {
     "accumulated vs full": {"float32": 2e-6, "float64": 1e-13},
     "torch vs JAX": {"float32": 5e-6, "float64": 1e-12},
@@ -27,7 +27,7 @@ COMPARISONS = [
     "torch vs JAX (full)",
 ]
 complete = pytest.mark.skipif(
-    any(find_spec(name) is None for name in NEEDED), reason="needs torch, jax, scikit-learn and rich"
+    any(find_spec(name) is None for name in NEEDED), reason="needs torch, jax, optax, scikit-learn and rich"
 )
 
 
@@ -94,7 +94,7 @@ def test_frameworks_really_differ_in_rounding(whole):
 @pytest.mark.parametrize(("problem", "n"), [("digits", "1,100,1"), ("text", "40")])
 def test_any_number_of_micro_batches(problem, n, tmp_path):
     file = tmp_path / "figures.json"
-    arguments = ["--problem", problem, "--dtype", "float64", "--n", n, "--json", str(file)]
+    arguments = ["--problem", problem, "--dtype", "float64", "--n", n, "--updates", "0", "--json", str(file)]
     assert main(["parity", *arguments]) == 0
     found = [case["n"] for case in json.loads(file.read_text())["cases"]]
     assert found == {"digits": [1, 100], "text": [40]}[problem]
@@ -102,7 +102,7 @@ def test_any_number_of_micro_batches(problem, n, tmp_path):
 
 @complete
 def test_the_printed_report():
-    ran = command("parity", "--problem", "digits", "--n", "2,7")
+    ran = command("parity", "--problem", "digits", "--n", "2,7", "--updates", "0")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert max(map(len, ran.stdout.splitlines())) <= 100
     assert "n = 2: 1797 rows in 2 micro-batches of 898..899 rows" in ran.stdout
@@ -121,7 +121,7 @@ def test_64_bits_are_on_only_while_the_command_runs():
     import jax
 
     before = jax.config.jax_enable_x64
-    assert main(["parity", "--problem", "digits", "--dtype", "float64"]) == 0
+    assert main(["parity", "--problem", "digits", "--dtype", "float64", "--updates", "1"]) == 0
     assert jax.config.jax_enable_x64 == before
 
 
@@ -149,7 +149,7 @@ def test_a_wrong_fold_is_found(mistake, monkeypatch, capsys):
     right = problems.PROBLEMS[name]()
     monkeypatch.setitem(problems.PROBLEMS, name, lambda: spoil(right))
     n = {"text": 4, "digits": 7}[name]  # neither has micro-batches that all weigh the same
-    assert main(["parity", "--problem", name, "--dtype", "float64", "--n", str(n)]) == 1
+    assert main(["parity", "--problem", name, "--dtype", "float64", "--n", str(n), "--updates", "0"]) == 1
     _, verdict = capsys.readouterr().out.split("Verdict: ")
     assert verdict.startswith("DIFFERENT gradients. Beyond the limits:\n")
     for framework in ("torch", "JAX"):
@@ -165,7 +165,7 @@ def test_a_loss_that_differs_between_frameworks_is_found(framework, dtype, error
     losses = importlib.import_module(f"{framework}_backend.problems")
     right, file = losses.digits_loss, tmp_path / "figures.json"
     monkeypatch.setattr(losses, "digits_loss", lambda *args: right(*args) * (1 + error))
-    arguments = ["--problem", "digits", "--dtype", dtype, "--json", str(file)]
+    arguments = ["--problem", "digits", "--dtype", dtype, "--updates", "0", "--json", str(file)]
     assert main(["parity", *arguments]) == 1
     out, verdict = capsys.readouterr().out.split("Verdict: ")
     assert f"\n  digits {dtype} n = 7, torch vs JAX (accumulated): 5 of 5 leaves, worst " in verdict
@@ -188,12 +188,48 @@ def test_one_leaf_that_is_not_a_number_is_found(monkeypatch, tmp_path, capsys):
         return right(params, images, labels) + 0 * (params["output"]["bias"] * math.inf).sum()
 
     monkeypatch.setattr(losses, "digits_loss", wrong)
-    arguments = ["--problem", "digits", "--dtype", "float32", "--n", "2", "--json", str(file)]
+    arguments = ["--problem", "digits", "--dtype", "float32", "--n", "2", "--updates", "0", "--json", str(file)]
     assert main(["parity", *arguments]) == 1
     assert "BEYOND" in capsys.readouterr().out
     row = json.loads(file.read_text())["cases"][0]["rows"][-1]
     assert row["leaf"] == "output.bias"
     assert row["differences"]["torch vs JAX (full)"] == {"absolute": None, "relative": None, "ok": False}
+
+
+@complete
+def test_the_training_is_the_same(whole):
+    _, found = whole
+    assert [(t["optimizer"], t["dtype"]) for t in found["training"]] == [
+        (name, dtype) for dtype in ("float32", "float64") for name in ("sgd", "momentum", "adam", "adamw")
+    ]
+    for t in found["training"]:
+        assert (t["updates"], t["n"], t["ok"]) == (50, 7, True)
+        assert t["limit"] == {"float32": 1e-5, "float64": 1e-12}[t["dtype"]]
+        assert t["losses"]["last"] < 0.2 * t["losses"]["first"]  # it trains
+        assert [row["leaf"] for row in t["rows"]] == ["hidden.weight", "hidden.bias", "output.weight", "output.bias"]
+        assert all(row["relative"] <= t["limit"] for row in t["rows"])
+    assert any(row["absolute"] > 0 for t in found["training"] for row in t["rows"])
+
+
+@complete
+def test_an_optimizer_that_differs_is_found(monkeypatch, capsys, tmp_path):
+    from jax_backend import problems as losses
+
+    right, file = losses.optimizer, tmp_path / "figures.json"
+
+    def wrong(name):
+        import optax
+
+        return optax.adamw(0.01, weight_decay=0.1 * (1 + 1e-9)) if name == "adamw" else right(name)
+
+    monkeypatch.setattr(losses, "optimizer", wrong)
+    arguments = ["--problem", "digits", "--dtype", "float64", "--n", "2", "--updates", "20", "--json", str(file)]
+    assert main(["parity", *arguments]) == 1
+    out, verdict = capsys.readouterr().out.split("Verdict: ")
+    assert verdict.startswith("DIFFERENT training. Beyond the limits:\n  adamw float64 after 20 updates: worst ")
+    assert len(verdict.splitlines()) == 2
+    assert out.count("BEYOND") == 1
+    assert [t["ok"] for t in json.loads(file.read_text())["training"]] == [True, True, True, False]
 
 
 @complete
@@ -232,9 +268,9 @@ def test_losses_follow_the_dtype_of_their_parameters(framework, name, dtype):
     losses = importlib.import_module(f"{framework}_backend.problems")
     convert = funcga.to_torch if framework == "torch" else funcga.to_jax
     with losses.precision(dtype), jax.numpy_dtype_promotion("strict"):
-        args = convert(run._cast((problem.params, *(array[:3] for array in problem.batch)), dtype))
+        args = convert(run.cast((problem.params, *(array[:3] for array in problem.batch)), dtype))
         value, gradient = funcga.value_and_grad(getattr(losses, problem.loss))(*args)
-        found = run._leaves(funcga.to_numpy({"value": value, "gradient": gradient}))
+        found = run.leaves_of(funcga.to_numpy({"value": value, "gradient": gradient}))
     assert {str(array.dtype) for array in found.values()} == {dtype}
     assert all(abs(array).max() > 0 for array in found.values())
 
@@ -256,7 +292,7 @@ def test_padding_counts_for_nothing(framework):
 
     def loss(tokens):
         with losses.precision("float32"):
-            params, tokens = convert(run._cast((problem.params, tokens), "float32"))
+            params, tokens = convert(run.cast((problem.params, tokens), "float32"))
             return float(losses.text_loss(params, tokens)), int(problem.weight(tokens))
 
     assert loss(tokens)[1] == items.sum()
@@ -278,7 +314,7 @@ def test_the_text_is_real_and_the_problems_are_the_same_every_time():
     assert [len(row.encode()) - 1 for row in rows] == text.items.tolist()
     assert text.divisor == text.items.sum()
     for make in problems.PROBLEMS.values():
-        a, b = (run._leaves(vars(make())["params"]) for _ in range(2))
+        a, b = (run.leaves_of(vars(make())["params"]) for _ in range(2))
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[leaf], b[leaf]) for leaf in a)
 
@@ -291,6 +327,8 @@ BAD = {
     "--n 1,,2": "--n: '1,,2' is no list of numbers of micro-batches",
     "--n=-3": "--n: '-3' is no list of numbers of micro-batches",
     "--dtype float16": "--dtype: 'float16' is none of float32, float64, and no list of them",
+    "--updates -1": "--updates: '-1' is no number of updates",
+    "--updates ten": "--updates: 'ten' is no number of updates: --updates 50, or 0 for no training",
     "--problem mnist": "--problem: invalid choice: 'mnist'",
     "--json no/such/folder/figures.json": "--json: 'no/such/folder/figures.json' is no file in a folder that exists",
     "--json .": "--json: '.' is no file in a folder that exists",
@@ -329,7 +367,22 @@ def test_a_file_that_cannot_be_written(tmp_path, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    assert main(["parity", "--problem", "digits", "--dtype", "float64", "--json", str(tmp_path / "x.json")]) == 2
+    assert (
+        main(
+            [
+                "parity",
+                "--problem",
+                "digits",
+                "--dtype",
+                "float64",
+                "--updates",
+                "0",
+                "--json",
+                str(tmp_path / "x.json"),
+            ]
+        )
+        == 2
+    )
     assert (
         capsys.readouterr().err == f"funcga: --json: {tmp_path / 'x.json'} cannot be written: No space left on device\n"
     )
@@ -339,7 +392,7 @@ def test_help_and_bad_usage_need_no_package():
     blocked = "sys.modules.update(dict.fromkeys(('torch', 'jax', 'numpy', 'sklearn', 'rich')))"
     shown = command("parity", "--help", prelude=blocked)
     assert (shown.returncode, shown.stderr) == (0, "")
-    for option in ("--n", "--dtype", "--problem", "--json", "Exit code"):
+    for option in ("--n", "--dtype", "--updates", "--problem", "--json", "Exit code"):
         assert option in shown.stdout
     assert command("parity", "--n", "0", prelude=blocked).returncode == 2
 
@@ -366,7 +419,9 @@ def test_a_missing_package(module, prelude):
 def test_all_missing_packages_are_named_at_once():
     ran = command("parity", prelude=BLOCK.format(names=[*NEEDED]))
     assert ran.returncode == 2
-    assert ran.stderr.startswith("funcga: torch and jax and scikit-learn and rich are not installed, and parity ")
+    assert ran.stderr.startswith(
+        "funcga: torch and jax and optax and scikit-learn and rich are not installed, and parity "
+    )
 
 
 def test_run_as_a_module():

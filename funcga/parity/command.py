@@ -14,10 +14,10 @@ from funcga.parity.run import Case, check_counts, run
 from funcga.parity.training import Trajectory, train
 
 
-def parity(name: str, dtypes: Sequence[str], ns: Sequence[int], file: Path | None = None) -> int:
+def parity(name: str, dtypes: Sequence[str], ns: Sequence[int], updates: int, file: Path | None = None) -> int:
     """The exit code: 0 if every difference is within its limit, 1 if not. The report goes to standard output.
 
-    name: of a problem, or 'all'; file: where the figures are written as JSON.
+    name: of a problem, or 'all'; updates: of each optimizer in training; file: where the figures are written as JSON.
     Raises FuncgaError for a number of micro-batches beyond a problem's rows, before any work, and if the file cannot
     be written.
     """
@@ -27,9 +27,8 @@ def parity(name: str, dtypes: Sequence[str], ns: Sequence[int], file: Path | Non
     console = _console()
     console.print("funcga parity: " + ", ".join(f"{name} {version}" for name, version in report.versions().items()))
     cases = [case for problem in problems for case in _run(problem, dtypes, ns, console)]
-    trained = [
-        found for problem in problems if problem.name in _TRAINED for found in _train(problem, dtypes, ns, console)
-    ]
+    chosen = [problem for problem in problems if problem.name in _TRAINED and updates]
+    trained = [found for problem in chosen for found in _train(problem, dtypes, ns[-1], updates, console)]
     console.print("", report.summary(cases), "", report.verdict(cases, trained), sep="\n")
     if file is not None:
         _write(file, report.as_json(cases, trained))
@@ -39,8 +38,8 @@ def parity(name: str, dtypes: Sequence[str], ns: Sequence[int], file: Path | Non
 _TRAINED = ("digits",)  # a mean over rows, and quick enough
 
 
-def _train(problem: Problem, dtypes: Sequence[str], ns: Sequence[int], console: Console) -> list[Trajectory]:
-    found = train(problem, dtypes, ns[-1])
+def _train(problem: Problem, dtypes: Sequence[str], n: int, updates: int, console: Console) -> list[Trajectory]:
+    found = train(problem, dtypes, n, updates)
     console.print("", report.training(problem, found), sep="\n")
     return found
 

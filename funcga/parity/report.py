@@ -13,7 +13,7 @@ from rich.text import Text
 from funcga.parity.differences import Difference, rank
 from funcga.parity.problems import Problem
 from funcga.parity.run import COMPARISONS, Case, Comparison
-from funcga.parity.training import LIMITS, UPDATES, Trajectory
+from funcga.parity.training import LIMITS, Trajectory
 
 WIDTH = 100
 """The columns that the tables need."""
@@ -108,8 +108,9 @@ def summary(cases: Sequence[Case]) -> Table:
 
 def training(problem: Problem, trajectories: Sequence[Trajectory]) -> Table:
     """The table of what the same training makes of the parameters in both frameworks, a row for each optimizer."""
+    first = trajectories[0]
     title = (
-        f"{problem.name}: {UPDATES} updates by funcga.multi_steps, n = {trajectories[0].n}; torch.optim vs optax, "
+        f"{problem.name}: {first.updates} updates by funcga.multi_steps, n = {first.n}; torch.optim vs optax, "
         f"the parameters at the end"
     )
     made = Table(
@@ -141,7 +142,7 @@ def _strayed(trajectories: Sequence[Trajectory]) -> Iterator[str]:
     for t in trajectories:
         if not t.ok:
             leaf, found = t.worst
-            yield f"  {t.optimizer} {t.dtype} after {UPDATES} updates: worst {leaf} {_figure(found.relative)}"
+            yield f"  {t.optimizer} {t.dtype} after {t.updates} updates: worst {leaf} {_figure(found.relative)}"
 
 
 def _complaints(cases: Sequence[Case]) -> Iterator[str]:
@@ -169,7 +170,7 @@ def as_json(cases: Sequence[Case], trajectories: Sequence[Trajectory] = ()) -> d
 def _trajectory_as_json(t: Trajectory) -> dict[str, Any]:
     leaves = [{"leaf": leaf, **_difference_as_json(found)} for leaf, found in t.differences.items()]
     losses = {"first": _finite(t.first), "last": _finite(t.last)}
-    about = {"optimizer": t.optimizer, "dtype": t.dtype, "n": t.n, "updates": UPDATES, "limit": LIMITS[t.dtype]}
+    about = {"optimizer": t.optimizer, "dtype": t.dtype, "n": t.n, "updates": t.updates, "limit": LIMITS[t.dtype]}
     return {**about, "ok": t.ok, "losses": losses, "rows": leaves}
 
 

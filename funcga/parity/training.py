@@ -14,7 +14,6 @@ from funcga.parity.problems import Problem
 from funcga.parity.run import cast, leaves_of
 from funcga.stepping import multi_steps
 
-UPDATES = 50
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 LIMITS = {"float32": 1e-5, "float64": 1e-12}
 _WINDOW = 128  # rows of one update, or one more
@@ -23,12 +22,13 @@ _WINDOW = 128  # rows of one update, or one more
 class Trajectory(NamedTuple):
     """One optimizer in one dtype: the mean loss over the first and the last window, and the parameters at the end.
 
-    n: the micro-batches of an update. differences: of torch against JAX, by leaf.
+    n: the micro-batches of an update; updates: how many there were. differences: of torch against JAX, by leaf.
     """
 
     optimizer: str
     dtype: str
     n: int
+    updates: int
     first: float
     last: float
     differences: dict[str, Difference]
@@ -44,22 +44,22 @@ class Trajectory(NamedTuple):
         return max(self.differences.items(), key=lambda item: rank(item[1]))
 
 
-def train(problem: Problem, dtypes: Sequence[str], n: int) -> list[Trajectory]:
+def train(problem: Problem, dtypes: Sequence[str], n: int, updates: int) -> list[Trajectory]:
     """The Trajectories of a problem whose loss is a mean over rows: each optimizer, in every dtype."""
     n = min(n, _WINDOW)
-    return [_trajectory(problem, name, dtype, n) for dtype in dtypes for name in OPTIMIZERS]
+    return [_trajectory(problem, name, dtype, n, updates) for dtype in dtypes for name in OPTIMIZERS]
 
 
-def _trajectory(problem: Problem, optimizer: str, dtype: str, n: int) -> Trajectory:
+def _trajectory(problem: Problem, optimizer: str, dtype: str, n: int, updates: int) -> Trajectory:
     (torch_params, losses), (jax_params, _) = (
-        _trained(framework, problem, optimizer, dtype, n) for framework in ("torch", "jax")
+        _trained(framework, problem, optimizer, dtype, n, updates) for framework in ("torch", "jax")
     )
     found = {leaf: difference(torch_params[leaf], jax_params[leaf], LIMITS[dtype]) for leaf in torch_params}
-    return Trajectory(optimizer, dtype, n, float(np.mean(losses[:n])), float(np.mean(losses[-n:])), found)
+    return Trajectory(optimizer, dtype, n, updates, float(np.mean(losses[:n])), float(np.mean(losses[-n:])), found)
 
 
 def _trained(
-    framework: str, problem: Problem, optimizer: str, dtype: str, n: int
+    framework: str, problem: Problem, optimizer: str, dtype: str, n: int, updates: int
 ) -> tuple[dict[str, Any], list[float]]:
     """The parameters after all updates, by leaf, and the loss of every micro-batch."""
     backend = load(framework)
@@ -70,14 +70,14 @@ def _trained(
 
     def step(params: Any, state: Any, *batch: Any) -> Any:
         loss, grads = gradient(params, *batch)
-        updates, state = tx.update(grads, state, params, weight=len(batch[0]))
-        return own.applied(params, updates), state, loss
+        changes, state = tx.update(grads, state, params, weight=len(batch[0]))
+        return own.applied(params, changes), state, loss
 
     losses = []
     with own.precision(dtype):
         params, *batch = convert(cast((problem.params, *problem.batch), dtype))
         state, run = tx.init(params), own.compiled(step)
-        for update in range(UPDATES):
+        for update in range(updates):
             for rows in _micro_batches(update, len(problem.items), n):
                 params, state, loss = run(params, state, *(part[rows] for part in batch))
                 losses.append(float(loss))
