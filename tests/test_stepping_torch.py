@@ -156,12 +156,14 @@ def test_none_among_the_leaves():
 
 def test_sparse_gradients_are_summed_densely():
     tx, params = funcga.multi_steps(adamw(), 2), {"e": torch.ones(5, 2)}
-    sparse = torch.sparse_coo_tensor([[1, 1, 3]], torch.ones(3, 2), (5, 2), check_invariants=True).coalesce()
-    state = tx.accumulate({"e": sparse}, tx.init(params))
-    state = tx.accumulate({"e": sparse}, state)
+    with torch.sparse.check_sparse_tensor_invariants():
+        sparse = torch.sparse_coo_tensor([[1, 1, 3]], torch.ones(3, 2), (5, 2)).coalesce()
+        state = tx.accumulate({"e": sparse}, tx.init(params))
+        state = tx.accumulate({"e": sparse}, state)
     torch.testing.assert_close(state.window.accumulated["e"], 2 * sparse.to_dense())
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the compiler of older ones stumbles over a tuple with names")
 def test_the_halves_compile_to_one_graph_each():
     tx = funcga.multi_steps(Transform(lambda p: (), lambda g, s, p=None: ({k: -v for k, v in g.items()}, s)), 3)
     params = tree(0)
