@@ -171,11 +171,11 @@ class Replicas(Protocol):
 class Transforms(Protocol):
     """What a fold that is spread over calls needs of a framework: its branch, and its own type of transforms."""
 
-    def adopted(self, tx: Any) -> Any:
+    def imported(self, tx: Any) -> Any:
         """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
         ...
 
-    def offered(self, made: Any) -> Any:
+    def exported(self, made: Any) -> Any:
         """A transform of funcga's in the type that the framework's own combinators take."""
         ...
 
@@ -183,14 +183,22 @@ class Transforms(Protocol):
         """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state."""
         ...
 
+    def finite(self, leaves: list[Any]) -> Any:
+        """Whether every number is finite: a 0-d array."""
+        ...
+
     def add(
         self, folds: "Sequence[LeafFold | None]", held: list[Any], leaves: list[Any], weight: Any, donate: bool
-    ) -> Any:
-        """What is held of each leaf, with one more value of this weight; in the same memory if that is donated."""
+    ) -> tuple[list[Any], bool]:
+        """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
         ...
 
     def finish(self, folds: "Sequence[LeafFold | None]", held: list[Any], tally: "Tally", donate: bool) -> list[Any]:
         """The normalised leaves; in the same memory if that is donated."""
+        ...
+
+    def restore(self, folds: "Sequence[LeafFold | None]", held: list[Any], tally: "Tally") -> None:
+        """Takes back what `finish` has done to memory that was donated, to rounding."""
         ...
 
     def emptied(self, folds: "Sequence[LeafFold | None]", held: list[Any], donate: bool, taken: Tree) -> list[Any]:
@@ -203,8 +211,8 @@ class Transforms(Protocol):
         """What all replicas hold together; `known` is what a backend works out once."""
         ...
 
-    def summed(self, number: Any, replicas: Any) -> Any:
-        """The sum of a scalar over the replicas."""
+    def summed(self, number: Any, held: list[Any], replicas: Any) -> Any:
+        """The sum of a scalar over the replicas, which hold these."""
         ...
 
     def part(self, window: Tree) -> Tree:

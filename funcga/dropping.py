@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from funcga.backend import Arrays
+from funcga.backend import Arrays, Backend
 from funcga.errors import FuncgaError
 from funcga.window import Dropped
 
@@ -28,17 +28,20 @@ class Dropping:
                 f"function of the gradients that says whether to drop them: drop_if=lambda grads: norm(grads) > 100."
             )
 
-    def is_kept(self, grads: Any, leaves: list[Any], arrays: Arrays) -> Any:
+    def is_kept(self, grads: Any, leaves: list[Any], backend: Backend) -> Any:
         """Whether a micro-batch is folded: a bool, or an array of one that the host does not see."""
         if self.scope is None:
             return True
-        if self.test is not None:
-            drop = _seen(self.test(grads), arrays)
-            return ~drop if arrays.is_array(drop) else not drop
-        kept: Any = True
-        for leaf in leaves:
-            kept = kept if leaf is None else arrays.xp.isfinite(leaf).all() & kept
-        return _seen(kept, arrays)
+        if self.test is None:
+            return _seen(backend.transforms.finite(leaves), backend.arrays)
+        drop = self.test(grads)
+        if getattr(drop, "shape", ()) != ():
+            raise FuncgaError(
+                f"drop_if returned {backend.arrays.describe(drop)}: it is asked of a whole micro-batch, for one bool. "
+                f"Reduce it: drop_if=lambda grads: ... .any()."
+            )
+        drop = _seen(drop, backend.arrays)
+        return backend.arrays.xp.logical_not(drop) if backend.arrays.is_array(drop) else not drop
 
     def is_emitted(self, steps: Any, rejected: Any, arrays: Arrays) -> Any:
         """Whether there is an update at the end of a window, of which so many were folded, and so many not."""
@@ -46,15 +49,16 @@ class Dropping:
             return True
         return _seen((steps > 0) & (rejected == 0) if self.scope == "window" else steps > 0, arrays)
 
-    def counted(self, dropped: Dropped, emitted: Any, steps: Any, rejected: Any, arrays: Arrays) -> Dropped:
-        """The counts at the end of a window: with `rejected` more, and those that went with the window."""
+    def counted(self, dropped: Dropped, emitted: Any, steps: Any, rejected: Any, late: bool, arrays: Arrays) -> Dropped:
+        """The counts at the end of a window, and what went with it. `late`: those rejected were not counted before."""
         if self.scope is None:
             return dropped
-        microbatches, windows = dropped.microbatches + rejected, dropped.windows
+        microbatches, windows = dropped.microbatches + (rejected if late else 0), dropped.windows
         if self.scope == "window":
             none, keep = arrays.integer(0), arrays.as_array(emitted)
+            there = arrays.as_array(steps + rejected > 0)  # an empty one may be flushed inside of jit
             microbatches = microbatches + arrays.xp.where(keep, none, arrays.integer(steps))
-            windows = windows + arrays.xp.where(keep, none, arrays.integer(1))
+            windows = windows + arrays.xp.where(keep, none, arrays.cast(there, none.dtype))
         return Dropped(microbatches, windows)
 
 

@@ -49,7 +49,7 @@ def from_state_dict(like: Any, state_dict: Mapping[str, Any]) -> Any:
 
 
 def _check_paths(expected: list[str], found: list[str]) -> None:
-    missing, new = ([p for p in a if p not in {*b}] for a, b in ((expected, found), (found, expected)))
+    missing, new = ([p for p in a if p not in b] for a, b in ((expected, {*found}), (found, {*expected})))
     if missing or new:
         raise FuncgaError(
             f"the state dict is not of a tree like this one: missing {_some(missing)}; new {_some(new)}. Make `like` "

@@ -10,7 +10,7 @@ from funcga.backend import Backend, backend_of, load_imported
 from funcga.dropping import Dropping
 from funcga.errors import FuncgaError
 from funcga.folds import mean
-from funcga.targets import check_target, is_full
+from funcga.targets import check_target, is_full, target_of
 from funcga.transforms import DonatingTransform, MultiSteps, Transform, read_transform
 from funcga.weights import check_weight
 from funcga.widening import result_folds, widened
@@ -48,12 +48,16 @@ def multi_steps(
     drop: what becomes of a micro-batch whose gradients are not finite. None: it is folded like any other. "microbatch":
         it is left out with its weight, and keeps its place in the window (TargetWeight counts only what was folded).
         "window": the whole window is dropped at its end, and there is no update. `state.dropped` counts both.
-    drop_if: a function of the gradients that returns a bool, or a 0-d array of one, to drop by in place of that.
+        On a CUDA device the host waits once a window to learn what was dropped.
+    drop_if: a function of the gradients that returns a bool, or a 0-d array of one, to drop by in place of that: it
+        then has to find what is not finite too.
     across: the replicas to merge over, as in `accumulate`: each folds what it is given, and what they hold is merged
         once, for the update. In JAX inside shard_map, with jax_backend.state_specs(tx) as the specs of the state. The
         replicas get the same number of calls. A TargetWeight is that of all of them: each call then sends a scalar.
+        (If the weight is on a CUDA device, the host waits for it at every call.)
     donate: in torch, use the memory of the state that is passed in for the one that is returned, as
-        jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more.
+        jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. After an error in tx
+        what was folded is there again, to rounding.
 
     Gradients are accumulated in at least float32. What tx sees, gradients and params, has floats of less than 32 bits
     as float32, and so have its state and the updates. Raises FuncgaError for bad input; the state given is then as good
@@ -62,11 +66,11 @@ def multi_steps(
     read = read_transform(tx)
     backends = load_imported()
     for backend in backends:
-        read = backend.transforms.adopted(read)
+        read = backend.transforms.imported(read)
     steps = _Steps(read, check_target(n), Windows(fold), Dropping(drop, drop_if), across, donate)
     made: Any = MultiSteps(steps.init, steps.update)
     for backend in backends:
-        made = backend.transforms.offered(made)
+        made = backend.transforms.exported(made)
     return made  # type: ignore[no-any-return]
 
 
@@ -107,10 +111,10 @@ class _Steps:
         """
         backend = _backend_of_state(state)
         opened = self._opened(state, backend)
-        params = opened.own(params)
+        params, _ = opened.restricted(params)
+        target = target_of(self.n, state.updates, backend.arrays)  # whatever is refused, is so before anything is added
         opened, state = self._added(grads, opened, state, weight)
-        weight_so_far = partial(self._weight, opened)
-        full = is_full(self.n, state.updates, state.offered, weight_so_far, backend.arrays)
+        full = is_full(self.n, target, state.offered, partial(self._weight, opened), backend.arrays)
         state = state._replace(window=opened.closed(self._replicas(backend)))
         emit = partial(self._emitted, backend, self.donate or opened.fresh)
         like = params if params is not None else grads
@@ -125,7 +129,7 @@ class _Steps:
     def flush(self, state: MultiStepsState, params: Any, extra: dict[str, Any]) -> tuple[Any, MultiStepsState]:
         """(updates, state) of what is in the window."""
         backend = _backend_of_state(state)
-        params = self._opened(state, backend).own(params)
+        params, _ = self._opened(state, backend).restricted(params)
         offered = backend.arrays.scalar(state.offered)
         if not backend.arrays.is_array(offered) and offered == 0:
             raise FuncgaError(
@@ -149,7 +153,7 @@ class _Steps:
         arrays = opened.backend.arrays
         leaves = opened.matched(grads)
         weight = check_weight(weight, arrays)
-        keep = self.dropping.is_kept(grads, leaves, arrays)
+        keep = self.dropping.is_kept(grads, leaves, opened.backend)
         opened, rejected = opened.added(leaves, weight, keep, self.donate)
         dropped = state.dropped
         if self.dropping.scope is not None and self._replicas(opened.backend) is None:
@@ -161,7 +165,7 @@ class _Steps:
         """The weight of the window so far, on all replicas."""
         replicas = self._replicas(opened.backend)
         total = tally.total(opened.seen(opened.tally))
-        return total if replicas is None else opened.backend.transforms.summed(total, replicas)
+        return total if replicas is None else opened.backend.transforms.summed(total, opened.held, replicas)
 
     def _emitted(
         self, backend: Backend, owned: bool, state: MultiStepsState, operands: Any
@@ -175,15 +179,20 @@ class _Steps:
         merged = opened if replicas is None else opened.merged(replicas, self.known)
         total = merged.seen(merged.tally)
         keep = self.dropping.is_emitted(total.steps, merged.rejected, backend.arrays)
-        folds = result_folds(merged.folds, params, backend)
+        folds = result_folds(merged.folds, opened.restricted(params)[1], backend.arrays)
         leaves = transforms.finish(folds, merged.held, total, owned or replicas is not None)
         grads = backend.trees.unflatten(opened.structure, leaves)
         progress = state.inner, state.updates, backend.arrays.as_array(False)
         run = partial(self._run, backend)
-        updates, (inner, count, updated) = transforms.when(keep, run, progress, (grads, params, extra), grads)
+        try:
+            updates, (inner, count, updated) = transforms.when(keep, run, progress, (grads, params, extra), grads)
+        except Exception:
+            if self.donate and replicas is None:
+                transforms.restore(folds, merged.held, total)
+            raise
         window = opened.emptied(owned, (updates, inner)).closed(replicas)
-        rejected = 0 if replicas is None else merged.rejected  # else they were counted as they came
-        dropped = self.dropping.counted(state.dropped, keep, total.steps, rejected, backend.arrays)
+        late = replicas is not None
+        dropped = self.dropping.counted(state.dropped, keep, total.steps, merged.rejected, late, backend.arrays)
         return updates, MultiStepsState(inner, window, backend.arrays.integer(0), count, updated, dropped)
 
     def _run(self, backend: Backend, progress: Any, operands: Any) -> tuple[Any, Any]:

@@ -1,5 +1,6 @@
 """The target: when a window of `multi_steps` is full. A number of micro-batches, or a weight."""
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ class TargetWeight:
 
 
 def _check_target(weight: Any) -> None:
-    if not isinstance(weight, bool) and isinstance(weight, int | float) and 0 < weight < float("inf"):
+    if not isinstance(weight, bool) and isinstance(weight, numbers.Real) and 0 < float(weight) < float("inf"):
         return
     raise FuncgaError(
         f"the target weight is {weight!r}: it must be a finite number above 0, such as the tokens of one update, "
@@ -38,17 +39,26 @@ def _check_target(weight: Any) -> None:
 
 def check_target(n: Any) -> Any:
     """What `n` may be: an int >= 1, a TargetWeight, or a function of the number of updates. Else FuncgaError."""
-    if isinstance(n, TargetWeight) or callable(n) or getattr(n, "shape", None) == ():
+    if isinstance(n, TargetWeight) or callable(n):
         return n
+    if getattr(n, "shape", None) == ():
+        try:
+            n = n.item()
+        except Exception:  # it is traced, as by optax.inject_hyperparams
+            return n
     return check_count(n, "n", " (or a function of the number of updates, or funcga.TargetWeight(1_000_000))")
 
 
-def is_full(n: Any, updates: Any, steps: Any, weight: Callable[[], Any], arrays: Arrays) -> Any:
-    """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
+def target_of(n: Any, updates: Any, arrays: Arrays) -> Any:
+    """What has to be reached after so many updates: a number, or an array of one. FuncgaError if it never can be."""
     of_weight = isinstance(n, TargetWeight)
     target: Any = n.weight if of_weight else n
-    if callable(target):
-        target = _scheduled(target, arrays.scalar(updates), of_weight, arrays)
+    return _scheduled(target, arrays.scalar(updates), of_weight, arrays) if callable(target) else target
+
+
+def is_full(n: Any, target: Any, steps: Any, weight: Callable[[], Any], arrays: Arrays) -> Any:
+    """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
+    of_weight = isinstance(n, TargetWeight)
     amount = weight() if of_weight else steps
     if arrays.is_array(amount) and arrays.is_array(target) and amount.dtype != target.dtype:
         dtype = amount.dtype if of_weight else target.dtype  # a weight is a float, a number of steps an int

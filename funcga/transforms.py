@@ -32,6 +32,10 @@ class DonatingTransform(Transform):
         made.donated = donated
         return made
 
+    def __reduce__(self) -> Any:
+        """How it is copied, as all three are arguments."""
+        return type(self), (self.init, self.update, self.donated)
+
 
 class MultiSteps(Transform):
     """What `multi_steps` returns: a transform (init, update), and the same in two halves, `accumulate` and `flush`."""

@@ -22,12 +22,13 @@ def _wide(leaf: Any, arrays: Arrays) -> Any:
     return leaf if leaf.dtype == wide else arrays.cast(leaf, wide)
 
 
-def result_folds(folds: Sequence[LeafFold | None], params: Any, backend: Backend) -> list[LeafFold | None]:
-    """The folds of the gradients, whose results are in the dtypes of the params that the wrapped transform sees."""
-    if params is None:
-        return list(folds)
-    likes = backend.trees.flatten(widened(params, backend))[0]
-    return [
-        fold if fold is None or fold.fold.normalizer.dtype is not None else replace(fold, result_dtype=like.dtype)
-        for fold, like in zip(folds, likes, strict=True)
-    ]
+def result_folds(folds: Sequence[LeafFold | None], params: Sequence[Any], arrays: Arrays) -> list[LeafFold | None]:
+    """The folds of the gradients, whose results are in the dtypes that the wrapped transform sees of these params."""
+    return [_result_fold(fold, param, arrays) for fold, param in zip(folds, params, strict=True)]
+
+
+def _result_fold(fold: LeafFold | None, param: Any, arrays: Arrays) -> LeafFold | None:
+    dtype = getattr(param, "dtype", None)
+    if fold is None or dtype is None or dtype == fold.result_dtype or fold.fold.normalizer.dtype is not None:
+        return fold
+    return replace(fold, result_dtype=arrays.accumulator_dtype(dtype))

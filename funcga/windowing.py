@@ -25,7 +25,7 @@ class Windows:
     def begun(self, params: Any, backend: Backend) -> "Opened":
         """An empty window, for gradients like these params."""
         leaves, structure = backend.trees.flatten(params)
-        bound = self._bound([getattr(leaf, "dtype", None) for leaf in leaves], leaves, structure, backend)
+        bound = self._bound(leaves, structure, backend)
         folds = bound.outputs.folds[:-1]
         held = [None if fold is None else fold.identity(leaf) for fold, leaf in zip(folds, leaves, strict=True)]
         zero = Tally(backend.arrays.addends(0, bound.wide), backend.arrays.integer(0))
@@ -36,30 +36,35 @@ class Windows:
         window = window if replicas is None else backend.transforms.part(window)
         leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
         held = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
-        marks = [h[0] if type(h) is tuple else h for h in held]
-        bound = self._bound([getattr(mark, "dtype", None) for mark in marks], marks, structure, backend)
+        bound = self._bound([max(h, key=_rank) if type(h) is tuple else h for h in held], structure, backend)
         return Opened(held, window.tally, window.rejected, bound)
 
-    def _bound(self, dtypes: list[Any], leaves: list[Any], structure: Any, backend: Backend) -> "_Bound":
+    def _bound(self, leaves: list[Any], structure: Any, backend: Backend) -> "_Bound":
+        kinds = [(getattr(leaf, "dtype", None), getattr(leaf, "shape", None)) for leaf in leaves]
         known: _Bound | None = self.known.get("bound")
-        if known is None or known.dtypes != dtypes or known.structure != structure or known.backend is not backend:
+        if known is None or known.kinds != kinds or known.structure != structure or known.backend is not backend:
             tree, count = backend.trees.unflatten(structure, leaves), backend.arrays.integer(0)
             outputs = _outputs((self.fold, sum()), (tree, count), backend)
             _check_folds(outputs)
             bits = {"float": 8, "complex": 16}
-            wide = any(d is not None and bits.get(backend.arrays.kind(d)) == d.itemsize for d in dtypes)
-            self.known["bound"] = known = _Bound(dtypes, structure, backend, outputs, wide)
+            dtypes: set[Any] = {dtype for dtype, _ in kinds} - {None}
+            wide = any(bits.get(backend.arrays.kind(dtype)) == dtype.itemsize for dtype in dtypes)
+            self.known["bound"] = known = _Bound(kinds, structure, backend, outputs, wide)
         return known
 
 
+def _rank(array: Any) -> int:
+    return len(array.shape)
+
+
 class _Bound(NamedTuple):
-    """What is the same for all windows of gradients in a structure and dtypes.
+    """What is the same for all windows of gradients in a structure, with dtypes and shapes, their `kinds`.
 
     `outputs` has the gradients and, last, the number of micro-batches that were rejected. `wide`: whether a leaf has
     64 bits, and so the weights.
     """
 
-    dtypes: list[Any]
+    kinds: list[Any]
     structure: Any
     backend: Backend
     outputs: Outputs
@@ -73,7 +78,7 @@ def _is_parts(node: Any) -> bool:
 def _outputs(folds: Any, values: Any, backend: Backend) -> Outputs:
     """The Outputs. Raises FuncgaError, in the words of a transform, for folds that do not fit."""
     try:
-        return bind_outputs(folds, values, backend, shaped=False)
+        return bind_outputs(folds, values, backend)
     except FuncgaError as error:
         text = str(error).replace("output[0]", "params").replace("what grad_fn returns", "the params")
         if " are not averaged silently" in text:
@@ -131,8 +136,12 @@ class Opened(NamedTuple):
         arrays, transforms, wide = self.backend.arrays, self.backend.transforms, self.bound.wide
         if keep is False:
             return self._replace(rejected=self.rejected + 1), 1
-        held = transforms.add(self.folds, self.held, leaves, weight, donate and keep is True)
-        fresh = all(a is not b for a, b in zip(held, self.held, strict=True) if a is not None)
+        if not wide and isinstance(weight, int | float) and weight > _MOST:
+            raise FuncgaError(
+                f"the weight of a micro-batch is {weight!r}, more than a float32 can hold, in which they are counted "
+                f"here. Weigh in larger units, as by tokens / 1e6."
+            )
+        held, fresh = transforms.add(self.folds, self.held, leaves, weight, donate and keep is True)
         if keep is True:
             more = Tally(arrays.addends(weight, wide), arrays.integer(1))
             return self._replace(held=held, tally=tally.merge(self.tally, more), fresh=fresh), 0
@@ -141,7 +150,7 @@ class Opened(NamedTuple):
         limbs = tuple(_selected(xp, keep, limb, xp.zeros_like(limb)) for limb in arrays.addends(weight, wide))
         step = arrays.cast(keep, self.rejected.dtype)
         total = tally.merge(self.tally, Tally(limbs, step))
-        return self._replace(held=chosen, tally=total, rejected=self.rejected + (1 - step), fresh=fresh), 1 - step
+        return self._replace(held=chosen, tally=total, rejected=self.rejected + (1 - step), fresh=True), 1 - step
 
     def merged(self, replicas: Any, known: dict[Any, Any]) -> "Opened":
         """The window of all replicas."""
@@ -181,24 +190,35 @@ class Opened(NamedTuple):
                 raise _unfit(self._paths("grads")[i], leaf, own, self.backend.arrays)
         return leaves
 
-    def own(self, params: Any) -> Any:
-        """The params that the state was made for; of a whole module, None in the place of all else.
+    def restricted(self, params: Any) -> tuple[Any, list[Any]]:
+        """The params that the state was made for; of a whole module, None in the place of all else. And their leaves.
 
-        Raises FuncgaError if the params have another structure.
+        The leaves are in the order of what is held. Raises FuncgaError if params have another structure or shapes.
         """
         trees = self.backend.trees
         leaves, found = trees.flatten(params)
-        if params is None or found == self.structure:
-            return params
-        paths, known = leaf_paths(params, trees, "params"), self._paths("params")
-        params = trees.unflatten(found, [leaf if p in known else None for p, leaf in zip(paths, leaves, strict=True)])
-        if trees.flatten(params)[1] != self.structure:
-            _check_paths("params", paths, known)
-        return params
+        if params is None:
+            return params, [None] * len(self.held)
+        if found != self.structure:
+            paths, known = leaf_paths(params, trees, "params"), self._paths("params")
+            placed = dict(zip(paths, leaves, strict=True))
+            own = {*known}
+            params = trees.unflatten(found, [leaf if p in own else None for p, leaf in placed.items()])
+            if trees.flatten(params)[1] != self.structure:
+                _check_paths("params", paths, known)
+            leaves = [placed[path] for path in known]
+        for i, (leaf, held) in enumerate(zip(leaves, self.held, strict=True)):
+            parts = held if type(held) is tuple else (held,)
+            if held is not None and all(part.shape != getattr(leaf, "shape", ()) for part in parts):
+                raise _unfit(self._paths("params")[i], leaf, held, self.backend.arrays)
+        return params, leaves
 
     def _paths(self, name: str) -> list[str]:
         count = self.structure.num_leaves
         return leaf_paths(self.backend.trees.unflatten(self.structure, range(count)), self.backend.trees, name)
+
+
+_MOST = 3.4028234663852886e38  # of a float32
 
 
 def _selected(xp: Any, keep: Any, kept: Any, other: Any) -> Any:
@@ -210,7 +230,7 @@ def _selected(xp: Any, keep: Any, kept: Any, other: Any) -> Any:
 def _check_paths(what: str, found: list[str], expected: list[str]) -> None:
     """Raises FuncgaError if leaves are missing or new."""
     if sorted(found) != sorted(expected):
-        missing, new = ([p for p in a if p not in b][:4] for a, b in ((expected, found), (found, expected)))
+        missing, new = ([p for p in a if p not in b][:4] for a, b in ((expected, {*found}), (found, {*expected})))
         raise FuncgaError(
             f"the {what} have another structure than the params that the state was made for: missing "
             f"{', '.join(missing) or 'nothing'}, new {', '.join(new) or 'nothing'}. Give all of these at every call, "
@@ -230,5 +250,5 @@ def _unfit(path: str, leaf: Any, held: Any, arrays: Arrays) -> FuncgaError:
     before = arrays.describe(max(held, key=lambda part: part.ndim) if isinstance(held, tuple) else held)
     return FuncgaError(
         f"{path} is {arrays.describe(leaf)}, and the state was made for params where it is {before}: the two cannot be "
-        f"combined. Give gradients of these params; or make a state for the new ones: state = tx.init(params)."
+        f"combined. Give what belongs to these params; or make a state for the new ones: state = tx.init(params)."
     )

@@ -1,6 +1,6 @@
 """What a fold that is spread over calls needs of this framework: its branch, sums that go on, and its own types."""
 
-import sys
+import importlib
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -23,18 +23,26 @@ from jax_backend.merging import Folded, merge
 from jax_backend.replicas import Replicas
 
 
-def adopted(tx: Any) -> Any:
+def imported(tx: Any) -> Any:
     """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
-    optax: Any = sys.modules.get("optax")
+    optax = _optax()
     if optax is None or not isinstance(tx, optax.GradientTransformation):
         return tx
     return optax.with_extra_args_support(tx)
 
 
-def offered(made: Any) -> Any:
+def exported(made: Any) -> Any:
     """A transform of funcga's in the type that the framework's own combinators take."""
-    optax: Any = sys.modules.get("optax")
+    optax = _optax()
     return made if optax is None else _optax_type(optax.GradientTransformationExtraArgs)(*made)
+
+
+def _optax() -> Any:
+    """optax, if it is installed: what is made before it is imported can be put into its chains too."""
+    try:
+        return importlib.import_module("optax")
+    except ModuleNotFoundError:
+        return None
 
 
 @cache
@@ -108,15 +116,30 @@ def _typed(found: Any, like: Any) -> Any:
     return jax.tree.map(lambda a, b: as_varying(a, tuple(varying_axes(jax.typeof(b)))), found, like)
 
 
-def add(folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool) -> Any:
-    """What is held of each leaf, with one more value of this weight; in the same memory if that is donated."""
+def finite(leaves: list[Any]) -> Any:
+    """Whether every number is finite: a 0-d array."""
+    kept = jnp.asarray(True)
+    for leaf in leaves:
+        kept = kept if leaf is None else jnp.isfinite(leaf).all() & kept
+    return kept
+
+
+def add(
+    folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool
+) -> tuple[list[Any], bool]:
+    """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
     triples = zip(folds, held, leaves, strict=True)
-    return [None if fold is None else fold.combine(h, fold.lift(leaf, weight)) for fold, h, leaf in triples]
+    added = [None if fold is None else fold.combine(h, fold.lift(leaf, weight)) for fold, h, leaf in triples]
+    return added, False  # nobody writes to it in any case
 
 
 def finish(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally, donate: bool) -> list[Any]:
     """The normalised leaves; in the same memory if that is donated."""
     return [None if fold is None else fold.normalize(h, tally) for fold, h in zip(folds, held, strict=True)]
+
+
+def restore(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally) -> None:
+    """Takes back what `finish` has done to memory that was donated, to rounding."""
 
 
 def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Any) -> list[Any]:
@@ -142,8 +165,8 @@ def merged(
     return together, folded.total
 
 
-def summed(number: Any, replicas: Replicas) -> Any:
-    """The sum of a scalar over the replicas."""
+def summed(number: Any, held: list[Any], replicas: Replicas) -> Any:
+    """The sum of a scalar over the replicas, which hold these."""
     return lax.psum(as_varying(jnp.asarray(number), replicas.names), replicas.names)  # type: ignore[no-untyped-call]
 
 

@@ -440,7 +440,8 @@ def test_the_folds_must_fit_the_params(kit):
 
 def test_rows_are_not_collected(kit):
     tx = funcga.multi_steps(counting(kit), 2, fold=funcga.concat())
-    refused(kit, lambda: tx.init(tree(kit, 1)), "collects rows", "funcga.mean()")
+    params = {"w": tree(kit, 1)["w"]}
+    refused(kit, lambda: tx.init(params), "the fold of params['w'] collects rows", "funcga.mean()")
 
 
 def test_memory_is_given_away_in_jit_in_jax():

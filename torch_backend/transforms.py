@@ -7,23 +7,25 @@ import torch
 import torch.distributed as dist
 
 from funcga import normalizers, reducers
+from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from funcga.program import Program
 from funcga.tally import Tally
 from torch_backend import arrays, trees
 from torch_backend.buffers import Buffers, Layout
+from torch_backend.placements import local
 from torch_backend.reduction import count_window
 from torch_backend.reduction import merged as merged_buffers
 from torch_backend.replicas import Replicas
 
 
-def adopted(tx: Any) -> Any:
+def imported(tx: Any) -> Any:
     """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
     return tx
 
 
-def offered(made: Any) -> Any:
+def exported(made: Any) -> Any:
     """A transform of funcga's in the type that the framework's own combinators take."""
     return made
 
@@ -38,42 +40,76 @@ def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, li
 
 
 def _zeros(like: Any, known: dict[Any, torch.Tensor]) -> Any:
-    """Zeros in the shape of updates, which take no memory and cannot be written to."""
-    if type(like) not in (torch.Tensor, torch.nn.Parameter):
-        return torch.zeros_like(like, requires_grad=False) if arrays.is_array(like) else like
-    kind = like.dtype, like.device
+    """Zeros in the shape of updates. Those of more than one element take no memory, and cannot be written to."""
+    if not arrays.is_array(like):
+        return like
+    dtype = arrays.accumulator_dtype(like.dtype) if arrays.kind(like.dtype) in ("float", "complex") else like.dtype
+    if type(like) not in (torch.Tensor, torch.nn.Parameter) or like.numel() < 2:
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    kind = dtype, like.device, like.shape
     if kind not in known:
-        dtype = like.dtype if arrays.kind(like.dtype) in ("int", "bool") else arrays.accumulator_dtype(like.dtype)
-        known[kind] = torch.zeros((), dtype=dtype, device=like.device)
-    return known[kind].expand(like.shape)
+        known[kind] = torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
+    return known[kind]
+
+
+def finite(leaves: list[Any]) -> Any:
+    """Whether every number is finite: a 0-d array."""
+    norms = []
+    for leaf in leaves:
+        if leaf is not None and leaf.numel():
+            held = local(leaf)
+            held = held.to_dense() if held.layout is not torch.strided else held
+            norms.append(torch.linalg.vector_norm(held.detach(), float("inf")))  # the largest: one pass, and no mask
+    if not norms:
+        return torch.tensor(True)
+    return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).isfinite().all()
 
 
 @torch.no_grad()
-def add(folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool) -> Any:
-    """What is held of each leaf, with one more value of this weight; in the same memory if that is donated."""
-    factors = {id(fold): _factor(fold, weight) for fold in folds}  # there are few kinds of leaves, and many of each
+def add(
+    folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool
+) -> tuple[list[Any], bool]:
+    """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
+    _check_devices(held, leaves)
+    factors = {id(fold): fold for fold in folds}  # there are few kinds of leaves, and many of each
+    factors = {key: _factor(fold, weight) for key, fold in factors.items()}
     places: dict[Any, list[int]] = {}
     for i, (fold, h, leaf) in enumerate(zip(folds, held, leaves, strict=True)):
-        if type(h) is type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+        if type(h) is type(leaf) is torch.Tensor and leaf.layout is torch.strided and _holds(h.dtype, leaf.dtype):
             places.setdefault(factors[id(fold)], []).append(i)
     places.pop(None, None)
     added: dict[int, Any] = {}
     for factor, chosen in places.items():
         sums = _sums([held[i] for i in chosen], [leaves[i] for i in chosen], factor, donate)
         added |= zip(chosen, sums, strict=True)
+    owned = donate or (0 not in places and len(added) == sum(fold is not None for fold in folds))
     return [
         added[i] if i in added else None if fold is None else fold.combine(held[i], fold.lift(leaves[i], weight))
         for i, fold in enumerate(folds)
-    ]
+    ], owned
+
+
+def _check_devices(held: list[Any], leaves: list[Any]) -> None:
+    for h, leaf in zip(held, leaves, strict=True):
+        if type(h) is torch.Tensor and isinstance(leaf, torch.Tensor) and h.device != leaf.device:
+            raise FuncgaError(
+                f"a gradient, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made for params on "
+                f"{h.device}. Move it: grad.to({str(h.device)!r}); or make a state where the params are now."
+            )
 
 
 def _factor(fold: LeafFold | None, weight: Any) -> Any:
     """What a leaf is multiplied by before it is added; None if the fold does not add, or the host does not know it."""
-    if fold is None or fold.fold.reducer.monoid is not reducers.sum.monoid:
+    if fold is None or fold.fold.reducer.monoid is not reducers.sum.monoid or arrays.in_transform():
         return None
     lift = fold.fold.reducer.lift
     known = weight if lift is reducers.weighted.lift and not isinstance(weight, torch.Tensor) else None
     return 1 if lift is reducers.sum.lift else known
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a sum in one dtype stays in it when the other is added."""
+    return dtype is other or torch.promote_types(dtype, other) is dtype
 
 
 def _sums(held: list[torch.Tensor], leaves: list[torch.Tensor], factor: float, donate: bool) -> Sequence[torch.Tensor]:
@@ -121,18 +157,32 @@ def _owned(result: Any, held: Any) -> Any:
     return result.clone() if result is held else result
 
 
+def restore(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally) -> None:
+    """Takes back what `finish` has done to memory that was donated, to rounding."""
+    total = tally.weight[0]
+    by_weight = normalizers.by_weight.apply
+    chosen = [h for fold, h in zip(folds, held, strict=True) if _divides(fold, by_weight, h)]
+    if chosen and total and not isinstance(total, torch.Tensor):
+        torch._foreach_mul_(chosen, float(total))
+
+
 @torch.no_grad()
 def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Any) -> list[Any]:
     """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
     kept = {_storage(leaf) for leaf in trees.flatten(taken)[0]} if donate else set()
-    return [None if fold is None else _emptied(fold, h, donate, kept) for fold, h in zip(folds, held, strict=True)]
+    zeroed = [h for fold, h in zip(folds, held, strict=True) if donate and _is_zeroed(fold, h, kept)]
+    if zeroed:
+        torch._foreach_zero_(zeroed)
+    known = {id(h) for h in zeroed}
+    return [
+        h if id(h) in known else None if fold is None else fold.fold.reducer.monoid.identity(torch, h)
+        for fold, h in zip(folds, held, strict=True)
+    ]
 
 
-def _emptied(fold: LeafFold, held: Any, donate: bool, taken: set[Any]) -> Any:
-    monoid = fold.fold.reducer.monoid
-    if donate and monoid is reducers.sum.monoid and type(held) is torch.Tensor and _storage(held) not in taken:
-        return held.zero_()
-    return monoid.identity(torch, held)
+def _is_zeroed(fold: LeafFold | None, held: Any, taken: set[Any]) -> bool:
+    adds = fold is not None and fold.fold.reducer.monoid is reducers.sum.monoid
+    return adds and type(held) is torch.Tensor and _storage(held) not in taken
 
 
 def _storage(leaf: Any) -> Any:
@@ -172,9 +222,10 @@ def _copied(held: Any) -> Any:
     return tuple(part.clone() for part in held) if isinstance(held, tuple) else held.clone()
 
 
-def summed(number: Any, replicas: Replicas) -> Any:
-    """The sum of a scalar over the replicas."""
-    total = torch.as_tensor(number, dtype=torch.float64)
+def summed(number: Any, held: list[Any], replicas: Replicas) -> Any:
+    """The sum of a scalar over the replicas, which hold these."""
+    device = next((h.device for h in held if isinstance(h, torch.Tensor)), torch.device("cpu"))
+    total = torch.as_tensor(number, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=replicas.group)
     return arrays.scalar(total)
 
