@@ -171,6 +171,10 @@ class Replicas(Protocol):
 class Transforms(Protocol):
     """What a fold that is spread over calls needs of a framework: its branch, and its own type of transforms."""
 
+    def detached(self, tree: Tree) -> Tree:
+        """The tree without the graphs that its arrays are in."""
+        ...
+
     def imported(self, tx: Any) -> Any:
         """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
         ...

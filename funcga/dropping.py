@@ -34,13 +34,7 @@ class Dropping:
             return True
         if self.test is None:
             return _seen(backend.transforms.finite(leaves), backend.arrays)
-        drop = self.test(grads)
-        if getattr(drop, "shape", ()) != ():
-            raise FuncgaError(
-                f"drop_if returned {backend.arrays.describe(drop)}: it is asked of a whole micro-batch, for one bool. "
-                f"Reduce it: drop_if=lambda grads: ... .any()."
-            )
-        drop = _seen(drop, backend.arrays)
+        drop = _seen(_as_bool(self.test(grads), backend.arrays), backend.arrays)
         return backend.arrays.xp.logical_not(drop) if backend.arrays.is_array(drop) else not drop
 
     def is_emitted(self, steps: Any, rejected: Any, arrays: Arrays) -> Any:
@@ -60,6 +54,18 @@ class Dropping:
             microbatches = microbatches + arrays.xp.where(keep, none, arrays.integer(steps))
             windows = windows + arrays.xp.where(keep, none, arrays.cast(there, none.dtype))
         return Dropped(microbatches, windows)
+
+
+def _as_bool(drop: Any, arrays: Arrays) -> Any:
+    """What a test returned, as a bool or a 0-d array of one. Raises FuncgaError for what says no yes or no."""
+    if arrays.is_array(drop) and drop.shape == ():
+        return drop if arrays.kind(drop.dtype) == "bool" else drop != 0
+    if isinstance(drop, bool | int | float):
+        return bool(drop)
+    raise FuncgaError(
+        f"drop_if returned {arrays.describe(drop)}: it is asked of a whole micro-batch, for one bool, or a 0-d array "
+        f"of one. Reduce it: drop_if=lambda grads: ... .any()."
+    )
 
 
 def _seen(condition: Any, arrays: Arrays) -> Any:

@@ -86,6 +86,10 @@ class _Steps:
     donate: bool
     known: dict[Any, Any] = field(default_factory=dict, repr=False)  # what a backend works out once, not at every call
 
+    def __deepcopy__(self, memo: Any) -> "_Steps":
+        """Itself, as a function is its own copy."""
+        return self
+
     def init(self, params: Any) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
         backend = _backend_of(params, "params")
@@ -94,7 +98,12 @@ class _Steps:
                 "donate=True is for torch. In JAX give the state away where you compile the step: "
                 "jax.jit(step, donate_argnums=...)."
             )
-        wide = widened(params, backend)
+        if backend.name != "jax" and type(self.tx).__module__.split(".")[0] == "optax":
+            raise FuncgaError(
+                f"params are arrays of {backend.name}, and the wrapped transform is one of optax, which takes JAX's. "
+                f"Let it run on tensors: funcga.multi_steps({backend.name}_backend.from_optax(tx), n)."
+            )
+        wide = widened(backend.transforms.detached(params), backend)
         window = self.windows.begun(wide, backend).closed(self._replicas(backend))
         zero = partial(backend.arrays.integer, 0)  # a new one for each, as one buffer cannot be donated twice
         flag = backend.arrays.as_array(False)
@@ -199,7 +208,8 @@ class _Steps:
         """(updates, progress) of one update of the wrapped transform."""
         (inner, count, _), (grads, params, extra) = progress, operands
         update = self.tx.donated if self.donate and isinstance(self.tx, DonatingTransform) else self.tx.update
-        updates, new = update(grads, inner, widened(params, backend), **extra)
+        wide = widened(backend.transforms.detached(params), backend)
+        updates, new = update(grads, inner, wide, **extra)
         return updates, (backend.transforms.alike(new, inner), count + 1, backend.arrays.as_array(True))
 
 
@@ -207,9 +217,9 @@ def _backend_of_state(state: Any) -> Backend:
     """The backend that owns a state, asked of one leaf of it."""
     if not isinstance(state, MultiStepsState):
         raise FuncgaError(
-            f"the state is of type {type(state).__name__}, and this transform's is a MultiStepsState. Pass what init "
-            f"and update return, tx.update(grads, state, params); of an optax.chain, the part of its state that is "
-            f"this transform's: state[0]."
+            f"the state is of type {type(state).__module__}.{type(state).__name__}, and this transform's is a "
+            f"funcga.MultiStepsState. Pass what init and update return, tx.update(grads, state, params); of an "
+            f"optax.chain, the part of its state that is this transform's: state[0]."
         )
     return _backend_of(state.offered, "state")
 

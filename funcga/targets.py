@@ -24,6 +24,8 @@ class TargetWeight:
     weight: float | Callable[[Any], Any]
 
     def __post_init__(self) -> None:
+        if getattr(self.weight, "shape", None) == () and hasattr(self.weight, "item"):
+            object.__setattr__(self, "weight", self.weight.item())
         if not callable(self.weight):
             _check_target(self.weight)
 
@@ -60,6 +62,8 @@ def is_full(n: Any, target: Any, steps: Any, weight: Callable[[], Any], arrays: 
     """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
     of_weight = isinstance(n, TargetWeight)
     amount = weight() if of_weight else steps
+    if of_weight and isinstance(target, int):
+        target = float(target)  # more than 31 bits are no operand in JAX
     if arrays.is_array(amount) and arrays.is_array(target) and amount.dtype != target.dtype:
         dtype = amount.dtype if of_weight else target.dtype  # a weight is a float, a number of steps an int
         amount, target = arrays.cast(amount, dtype), arrays.cast(target, dtype)
@@ -76,7 +80,7 @@ def _scheduled(schedule: Callable[[Any], Any], updates: Any, of_weight: bool, ar
         _check_target(seen)
         return target
     try:
-        check_count(int(seen) if isinstance(seen, float) and seen == int(seen) else seen, "n")
+        check_count(int(seen) if isinstance(seen, float) and seen.is_integer() else seen, "n")
     except FuncgaError as error:
         raise FuncgaError(
             f"the schedule of n returned {target!r} after {updates} updates: it must be an int, at least 1, or a 0-d "

@@ -46,8 +46,8 @@ class Windows:
             tree, count = backend.trees.unflatten(structure, leaves), backend.arrays.integer(0)
             outputs = _outputs((self.fold, sum()), (tree, count), backend)
             _check_folds(outputs)
+            dtypes: set[Any] = {fold.accumulator_dtype for fold in outputs.folds if fold is not None}
             bits = {"float": 8, "complex": 16}
-            dtypes: set[Any] = {dtype for dtype, _ in kinds} - {None}
             wide = any(bits.get(backend.arrays.kind(dtype)) == dtype.itemsize for dtype in dtypes)
             self.known["bound"] = known = _Bound(kinds, structure, backend, outputs, wide)
         return known
@@ -136,10 +136,10 @@ class Opened(NamedTuple):
         arrays, transforms, wide = self.backend.arrays, self.backend.transforms, self.bound.wide
         if keep is False:
             return self._replace(rejected=self.rejected + 1), 1
-        if not wide and isinstance(weight, int | float) and weight > _MOST:
+        if not wide and isinstance(weight, int | float) and weight and not _LEAST < weight < _MOST:
             raise FuncgaError(
-                f"the weight of a micro-batch is {weight!r}, more than a float32 can hold, in which they are counted "
-                f"here. Weigh in larger units, as by tokens / 1e6."
+                f"the weight of a micro-batch is {weight!r}, which a float32 cannot hold, in which they are counted "
+                f"here. Weigh in other units, as by tokens / 1e6."
             )
         held, fresh = transforms.add(self.folds, self.held, leaves, weight, donate and keep is True)
         if keep is True:
@@ -208,17 +208,23 @@ class Opened(NamedTuple):
                 _check_paths("params", paths, known)
             leaves = [placed[path] for path in known]
         for i, (leaf, held) in enumerate(zip(leaves, self.held, strict=True)):
-            parts = held if type(held) is tuple else (held,)
-            if held is not None and all(part.shape != getattr(leaf, "shape", ()) for part in parts):
+            if held is not None and not self._is_like(leaf, held):
                 raise _unfit(self._paths("params")[i], leaf, held, self.backend.arrays)
         return params, leaves
+
+    def _is_like(self, leaf: Any, held: Any) -> bool:
+        """Whether a parameter is one of those of which this is held."""
+        if not self.backend.arrays.is_array(leaf) and not isinstance(leaf, int | float | complex):
+            return False
+        shape = getattr(leaf, "shape", ())
+        return any(part.shape == shape for part in (held if type(held) is tuple else (held,)))
 
     def _paths(self, name: str) -> list[str]:
         count = self.structure.num_leaves
         return leaf_paths(self.backend.trees.unflatten(self.structure, range(count)), self.backend.trees, name)
 
 
-_MOST = 3.4028234663852886e38  # of a float32
+_LEAST, _MOST = 1.18e-38, 3.4e38  # of a float32
 
 
 def _selected(xp: Any, keep: Any, kept: Any, other: Any) -> Any:

@@ -23,6 +23,11 @@ from jax_backend.merging import Folded, merge
 from jax_backend.replicas import Replicas
 
 
+def detached(tree: Any) -> Any:
+    """The tree without the graphs that its arrays are in."""
+    return tree  # JAX's arrays are in none
+
+
 def imported(tx: Any) -> Any:
     """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
     optax = _optax()

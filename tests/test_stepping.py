@@ -1,5 +1,8 @@
 """`multi_steps` in both frameworks: windows, weights, schedules, what is dropped, the split form, and bad input."""
 
+import copy
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -331,7 +334,7 @@ def test_it_is_a_pair(kit):
 
 
 def refused(kit, call, *texts):
-    """That the call raises FuncgaError with these texts, and that a state made before still works."""
+    """That the call raises FuncgaError with these texts."""
     with pytest.raises(funcga.FuncgaError) as error:
         call()
     for text in texts:
@@ -405,6 +408,125 @@ def test_a_bad_call_leaves_the_state_good(kit, k, donate):
     refused(kit, lambda: tx.update(bad, state, params, weight=weight), text)
     updates, _ = tx.update(grads[1], state, params)
     assert difference(kit, updates, negated_mean(kit, grads)) <= LIMITS["float32"]
+
+
+@pytest.mark.parametrize("n", [np.int64(0), np.float32("nan"), np.float64(2.5), np.array(True), np.array(-1)])
+def test_n_of_another_library_must_be_a_number_too(kit, n):
+    for value in (n, kit.arrays(n) if n.dtype != "float64" and n.dtype != "int64" else n):
+        refused(kit, partial(funcga.multi_steps, counting(kit), value), "n is")
+
+
+def test_numbers_of_another_library(kit):
+    for n in (np.int64(2), kit.arrays(np.int32(2)), TargetWeight(np.float32(2)), TargetWeight(kit.arrays(np.int32(2)))):
+        found, _ = run(funcga.multi_steps(counting(kit), n), kit, tree(kit, 1), grads_of(kit, 4))
+        assert [has for _, has in found] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.5, "2"])
+def test_schedules_of_nonsense(kit, value):
+    tx, params = funcga.multi_steps(counting(kit), lambda updates: value), tree(kit, 1)
+    refused(kit, lambda: tx.update(tree(kit, 2), tx.init(params), params), "the schedule of n returned")
+
+
+@pytest.mark.parametrize("weight", [1e39, 10**40, 1e-46])
+def test_weights_that_a_float32_cannot_hold(kit, weight):
+    tx, params = funcga.multi_steps(counting(kit), 2), tree(kit, 1)
+    refused(kit, lambda: tx.accumulate(tree(kit, 2), tx.init(params), weight=weight), "a float32 cannot hold")
+
+
+@pytest.mark.parametrize("choice", [(True, ()), None, "yes"])
+def test_a_test_that_says_no_yes_or_no(kit, choice):
+    tx = funcga.multi_steps(counting(kit), 2, drop="microbatch", drop_if=lambda grads: choice)
+    params = tree(kit, 1)
+    refused(kit, lambda: tx.accumulate(tree(kit, 2), tx.init(params)), "drop_if returned", ".any()")
+    tx = funcga.multi_steps(counting(kit), 2, drop="microbatch", drop_if=lambda grads: grads["b"] > 0)
+    refused(kit, lambda: tx.accumulate(tree(kit, 2), tx.init(params)), "drop_if returned bool[2]")
+
+
+def test_a_test_that_counts():
+    """As a number of what is not finite: any is too many."""
+    count = lambda grads: (~jnp.isfinite(grads["w"])).sum()
+    tx, params = funcga.multi_steps(counting(JAX), 2, drop="microbatch", drop_if=count), tree(JAX, 1)
+    for update in (tx.update, jax.jit(tx.update)):
+        state = tx.init(params)
+        bad = {**tree(JAX, 2), "w": jnp.full((3, 2), jnp.nan)}
+        for g in (bad, tree(JAX, 3)):
+            updates, state = update(g, state, params)
+        assert (int(state.dropped.microbatches), int(state.updates)) == (1, 1)
+        assert difference(JAX, updates, negated_mean(JAX, [tree(JAX, 3)])) <= LIMITS["float32"]
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")], ids=str)
+def test_sums_in_another_dtype_than_the_params(kit, x64, dtypes):
+    """`mean(dtype=)` chooses the accumulator; the transform sees what it would see without."""
+    own, accumulator = dtypes
+    params, grads = tree(kit, 1, own), grads_of(kit, 4, own)
+    tx = funcga.multi_steps(counting(kit), 2, fold=funcga.mean(dtype=accumulator))
+    state = tx.init(params)
+    for g in grads:
+        updates, state = tx.update(g, state, params, weight=3)
+    assert str(state.window.accumulated["w"].dtype).endswith(accumulator)
+    assert str(updates["w"].dtype).endswith(own)
+    expected = [-np.mean(s, axis=0) for s in zip(*map(kit.leaves, grads[2:]), strict=True)]
+    for a, b in zip(kit.leaves(updates), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=3e-7, atol=3e-7)
+
+
+def test_wider_gradients_than_the_params(kit, x64):
+    params, grads = tree(kit, 1), grads_of(kit, 4, "float64")
+    tx = funcga.multi_steps(counting(kit), 4)
+    state = tx.init(params)
+    before = [leaf.dtype for leaf in kit.backend.trees.flatten(state)[0]]
+    for g in grads[:3]:
+        _, state = tx.update(g, state, params)
+        assert [leaf.dtype for leaf in kit.backend.trees.flatten(state)[0]] == before
+    updates, state = tx.update(grads[3], state, params)
+    assert str(updates["w"].dtype).endswith("float32")
+
+
+def test_params_in_another_order(kit, x64):
+    """What the transform sees of each is in its own dtype."""
+    calls = []
+    tx = funcga.multi_steps(counting(kit, calls), 1)
+    params = {"b": tree(kit, 1, "float64")["b"], "w": tree(kit, 1)["w"]}
+    other = {name: params[name] for name in ("w", "b")}
+    tx.update(params, tx.init(params), other)
+    seen = calls[-1][0]
+    assert str(seen["b"].dtype).endswith("float64")
+    assert str(seen["w"].dtype).endswith("float32")
+
+
+def test_params_of_other_shapes_or_no_arrays(kit):
+    tx, params, g = funcga.multi_steps(counting(kit), 2), tree(kit, 1), tree(kit, 2)
+    state = tx.init(params)
+    refused(kit, lambda: tx.update(g, state, {**params, "b": params["w"]}), "params['b'] is float32[3, 2]")
+    refused(kit, lambda: tx.update(g, state, {**params, "b": "b"}), "params['b'] is of type str")
+
+
+def test_a_transform_can_be_copied(kit):
+    tx, params, grads = funcga.multi_steps(counting(kit), 2), tree(kit, 1), grads_of(kit, 2)
+    for copied in (copy.copy(tx), copy.deepcopy(tx)):
+        state = copied.init(params)
+        state = copied.accumulate(grads[0], state)
+        updates, state = copied.update(grads[1], state, params)
+        assert difference(kit, updates, negated_mean(kit, grads)) <= LIMITS["float32"]
+    copy.deepcopy(tx)  # also when it was used
+
+
+def test_an_empty_window_is_no_dropped_one_inside_of_jit():
+    tx, params = funcga.multi_steps(counting(JAX), 2, drop="window"), tree(JAX, 1)
+    _, state = jax.jit(tx.flush)(tx.init(params), params)
+    assert (int(state.dropped.windows), int(state.dropped.microbatches), int(state.updates)) == (0, 0, 0)
+    assert not bool(tx.has_updated(state))
+
+
+def test_a_target_of_many_bits_inside_of_jit():
+    tx, params = funcga.multi_steps(counting(JAX), TargetWeight(3_000_000_000)), tree(JAX, 1)
+    state, ends = tx.init(params), []
+    for g in grads_of(JAX, 3):
+        _, state = jax.jit(tx.update)(g, state, params, weight=1e9)
+        ends.append(bool(tx.has_updated(state)))
+    assert ends == [False, False, True]
 
 
 def test_params_must_be_those_of_the_state(kit):

@@ -162,6 +162,36 @@ def test_unlike_replicas_are_found_out():
         assert "['b']" in text
 
 
+def differs_in_shape(group):
+    params, _ = problem()
+    params = {"w": params["w"] if dist.get_rank(group) else params["w"].T.contiguous()}
+    tx = funcga.multi_steps(sgd(), 1, across=group)
+    tx.update(params, tx.init(params), params)
+
+
+def test_unlike_shapes_are_found_out():
+    with pytest.raises(Failed) as failed:
+        processes().run(differs_in_shape, size=2)
+    for kind, text in failed.value.errors:
+        assert kind == "FuncgaError"
+        assert "[3, 6]" in text
+        assert "[6, 3]" in text
+
+
+def two_models(group):
+    tx = funcga.multi_steps(sgd(), 1, across=group)
+    found = []
+    for width in (2, 5):
+        params = {"w": torch.full((width,), 1.0 + dist.get_rank(group))}
+        updates, _ = tx.update(params, tx.init(params), params)
+        found.append(updates["w"].tolist())
+    return found
+
+
+def test_one_transform_for_two_models():
+    assert processes().run(two_models, size=2) == [[[-1.5] * 2, [-1.5] * 5]] * 2
+
+
 def with_adamw(group):
     params, rows = problem()
     tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 3, across=group)

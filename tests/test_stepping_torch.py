@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcga
 import torch_backend
-from funcga import Transform
+from funcga import Fold, Monoid, Reducer, Transform, normalizers
 from tests.kits import JAX, TORCH, difference, needs_cuda, no_synchronisation
 from torch_backend import from_optimizer
 
@@ -105,6 +105,113 @@ def test_what_a_transform_keeps_is_not_emptied(donate, fold):
     if not donate:
         assert difference(TORCH, before[0], tree(1)) < 1e-6
     assert difference(TORCH, state.inner["last"], tree(2)) < 1e-6
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.Parameter, lambda t: t.view(-1)], ids=["parameter", "view"])
+def test_what_is_kept_in_disguise_is_not_emptied(wrap):
+    def update(grads, state, params=None):
+        return {k: -v for k, v in grads.items()}, {k: wrap(v) for k, v in grads.items()}
+
+    tx, params = funcga.multi_steps(Transform(lambda params: (), update), 1), tree(0)
+    _, state = tx.update(tree(1), tx.init(params), params)
+    for name, kept in state.inner.items():
+        torch.testing.assert_close(kept.detach().reshape(-1), tree(1)[name].reshape(-1))
+
+
+def test_the_callers_gradients_are_never_written_to():
+    """Also if the monoid returns what it was given."""
+    last = Fold(
+        Reducer(lambda xp, v, w: v, Monoid(lambda xp, like: like * 0, lambda xp, a, b: b)), normalizers.by_weight
+    )
+    tx, params, grads = funcga.multi_steps(adamw(), 1, fold=last), tree(0), tree(1)
+    tx.update(grads, tx.init(params), params, weight=5)
+    assert difference(TORCH, grads, tree(1)) == 0
+
+
+def fails_once():
+    """A transform that raises at its first update."""
+    calls = []
+
+    def update(grads, state, params=None):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("not yet")
+        return {k: -v for k, v in grads.items()}, state
+
+    return Transform(lambda params: (), update)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_after_an_error_in_the_transform_the_window_is_there(donate):
+    tx, params = funcga.multi_steps(fails_once(), 8, donate=donate), tree(0)
+    state = tx.init(params)
+    for k in range(3):
+        state = tx.accumulate(tree(k + 1), state, weight=k + 1)
+    expected = {n: -sum((k + 1) * tree(k + 1)[n] for k in range(3)) / 6 for n in params}
+    with pytest.raises(ValueError, match="not yet"):
+        tx.flush(state, params)
+    updates, _ = tx.flush(state, params)
+    for name in params:
+        torch.testing.assert_close(updates[name], expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_schedule_that_is_refused_adds_nothing():
+    wrong = [2, 0, 2, 2]
+    tx, params = funcga.multi_steps(fails_once(), lambda updates: wrong.pop(0), donate=True), tree(0)
+    _, state = tx.update(tree(1), tx.init(params), params)
+    with pytest.raises(funcga.FuncgaError, match="the schedule of n returned 0"):
+        tx.update(tree(2), state, params)
+    assert int(state.offered) == 1
+    assert difference(TORCH, state.window.accumulated, tree(1)) == 0
+
+
+def test_zeros_of_one_element_are_each_their_own():
+    params = {"a": torch.ones(()), "b": torch.ones(()), "c": torch.ones(1)}
+    updates, _ = (tx := funcga.multi_steps(adamw(), 2)).update(params, tx.init(params), params)
+    updates["a"].add_(1)
+    assert [updates[name].item() for name in "abc"] == [1, 0, 0]
+
+
+def test_gradients_of_another_device():
+    tx, params = funcga.multi_steps(adamw(), 2), tree(0)
+    state = tx.init(params)
+    with pytest.raises(funcga.FuncgaError, match=r"is on meta, .* grad.to\('cpu'\)"):
+        tx.accumulate({name: leaf.to("meta") for name, leaf in params.items()}, state)
+
+
+def test_transforms_of_torch_func_see_through():
+    tx = funcga.multi_steps(Transform(lambda p: (), lambda g, s, p=None: ({k: -v for k, v in g.items()}, s)), 2)
+    state = tx.accumulate({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}))
+    folded = lambda x: tx.accumulate({"w": x}, state).window.accumulated["w"].sum()
+    torch.testing.assert_close(torch.func.grad(folded)(torch.ones(2)), torch.ones(2))
+    emitted = lambda x: tx.update({"w": x}, state)[0]["w"]
+    torch.testing.assert_close(torch.func.vmap(emitted)(torch.ones(3, 2)), -torch.ones(3, 2))
+    torch.testing.assert_close(torch.func.jacrev(emitted)(torch.ones(2)), -torch.eye(2) / 2)
+
+
+def test_a_transform_keeps_no_graph():
+    """Though the params require gradients."""
+    decay = Transform(lambda p: p, lambda g, s, p=None: ({k: g[k] + p[k] for k in g}, {k: s[k] + p[k] for k in s}))
+    tx, params = funcga.multi_steps(decay, 1), {"w": torch.nn.Parameter(torch.ones(2))}
+    updates, state = tx.update({"w": torch.ones(2)}, tx.init(params), params)
+    assert not updates["w"].requires_grad
+    assert not state.inner["w"].requires_grad
+
+
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_sparse_gradients_are_looked_at(drop):
+    tx, params = funcga.multi_steps(adamw(), 2, drop=drop), {"e": torch.ones(5, 2)}
+    with torch.sparse.check_sparse_tensor_invariants():
+        make = lambda value: torch.sparse_coo_tensor([[1, 3]], torch.full((2, 2), value), (5, 2))
+        state = tx.accumulate({"e": make(1.0)}, tx.init(params))
+        state = tx.accumulate({"e": make(float("nan"))}, state)
+    assert int(state.dropped.microbatches) == 1
+
+
+def test_optax_wants_from_optax():
+    tx = funcga.multi_steps(optax.adam(0.1), 2)
+    with pytest.raises(funcga.FuncgaError, match=r"torch_backend.from_optax\(tx\)"):
+        tx.init(tree(0))
 
 
 def test_updates_without_an_update_take_no_memory_and_are_not_written_to():

@@ -1,6 +1,8 @@
 """What a fold that is spread over calls needs of this framework: its branch, sums that go on, and its own types."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,6 +20,25 @@ from torch_backend.placements import local
 from torch_backend.reduction import count_window
 from torch_backend.reduction import merged as merged_buffers
 from torch_backend.replicas import Replicas
+
+
+def _untracked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which records no graph; but in a torch.func transform, which would see nothing of it."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        with nullcontext() if arrays.in_transform() else torch.no_grad():
+            return function(*args)
+
+    return run
+
+
+def detached(tree: Any) -> Any:
+    """The tree without the graphs that its arrays are in."""
+    leaves, structure = trees.flatten(tree)
+    if arrays.in_transform() or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        return tree
+    return trees.unflatten(structure, [leaf.detach() if arrays.is_array(leaf) else leaf for leaf in leaves])
 
 
 def imported(tx: Any) -> Any:
@@ -65,7 +86,7 @@ def finite(leaves: list[Any]) -> Any:
     return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).isfinite().all()
 
 
-@torch.no_grad()
+@_untracked
 def add(
     folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool
 ) -> tuple[list[Any], bool]:
@@ -121,7 +142,7 @@ def _sums(held: list[torch.Tensor], leaves: list[torch.Tensor], factor: float, d
     return torch._foreach_add(held, leaves, alpha=factor)
 
 
-@torch.no_grad()
+@_untracked
 def finish(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally, donate: bool) -> list[Any]:
     """The normalised leaves; in the same memory if that is donated."""
     total = tally.weight[0] if len(tally.weight) == 1 else None
@@ -137,6 +158,7 @@ def finish(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally, dona
 def _divides(fold: LeafFold | None, apply: Any, held: Any) -> bool:
     return (
         fold is not None
+        and not arrays.in_transform()
         and fold.fold.normalizer.apply is apply
         and type(held) is torch.Tensor
         and held.dtype == fold.result_dtype
@@ -166,7 +188,7 @@ def restore(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally) -> 
         torch._foreach_mul_(chosen, float(total))
 
 
-@torch.no_grad()
+@_untracked
 def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Any) -> list[Any]:
     """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
     kept = {_storage(leaf) for leaf in trees.flatten(taken)[0]} if donate else set()
@@ -186,7 +208,8 @@ def _is_zeroed(fold: LeafFold | None, held: Any, taken: set[Any]) -> bool:
 
 
 def _storage(leaf: Any) -> Any:
-    return leaf.untyped_storage().data_ptr() if type(leaf) is torch.Tensor else None
+    held = local(leaf) if isinstance(leaf, torch.Tensor) else None
+    return held.untyped_storage().data_ptr() if held is not None and held.layout is torch.strided else None
 
 
 def merged(
