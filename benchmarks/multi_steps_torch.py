@@ -75,7 +75,8 @@ def ours(module: nn.Module, batch: torch.Tensor, options: dict[str, Any], way: s
         if way == "split":
             updates, state = tx.flush(state, params)
         with torch.no_grad():
-            torch._foreach_add_([*params.values()], [*updates.values()])
+            for name, parameter in params.items():
+                parameter.add_(updates[name])
 
     return window
 
