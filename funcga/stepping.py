@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from funcga import tally
 from funcga.backend import Backend, backend_of, load_imported
+from funcga.binding import Bindings
 from funcga.dropping import Dropping
 from funcga.errors import FuncgaError
 from funcga.folds import mean
@@ -67,7 +68,7 @@ def multi_steps(
     backends = load_imported()
     for backend in backends:
         read = backend.transforms.imported(read)
-    steps = _Steps(read, check_target(n), Windows(fold), Dropping(drop, drop_if), across, donate)
+    steps = _Steps(read, check_target(n), Windows(Bindings(fold)), Dropping(drop, drop_if), across, donate)
     made: Any = MultiSteps(steps.init, steps.update)
     for backend in backends:
         made = backend.transforms.exported(made)

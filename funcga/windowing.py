@@ -1,15 +1,14 @@
 """Windowing: a window opened to be worked on, with the fold bound to the leaves of the gradients."""
 
 import builtins
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from funcga import tally
 from funcga.backend import Arrays, Backend
+from funcga.binding import Binding, Bindings
 from funcga.errors import FuncgaError
-from funcga.folds import sum
 from funcga.leaves import LeafFold
-from funcga.outputs import Outputs, bind_outputs
 from funcga.prefixes import leaf_paths
 from funcga.tally import Tally
 from funcga.window import Parts, Window
@@ -19,86 +18,32 @@ from funcga.window import Parts, Window
 class Windows:
     """The windows of one transform: begun, and opened to be worked on, with its fold bound to the gradients' leaves."""
 
-    fold: Any
-    known: dict[str, Any] = field(default_factory=dict, repr=False)
+    bindings: Bindings
 
     def begun(self, params: Any, backend: Backend) -> "Opened":
         """An empty window, for gradients like these params."""
         leaves, structure = backend.trees.flatten(params)
-        bound = self._bound(leaves, structure, backend)
-        folds = bound.outputs.folds[:-1]
+        binding = self.bindings.of(leaves, structure, backend)
+        folds = binding.outputs.folds[:-1]
         held = [None if fold is None else fold.identity(leaf) for fold, leaf in zip(folds, leaves, strict=True)]
-        zero = Tally(backend.arrays.addends(0, bound.wide), backend.arrays.integer(0))
-        return Opened(held, zero, backend.arrays.integer(0), bound)
+        zero = Tally(backend.arrays.addends(0, binding.wide), backend.arrays.integer(0))
+        return Opened(held, zero, backend.arrays.integer(0), binding)
 
     def opened(self, window: Window, backend: Backend, replicas: Any) -> "Opened":
         """The window of a state."""
         window = window if replicas is None else backend.transforms.part(window)
         leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
         held = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
-        bound = self._bound([max(h, key=_rank) if type(h) is tuple else h for h in held], structure, backend)
-        return Opened(held, window.tally, window.rejected, bound)
-
-    def _bound(self, leaves: list[Any], structure: Any, backend: Backend) -> "_Bound":
-        kinds = [(getattr(leaf, "dtype", None), getattr(leaf, "shape", None)) for leaf in leaves]
-        known: _Bound | None = self.known.get("bound")
-        if known is None or known.kinds != kinds or known.structure != structure or known.backend is not backend:
-            tree, count = backend.trees.unflatten(structure, leaves), backend.arrays.integer(0)
-            outputs = _outputs((self.fold, sum()), (tree, count), backend)
-            _check_folds(outputs)
-            dtypes: set[Any] = {fold.accumulator_dtype for fold in outputs.folds if fold is not None}
-            bits = {"float": 8, "complex": 16}
-            wide = any(bits.get(backend.arrays.kind(dtype)) == dtype.itemsize for dtype in dtypes)
-            self.known["bound"] = known = _Bound(kinds, structure, backend, outputs, wide)
-        return known
-
-
-def _rank(array: Any) -> int:
-    return len(array.shape)
-
-
-class _Bound(NamedTuple):
-    """What is the same for all windows of gradients in a structure, with dtypes and shapes, their `kinds`.
-
-    `outputs` has the gradients and, last, the number of micro-batches that were rejected. `wide`: whether a leaf has
-    64 bits, and so the weights.
-    """
-
-    kinds: list[Any]
-    structure: Any
-    backend: Backend
-    outputs: Outputs
-    wide: bool
+        binding = self.bindings.of([max(h, key=_rank) if type(h) is tuple else h for h in held], structure, backend)
+        return Opened(held, window.tally, window.rejected, binding)
 
 
 def _is_parts(node: Any) -> bool:
     return type(node) is Parts
 
 
-def _outputs(folds: Any, values: Any, backend: Backend) -> Outputs:
-    """The Outputs. Raises FuncgaError, in the words of a transform, for folds that do not fit."""
-    try:
-        return bind_outputs(folds, values, backend)
-    except FuncgaError as error:
-        text = str(error).replace("output[0]", "params").replace("what grad_fn returns", "the params")
-        if " are not averaged silently" in text:
-            path, kind = text.split(", and ")[0].split(" is ")
-            text = (
-                f"{path} is {kind}, and its gradients are to be averaged, as only floats are. Leave it out of the "
-                f"params that init and update get (None in its place, or optax.masked around); or give it a fold of "
-                f'its own, as in fold={{"w": funcga.mean(), "count": funcga.sum()}}.'
-            )
-        raise FuncgaError(text.replace("and grad_fn returned", "and they are")) from error
-
-
-def _check_folds(outputs: Outputs) -> None:
-    """Raises FuncgaError if what a fold holds grows with every call."""
-    for fold, path in zip(outputs.folds, outputs.paths, strict=True):
-        if fold is not None and fold.fold.reducer.monoid.axis is not None:
-            raise FuncgaError(
-                f"the fold of {path.replace('output[0]', 'params', 1)} collects rows, and gradients are to become one "
-                f"gradient. Fold them with funcga.mean(), funcga.per_weight() or funcga.sum()."
-            )
+def _rank(array: Any) -> int:
+    return len(array.shape)
 
 
 class Opened(NamedTuple):
@@ -107,23 +52,23 @@ class Opened(NamedTuple):
     held: list[Any]
     tally: Tally
     rejected: Any
-    bound: _Bound
+    binding: Binding
     fresh: bool = False
 
     @property
     def backend(self) -> Backend:
         """The framework's backend."""
-        return self.bound.backend
+        return self.binding.backend
 
     @property
     def structure(self) -> Any:
         """The structure of the gradients."""
-        return self.bound.structure
+        return self.binding.structure
 
     @property
     def folds(self) -> tuple[LeafFold | None, ...]:
         """The fold of every leaf of the gradients."""
-        return self.bound.outputs.folds[:-1]
+        return self.binding.outputs.folds[:-1]
 
     def closed(self, replicas: Any) -> Window:
         """The window as a state has it."""
@@ -133,7 +78,7 @@ class Opened(NamedTuple):
 
     def added(self, leaves: list[Any], weight: Any, keep: Any, donate: bool) -> tuple["Opened", Any]:
         """The window with one more micro-batch, if `keep` says so, and how many were rejected: 0 or 1."""
-        arrays, transforms, wide = self.backend.arrays, self.backend.transforms, self.bound.wide
+        arrays, transforms, wide = self.backend.arrays, self.backend.transforms, self.binding.wide
         if keep is False:
             return self._replace(rejected=self.rejected + 1), 1
         if not wide and isinstance(weight, int | float) and weight and not _LEAST < weight < _MOST:
@@ -154,14 +99,14 @@ class Opened(NamedTuple):
 
     def merged(self, replicas: Any, known: dict[Any, Any]) -> "Opened":
         """The window of all replicas."""
-        transforms, outputs = self.backend.transforms, self.bound.outputs
+        transforms, outputs = self.backend.transforms, self.binding.outputs
         held, total = transforms.merged(outputs, [*self.held, self.rejected], self.tally, replicas, known)
         return self._replace(held=held[:-1], rejected=held[-1], tally=total)
 
     def emptied(self, owned: bool, taken: Any) -> "Opened":
         """The empty window; in the same memory if that is owned, and not `taken` by what was made of it."""
         arrays = self.backend.arrays
-        zero = Tally(arrays.addends(0, self.bound.wide), arrays.integer(0))
+        zero = Tally(arrays.addends(0, self.binding.wide), arrays.integer(0))
         held = self.backend.transforms.emptied(self.folds, self.held, owned, taken)
         return self._replace(held=held, tally=zero, rejected=arrays.integer(0))
 

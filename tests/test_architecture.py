@@ -21,7 +21,7 @@ TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.err
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
           "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "targets", "window",
-          "transforms", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "__init__", "parity", "__main__"]  # fmt: skip
+          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "__init__", "parity", "__main__"]  # fmt: skip
 
 
 def imported(source):
