@@ -1,5 +1,7 @@
 """`n="auto"`: what runs out of memory is replayed, and the result is exact wherever it ran out."""
 
+import gc
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,15 @@ import funcga
 from funcga.fitting import smallest
 from tests import problems
 from tests.kits import LIMITS, TORCH, difference, needs_cuda
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """The search collects garbage whenever memory runs out, which takes long among all that other tests have made."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Full(Exception):
