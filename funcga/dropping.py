@@ -39,8 +39,6 @@ class Dropping:
 
     def is_emitted(self, steps: Any, rejected: Any, arrays: Arrays) -> Any:
         """Whether there is an update at the end of a window, of which so many were folded, and so many not."""
-        if self.scope is None:
-            return True
         return _seen((steps > 0) & (rejected == 0) if self.scope == "window" else steps > 0, arrays)
 
     def counted(self, dropped: Dropped, emitted: Any, steps: Any, rejected: Any, late: bool, arrays: Arrays) -> Dropped:

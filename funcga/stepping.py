@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal
 
@@ -44,8 +45,9 @@ def multi_steps(
     tx: any pair of functions (init, update): optax's transforms, torch_backend.from_optimizer, your own.
     n: the micro-batches of a window, at least 1; a schedule, a function of the number of updates so far (an int, in JAX
         a 0-d array); or funcga.TargetWeight(w): as many as weigh w.
-    fold: a Fold, or a tree prefix of Folds over the gradients. With `mean()`, and gradients of a mean loss, weigh each
-        micro-batch by its rows or tokens, `update(..., weight=tokens)`, if they differ.
+    fold: a Fold, or a tree prefix of Folds over the gradients. The weight of a micro-batch is 1 unless it is given, as
+        its rows are not seen here: with `mean()`, and gradients of a mean loss, weigh it by its rows or tokens if they
+        differ, `update(..., weight=tokens)`; with `per_weight()`, and gradients of a sum, always.
     drop: what becomes of a micro-batch whose gradients are not finite. None: it is folded like any other. "microbatch":
         it is left out with its weight, and keeps its place in the window (TargetWeight counts only what was folded).
         "window": the whole window is dropped at its end, and there is no update. `state.dropped` counts both.
@@ -57,13 +59,15 @@ def multi_steps(
         replicas get the same number of calls. A TargetWeight is that of all of them: each call then sends a scalar.
         (If the weight is on a CUDA device, the host waits for it at every call.)
     donate: in torch, use the memory of the state that is passed in for the one that is returned, as
-        jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. After an error in tx
-        what was folded is there again, to rounding.
+        jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. To use it all the same
+        is not noticed. After an error in tx what was folded is there again, to rounding.
 
     Gradients are accumulated in at least float32. What tx sees, gradients and params, has floats of less than 32 bits
     as float32, and so have its state and the updates. Raises FuncgaError for bad input; the state given is then as good
     as before.
     """
+    if callable(fold):
+        raise FuncgaError(f"fold= is the function {getattr(fold, '__name__', fold)}. Call it: fold=funcga.mean().")
     read = read_transform(tx)
     backends = load_imported()
     for backend in backends:
@@ -93,6 +97,11 @@ class _Steps:
 
     def init(self, params: Any) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
+        if hasattr(params, "named_parameters") or hasattr(params, "__next__"):
+            raise FuncgaError(
+                f"params are of type {type(params).__name__}: a transform takes a tree of arrays. Give a module's by "
+                f"name: tx.init(dict(module.named_parameters()))."
+            )
         backend = _backend_of(params, "params")
         if self.donate and backend.name == "jax":
             raise FuncgaError(
@@ -119,6 +128,7 @@ class _Steps:
         params and extra go to the wrapped transform. Raises FuncgaError if the gradients have another structure, or
         the weight is seen to be negative.
         """
+        _check_extra(extra)
         backend = _backend_of_state(state)
         opened = self._opened(state, backend)
         params, _ = opened.restricted(params)
@@ -126,7 +136,7 @@ class _Steps:
         opened, state = self._added(grads, opened, state, weight)
         full = is_full(self.n, target, state.offered, partial(self._weight, opened), backend.arrays)
         state = state._replace(window=opened.closed(self._replicas(backend)))
-        emit = partial(self._emitted, backend, self.donate or opened.fresh)
+        emit = partial(self._emitted, backend, self.donate or opened.fresh, True)
         like = params if params is not None else grads
         return backend.transforms.when(full, emit, state, (params, extra), like)  # type: ignore[no-any-return]
 
@@ -138,6 +148,7 @@ class _Steps:
 
     def flush(self, state: MultiStepsState, params: Any, extra: dict[str, Any]) -> tuple[Any, MultiStepsState]:
         """(updates, state) of what is in the window."""
+        _check_extra(extra)
         backend = _backend_of_state(state)
         params, _ = self._opened(state, backend).restricted(params)
         offered = backend.arrays.scalar(state.offered)
@@ -146,7 +157,8 @@ class _Steps:
                 "the window is empty: nothing was accumulated since the last update, so there is nothing to flush. "
                 "After the last window ask first: if state.offered > 0."
             )
-        return self._emitted(backend, self.donate, state, (params, extra))
+        there = offered > 0  # inside of jit it is not known
+        return self._emitted(backend, self.donate, there, state, (params, extra))
 
     def has_updated(self, state: MultiStepsState) -> Any:
         """Whether the call that returned the state was an update."""
@@ -178,17 +190,21 @@ class _Steps:
         return total if replicas is None else opened.backend.transforms.summed(total, opened.held, replicas)
 
     def _emitted(
-        self, backend: Backend, owned: bool, state: MultiStepsState, operands: Any
+        self, backend: Backend, owned: bool, there: Any, state: MultiStepsState, operands: Any
     ) -> tuple[Any, MultiStepsState]:
         """(updates, state) of what the windows of all replicas hold; they are then empty.
 
-        owned: whether what this window holds may be written to.
+        owned: whether what this window holds may be written to. there: whether there is a micro-batch in it.
         """
         transforms, replicas, (params, extra) = backend.transforms, self._replicas(backend), operands
         opened = self._opened(state, backend)
         merged = opened if replicas is None else opened.merged(replicas, self.known)
         total = merged.seen(merged.tally)
-        keep = self.dropping.is_emitted(total.steps, merged.rejected, backend.arrays)
+        keep = (
+            there
+            if self.dropping.scope is None
+            else self.dropping.is_emitted(total.steps, merged.rejected, backend.arrays)
+        )
         folds = result_folds(merged.folds, opened.restricted(params)[1], backend.arrays)
         leaves = transforms.finish(folds, merged.held, total, owned or replicas is not None)
         grads = backend.trees.unflatten(opened.structure, leaves)
@@ -212,6 +228,12 @@ class _Steps:
         wide = widened(backend.transforms.detached(params), backend)
         updates, new = update(grads, inner, wide, **extra)
         return updates, (backend.transforms.alike(new, inner), count + 1, backend.arrays.as_array(True))
+
+
+def _check_extra(extra: dict[str, Any]) -> None:
+    """Raises FuncgaError for what is nearly `weight`: wrapped transforms may take any other name, and ignore it."""
+    for name in get_close_matches("weight", [name for name in extra if name != "weight_decay"], cutoff=0.75):
+        raise FuncgaError(f"`{name}` is no argument of a transform. A micro-batch's weight is `weight=...`.")
 
 
 def _backend_of_state(state: Any) -> Backend:

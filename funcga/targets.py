@@ -78,14 +78,11 @@ def _scheduled(schedule: Callable[[Any], Any], updates: Any, of_weight: bool, ar
         return target
     if of_weight:
         _check_target(seen)
-        return target
-    try:
-        check_count(int(seen) if isinstance(seen, float) and seen.is_integer() else seen, "n")
-    except FuncgaError as error:
+    elif isinstance(seen, bool) or not isinstance(seen, numbers.Real) or not 1 <= float(seen) < float("inf"):
         raise FuncgaError(
-            f"the schedule of n returned {target!r} after {updates} updates: it must be an int, at least 1, or a 0-d "
-            f"array of one."
-        ) from error
+            f"the schedule of n returned {target!r} after {updates} updates: it must be a number of micro-batches, at "
+            f"least 1, or a 0-d array of one."
+        )
     return target
 
 

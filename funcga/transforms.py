@@ -52,8 +52,8 @@ class MultiSteps(Transform):
     def flush(self, state: MultiStepsState, params: Any = None, **extra: Any) -> tuple[Any, MultiStepsState]:
         """(updates, state) of the micro-batches that are in the window, however few they are; the window is then empty.
 
-        Raises FuncgaError if there are none. Where that is not seen, as inside of jit, the update is that of a gradient
-        of zeros; with `drop`, if every micro-batch was dropped, the updates are zeros and no update is counted.
+        Raises FuncgaError if there are none. Where that is not seen, inside of jit, and with `drop`, if every one was
+        dropped, the updates are zeros and no update is counted.
         """
         return _steps(self).flush(state, params, extra)  # type: ignore[no-any-return]
 

@@ -513,8 +513,27 @@ def test_a_transform_can_be_copied(kit):
     copy.deepcopy(tx)  # also when it was used
 
 
-def test_an_empty_window_is_no_dropped_one_inside_of_jit():
-    tx, params = funcga.multi_steps(counting(JAX), 2, drop="window"), tree(JAX, 1)
+@pytest.mark.parametrize("name", ["weights", "wieght", "Weight"])
+def test_a_weight_that_is_misspelt(kit, name):
+    """Wrapped transforms ignore what they do not know, so that it would be lost."""
+    tx, params = funcga.multi_steps(counting(kit), 2), tree(kit, 1)
+    refused(kit, lambda: tx.update(tree(kit, 2), tx.init(params), params, **{name: 3}), f"`{name}` is no argument")
+
+
+def test_a_fold_that_is_not_called():
+    with pytest.raises(funcga.FuncgaError, match=r"fold=funcga.mean\(\)"):
+        funcga.multi_steps(counting(TORCH), 2, fold=funcga.mean)
+
+
+def test_a_module_is_no_tree_of_params():
+    module = torch.nn.Linear(2, 2)
+    for params in (module, module.parameters(), module.named_parameters()):
+        refused(TORCH, lambda params=params: funcga.multi_steps(counting(TORCH), 2).init(params), "dict(module.named")
+
+
+@pytest.mark.parametrize("drop", [None, "microbatch", "window"])
+def test_an_empty_window_is_no_update_and_no_dropped_one_inside_of_jit(drop):
+    tx, params = funcga.multi_steps(counting(JAX), 2, drop=drop), tree(JAX, 1)
     _, state = jax.jit(tx.flush)(tx.init(params), params)
     assert (int(state.dropped.windows), int(state.dropped.microbatches), int(state.updates)) == (0, 0, 0)
     assert not bool(tx.has_updated(state))
