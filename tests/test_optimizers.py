@@ -169,6 +169,56 @@ def test_donated_has_the_same_bits(case):
         params = torch_backend.apply_updates(params, updates)
 
 
+def strided(kind, values):
+    """The values in other strides than they have."""
+    if kind == "transposed":
+        return values.mT.contiguous().mT if values.ndim > 1 else torch.stack([values, values], -1)[..., 0]
+    return values.sum().expand(values.shape)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "expanded"])
+@pytest.mark.parametrize("where", ["grads", "params"])
+@pytest.mark.parametrize("case", CASES)
+def test_strides_change_nothing(case, where, kind):
+    optimizer, options = CASES[case]
+    if optimizer in (optim.SparseAdam, optim.LBFGS):
+        pytest.skip("they have no gradients of one's own strides")
+    params, grads = problem(optimizer)
+    lay = lambda tree, chosen: {k: strided(kind, v) if chosen else v for k, v in tree.items()}
+    tx = torch_backend.from_optimizer(optimizer, **options)
+    odd = lay(params, where != "grads")
+    plain = {k: v.contiguous() for k, v in odd.items()}
+    states = [tx.init(params)] * 3  # laid as the parameters were then
+    for grad in grads[:3]:
+        given = lay(grad, where != "params")
+        contiguous = {k: v.contiguous().clone() for k, v in given.items()}
+        before = copy.deepcopy(given)
+        wanted, first = tx.update(contiguous, states[0], plain)
+        found, second = tx.update(given, states[1], odd)
+        assert same(given, before)
+        own = {k: v.clone() if kind == "expanded" else v for k, v in copy.deepcopy(given).items()}
+        again, third = tx.donated(own, copy.deepcopy(states[2]), odd)
+        for tree in ((found, second), (again, third)):  # a sum over other strides is one in another order
+            torch.testing.assert_close(tensors(tree), tensors((wanted, first)), rtol=1e-5, atol=1e-6)
+        states = [first, second, third]
+
+
+def test_a_fused_step_reads_the_memory_of_its_gradients_only():
+    params, grads = {"w": torch.zeros(2, 3)}, {"w": torch.arange(6.0).reshape(3, 2).T}
+    tx = torch_backend.from_optimizer(optim.SGD, lr=1.0, fused=True)
+    assert torch.equal(tx.update(grads, tx.init(params), params)[0]["w"], -grads["w"])
+    expanded = {"w": torch.ones(()).expand(2, 3)}
+    assert torch.equal(tx.update(expanded, tx.init(params), params)[0]["w"], -torch.ones(2, 3))
+    assert torch.equal(tx.donated(expanded, tx.init(params), params)[0]["w"], -torch.ones(2, 3))
+
+
+def test_donated_gradients_in_one_memory_are_written_to_apart():
+    tx = torch_backend.from_optimizer(optim.SGD, lr=1.0, momentum=0.9, nesterov=True, foreach=True)
+    params, grad = {"a": torch.zeros(2), "b": torch.zeros(2)}, torch.ones(2)
+    wanted = tx.update({"a": grad, "b": grad}, tx.init(params), params)
+    assert same(tx.donated({"a": grad, "b": grad}, tx.init(params), params)[0], wanted[0])
+
+
 class Allocated(TorchDispatchMode):
     """Counts the bytes of what operations return in new memory."""
 

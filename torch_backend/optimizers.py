@@ -15,6 +15,7 @@ from funcga.errors import FuncgaError
 from funcga.transforms import DonatingTransform
 from torch_backend import trees
 from torch_backend.closures import constant, evaluating, needs_closure
+from torch_backend.layouts import apart, laid_as
 from torch_backend.matching import check_parameters
 from torch_backend.optimizer_state import Given, OptimizerState, fresh
 from torch_backend.options import Options, beside, check_kept, check_names, names_of
@@ -138,16 +139,27 @@ class _Functions:
         names = given.of(names_of(given.params)) if self.options.groups else []
         optimizer = self.options.build(copies, names, given.count)
         closure = self._closure(optimizer, closure, given, copies)
-        keep = owned or (self.stock and not _writes(optimizer))
-        for copy, grad in zip(copies, given.grads, strict=True):
-            copy.grad = grad if keep or grad is None else grad.clone()
+        for copy, grad in zip(copies, self._gradients(optimizer, given, copies, owned), strict=True):
+            copy.grad = grad
         for copy, slot, started in zip(copies, given.slots, given.started, strict=True):
             if started and slot:
-                optimizer.state[copy] = from_slot(slot, owned)
+                optimizer.state[copy] = from_slot(slot, owned, copy)
         before = beside(optimizer)
         _step(optimizer, closure)
         check_kept(optimizer, before)
         return given.result(copies, [self._kept(optimizer, copy) for copy in copies], owned)
+
+    def _gradients(self, optimizer: Optimizer, given: Given, copies: list[Any], owned: bool) -> list[Any]:
+        """The gradients, in the strides of the copies and in memory that the step may write to."""
+        pairs = list(zip(given.grads, copies, strict=True))
+        laid = [None if grad is None else laid_as(grad, copy) for grad, copy in pairs]
+        if self.stock and not _writes(optimizer):
+            return laid
+        if owned:
+            return apart(laid)
+        return [
+            new if new is None or new is not old else new.clone() for new, old in zip(laid, given.grads, strict=True)
+        ]
 
     def _closure(self, optimizer: Optimizer, closure: Any, given: Given, copies: list[Any]) -> Any:
         if closure is not None:
