@@ -514,6 +514,54 @@ def test_what_belongs_to_no_parameter_is_not_lost_silently(careless, name):
     )  # fmt: skip
 
 
+class InPlace(optim.Optimizer):
+    """An optimizer that writes to what belongs to no parameter."""
+
+    def __init__(self, params, where, value):
+        super().__init__(params, {"where": where, "value": value})
+        self.seen = torch.zeros(3)
+
+    @torch.no_grad()
+    def step(self):
+        group = self.param_groups[0]
+        if group["where"] == "own":
+            self.seen.add_(1)
+        elif group["where"] == "replaced":
+            group["value"] = torch.ones(4)
+        elif group["where"] == "tensor":
+            group["value"].mul_(2)
+        elif group["where"] == "list":
+            group["value"].append(1)
+        elif group["where"] == "dict":
+            group["value"]["past"].append(1)
+        elif group["where"] == "same":
+            group["value"] = group["value"].clone()
+
+
+@pytest.mark.parametrize(
+    ("where", "make"),
+    [
+        ("own", int),
+        ("replaced", lambda: torch.ones(3)),
+        ("tensor", lambda: torch.ones(3)),
+        ("list", list),
+        ("dict", lambda: {"past": []}),
+    ],
+)
+def test_what_is_changed_in_place_is_not_lost_silently(where, make):
+    name = "seen" if where == "own" else "param_groups[0]['value']"
+    check_refused(
+        f"a step of InPlace changes its `{name}`, which belongs to no parameter",
+        torch_backend.from_optimizer(InPlace, where=where, value=make()).init, {"w": torch.ones(2)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), [torch.ones(2)], (0.9, 0.99), None])
+def test_what_stays_as_it_is_is_not_refused(value):
+    where = "same" if isinstance(value, torch.Tensor) else "nowhere"
+    torch_backend.from_optimizer(InPlace, where=where, value=value).init({"w": torch.ones(2)})
+
+
 def test_what_is_no_tensor_is_not_kept():
     params = {"w": torch.ones(2)}
     check_refused(
