@@ -27,22 +27,23 @@ def laid_as(tensor: Any, like: Any) -> Any:
 
 
 def apart(tensors: Sequence[Any]) -> list[Any]:
-    """The tensors, cloned where their memory is that of another one of them; None stays None."""
+    """The tensors, cloned where memory is that of another one, or several numbers' of one; None stays None."""
     found = list(tensors)
     known = sorted((*_extent(tensor), place) for place, tensor in enumerate(found) if tensor is not None)
     reached: dict[str, int] = {}
-    for device, start, end, place in known:
-        if start < reached.get(device, 0):
+    for device, start, end, size, place in known:
+        if start < reached.get(device, 0) or end - start < size:
             found[place] = found[place].clone()
         else:
             reached[device] = end
     return found
 
 
-def _extent(tensor: Any) -> tuple[str, int, int]:
-    """The device, and there the first byte of what a tensor holds and the one after its last."""
+def _extent(tensor: Any) -> tuple[str, int, int, int]:
+    """The device, there the first byte of what a tensor holds and the one after its last, and how many it has."""
     held = locals_of([tensor])[0]
     if held.layout is not torch.strided or not held.numel():
-        return str(held.device), 0, 0
+        return str(held.device), 0, 0, 0
+    width, start = held.element_size(), held.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(held.shape, held.stride(), strict=True))
-    return str(held.device), held.data_ptr(), held.data_ptr() + (last + 1) * held.element_size()
+    return str(held.device), start, start + (last + 1) * width, held.numel() * width
