@@ -647,6 +647,35 @@ def test_what_is_no_state():
                   "state of others. Begin with state = tx.init(params).", ADAMW.update, params, broken, params)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "text"),
+    [
+        ("SGD momentum", "AdamW", "has momentum_buffer, and AdamW looks for "),
+        ("SGD momentum", "AdamW fused", "has momentum_buffer, and AdamW looks for "),
+        ("AdamW", "SGD momentum", "has step, exp_avg, exp_avg_sq, and SGD looks for momentum_buffer there"),
+        ("AdamW", "Adam", "has step, exp_avg, exp_avg_sq, and Adam looks for max_exp_avg_sq there: it is the state of another "
+         "optimizer, or of other options. Begin with state = tx.init(params)."),
+    ],
+)  # fmt: skip
+def test_the_state_of_another_optimizer(left, right, text):
+    params, grads = problem(optim.SGD)
+    make = lambda case: torch_backend.from_optimizer(CASES[case][0], **CASES[case][1])
+    state = make(left).init(params)
+    make(right).update(grads[0], state, params)  # nothing is in it yet
+    state = make(left).update(grads[0], state, params)[1]
+    check_refused(f"`state.slots['w']` {text}", make(right).update, grads[1], state, params)
+    check_refused(f"`state.slots['w']` {text}", make(right).donated, copy.deepcopy(grads[1]), state, params)
+
+
+def test_an_error_in_the_step_is_its_own():
+    params, state = {"x": torch.ones(3)}, None
+    tx = torch_backend.from_optimizer(optim.LBFGS)
+    closure = funcga.value_and_grad(quadratic)
+    state = tx.update(params, tx.init(params), params, closure=closure)[1]
+    with pytest.raises(KeyError, match="batch"):
+        tx.update(params, state, params, closure=lambda p: {}["batch"])
+
+
 def sharded(group):
     mesh = dist.init_device_mesh("cpu", (2,))
     params, grads = problem(optim.AdamW)
