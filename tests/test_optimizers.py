@@ -1,8 +1,11 @@
 """Every optimizer of torch as a pair of pure functions: the bits of its own step, and no argument touched."""
 
 import copy
+import inspect
 import io
+import pickle
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -674,6 +677,66 @@ def test_an_error_in_the_step_is_its_own():
     state = tx.update(params, tx.init(params), params, closure=closure)[1]
     with pytest.raises(KeyError, match="batch"):
         tx.update(params, state, params, closure=lambda p: {}["batch"])
+
+
+def clipped_adamw(scheduler):
+    return torch_backend.chain(
+        torch_backend.clip_grad_norm(0.5),
+        torch_backend.chain(torch_backend.from_optimizer(optim.AdamW, lr=0.1, scheduler=scheduler)),
+    )
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda tx: pickle.loads(pickle.dumps(tx))])
+@pytest.mark.parametrize("scheduler", [None, partial(optim.lr_scheduler.StepLR, step_size=2)])
+def test_a_transform_can_be_copied(duplicate, scheduler):
+    params, grads = problem(optim.AdamW)
+    tx = clipped_adamw(scheduler)
+    state = other = tx.init(params)
+    for grad in grads:
+        twin = duplicate(tx)
+        wanted, state = tx.update(grad, state, params)
+        found, other = twin.donated(copy.deepcopy(grad), other, params)
+        assert type(twin) is type(tx)
+        assert same(found, wanted)
+
+
+OPTIMIZERS = {optimizer for optimizer, _ in CASES.values()} - {optim.SparseAdam, optim.LBFGS}
+MODES = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+NESTEROV = {"momentum": 0.9, "nesterov": True}
+GRID = [
+    (optimizer, mode | own)
+    for optimizer in OPTIMIZERS
+    for mode in MODES
+    for own in ([{}, {"momentum": 0.9, "weight_decay": 0.1}, NESTEROV] if optimizer is optim.SGD else [{}])
+    + [{"weight_decay": 0.1}, {"maximize": True}]
+    if {*mode, *own} <= {*inspect.signature(optimizer).parameters}
+]
+
+
+def test_of_torchs_own_sgd_alone_writes_to_its_gradients():
+    wrote = []
+    for optimizer, options in GRID:
+        params, grads = problem(optimizer)
+        made = optimizer([p.requires_grad_() for p in params.values()], **options)
+        for grad in grads[:3]:
+            for k, p in params.items():
+                p.grad = grad[k].clone()
+            made.step()
+            if not all(torch.equal(p.grad, grad[k]) for k, p in params.items()):
+                wrote.append((optimizer, options))
+    assert wrote
+    assert all(made == (optim.SGD, {"foreach": True} | NESTEROV) for made in wrote)
+
+
+def test_no_optimizer_of_torch_writes_to_the_gradients_of_update():
+    for optimizer, options in GRID:
+        params, grads = problem(optimizer)
+        tx = torch_backend.from_optimizer(optimizer, **options)
+        state = tx.init(params)
+        for grad in grads[:3]:
+            before = copy.deepcopy(grad)
+            _, state = tx.update(grad, state, params)
+            assert same(grad, before), (optimizer, options)
 
 
 def sharded(group):
