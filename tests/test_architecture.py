@@ -143,6 +143,7 @@ ALONE = {
     "schedules": "the same: schedulers of torch change optimizers in place; in optax they are functions of a count",
     "matching": "torch's trees keep None and the order of a dict, so leaves are matched by key; JAX has tree.map",
     "comparison": "the same: torch replicas may have to ask each other what they have",
+    "layouts": "torch tensors have strides and share memory; JAX arrays have neither to speak of",
     "placements": "torch has arrays over several devices as a type of their own; in JAX every array may be one",
     "buckets": "torch sends pieces of memory that it lays out; XLA lays out what a collective sends",
     "reduction": "torch sends while it computes; in JAX a psum stands after the loop",

@@ -91,6 +91,48 @@ def test_a_parameter_may_have_a_gradient_of_another_dtype():
     assert p.grad.dtype == torch.float64
 
 
+def test_one_tensor_of_two_parameters_is_two_gradients():
+    params = {k: nn.Parameter(torch.ones(3)) for k in "ab"}
+    grads = torch.func.grad(lambda p: (p["a"] + p["b"]).square().sum())({k: p.detach() for k, p in params.items()})
+    assert grads["a"].data_ptr() == grads["b"].data_ptr()
+    torch_backend.assign_grads(params, grads)
+    assert params["a"].grad.data_ptr() == grads["a"].data_ptr()
+    nn.utils.clip_grad_norm_(params.values(), 1.0)
+    torch.testing.assert_close(torch.cat([p.grad for p in params.values()]).norm(), torch.tensor(1.0))
+    whole = torch.arange(6.0)
+    torch_backend.assign_grads(params, {"a": whole[1:4], "b": whole[:3]})
+    params["a"].grad.zero_()
+    assert params["b"].grad.tolist() == [0.0, 1.0, 2.0]
+    torch_backend.assign_grads(params, {"a": whole[:3], "b": whole[3:]})
+    assert [p.grad.data_ptr() for p in params.values()] == [whole[:3].data_ptr(), whole[3:].data_ptr()]
+
+
+@pytest.mark.parametrize("grad", [torch.ones(()).expand(2, 3), torch.arange(6.0).reshape(3, 2).T])
+def test_a_gradient_lies_as_its_parameter(grad):
+    p, given = nn.Parameter(torch.zeros(2, 3)), grad.clone()
+    torch_backend.assign_grads([p], [grad])
+    assert p.grad.stride() == p.stride()
+    optim.SGD([p], lr=1.0, fused=True).step()
+    assert torch.equal(p.detach(), -given)
+    nn.utils.clip_grad_norm_([p], 0.1)
+    assert torch.equal(grad, given)
+
+
+def test_what_no_optimizer_steps_is_given_no_gradient():
+    m = module()
+    m[0].bias.requires_grad_(False)
+    torch_backend.assign_grads(dict(m.named_parameters()), ones(m))
+    assert m[0].bias.grad is not None
+    text = (
+        "is float32[4, 3] that does not require a gradient, so that no optimizer steps it: it is a gradient, or a detached copy, "
+        "such as state_dict() has. The parameters come first, and are those that the optimizer was given: "
+        "assign_grads(dict(module.named_parameters()), grads)."
+    )  # fmt: skip
+    check_refused(f"`params['0.weight']` {text}", torch_backend.assign_grads, m.state_dict(), ones(m))
+    check_refused(f"`params['0.weight']` {text}", torch_backend.assign_grads, ones(m), dict(m.named_parameters()))
+    torch_backend.assign_grads([m[0].weight, torch.ones(2)], [None, None])
+
+
 def without(grads, name):
     return {k: v for k, v in grads.items() if k != name}
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+import funcga
 import torch_backend
 from funcga.transforms import DonatingTransform, Transform
 from tests.test_errors import check_refused
@@ -54,6 +55,41 @@ def test_nothing_is_mutated_whatever_is_chained(first, second):
         assert same(again, updates)
         assert repr(donated) == repr(after)
         state = after
+
+
+KEEPING = Transform(
+    lambda params: {k: torch.zeros_like(v) for k, v in params.items()}, lambda grads, state, params: (grads, grads)
+)
+
+
+@pytest.mark.parametrize("link", [Transform(lambda params: (), identity), KEEPING])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_chain_hands_on_may_be_what_it_was_given_or_keeps(link, depth):
+    params, grads = problem(optim.SGD)
+    inner = torch_backend.chain(torch_backend.clip_grad_value(10.0), link) if link is KEEPING else link
+    for _ in range(depth):
+        inner = torch_backend.chain(inner)
+    tx = torch_backend.chain(inner, torch_backend.clip_grad_norm(0.1))
+    before, outer = copy.deepcopy(grads[0]), copy.deepcopy(grads[0])
+    _, state = tx.update(grads[0], tx.init(params), params)
+    _, donated = tx.donated(outer, tx.init(params), params)
+    assert same(grads[0], before)
+    for found in (state, donated):
+        kept = [leaf for leaf in torch_backend.trees.flatten(found)[0] if isinstance(leaf, torch.Tensor)]
+        assert all(map(torch.equal, kept, before.values()))
+
+
+def test_what_a_chain_keeps_is_not_written_to_by_multi_steps():
+    params, grads = problem(optim.SGD)
+    tx = torch_backend.chain(torch_backend.chain(KEEPING), torch_backend.clip_grad_norm(0.1))
+    steps = [funcga.multi_steps(tx, 2, donate=donate) for donate in (False, True)]
+    states = [made.init(params) for made in steps]
+    for grad in grads:
+        (wanted, states[0]), (found, states[1]) = (
+            made.update(copy.deepcopy(grad), state, params) for made, state in zip(steps, states, strict=True)
+        )
+        assert same(found, wanted)
+        assert repr(states[1].inner) == repr(states[0].inner)
 
 
 def test_what_is_handed_on_is_not_copied():

@@ -72,6 +72,35 @@ def test_what_is_no_gradient():
                   torch_backend.clip_grad_norm(1.0).update, {"a": [1.0]}, ())  # fmt: skip
 
 
+def test_a_sparse_gradient_is_refused():
+    grads = {"w": torch.eye(2).to_sparse()}
+    text = "`grads['w']` is a sparse tensor float32[2, 2], which torch does not clip. Give a dense one: grad.to_dense(), or nn.Embedding(..., sparse=False)."
+    for tx in (torch_backend.clip_grad_norm(1.0), torch_backend.clip_grad_value(1.0)):
+        check_refused(text, tx.update, grads, ())
+        check_refused(text, tx.donated, grads, ())
+
+
+@pytest.mark.parametrize("norm_type", ["foo", None, True, float("nan")])
+def test_what_is_no_norm(norm_type):
+    text = f'norm_type is {norm_type!r}, and must be a number, or "inf": norm_type=2.0.'
+    check_refused(text, torch_backend.clip_grad_norm, 1.0, norm_type)
+
+
+def test_the_name_of_infinity():
+    grads = [torch.tensor([3.0, 4.0])]
+    clip = lambda norm_type: torch_backend.clip_grad_norm(1.0, norm_type).update(grads, ())[0]
+    assert same(clip("inf"), clip(float("inf")))
+
+
+def test_donated_gradients_in_one_memory_are_clipped_once_each():
+    grad = torch.tensor([3.0, 4.0])
+    wanted, _ = torch_backend.clip_grad_norm(1.0).update([grad, grad], ())
+    assert same(torch_backend.clip_grad_norm(1.0).donated([grad, grad], ())[0], wanted)
+    expanded = torch.ones(()).expand(4)
+    assert same(torch_backend.clip_grad_norm(1.0).donated([expanded], ())[0],
+                torch_backend.clip_grad_norm(1.0).update([expanded], ())[0])  # fmt: skip
+
+
 def sharded(group):
     mesh = dist.init_device_mesh("cpu", (2,))
     grads = [torch.arange(4.0), torch.ones(2, 3)]

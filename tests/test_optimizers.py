@@ -1,8 +1,11 @@
 """Every optimizer of torch as a pair of pure functions: the bits of its own step, and no argument touched."""
 
 import copy
+import inspect
 import io
+import pickle
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -167,6 +170,56 @@ def test_donated_has_the_same_bits(case):
         again, right = tx.donated(copy.deepcopy(grad), right, params)
         assert same((flat(left), updates), (flat(right), again))
         params = torch_backend.apply_updates(params, updates)
+
+
+def strided(kind, values):
+    """The values in other strides than they have."""
+    if kind == "transposed":
+        return values.mT.contiguous().mT if values.ndim > 1 else torch.stack([values, values], -1)[..., 0]
+    return values.sum().expand(values.shape)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "expanded"])
+@pytest.mark.parametrize("where", ["grads", "params"])
+@pytest.mark.parametrize("case", CASES)
+def test_strides_change_nothing(case, where, kind):
+    optimizer, options = CASES[case]
+    if optimizer in (optim.SparseAdam, optim.LBFGS):
+        pytest.skip("they have no gradients of one's own strides")
+    params, grads = problem(optimizer)
+    lay = lambda tree, chosen: {k: strided(kind, v) if chosen else v for k, v in tree.items()}
+    tx = torch_backend.from_optimizer(optimizer, **options)
+    odd = lay(params, where != "grads")
+    plain = {k: v.contiguous() for k, v in odd.items()}
+    states = [tx.init(params)] * 3  # laid as the parameters were then
+    for grad in grads[:3]:
+        given = lay(grad, where != "params")
+        contiguous = {k: v.contiguous().clone() for k, v in given.items()}
+        before = copy.deepcopy(given)
+        wanted, first = tx.update(contiguous, states[0], plain)
+        found, second = tx.update(given, states[1], odd)
+        assert same(given, before)
+        own = {k: v.clone() if kind == "expanded" else v for k, v in copy.deepcopy(given).items()}
+        again, third = tx.donated(own, copy.deepcopy(states[2]), odd)
+        for tree in ((found, second), (again, third)):  # a sum over other strides is one in another order
+            torch.testing.assert_close(tensors(tree), tensors((wanted, first)), rtol=1e-5, atol=1e-6)
+        states = [first, second, third]
+
+
+def test_a_fused_step_reads_the_memory_of_its_gradients_only():
+    params, grads = {"w": torch.zeros(2, 3)}, {"w": torch.arange(6.0).reshape(3, 2).T}
+    tx = torch_backend.from_optimizer(optim.SGD, lr=1.0, fused=True)
+    assert torch.equal(tx.update(grads, tx.init(params), params)[0]["w"], -grads["w"])
+    expanded = {"w": torch.ones(()).expand(2, 3)}
+    assert torch.equal(tx.update(expanded, tx.init(params), params)[0]["w"], -torch.ones(2, 3))
+    assert torch.equal(tx.donated(expanded, tx.init(params), params)[0]["w"], -torch.ones(2, 3))
+
+
+def test_donated_gradients_in_one_memory_are_written_to_apart():
+    tx = torch_backend.from_optimizer(optim.SGD, lr=1.0, momentum=0.9, nesterov=True, foreach=True)
+    params, grad = {"a": torch.zeros(2), "b": torch.zeros(2)}, torch.ones(2)
+    wanted = tx.update({"a": grad, "b": grad}, tx.init(params), params)
+    assert same(tx.donated({"a": grad, "b": grad}, tx.init(params), params)[0], wanted[0])
 
 
 class Allocated(TorchDispatchMode):
@@ -464,6 +517,54 @@ def test_what_belongs_to_no_parameter_is_not_lost_silently(careless, name):
     )  # fmt: skip
 
 
+class InPlace(optim.Optimizer):
+    """An optimizer that writes to what belongs to no parameter."""
+
+    def __init__(self, params, where, value):
+        super().__init__(params, {"where": where, "value": value})
+        self.seen = torch.zeros(3)
+
+    @torch.no_grad()
+    def step(self):
+        group = self.param_groups[0]
+        if group["where"] == "own":
+            self.seen.add_(1)
+        elif group["where"] == "replaced":
+            group["value"] = torch.ones(4)
+        elif group["where"] == "tensor":
+            group["value"].mul_(2)
+        elif group["where"] == "list":
+            group["value"].append(1)
+        elif group["where"] == "dict":
+            group["value"]["past"].append(1)
+        elif group["where"] == "same":
+            group["value"] = group["value"].clone()
+
+
+@pytest.mark.parametrize(
+    ("where", "make"),
+    [
+        ("own", int),
+        ("replaced", lambda: torch.ones(3)),
+        ("tensor", lambda: torch.ones(3)),
+        ("list", list),
+        ("dict", lambda: {"past": []}),
+    ],
+)
+def test_what_is_changed_in_place_is_not_lost_silently(where, make):
+    name = "seen" if where == "own" else "param_groups[0]['value']"
+    check_refused(
+        f"a step of InPlace changes its `{name}`, which belongs to no parameter",
+        torch_backend.from_optimizer(InPlace, where=where, value=make()).init, {"w": torch.ones(2)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), [torch.ones(2)], (0.9, 0.99), None])
+def test_what_stays_as_it_is_is_not_refused(value):
+    where = "same" if isinstance(value, torch.Tensor) else "nowhere"
+    torch_backend.from_optimizer(InPlace, where=where, value=value).init({"w": torch.ones(2)})
+
+
 def test_what_is_no_tensor_is_not_kept():
     params = {"w": torch.ones(2)}
     check_refused(
@@ -547,6 +648,95 @@ def test_what_is_no_state():
     broken = ADAMW.init(params)._replace(slots={"w": torch.ones(2)})
     check_refused("`state.slots['w']` is float32[2], and should be a dict of what the optimizer keeps for that parameter: it is the "
                   "state of others. Begin with state = tx.init(params).", ADAMW.update, params, broken, params)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "text"),
+    [
+        ("SGD momentum", "AdamW", "has momentum_buffer, and AdamW looks for "),
+        ("SGD momentum", "AdamW fused", "has momentum_buffer, and AdamW looks for "),
+        ("AdamW", "SGD momentum", "has step, exp_avg, exp_avg_sq, and SGD looks for momentum_buffer there"),
+        ("AdamW", "Adam", "has step, exp_avg, exp_avg_sq, and Adam looks for max_exp_avg_sq there: it is the state of another "
+         "optimizer, or of other options. Begin with state = tx.init(params)."),
+    ],
+)  # fmt: skip
+def test_the_state_of_another_optimizer(left, right, text):
+    params, grads = problem(optim.SGD)
+    make = lambda case: torch_backend.from_optimizer(CASES[case][0], **CASES[case][1])
+    state = make(left).init(params)
+    make(right).update(grads[0], state, params)  # nothing is in it yet
+    state = make(left).update(grads[0], state, params)[1]
+    check_refused(f"`state.slots['w']` {text}", make(right).update, grads[1], state, params)
+    check_refused(f"`state.slots['w']` {text}", make(right).donated, copy.deepcopy(grads[1]), state, params)
+
+
+def test_an_error_in_the_step_is_its_own():
+    params, state = {"x": torch.ones(3)}, None
+    tx = torch_backend.from_optimizer(optim.LBFGS)
+    closure = funcga.value_and_grad(quadratic)
+    state = tx.update(params, tx.init(params), params, closure=closure)[1]
+    with pytest.raises(KeyError, match="batch"):
+        tx.update(params, state, params, closure=lambda p: {}["batch"])
+
+
+def clipped_adamw(scheduler):
+    return torch_backend.chain(
+        torch_backend.clip_grad_norm(0.5),
+        torch_backend.chain(torch_backend.from_optimizer(optim.AdamW, lr=0.1, scheduler=scheduler)),
+    )
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda tx: pickle.loads(pickle.dumps(tx))])
+@pytest.mark.parametrize("scheduler", [None, partial(optim.lr_scheduler.StepLR, step_size=2)])
+def test_a_transform_can_be_copied(duplicate, scheduler):
+    params, grads = problem(optim.AdamW)
+    tx = clipped_adamw(scheduler)
+    state = other = tx.init(params)
+    for grad in grads:
+        twin = duplicate(tx)
+        wanted, state = tx.update(grad, state, params)
+        found, other = twin.donated(copy.deepcopy(grad), other, params)
+        assert type(twin) is type(tx)
+        assert same(found, wanted)
+
+
+OPTIMIZERS = {optimizer for optimizer, _ in CASES.values()} - {optim.SparseAdam, optim.LBFGS}
+MODES = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+NESTEROV = {"momentum": 0.9, "nesterov": True}
+GRID = [
+    (optimizer, mode | own)
+    for optimizer in OPTIMIZERS
+    for mode in MODES
+    for own in ([{}, {"momentum": 0.9, "weight_decay": 0.1}, NESTEROV] if optimizer is optim.SGD else [{}])
+    + [{"weight_decay": 0.1}, {"maximize": True}]
+    if {*mode, *own} <= {*inspect.signature(optimizer).parameters}
+]
+
+
+def test_of_torchs_own_sgd_alone_writes_to_its_gradients():
+    wrote = []
+    for optimizer, options in GRID:
+        params, grads = problem(optimizer)
+        made = optimizer([p.requires_grad_() for p in params.values()], **options)
+        for grad in grads[:3]:
+            for k, p in params.items():
+                p.grad = grad[k].clone()
+            made.step()
+            if not all(torch.equal(p.grad, grad[k]) for k, p in params.items()):
+                wrote.append((optimizer, options))
+    assert wrote
+    assert all(made == (optim.SGD, {"foreach": True} | NESTEROV) for made in wrote)
+
+
+def test_no_optimizer_of_torch_writes_to_the_gradients_of_update():
+    for optimizer, options in GRID:
+        params, grads = problem(optimizer)
+        tx = torch_backend.from_optimizer(optimizer, **options)
+        state = tx.init(params)
+        for grad in grads[:3]:
+            before = copy.deepcopy(grad)
+            _, state = tx.update(grad, state, params)
+            assert same(grad, before), (optimizer, options)
 
 
 def sharded(group):

@@ -172,6 +172,14 @@ def test_arrays_go_where_the_others_lie():
     assert (restored["w"] == 1).all()
 
 
+def test_strides_are_those_of_the_tree_to_fill():
+    like = {"w": torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), "t": torch.zeros(3, 2).T}
+    saved = {"['w']": np.arange(96, dtype="float32").reshape(2, 3, 4, 4), "['t']": np.ones((2, 3), "float32")}
+    found = funcga.from_state_dict({k: torch.nn.Parameter(v) for k, v in like.items()}, saved)
+    assert all(found[k].stride() == like[k].stride() and not found[k].requires_grad for k in like)
+    assert found["w"].flatten().tolist() == list(range(96))
+
+
 def test_nothing_is_shared():
     like = {"w": torch.zeros(3)}
     saved = funcga.to_state_dict({"w": torch.ones(3)})

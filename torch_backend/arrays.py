@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch._C import _functorch  # no public test for a running transform exists
 
+from torch_backend.layouts import laid_as
 from torch_backend.placements import is_placed
 
 xp = torch
@@ -57,6 +58,11 @@ def to_numpy(leaf: torch.Tensor) -> Any:
 
 def placed(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The array where another one of its shape lies."""
+    moved: torch.Tensor = laid_as(_moved(array, like), like)
+    return moved
+
+
+def _moved(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if is_placed(like) and not is_placed(array):
         from torch.distributed.tensor import distribute_tensor
 

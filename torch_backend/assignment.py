@@ -13,6 +13,7 @@ from torch import nn
 from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
+from torch_backend.layouts import apart, laid_as
 from torch_backend.matching import matched
 from torch_backend.placements import is_placed
 
@@ -25,8 +26,12 @@ def assign_grads(params: Any, grads: Any) -> None:
         its structure.
     grads: in the parameters' shapes and dtypes, where these lie; DTensors for DTensors.
 
-    What was there before is replaced, not added to. The gradients are not copied: they are the parameters' from then
-    on, and clip_grad_norm_ writes to them. Raises FuncgaError, and has set nothing then, where the two do not match.
+    What was there before is replaced, not added to. The gradients are the parameters' from then on, and clip_grad_norm_
+    writes to them. Copied are those in other strides than their parameters, expanded ones among them, and those in the
+    memory of another gradient: torch.func.grad may return one tensor for two parameters. The others are not copied.
+
+    Raises FuncgaError, and has set nothing then, where the two do not match, and for a gradient of what no optimizer
+    steps: a tensor that neither requires a gradient nor is a (frozen) nn.Parameter, as those of state_dict().
 
     >>> loss, grads = step(dict(module.named_parameters()), x, y)
     >>> torch_backend.assign_grads(module, grads)
@@ -36,9 +41,10 @@ def assign_grads(params: Any, grads: Any) -> None:
     pairs = _of_module(params, grads) if isinstance(params, nn.Module) else _of_tree(params, grads)
     for path, parameter, grad in pairs:
         _check(path, parameter, grad)
-    for _, parameter, grad in pairs:
+    laid = [None if grad is None else laid_as(grad.detach(), parameter) for _, parameter, grad in pairs]
+    for (_, parameter, _), grad in zip(pairs, apart(laid), strict=True):
         if parameter is not None:
-            parameter.grad = None if grad is None else grad.detach()
+            parameter.grad = grad
 
 
 Pairs = list[tuple[str, Any, Any]]
@@ -88,6 +94,12 @@ def _check(path: str, parameter: Any, grad: Any) -> None:
         )
     if grad is None:
         return
+    if not (parameter.requires_grad or isinstance(parameter, nn.Parameter)):
+        raise FuncgaError(
+            f"`params{path}` is {_kind(parameter)} that does not require a gradient, so that no optimizer steps it: it "
+            f"is a gradient, or a detached copy, such as state_dict() has. The parameters come first, and are those "
+            f"that the optimizer was given: assign_grads(dict(module.named_parameters()), grads)."
+        )
     says = f"`grads{path}` is {_kind(grad)}, and `params{path}` is {_kind(parameter)}. "
     if not isinstance(grad, torch.Tensor):
         raise FuncgaError(f"{says}Give a tensor, or None where there is no gradient.")

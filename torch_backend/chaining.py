@@ -30,16 +30,27 @@ def chain(*transforms: Any) -> DonatingTransform:
     if not links:
         raise FuncgaError("chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx).")
 
-    def init(params: Any) -> tuple[Any, ...]:
-        return tuple([link.tx.init(params) for link in links])
+    functions = _Functions(tuple(links))
+    return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return _through(links, grads, state, params, extra, owned=False)
 
-    def donated(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return _through(links, grads, state, params, extra, owned=True)
+@dataclass(frozen=True)
+class _Functions:
+    """The functions of the transform."""
 
-    return DonatingTransform(init, update, donated)  # type: ignore[no-any-return]
+    links: tuple["_Link", ...]
+
+    def init(self, params: Any) -> tuple[Any, ...]:
+        """The state before the first update."""
+        return tuple([link.tx.init(params) for link in self.links])
+
+    def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        """What the last link makes of the gradients, and the states of all."""
+        return _through(self.links, grads, state, params, extra, owned=False)
+
+    def donated(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        """The same, which may write to the gradients and the state."""
+        return _through(self.links, grads, state, params, extra, owned=True)
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,13 @@ class _Link:
         """Its function that may write to what it is given, if it has one."""
         return getattr(self.tx, "donated", None)
 
+    @property
+    def owns(self) -> bool:
+        """Whether nobody else has the memory of what it returns; others may return what they were given or keep it."""
+        functions = getattr(self.tx.update, "__self__", None)
+        chained = functions.links[-1].owns if isinstance(functions, _Functions) else True
+        return self.donated is not None and chained
+
     def known(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Of extra arguments, those that it has parameters for."""
         if not extra:
@@ -61,7 +79,7 @@ class _Link:
         return {name: value for name, value in extra.items() if name in {p.name for p in parameters}}
 
 
-def _through(links: list[_Link], grads: Any, state: Any, params: Any, extra: dict[str, Any], owned: bool) -> Any:
+def _through(links: tuple[_Link, ...], grads: Any, state: Any, params: Any, extra: dict[str, Any], owned: bool) -> Any:
     if not isinstance(state, tuple) or len(state) != len(links):
         raise FuncgaError(
             f"state is not the tuple of {len(links)} that this chain has: state = tx.init(params); "
@@ -73,5 +91,5 @@ def _through(links: list[_Link], grads: Any, state: Any, params: Any, extra: dic
         function = link.donated if writes and link.donated is not None else link.tx.update
         grads, after = function(grads, before, params, **link.known(extra))
         states.append(after)
-        owned = link.donated is not None  # what others return may be what they were given
+        owned = link.owns
     return grads, tuple(states)

@@ -4,6 +4,7 @@ Only torch has this file: optax has clipping of its own.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
 from funcga.transforms import DonatingTransform
 from torch_backend import arrays, trees
+from torch_backend.layouts import apart
 
 
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> DonatingTransform:
@@ -21,12 +23,14 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: 
 
     By torch.nn.utils.clip_grad_norm_ on copies, so it has the bits of that. The norm stays on the device, unless
     error_if_nonfinite: then the host waits for it, and an infinite or NaN one is torch's RuntimeError. A gradient that
-    is None stays None. Raises FuncgaError for a negative max_norm and what is no gradient.
+    is None stays None. Raises FuncgaError for a negative max_norm, a norm_type that is no number (or its name: "inf"),
+    and what is no gradient, or a sparse one, which torch clips neither.
 
     >>> adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)
     >>> tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
     """
     _check_limit("max_norm", max_norm)
+    _check_norm(norm_type)
     clip = partial(utils.clip_grad_norm_, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
     return _stateless(clip)
 
@@ -35,7 +39,7 @@ def clip_grad_value(clip_value: float) -> DonatingTransform:
     """The gradients, each number cut to be between -clip_value and clip_value; no state, which is `()`.
 
     By torch.nn.utils.clip_grad_value_ on copies, so it has the bits of that. A gradient that is None stays None. Raises
-    FuncgaError for a negative clip_value and what is no gradient.
+    FuncgaError for a negative clip_value, and what is no gradient, or a sparse one, which torch does not clip either.
 
     >>> tx = torch_backend.chain(torch_backend.clip_grad_value(0.5), torch_backend.from_optimizer(torch.optim.SGD))
     """
@@ -48,29 +52,58 @@ def _check_limit(name: str, limit: Any) -> None:
         raise FuncgaError(f"{name} is {limit!r}, and must be a number, at least 0: {name}=1.0.")
 
 
+def _check_norm(norm_type: Any) -> None:
+    try:
+        known = not isinstance(norm_type, bool) and float(norm_type) == float(norm_type)
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise FuncgaError(f'norm_type is {norm_type!r}, and must be a number, or "inf": norm_type=2.0.')
+
+
 def _stateless(clip: Callable[[list[torch.Tensor]], Any]) -> DonatingTransform:
+    functions = _Functions(clip)
+    return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Functions:
     """The transform that does to copies of the gradients what `clip` does to the `.grad`s of parameters."""
 
-    def init(params: Any) -> tuple[()]:
+    clip: Callable[[list[torch.Tensor]], Any]
+
+    def init(self, params: Any) -> tuple[()]:
+        """No state."""
         return ()
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return _clipped(clip, grads, owned=False), state
+    def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        """The gradients clipped, and the state as it is."""
+        return _clipped(self.clip, grads, owned=False), state
 
-    def donated(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return _clipped(clip, grads, owned=True), state
+    def donated(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        """The same in the memory of the gradients."""
+        return _clipped(self.clip, grads, owned=True), state
 
-    return DonatingTransform(init, update, donated)  # type: ignore[no-any-return]
+
+def _check_gradient(leaf: Any, place: int, grads: Any) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        path = leaf_paths(grads, trees)[place]
+        raise FuncgaError(f"`grads{path}` is {arrays.describe(leaf)}. Give a tensor, or None where there is none.")
+    if leaf.layout is not torch.strided:
+        raise FuncgaError(
+            f"`grads{leaf_paths(grads, trees)[place]}` is a sparse tensor {arrays.describe(leaf)}, which torch does "
+            f"not clip. Give a dense one: grad.to_dense(), or nn.Embedding(..., sparse=False)."
+        )
 
 
 @torch.no_grad()
 def _clipped(clip: Callable[[list[torch.Tensor]], Any], grads: Any, owned: bool) -> Any:
     leaves, structure = trees.flatten(grads)
     for place, leaf in enumerate(leaves):
-        if leaf is not None and not isinstance(leaf, torch.Tensor):
-            path = leaf_paths(grads, trees)[place]
-            raise FuncgaError(f"`grads{path}` is {arrays.describe(leaf)}. Give a tensor, or None where there is none.")
-    clipped = [None if leaf is None else leaf.detach() if owned else leaf.detach().clone() for leaf in leaves]
+        if leaf is not None:
+            _check_gradient(leaf, place, grads)
+    plain = [None if leaf is None else leaf.detach() for leaf in leaves]
+    clipped = apart(plain) if owned else [None if grad is None else grad.clone() for grad in plain]
     clip([_holder(grad) for grad in clipped if grad is not None])
     return trees.unflatten(structure, clipped)
 

@@ -67,6 +67,23 @@ class Given:
             leaves[place] = value
         return trees.unflatten(trees.flatten(self.params)[1], leaves)
 
+    def check_keys(self, slots: list[dict[str, Any]], optimizer: str) -> None:
+        """Raises FuncgaError if a step has added to what a started slot has, which was not the optimizer's then."""
+        for slot, old, started in zip(slots, self.slots, self.started, strict=True):
+            added = [key for key in slot if key not in old] if started and old else []
+            if added:
+                self.check_key(added[0], optimizer)
+
+    def check_key(self, key: str, optimizer: str) -> None:
+        """Raises FuncgaError if a started slot has not what the optimizer looks for in it."""
+        for place, slot, started in zip(self.places, self.slots, self.started, strict=True):
+            if started and slot and key not in slot:
+                raise FuncgaError(
+                    f"`state.slots{leaf_paths(self.params, trees)[place]}` has {', '.join(map(str, slot))}, and "
+                    f"{optimizer} looks for {key} there: it is the state of another optimizer, or of other options. "
+                    f"Begin with state = tx.init(params)."
+                )
+
     def result(self, copies: list[Any], slots: list[Any], owned: bool) -> tuple[Any, OptimizerState]:
         """What a step has added to the copies of the parameters, in their memory, and the state with these slots."""
         skipped = [copy.grad is None for copy in copies]

@@ -15,6 +15,7 @@ from funcga.errors import FuncgaError
 from funcga.transforms import DonatingTransform
 from torch_backend import trees
 from torch_backend.closures import constant, evaluating, needs_closure
+from torch_backend.layouts import apart, laid_as
 from torch_backend.matching import check_parameters
 from torch_backend.optimizer_state import Given, OptimizerState, fresh
 from torch_backend.options import Options, beside, check_kept, check_names, names_of
@@ -53,8 +54,8 @@ def from_optimizer(
     itself finds what the optimizer keeps. What it does not keep in such a step appears with the first update, as for
     SparseAdam, which takes no dense gradients, and LBFGS.
 
-    Raises FuncgaError for options that the optimizer does not have, structures, shapes and dtypes that differ, and
-    optimizers that keep what belongs to no parameter.
+    Raises FuncgaError for options that the optimizer does not have, structures, shapes and dtypes that differ, a state
+    without what the optimizer keeps, as another one's, and optimizers that keep what belongs to no parameter.
 
     >>> tx = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
     >>> state = tx.init(params)
@@ -138,16 +139,30 @@ class _Functions:
         names = given.of(names_of(given.params)) if self.options.groups else []
         optimizer = self.options.build(copies, names, given.count)
         closure = self._closure(optimizer, closure, given, copies)
-        keep = owned or (self.stock and not _writes(optimizer))
-        for copy, grad in zip(copies, given.grads, strict=True):
-            copy.grad = grad if keep or grad is None else grad.clone()
+        for copy, grad in zip(copies, self._gradients(optimizer, given, copies, owned), strict=True):
+            copy.grad = grad
         for copy, slot, started in zip(copies, given.slots, given.started, strict=True):
             if started and slot:
-                optimizer.state[copy] = from_slot(slot, owned)
+                optimizer.state[copy] = from_slot(slot, owned, copy)
         before = beside(optimizer)
-        _step(optimizer, closure)
+        _step_from(given, optimizer, closure)
         check_kept(optimizer, before)
-        return given.result(copies, [self._kept(optimizer, copy) for copy in copies], owned)
+        slots = [self._kept(optimizer, copy) for copy in copies]
+        if self.stock and not self.options.needs_closure:  # LBFGS keeps more with its second update, and others do not
+            given.check_keys(slots, type(optimizer).__name__)
+        return given.result(copies, slots, owned)
+
+    def _gradients(self, optimizer: Optimizer, given: Given, copies: list[Any], owned: bool) -> list[Any]:
+        """The gradients, in the strides of the copies and in memory that the step may write to."""
+        pairs = list(zip(given.grads, copies, strict=True))
+        laid = [None if grad is None else laid_as(grad, copy) for grad, copy in pairs]
+        if self.stock and not _writes(optimizer):
+            return laid
+        if owned:
+            return apart(laid)
+        return [
+            new if new is None or new is not old else new.clone() for new, old in zip(laid, given.grads, strict=True)
+        ]
 
     def _closure(self, optimizer: Optimizer, closure: Any, given: Given, copies: list[Any]) -> Any:
         if closure is not None:
@@ -166,6 +181,15 @@ class _Functions:
 def _writes(optimizer: Optimizer) -> bool:
     """Whether the step of one of torch's own may write to the gradients, as SGD alone does, in its foreach form."""
     return isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups)
+
+
+def _step_from(given: Given, optimizer: Optimizer, closure: Any) -> None:
+    try:
+        _step(optimizer, closure)
+    except KeyError as error:
+        if closure is None:  # whose own it might be
+            given.check_key(error.args[0], type(optimizer).__name__)
+        raise
 
 
 def _step(optimizer: Optimizer, closure: Any) -> None:

@@ -113,10 +113,27 @@ class Beside(NamedTuple):
 
 def beside(optimizer: Optimizer) -> Beside:
     """What the optimizer keeps now that belongs to no parameter."""
-    shared = {f"param_groups[{i}][{k!r}]": v for i, g in enumerate(optimizer.param_groups) for k, v in g.items()}
+    groups = [(i, k, v) for i, group in enumerate(optimizer.param_groups) for k, v in group.items() if k != "params"]
+    shared: dict[str, Any] = {f"param_groups[{i}][{k!r}]": _seen(v) for i, k, v in groups}
     shared |= {f"state[{key!r}]": None for key in optimizer.state if not isinstance(key, torch.Tensor)}
-    own = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float, torch.Tensor)}
+    own = {name: _seen(value) for name, value in vars(optimizer).items() if type(value) in (int, float, torch.Tensor)}
     return Beside(shared, own)
+
+
+class _Seen(NamedTuple):
+    """A tensor, and how often it had been written to."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+def _seen(value: Any) -> Any:
+    """What shows later whether the value was changed in place."""
+    if isinstance(value, torch.Tensor):
+        return _Seen(value, 0 if value.is_inference() else value._version)
+    if type(value) in (list, tuple):
+        return [_seen(item) for item in value]
+    return {key: _seen(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def check_kept(optimizer: Optimizer, before: Beside) -> None:
@@ -135,4 +152,16 @@ def check_kept(optimizer: Optimizer, before: Beside) -> None:
 
 
 def _differs(new: Any, old: Any) -> bool:
+    if type(new) is not type(old):
+        return bool(new != old)
+    if isinstance(new, _Seen):
+        return new.version != old.version if new.tensor is old.tensor else _unequal(new.tensor, old.tensor)
+    if isinstance(new, list):
+        return len(new) != len(old) or any(map(_differs, new, old))
+    if isinstance(new, dict):
+        return new.keys() != old.keys() or any(_differs(new[key], old[key]) for key in new)
     return new is not old and bool(new != old)
+
+
+def _unequal(new: torch.Tensor, old: torch.Tensor) -> bool:
+    return (new.dtype, new.device) != (old.dtype, old.device) or not torch.equal(new, old)

@@ -32,6 +32,10 @@ class Schedule:
         self.lock = threading.Lock()
         self.running: _Running | None = None
 
+    def __reduce__(self) -> Any:
+        """How it is copied: what runs, and its lock, are each one's own."""
+        return type(self), (self.make,)
+
     def __call__(self, optimizer: Optimizer, count: int) -> Options:
         """The options of each group, `params` left out."""
         options = [_options(group) for group in optimizer.param_groups]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcga.errors import FuncgaError
+from torch_backend.layouts import laid_as
 
 
 class Number(NamedTuple):
@@ -38,16 +39,20 @@ def to_slot(value: Any, name: str = "state") -> Any:
     )
 
 
-def from_slot(slot: Any, owned: bool) -> Any:
-    """What `to_slot` was given; in memory of its own, unless the slot's is `owned` by the caller."""
+def from_slot(slot: Any, owned: bool, like: Any = None) -> Any:
+    """What `to_slot` was given; in memory of its own, unless the slot's is `owned` by the caller.
+
+    like: the parameter. What has its shape comes back in its strides.
+    """
     if isinstance(slot, torch.Tensor):
-        return slot if owned else slot.clone()
+        laid = slot if like is None or slot.shape != like.shape else laid_as(slot, like)
+        return laid if owned or laid is not slot else slot.clone()
     if isinstance(slot, Number):
         return slot.value.item()
     if isinstance(slot, dict):
-        return {k: v if owned and type(v) is torch.Tensor else from_slot(v, owned) for k, v in slot.items()}
+        return {key: from_slot(item, owned, like) for key, item in slot.items()}
     if type(slot) in (list, tuple):
-        return type(slot)([from_slot(item, owned) for item in slot])
+        return type(slot)([from_slot(item, owned, like) for item in slot])
     return slot
 
 
