@@ -132,3 +132,10 @@ def test_what_is_no_chain():
     tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0))
     check_refused("state is not the tuple of 1 that this chain has: state = tx.init(params); updates, state = "
                   "tx.update(grads, state, params).", tx.update, [torch.ones(1)], (), None)  # fmt: skip
+
+
+def test_transforms_of_optax_are_sent_over_the_bridge():
+    import optax
+
+    with pytest.raises(funcga.FuncgaError, match=r"transforms\[1\] is one of optax.*from_optax\(tx\)"):
+        torch_backend.chain(torch_backend.clip_grad_norm(1.0), optax.adam(0.1))

@@ -27,6 +27,12 @@ def chain(*transforms: Any) -> DonatingTransform:
     >>> updates, state = tx.update(grads, tx.init(params), params)
     """
     links = [_Link(read_transform(tx, f"transforms[{i}]")) for i, tx in enumerate(transforms)]
+    for i, link in enumerate(links):
+        if type(link.tx).__module__.split(".")[0] == "optax":
+            raise FuncgaError(
+                f"transforms[{i}] is one of optax, which takes JAX's arrays. Let it run on tensors: "
+                f"torch_backend.chain(torch_backend.from_optax(tx), ...)."
+            )
     if not links:
         raise FuncgaError("chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx).")
 
