@@ -27,8 +27,7 @@ def from_optax(tx: Any) -> Transform:
 
     The state has optax's own containers with tensors for leaves, so that `funcga.to_jax(state)` goes on in JAX, and
     `funcga.to_torch` of a state of optax here. A typed PRNG key in it is its key_data: to go on in JAX, put
-    `jax.random.wrap_key_data(key)` in its place. `from_state_dict` does not fill a typed key from it, but does fill one
-    of `jax.random.PRNGKey`, which is an array in both.
+    `jax.random.wrap_key_data(key)` in its place after to_jax; from_state_dict does not fill a typed key from it.
 
     A gradient that is None is one of zeros, as JAX has it, if params are given. Extra arguments are the transform's
     own, if it takes any: tensors, numbers, None and trees of these; a function is one of JAX arrays, and each new one
