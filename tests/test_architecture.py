@@ -117,6 +117,14 @@ def test_a_torch_user_never_imports_jax():
     assert "torch" not in loaded_after(call.format("jax", "jax.numpy.ones(())", "jax.numpy.ones(4)"))
 
 
+def test_a_torch_user_of_transforms_never_imports_jax():
+    code = """import funcga, torch, torch_backend
+tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 1)
+params = {"w": torch.ones(2)}
+tx.update(params, tx.init(params), params)"""
+    assert not loaded_after(code) & {"jax", "optax", "jax_backend"}
+
+
 @pytest.mark.parametrize(
     ("missing", "call"), [("jax", "import torch\nx = torch.ones(4)"), ("torch", "import jax\nx = jax.numpy.ones(4)")]
 )
