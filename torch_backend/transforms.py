@@ -1,6 +1,6 @@
 """What a fold that is spread over calls needs of this framework: its branch, sums that go on, and its own types."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any
@@ -191,7 +191,7 @@ def restore(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally) -> 
 @_untracked
 def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Any) -> list[Any]:
     """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
-    kept = {_storage(leaf) for leaf in trees.flatten(taken)[0]} if donate else set()
+    kept = set(_storages(taken)) if donate else set()
     zeroed = [h for fold, h in zip(folds, held, strict=True) if donate and _is_zeroed(fold, h, kept)]
     if zeroed:
         torch._foreach_zero_(zeroed)
@@ -200,6 +200,21 @@ def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, tak
         h if id(h) in known else None if fold is None else fold.fold.reducer.monoid.identity(torch, h)
         for fold, h in zip(folds, held, strict=True)
     ]
+
+
+def _storages(tree: Any) -> Iterator[Any]:
+    """The memory of the tensors in a tree; the usual containers without the detour of a flattened one."""
+    if isinstance(tree, torch.Tensor):
+        yield _storage(tree)
+    elif isinstance(tree, dict):
+        for child in tree.values():
+            yield from _storages(child)
+    elif isinstance(tree, tuple | list):
+        for child in tree:
+            yield from _storages(child)
+    elif tree is not None and trees.children(tree) is not None:
+        for leaf in trees.flatten(tree)[0]:
+            yield _storage(leaf)
 
 
 def _is_zeroed(fold: LeafFold | None, held: Any, taken: set[Any]) -> bool:
