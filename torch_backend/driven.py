@@ -56,7 +56,7 @@ class Driven:
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
         """The arguments without graphs."""
-        return tuple([detached(arg, self.backend, recorded=True) for arg in args])
+        return tuple([detached(arg, recorded=True) for arg in args])
 
     def __enter__(self) -> "Driven":
         with ExitStack() as stack:  # undone if something is refused
@@ -92,7 +92,7 @@ class Driven:
             loss, aux = self.parts.split(output, self.backend)
         del output
         if self.parts.has_aux:
-            aux = detached(aux, self.backend)
+            aux = detached(aux)
         if self.buffers is None:
             self.plan = self._planned(loss.detach(), aux, arguments)
             self.buffers = Buffers(self.plan.layout)

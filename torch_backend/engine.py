@@ -48,7 +48,7 @@ class Engine:
         argnums = self.gradient.argnums
         found = argnums if isinstance(argnums, tuple) else (argnums,)
         found = found if leading else self.gradient.places(len(args))
-        return tuple([arg if i in found else detached(arg, self.backend, recorded=True) for i, arg in enumerate(args)])
+        return tuple([arg if i in found else detached(arg, recorded=True) for i, arg in enumerate(args)])
 
     def __enter__(self) -> "Engine":
         if torch.is_inference_mode_enabled():
@@ -76,7 +76,7 @@ class Engine:
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             loss, aux = self.gradient.split(self.loss_fn(*called, **kwargs), self.backend)
         if self.gradient.has_aux:
-            aux = detached(aux, self.backend)
+            aux = detached(aux)
         if begins:
             self._bind(loss.detach(), aux, found, arguments, weight)
         self.backward.check_untouched()
@@ -208,7 +208,7 @@ class _Leaves(NamedTuple):
         grads = [
             None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves
         ]
-        return detached(backend.trees.unflatten(self.structure, grads), backend)
+        return detached(backend.trees.unflatten(self.structure, grads))
 
 
 def _placements(leaf: torch.Tensor) -> Any:
@@ -219,7 +219,7 @@ _NOTHING = nullcontext()
 _NO_LEAVES: list[torch.Tensor] = []
 
 
-def detached(tree: Any, backend: Backend, recorded: bool = False) -> Any:
+def detached(tree: Any, recorded: bool = False) -> Any:
     """The tree without the graphs of its tensors, and for autograd to record without those made in inference mode."""
     if arrays.in_transform():
         return tree
@@ -228,9 +228,9 @@ def detached(tree: Any, backend: Backend, recorded: bool = False) -> Any:
             with torch.inference_mode(False):
                 return tree.clone()
         return tree.detach() if tree.requires_grad else tree
-    leaves, structure = backend.trees.flatten(tree)
+    leaves, structure = trees.flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not any(leaf.requires_grad or (recorded and leaf.is_inference()) for leaf in tensors):
         return tree
-    made = [detached(leaf, backend, recorded) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return backend.trees.unflatten(structure, made)
+    made = [detached(leaf, recorded) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return trees.unflatten(structure, made)

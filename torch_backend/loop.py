@@ -36,7 +36,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
-        args, kwargs = window.detached(args), _detached_kwargs(kwargs, window, backend)
+        args, kwargs = window.detached(args), _detached_kwargs(kwargs, window)
         arguments = program.read(args, backend)
         if torch.compiler.is_compiling() and not arrays.in_transform() and all(map(arrays.is_array, arguments.state())):
             return fold_in_graph(program.bound(backend), arguments, _copied(arguments), kwargs)
@@ -87,7 +87,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
-        leading, kwargs = window.detached(leading, leading=True), _detached_kwargs(kwargs, window, backend)
+        leading, kwargs = window.detached(leading, leading=True), _detached_kwargs(kwargs, window)
         items = _items(program, window, leading, microbatches, backend)
         if window.replicas is not None:
             return _fold_across(program, window, items, kwargs, _unfed(program, leading, backend))
@@ -106,7 +106,7 @@ def _items(
     if program.device is not None:
         microbatches = moved(microbatches, torch.device(program.device), backend)
     for item in microbatches:
-        arguments = program.read((*leading, *detached(item, backend, not isinstance(window, _Calls))), backend)
+        arguments = program.read((*leading, *detached(item, not isinstance(window, _Calls))), backend)
         del item  # so that no more than one micro-batch is held
         yield arguments, lambda state, a=arguments: a.cut(0, None, state), arguments.rows  # type: ignore[misc]
         del arguments
@@ -194,8 +194,8 @@ def _unfed(program: Program, leading: tuple[Any, ...], backend: Backend) -> Argu
     return program.read((*leading, *[None] * (count - len(leading))), backend)
 
 
-def _detached_kwargs(kwargs: dict[str, Any], window: "_Window", backend: Backend) -> Any:
-    return detached(kwargs, backend, not isinstance(window, _Calls)) if kwargs else kwargs
+def _detached_kwargs(kwargs: dict[str, Any], window: "_Window") -> Any:
+    return detached(kwargs, not isinstance(window, _Calls)) if kwargs else kwargs
 
 
 def _window(program: Program, backend: Backend) -> "_Window":
@@ -237,7 +237,7 @@ class _Calls:
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
         """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
-        return tuple([detached(arg, self.backend) for arg in args])
+        return tuple([detached(arg) for arg in args])
 
     def __enter__(self) -> "_Calls":
         return self

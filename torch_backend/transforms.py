@@ -14,7 +14,7 @@ from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from funcga.program import Program
 from funcga.tally import Tally
-from torch_backend import arrays, trees
+from torch_backend import arrays, engine, trees
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.placements import local
 from torch_backend.reduction import count_window
@@ -35,10 +35,7 @@ def _untracked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def detached(tree: Any) -> Any:
     """The tree without the graphs that its arrays are in."""
-    leaves, structure = trees.flatten(tree)
-    if arrays.in_transform() or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-        return tree
-    return trees.unflatten(structure, [leaf.detach() if arrays.is_array(leaf) else leaf for leaf in leaves])
+    return engine.detached(tree)
 
 
 def imported(tx: Any) -> Any:
