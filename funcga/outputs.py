@@ -10,7 +10,7 @@ from funcga.backend import Backend
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.leaves import LeafFold, bind, check_axis
-from funcga.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline
+from funcga.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline, paths_apart
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,7 @@ class Outputs:
         return self.structure_of(leaves)
 
     def _restructured(self, paths: list[str], which: str) -> FuncgaError:
-        missing = [p for p in self.paths if p not in paths]
-        new = [p for p in paths if p not in self.paths]
+        missing, new = paths_apart(self.paths, paths)
         return FuncgaError(
             f"grad_fn returned another structure for {which} than for the first: missing {_some(missing)}, "
             f"new {_some(new)}. A fold needs one structure. Return the same keys for every micro-batch, with zeros "

@@ -29,6 +29,12 @@ def leaf_paths(tree: Any, trees: Trees, path: str = "") -> list[str]:
     return [p for key, child in children for p in leaf_paths(child, trees, path + key)]
 
 
+def paths_apart(expected: list[str], found: list[str]) -> tuple[list[str], list[str]]:
+    """The paths that are expected and missing, and those that are found and new, each in its order."""
+    known, there = {*expected}, {*found}
+    return [path for path in expected if path not in there], [path for path in found if path not in known]
+
+
 def broadcast(
     prefix: Any, tree: Any, leaves: int, is_value: Callable[[Any], bool], trees: Trees, path: str = ""
 ) -> list[Placed]:

@@ -6,7 +6,7 @@ from typing import Any
 from funcga.backend import Backend, backend_of
 from funcga.errors import FuncgaError
 from funcga.interop import to_jax, to_torch
-from funcga.prefixes import leaf_paths
+from funcga.prefixes import leaf_paths, paths_apart
 
 
 def to_state_dict(tree: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def from_state_dict(like: Any, state_dict: Mapping[str, Any]) -> Any:
 
 
 def _check_paths(expected: list[str], found: list[str]) -> None:
-    missing, new = ([p for p in a if p not in b] for a, b in ((expected, {*found}), (found, {*expected})))
+    missing, new = paths_apart(expected, found)
     if missing or new:
         raise FuncgaError(
             f"the state dict is not of a tree like this one: missing {_some(missing)}; new {_some(new)}. Make `like` "

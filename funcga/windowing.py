@@ -9,7 +9,7 @@ from funcga.backend import Arrays, Backend
 from funcga.binding import Binding, Bindings
 from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
-from funcga.prefixes import leaf_paths
+from funcga.prefixes import leaf_paths, paths_apart
 from funcga.tally import Tally
 from funcga.window import Parts, Window
 
@@ -181,12 +181,12 @@ def _selected(xp: Any, keep: Any, kept: Any, other: Any) -> Any:
 
 def _check_paths(what: str, found: list[str], expected: list[str]) -> None:
     """Raises FuncgaError if leaves are missing or new."""
-    if sorted(found) != sorted(expected):
-        missing, new = ([p for p in a if p not in b][:4] for a, b in ((expected, {*found}), (found, {*expected})))
+    missing, new = paths_apart(expected, found)
+    if missing or new:
         raise FuncgaError(
             f"the {what} have another structure than the params that the state was made for: missing "
-            f"{', '.join(missing) or 'nothing'}, new {', '.join(new) or 'nothing'}. Give all of these at every call, "
-            f"gradients of zeros where there is nothing to add; or make a state for what there is: "
+            f"{', '.join(missing[:4]) or 'nothing'}, new {', '.join(new[:4]) or 'nothing'}. Give all of these at every "
+            f"call, gradients of zeros where there is nothing to add; or make a state for what there is: "
             f"state = tx.init(params)."
         )
 
