@@ -37,8 +37,10 @@ class Dropping:
         drop = _seen(_as_bool(self.test(grads), backend.arrays), backend.arrays)
         return backend.arrays.xp.logical_not(drop) if backend.arrays.is_array(drop) else not drop
 
-    def is_emitted(self, steps: Any, rejected: Any, arrays: Arrays) -> Any:
-        """Whether there is an update at the end of a window, of which so many were folded, and so many not."""
+    def is_emitted(self, there: Any, steps: Any, rejected: Any, arrays: Arrays) -> Any:
+        """Whether there is an update at the end of a window, if something is `there`; so many folded, so many not."""
+        if self.scope is None:
+            return there
         return _seen((steps > 0) & (rejected == 0) if self.scope == "window" else steps > 0, arrays)
 
     def counted(self, dropped: Dropped, emitted: Any, steps: Any, rejected: Any, late: bool, arrays: Arrays) -> Dropped:

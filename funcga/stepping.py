@@ -131,12 +131,12 @@ class _Steps:
         _check_extra(extra)
         backend = _backend_of_state(state)
         opened = self._opened(state, backend)
-        params, _ = opened.restricted(params)
+        params, leaves = opened.restricted(params)
         target = target_of(self.n, state.updates, backend.arrays)  # whatever is refused, is so before anything is added
         opened, state = self._added(grads, opened, state, weight)
         full = is_full(self.n, target, state.offered, partial(self._weight, opened), backend.arrays)
         state = state._replace(window=opened.closed(self._replicas(backend)))
-        emit = partial(self._emitted, backend, self.donate or opened.fresh, True)
+        emit = partial(self._emitted, backend, leaves, self.donate or opened.fresh, True)
         like = params if params is not None else grads
         return backend.transforms.when(full, emit, state, (params, extra), like)  # type: ignore[no-any-return]
 
@@ -150,7 +150,7 @@ class _Steps:
         """(updates, state) of what is in the window."""
         _check_extra(extra)
         backend = _backend_of_state(state)
-        params, _ = self._opened(state, backend).restricted(params)
+        params, leaves = self._opened(state, backend).restricted(params)
         offered = backend.arrays.scalar(state.offered)
         if not backend.arrays.is_array(offered) and offered == 0:
             raise FuncgaError(
@@ -158,7 +158,7 @@ class _Steps:
                 "After the last window ask first: if state.offered > 0."
             )
         there = offered > 0  # inside of jit it is not known
-        return self._emitted(backend, self.donate, there, state, (params, extra))
+        return self._emitted(backend, leaves, self.donate, there, state, (params, extra))
 
     def has_updated(self, state: MultiStepsState) -> Any:
         """Whether the call that returned the state was an update."""
@@ -190,24 +190,21 @@ class _Steps:
         return total if replicas is None else opened.backend.transforms.summed(total, opened.held, replicas)
 
     def _emitted(
-        self, backend: Backend, owned: bool, there: Any, state: MultiStepsState, operands: Any
+        self, backend: Backend, likes: list[Any], owned: bool, there: Any, state: MultiStepsState, operands: Any
     ) -> tuple[Any, MultiStepsState]:
         """(updates, state) of what the windows of all replicas hold; they are then empty.
 
-        owned: whether what this window holds may be written to. there: whether there is a micro-batch in it.
+        likes: the leaves of the params, for their dtypes. owned: whether what this window holds may be written to.
+        there: whether there is a micro-batch in it.
         """
         transforms, replicas, (params, extra) = backend.transforms, self._replicas(backend), operands
         opened = self._opened(state, backend)
         merged = opened if replicas is None else opened.merged(replicas, self.known)
         total = merged.seen(merged.tally)
-        keep = (
-            there
-            if self.dropping.scope is None
-            else self.dropping.is_emitted(total.steps, merged.rejected, backend.arrays)
-        )
-        folds = result_folds(merged.folds, opened.restricted(params)[1], backend.arrays)
-        leaves = transforms.finish(folds, merged.held, total, owned or replicas is not None)
-        grads = backend.trees.unflatten(opened.structure, leaves)
+        keep = self.dropping.is_emitted(there, total.steps, merged.rejected, backend.arrays)
+        folds = result_folds(merged.folds, likes, backend.arrays)
+        gradients = transforms.finish(folds, merged.held, total, owned or replicas is not None)
+        grads = backend.trees.unflatten(opened.structure, gradients)
         progress = state.inner, state.updates, backend.arrays.as_array(False)
         run = partial(self._run, backend)
         try:
