@@ -50,6 +50,46 @@ def digits_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torc
     return F.cross_entropy(logits, labels.long())
 
 
+def cnn_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of two convolutions and a linear layer, with GELU: for `funcga.mean()`.
+
+    images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in this framework's
+    layout, each a `weight` and a `bias`.
+    """
+    x = F.gelu(F.conv2d(images[:, None], params["conv1"]["weight"], params["conv1"]["bias"], padding="same"))
+    x = F.gelu(F.conv2d(F.avg_pool2d(x, 2), params["conv2"]["weight"], params["conv2"]["bias"]))
+    logits = F.linear(x.mean((2, 3)), params["output"]["weight"], params["output"]["bias"])
+    return F.cross_entropy(logits, labels.long())
+
+
+def batchnorm_loss(params: Any, statistics: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for `funcga.mean()`.
+
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and `bias` [width]) and
+    `output`; statistics: the running `mean` and `var` [width] of the hidden layer, the same for every micro-batch.
+    """
+    x = F.linear(images, params["hidden"]["weight"].T, params["hidden"]["bias"])
+    scale, shift = params["norm"]["weight"], params["norm"]["bias"]
+    x = torch.tanh(F.batch_norm(x, statistics["mean"], statistics["var"], scale, shift))
+    logits = F.linear(x, params["output"]["weight"].T, params["output"]["bias"])
+    return F.cross_entropy(logits, labels.long())
+
+
+def mixed_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for `funcga.mean()`.
+
+    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the weights, which is the
+    same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `output` and
+    `decode`, each a `weight` [in, out] and a `bias` [out].
+    """
+    linear = lambda x, layer: F.linear(x, layer["weight"].T, layer["bias"])
+    hidden = torch.tanh(linear(images, params["hidden"]))
+    classes = F.cross_entropy(linear(hidden, params["output"]), labels.long())
+    pixels = F.mse_loss(linear(hidden, params["decode"]), images)
+    size = torch.stack([layer["weight"].square().sum() for layer in params.values()]).sum()
+    return classes + 0.5 * pixels + 1e-3 * size
+
+
 def text_loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
     """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for `funcga.per_weight()`.
 

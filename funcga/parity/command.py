@@ -1,47 +1,46 @@
-"""The command: problems computed and reported one after the other, then the verdict."""
+"""The command: problems run and reported one after the other, then the verdict."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.progress import Progress
 
 from funcga.errors import FuncgaError
 from funcga.parity import report
-from funcga.parity.problems import PROBLEMS, Problem
-from funcga.parity.run import Case, check_counts, run
-from funcga.parity.training import Trajectory, train
+from funcga.parity.run import Findings, Plan, run
+from funcga.problem import Problem
 
 
-def parity(name: str, dtypes: Sequence[str], ns: Sequence[int], updates: int, file: Path | None = None) -> int:
+class Outputs(NamedTuple):
+    """The files that a run writes besides what it prints; None for one that is not asked for."""
+
+    json: Path | None = None
+    html: Path | None = None
+    plot: Path | None = None
+
+
+def parity(problems: Sequence[Problem], plan: Plan, outputs: Outputs) -> int:
     """The exit code: 0 if every difference is within its limit, 1 if not. The report goes to standard output.
 
-    name: of a problem, or 'all'; updates: of each optimizer in training; file: where the figures are written as JSON.
-    Raises FuncgaError for a number of micro-batches beyond a problem's rows, before any work, and if the file cannot
-    be written.
+    Raises FuncgaError for what does not fit a problem, and if a file cannot be written.
     """
-    problems = [PROBLEMS[key]() for key in (PROBLEMS if name == "all" else [name])]
-    for problem in problems:
-        check_counts(problem, ns)
     console = _console()
     console.print("funcga parity: " + ", ".join(f"{name} {version}" for name, version in report.versions().items()))
-    cases = [case for problem in problems for case in _run(problem, dtypes, ns, console)]
-    chosen = [problem for problem in problems if problem.name in _TRAINED and updates]
-    trained = [found for problem in chosen for found in _train(problem, dtypes, ns[-1], updates, console)]
-    console.print("", report.summary(cases), "", report.verdict(cases, trained), sep="\n")
-    if file is not None:
-        _write(file, report.as_json(cases, trained))
-    return 0 if all(case.ok for case in cases) and all(t.ok for t in trained) else 1
+    every = [_run(problem, plan, console) for problem in problems]
+    console.print("", report.conclusion(every), sep="\n")
+    _write_all(every, outputs)
+    return 0 if all(findings.ok for findings in every) else 1
 
 
-_TRAINED = ("digits",)  # a mean over rows, and quick enough
-
-
-def _train(problem: Problem, dtypes: Sequence[str], n: int, updates: int, console: Console) -> list[Trajectory]:
-    found = train(problem, dtypes, n, updates)
-    console.print("", report.training(problem, found), sep="\n")
-    return found
+def _run(problem: Problem, plan: Plan, console: Console) -> Findings:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(problem.name, total=plan.ticks(problem))
+        findings = run(problem, plan._replace(tick=lambda: progress.advance(task)))
+    console.print("", report.table(findings), report.sentences(findings), sep="\n")
+    return findings
 
 
 def _console() -> Console:
@@ -50,14 +49,23 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=report.WIDTH)
 
 
-def _run(problem: Problem, dtypes: Sequence[str], ns: Sequence[int], console: Console) -> list[Case]:
-    cases = run(problem, dtypes, ns)
-    console.print("", report.table(problem, cases), sep="\n")
-    return cases
+def _write_all(every: Sequence[Findings], outputs: Outputs) -> None:
+    if outputs.json is not None:
+        text = json.dumps(report.as_json(every), indent=1, allow_nan=False) + "\n"
+        _write("--json", outputs.json, lambda file: file.write_text(text, encoding="utf-8"))
+    if outputs.html is not None:
+        from funcga.parity.page import page
+
+        made = page(every)
+        _write("--html", outputs.html, lambda file: file.write_text(made, encoding="utf-8"))
+    if outputs.plot is not None:
+        from funcga.parity.pictures import picture
+
+        _write("--plot", outputs.plot, picture(every).savefig)
 
 
-def _write(file: Path, figures: dict[str, Any]) -> None:
+def _write(option: str, file: Path, write: Callable[[Path], Any]) -> None:
     try:
-        file.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write(file)
     except OSError as error:
-        raise FuncgaError(f"--json: {file} cannot be written: {error.strerror}") from error
+        raise FuncgaError(f"{option}: {file} cannot be written: {error.strerror}") from error

@@ -1,13 +1,16 @@
-"""The problems: real data and seeded parameters as trees of NumPy arrays, and how their loss is folded."""
+"""The built-in problems: real data and seeded parameters as trees of NumPy arrays, and how their loss is folded."""
 
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 
-from funcga.folds import Fold, mean, per_weight
+from funcga import rules
+from funcga.errors import FuncgaError
+from funcga.folds import per_weight
+from funcga.problem import Problem
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
@@ -18,58 +21,122 @@ _ROWS, _LENGTH = 40, 48
 _WIDTH, _HEADS, _BLOCKS = 32, 4, 2  # of its transformer
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A loss with its arguments: floats in float64, integers in int32.
-
-    loss: the name of a function of torch_backend.problems and of jax_backend.problems.
-    items: int[rows], what each row weighs, counted from the data rather than by `weight`; `unit` is the word for them.
-    divisor: what the whole batch's loss and gradients are divided by: all the items for a sum, 1 for a mean.
-    """
-
-    name: str
-    about: str
-    loss: str
-    params: Any
-    batch: tuple[Any, ...]
-    fold: Fold
-    weight: Callable[..., Any] | None
-    items: Any
-    unit: str
-    divisor: int
-
-
-def digits() -> Problem:
+def digits(seed: int = 0) -> Problem:
     """The 1,797 handwritten digits of scikit-learn, a mean over rows."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    random = np.random.default_rng(seed)
+    params = {"hidden": _linear(random, 64, 32), "output": _linear(random, 32, 10)}
+    return _problem(
+        "digits",
+        "mean cross-entropy of an MLP (64-32-10, tanh) on handwritten digits; fold=funcga.mean()",
+        params,
+        _digits(),
+        optimizers=("sgd", "momentum", "adam", "adamw"),
+    )
 
-    images, labels = load_digits(return_X_y=True)
-    random = np.random.default_rng(0)
+
+def cnn(seed: int = 0) -> Problem:
+    """A convolutional network on the digits, in each framework's own layout of the weights."""
+    random = np.random.default_rng(seed)
+    shapes = {"conv1": (8, 1, 3, 3), "conv2": (16, 8, 3, 3), "output": (10, 16)}
     params = {
-        "hidden": {"weight": _normal(random, 64, 32), "bias": _normal(random, 32)},
-        "output": {"weight": _normal(random, 32, 10), "bias": _normal(random, 10)},
+        name: {
+            "weight": _normal(random, *shape, fan_in=int(np.prod(shape[1:]))),
+            "bias": _normal(random, shape[0]),
+        }
+        for name, shape in shapes.items()
     }
-    about = "mean cross-entropy of an MLP (64-32-10, tanh) on handwritten digits; fold=funcga.mean()"
-    batch = (images / 16, labels.astype(np.int32))
-    return Problem("digits", about, "digits_loss", params, batch, mean(), None, np.ones(len(labels), int), "rows", 1)
+    images, labels = _digits()
+    return _problem(
+        "cnn",
+        "mean cross-entropy of two convolutions on handwritten digits; OIHW in torch, HWIO in JAX; fold=funcga.mean()",
+        params,
+        (images.reshape(-1, 8, 8), labels),
+        jax_params={name: {"kernel": _transposed(layer["weight"]), "bias": layer["bias"]} for name, layer in params.items()},
+        rules=rules.torch_to_flax,
+        reduction=64 * len(labels),
+        optimizers=("adamw",),
+    )
 
 
-def text() -> Problem:
+def text(seed: int = 0) -> Problem:
     """Paragraphs of Python's own help as bytes, longest first, a sum over the bytes that are to be predicted."""
-    rows = _paragraphs(np.random.default_rng(1))
+    rows = _paragraphs(np.random.default_rng(seed + 1))
     tokens = np.full((len(rows), _LENGTH), PAD, dtype=np.int32)
     for row, paragraph in zip(tokens, rows, strict=True):
         row[: len(paragraph)] = list(paragraph)
-    items = np.array([len(paragraph) - 1 for paragraph in rows])  # the first byte is not predicted
-    about = "summed cross-entropy of a small causal transformer, byte by byte; fold=funcga.per_weight()"
-    params = _transformer(np.random.default_rng(2))
-    total = int(items.sum())
-    return Problem("text", about, "text_loss", params, (tokens,), per_weight(), count_targets, items, "tokens", total)
+    return _problem(
+        "text",
+        "summed cross-entropy of a small causal transformer, byte by byte; fold=funcga.per_weight()",
+        _transformer(np.random.default_rng(seed + 2)),
+        (tokens,),
+        fold=per_weight(),
+        weight=count_targets,
+        reduction=sum(len(paragraph) - 1 for paragraph in rows),  # the first byte is not predicted
+        optimizers=("adamw",),
+    )
+
+
+def batchnorm(seed: int = 0) -> Problem:
+    """An MLP with batch normalisation on the digits, by statistics that stand still as they do in evaluation.
+
+    By the statistics of each micro-batch it would be another loss, which no fold makes decomposable.
+    """
+    random = np.random.default_rng(seed)
+    images, labels = _digits()
+    params = {"hidden": _linear(random, 64, 32), "norm": {}, "output": _linear(random, 32, 10)}
+    params["norm"] = {"weight": 1 + _normal(random, 32), "bias": _normal(random, 32)}
+    hidden = images @ params["hidden"]["weight"] + params["hidden"]["bias"]
+    return _problem(
+        "batchnorm",
+        "mean cross-entropy of an MLP with BatchNorm by its running statistics; fold=funcga.mean()",
+        params,
+        ({"mean": hidden.mean(0), "var": hidden.var(0)}, images, labels),
+        in_axes=(None, None, 0, 0),
+        optimizers=("adamw",),
+    )
+
+
+def mixed(seed: int = 0) -> Problem:
+    """An autoencoder on the digits: three losses in one, of rows, of pixels and of the weights."""
+    random = np.random.default_rng(seed)
+    params = {"hidden": _linear(random, 64, 32), "output": _linear(random, 32, 10), "decode": _linear(random, 32, 64)}
+    return _problem(
+        "mixed",
+        "cross-entropy + squared error of the pixels + weight decay, of an autoencoder; fold=funcga.mean()",
+        params,
+        _digits(),
+        optimizers=("adamw",),
+    )
+
+
+PROBLEMS: dict[str, Callable[..., Problem]] = {
+    make.__name__: make for make in (digits, cnn, text, batchnorm, mixed)
+}
 
 
 def count_targets(tokens: Any) -> Any:
     """The number of tokens that are to be predicted: a 0-d integer array of the tokens' framework."""
     return (tokens[:, 1:] != PAD).sum()
+
+
+def _problem(name: str, about: str, params: Any, batch: tuple[Any, ...], **options: Any) -> Problem:
+    torch_loss, jax_loss = (
+        getattr(importlib.import_module(f"{framework}_backend.problems"), f"{name}_loss")
+        for framework in ("torch", "jax")
+    )
+    return Problem(params, batch, torch_loss, jax_loss, name=name, about=about, **options)
+
+
+def _digits() -> tuple[Any, Any]:
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise FuncgaError(
+            "the built-in problems are on data of scikit-learn, which is not installed: pip install 'funcga[parity]'"
+        ) from error
+
+    images, labels = load_digits(return_X_y=True)
+    return images / 16, labels.astype(np.int32)
 
 
 def _paragraphs(random: np.random.Generator) -> list[bytes]:
@@ -100,8 +167,13 @@ def _transformer(random: np.random.Generator) -> Any:
     }
 
 
+def _linear(random: np.random.Generator, inputs: int, outputs: int) -> dict[str, Any]:
+    return {"weight": _normal(random, inputs, outputs), "bias": _normal(random, outputs)}
+
+
+def _transposed(weight: Any) -> Any:
+    return weight.transpose(*range(2, weight.ndim), 1, 0)
+
+
 def _normal(random: np.random.Generator, *shape: int, fan_in: int = 64) -> Any:
     return random.standard_normal(shape) / fan_in**0.5
-
-
-PROBLEMS: dict[str, Callable[[], Problem]] = {"digits": digits, "text": text}

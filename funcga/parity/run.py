@@ -1,145 +1,208 @@
-"""The runs: the same gradients in torch and in JAX, of the whole batch and accumulated, and how far they are apart."""
+"""The run of a problem: everything that is compared, sorted by the cause that a difference would have."""
 
-import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
+from funcga.comparing import compare
+from funcga.comparison.report import Report
+from funcga.parity import folding
+from funcga.parity.sides import FRAMEWORKS, Result, Side
+from funcga.parity.training import Trajectory, train
+from funcga.problem import Problem
+from funcga.verification.verdict import Cause
 
-from funcga.accumulation import accumulate
-from funcga.backend import load
-from funcga.errors import FuncgaError
-from funcga.gradients import value_and_grad
-from funcga.interop import to_jax, to_numpy, to_torch
-from funcga.parity.differences import Difference, difference
-from funcga.parity.problems import Problem
-
-Result = dict[str, Any]  # the NumPy arrays of one run: the loss, then the gradient of every leaf by its path
-
-
-class Comparison(NamedTuple):
-    """Two runs, each a framework and 'accumulated' or 'full', and the limit of their relative difference by dtype."""
-
-    name: str
-    left: tuple[str, str]
-    right: tuple[str, str]
-    limits: dict[str, float]
+CAUSES = {
+    "accumulation": "accumulated against the full batch",
+    "model": "torch against JAX, full batch and every micro-batch",
+    "fold": "the fold alone, of the same micro-batch gradients",
+    "rounding": "against the framework's own float64",
+    "training": "the parameters, update by update",
+}
+"""What a difference may come from, in the order in which they are looked at, and what is compared to find it."""
 
 
-_OF_ONE_FRAMEWORK = {"float32": 2e-6, "float64": 1e-13}
-_OF_TWO_FRAMEWORKS = {"float32": 5e-6, "float64": 1e-12}
+class Compared(NamedTuple):
+    """Two runs, compared leaf by leaf. n: of how many micro-batches; micro_batch: which of them, from 0."""
 
-COMPARISONS = (
-    Comparison("torch: accumulated vs full", ("torch", "accumulated"), ("torch", "full"), _OF_ONE_FRAMEWORK),
-    Comparison("JAX: accumulated vs full", ("jax", "accumulated"), ("jax", "full"), _OF_ONE_FRAMEWORK),
-    Comparison("torch vs JAX (accumulated)", ("torch", "accumulated"), ("jax", "accumulated"), _OF_TWO_FRAMEWORKS),
-    Comparison("torch vs JAX (full)", ("torch", "full"), ("jax", "full"), _OF_TWO_FRAMEWORKS),
-)
-
-
-class Row(NamedTuple):
-    """One leaf: the loss, or the gradient of a parameter. `differences` are in the order of COMPARISONS."""
-
-    leaf: str
-    shape: tuple[int, ...]
-    differences: list[Difference]
-
-
-class Case(NamedTuple):
-    """One problem in one dtype and number of micro-batches; `rows` has the loss first.
-
-    microbatch_rows, microbatch_items: how many rows, and items such as tokens, each micro-batch has.
-    losses: the loss of each run, by '<framework> <accumulated or full>'.
-    """
-
-    problem: str
+    cause: str
+    what: str
     dtype: str
-    n: int
-    microbatch_rows: list[int]
-    microbatch_items: list[int]
-    losses: dict[str, float]
-    rows: list[Row]
+    n: int | None
+    report: Report
+    micro_batch: int | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether every difference is within its limit."""
-        return all(difference.ok for row in self.rows for difference in row.differences)
+        """Whether every leaf is within its limit."""
+        return self.report.ok
 
 
-def check_counts(problem: Problem, ns: Sequence[int]) -> None:
-    """Raises FuncgaError if a number of micro-batches is more than the problem has rows."""
-    rows = len(problem.items)
-    for n in ns:
-        if n > rows:
-            raise FuncgaError(f"--n: {n} micro-batches are more than the {rows} rows of the problem {problem.name!r}")
+class Finding(NamedTuple):
+    """What `verify` says of the loss of a framework, where accumulation is not exact."""
+
+    framework: str
+    cause: Cause
 
 
-def run(problem: Problem, dtypes: Iterable[str], ns: Sequence[int]) -> list[Case]:
-    """The Cases of a problem, for every dtype and every number of micro-batches."""
-    cases = []
-    for dtype in dtypes:
-        results = _results("torch", problem, dtype, ns) | _results("jax", problem, dtype, ns)
-        cases += [_case(problem, dtype, n, results) for n in ns]
-    return cases
+class Findings(NamedTuple):
+    """What the run of a problem found.
+
+    dtypes: in which it ran. order: the paths of the parameters as they were given. rows, weights: of each micro-batch of
+    the largest n. losses: of the full batch, by dtype and framework. findings: where accumulation is not exact.
+    """
+
+    problem: Problem
+    dtypes: Sequence[str]
+    reduction: int
+    rows: list[int]
+    weights: list[float]
+    losses: dict[str, dict[str, float]]
+    compared: list[Compared]
+    trajectories: list[Trajectory]
+    mistakes: list[Finding]
+
+    def of(self, cause: str) -> list[Compared]:
+        """What was compared to find this cause."""
+        return [compared for compared in self.compared if compared.cause == cause]
+
+    @property
+    def finest(self) -> str:
+        """The dtype that the others are measured by."""
+        return "float64" if "float64" in self.dtypes else self.dtypes[0]
+
+    def is_explained(self, trajectory: Trajectory) -> bool:
+        """Whether rounding explains that a trajectory parts: in float64 the same one does not."""
+        finer = [t for t in self.trajectories if t.dtype == "float64" and t.optimizer == trajectory.optimizer]
+        return trajectory.dtype != "float64" and bool(finer) and all(t.ok for t in finer)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs, but for trajectories that rounding explains."""
+        trained = all(t.ok or self.is_explained(t) for t in self.trajectories)
+        return trained and all(compared.ok for compared in self.compared)
 
 
-def _results(framework: str, problem: Problem, dtype: str, ns: Sequence[int]) -> dict[tuple[str, int | str], Result]:
-    """What a framework finds: by (framework, n) accumulated, and by (framework, 'full') for the whole batch."""
-    losses = importlib.import_module(f"{load(framework).name}_backend.problems")
-    convert = {"torch": to_torch, "jax": to_jax}[framework]
-    gradient = value_and_grad(getattr(losses, problem.loss))
-    with losses.precision(dtype):
-        args = convert(cast((problem.params, *problem.batch), dtype))
-        whole = _named(gradient(*args))
-        # Divided here and not by a fold, so that the fold is compared with something that it has no part in.
-        found: dict[tuple[str, int | str], Result] = {
-            (framework, "full"): {leaf: array / np.asarray(problem.divisor, dtype) for leaf, array in whole.items()}
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is run.
+
+    dtypes: float64 is what the others are measured by. ns: numbers of micro-batches. updates: of each optimizer.
+    tick: called after each step of the work.
+    """
+
+    dtypes: Sequence[str]
+    ns: Sequence[int]
+    updates: int
+    device: str | None = None
+    tick: Callable[[], None] = lambda: None
+
+    def ticks(self, problem: Problem) -> int:
+        """How often `tick` will be called for a problem."""
+        frameworks = sum(getattr(problem, f"{name}_loss") is not None for name in FRAMEWORKS)
+        trained = len(problem.optimizers) * self.updates if frameworks == 2 else 0
+        return len(self.dtypes) * (frameworks * (len(self.ns) + 3) + trained)
+
+
+def run(problem: Problem, plan: Plan) -> Findings:
+    """The Findings of a problem. Raises FuncgaError where its parts do not fit."""
+    return _Run(problem, plan).findings()
+
+
+class _Run:
+    """The sides of a problem, and what they have found so far."""
+
+    def __init__(self, problem: Problem, plan: Plan):
+        self.problem, self.plan = problem, plan
+        self.frameworks = [name for name in FRAMEWORKS if getattr(problem, f"{name}_loss") is not None]
+        self.sides = {
+            (name, dtype): Side(problem, name, dtype, plan.device) for dtype in plan.dtypes for name in self.frameworks
         }
-        for n in ns:
-            step = accumulate(gradient, n, fold=problem.fold, weight=problem.weight)
-            found[framework, n] = _named(step(*args))
-    return found
+        self.most = max(plan.ns)
+        self.full = {key: self._done(side.full) for key, side in self.sides.items()}
+        self.micro = {key: self._done(lambda side=side: side.micro_batches(self.most)) for key, side in self.sides.items()}
 
+    def _done(self, work: Callable[[], Any]) -> Any:
+        found = work()
+        self.plan.tick()
+        return found
 
-def cast(tree: Any, dtype: str) -> Any:
-    """The tree with its floats in a dtype."""
-    if isinstance(tree, dict):
-        return {key: cast(child, dtype) for key, child in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(cast(child, dtype) for child in tree)
-    return tree.astype(dtype) if tree.dtype.kind == "f" else tree
+    def findings(self) -> Findings:
+        """All of them."""
+        compared = [found for dtype in self.plan.dtypes for found in self._compared(dtype)]
+        first = next(iter(self.sides.values()))
+        losses = {
+            dtype: {name: float(self.full[name, dtype].loss) for name in self.frameworks} for dtype in self.plan.dtypes
+        }
+        return Findings(
+            self.problem,
+            self.plan.dtypes,
+            first.reduction,
+            first.rows(self.most),
+            first.weights(self.most),
+            losses,
+            compared,
+            [t for dtype in self.plan.dtypes for t in self._trained(dtype)],
+            self._mistakes(compared),
+        )
 
+    def _compared(self, dtype: str) -> Iterator[Compared]:
+        for name in self.frameworks:
+            yield from self._accumulated(self.sides[name, dtype], self.full[name, dtype])
+        if len(self.frameworks) == 2:
+            yield from self._of_both(dtype)
+        for name in self.frameworks:
+            yield from self._folded(self.sides[name, dtype])
+            if dtype != "float64" and "float64" in self.plan.dtypes:
+                yield self._rounded(self.sides[name, dtype])
 
-def _named(value_and_gradient: Any) -> Result:
-    value, gradient = to_numpy(value_and_gradient)
-    return {"loss": value, **leaves_of(gradient)}
+    def _accumulated(self, side: Side, full: Result) -> Iterator[Compared]:
+        for n in self.plan.ns:
+            found = self._done(lambda n=n: side.accumulated(n))
+            report = side.report(found, full, ("accumulated", "full batch"))
+            yield Compared("accumulation", f"{side.label}: accumulated vs full batch", side.dtype, n, report)
 
+    def _of_both(self, dtype: str) -> Iterator[Compared]:
+        torch, jax = (self.sides[name, dtype] for name in ("torch", "jax"))
+        between = lambda left, right: torch.report(left, right, ("torch", "JAX"), self.problem.rules)
+        full = between(self.full["torch", dtype], self.full["jax", dtype])
+        yield Compared("model", "torch vs JAX: full batch", dtype, None, full)
+        pairs = zip(self.micro["torch", dtype], self.micro["jax", dtype], strict=True)
+        for i, (left, right) in enumerate(pairs):
+            yield Compared("model", "torch vs JAX: a micro-batch", dtype, self.most, between(left, right), i)
 
-def leaves_of(tree: Any, path: str = "") -> Result:
-    """The arrays of a tree of dicts by their dotted paths."""
-    if not isinstance(tree, dict):
-        return {path: tree}
-    found: Result = {}
-    for key, child in tree.items():
-        found |= leaves_of(child, f"{path}.{key}" if path else key)
-    return found
+    def _folded(self, side: Side) -> Iterator[Compared]:
+        given = self.micro[self.frameworks[0], side.dtype]  # the same for both sides
+        weights = self.sides[self.frameworks[0], side.dtype].weights(self.most)
+        found = self._done(lambda: folding.by_framework(side, given, weights))
+        exact = folding.by_hand(self.problem.fold, given, weights)
+        fold = side.compared(found.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
+        yield Compared("fold", f"{side.label} vs NumPy in float64: the fold", side.dtype, self.most, fold)
+        sums = compare(found.sums, exact.sums, rtol=0, names=(side.label, "NumPy"))
+        yield Compared("fold", f"{side.label} vs NumPy: plain sums, bit for bit", side.dtype, self.most, sums)
 
+    def _rounded(self, side: Side) -> Compared:
+        report = side.report(
+            self.full[side.framework, side.dtype],
+            self.full[side.framework, "float64"],
+            (side.dtype, "float64"),
+            check_dtype=False,
+        )
+        return Compared("rounding", f"{side.label}: {side.dtype} vs float64", side.dtype, None, report)
 
-def _case(problem: Problem, dtype: str, n: int, results: dict[tuple[str, int | str], Result]) -> Case:
-    def result(framework: str, how: str) -> Result:
-        return results[framework, n if how == "accumulated" else how]
+    def _trained(self, dtype: str) -> Iterator[Trajectory]:
+        if len(self.frameworks) == 2 and self.plan.updates:
+            left, right = (self.sides[name, dtype] for name in self.frameworks)
+            for optimizer in self.problem.optimizers:
+                yield train(left, right, optimizer, self.most, self.plan.updates, self.plan.tick)
 
-    def row(leaf: str) -> Row:
-        pairs = [(result(*c.left)[leaf], result(*c.right)[leaf], c.limits[dtype]) for c in COMPARISONS]
-        return Row(leaf, pairs[0][1].shape, [difference(*pair) for pair in pairs])
-
-    runs = [(framework, how) for framework in ("torch", "jax") for how in ("full", "accumulated")]
-    return Case(
-        problem.name,
-        dtype,
-        n,
-        [len(part) for part in np.array_split(problem.items, n)],
-        [int(part.sum()) for part in np.array_split(problem.items, n)],
-        {f"{framework} {how}": float(result(framework, how)["loss"]) for framework, how in runs},
-        [row(leaf) for leaf in ("loss", *leaves_of(problem.params))],
-    )
+    def _mistakes(self, compared: list[Compared]) -> list[Finding]:
+        dtype = self.plan.dtypes[-1]
+        wrong = [c for c in compared if c.cause == "accumulation" and c.dtype == dtype and not c.ok]
+        labels = dict.fromkeys(c.what.split(":")[0] for c in wrong)
+        found = []
+        for name in self.frameworks:
+            side = self.sides[name, dtype]
+            if side.label in labels:
+                found += [Finding(side.label, cause) for cause in side.verified(max(self.most, 2)).causes]
+        return found

@@ -1,91 +1,87 @@
 """Training: the same updates of the same optimizer in torch and in JAX, through `multi_steps`, and where they part."""
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from funcga.backend import load
-from funcga.gradients import value_and_grad
-from funcga.interop import to_jax, to_numpy, to_torch
-from funcga.parity.differences import Difference, difference, rank
-from funcga.parity.problems import Problem
-from funcga.parity.run import cast, leaves_of
+from funcga.arguments import groups, starts
+from funcga.comparison.report import Report
+from funcga.parity.sides import Side
 from funcga.stepping import multi_steps
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
-LIMITS = {"float32": 1e-5, "float64": 1e-12}
 _WINDOW = 128  # rows of one update, or one more
 
 
 class Trajectory(NamedTuple):
-    """One optimizer in one dtype: the mean loss over the first and the last window, and the parameters at the end.
+    """One optimizer in one dtype: its losses, and how far the parameters of two runs are apart after every update.
 
-    n: the micro-batches of an update; updates: how many there were. differences: of torch against JAX, by leaf.
+    n: the micro-batches of an update. losses: of the left run, the mean over the micro-batches of every update.
+    reports: of the parameters after every update.
     """
 
     optimizer: str
     dtype: str
     n: int
-    updates: int
-    first: float
-    last: float
-    differences: dict[str, Difference]
+    losses: list[float]
+    reports: list[Report]
+
+    @property
+    def parts(self) -> int | None:
+        """The number of the first update, from 1, after which a leaf is beyond its limit; None if there is none."""
+        return next((i for i, report in enumerate(self.reports, 1) if not report.ok), None)
 
     @property
     def ok(self) -> bool:
-        """Whether every difference is within its limit."""
-        return all(found.ok for found in self.differences.values())
-
-    @property
-    def worst(self) -> tuple[str, Difference]:
-        """The leaf that differs most."""
-        return max(self.differences.items(), key=lambda item: rank(item[1]))
+        """Whether the two stay together."""
+        return self.parts is None
 
 
-def train(problem: Problem, dtypes: Sequence[str], n: int, updates: int) -> list[Trajectory]:
-    """The Trajectories of a problem whose loss is a mean over rows: each optimizer, in every dtype."""
-    n = min(n, _WINDOW)
-    return [_trajectory(problem, name, dtype, n, updates) for dtype in dtypes for name in OPTIMIZERS]
+def train(left: Side, right: Side, optimizer: str, n: int, updates: int, tick: Callable[[], None]) -> Trajectory:
+    """The Trajectory of two sides, update by update; `tick` is called after each."""
+    runs = [_Run(side, optimizer, n) for side in (left, right)]
+    names, rules = (left.label, right.label), left.problem.rules
+    losses, reports = [], []
+    for update in range(updates):
+        (loss, params), (_, others) = (run.update(update) for run in runs)
+        losses.append(loss)
+        # Every update adds the rounding of its gradient.
+        reports.append(left.compared(params, others, names, left.reduction * (update + 1), rules))
+        tick()
+    return Trajectory(optimizer, left.dtype, runs[0].n, losses, reports)
 
 
-def _trajectory(problem: Problem, optimizer: str, dtype: str, n: int, updates: int) -> Trajectory:
-    (torch_params, losses), (jax_params, _) = (
-        _trained(framework, problem, optimizer, dtype, n, updates) for framework in ("torch", "jax")
-    )
-    found = {leaf: difference(torch_params[leaf], jax_params[leaf], LIMITS[dtype]) for leaf in torch_params}
-    return Trajectory(optimizer, dtype, n, updates, float(np.mean(losses[:n])), float(np.mean(losses[-n:])), found)
+class _Run:
+    """The training of one side."""
 
+    def __init__(self, side: Side, optimizer: str, n: int):
+        self.side = side
+        with side.running():
+            rows = side.arguments.rows()
+            self.windows = groups(rows, max(rows // _WINDOW, 1), None)
+            self.n = min(n, *(size for _, size in self.windows))
+            self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
+            self.params, self.state = side.args[0], self.tx.init(side.args[0])
+            self.step = side.own.compiled(self._step)
 
-def _trained(
-    framework: str, problem: Problem, optimizer: str, dtype: str, n: int, updates: int
-) -> tuple[dict[str, Any], list[float]]:
-    """The parameters after all updates, by leaf, and the loss of every micro-batch."""
-    backend = load(framework)
-    own = importlib.import_module(f"{backend.name}_backend.problems")
-    convert = {"torch": to_torch, "jax": to_jax}[framework]
-    gradient = value_and_grad(getattr(own, problem.loss))
-    tx = multi_steps(own.optimizer(optimizer), n)
+    def update(self, update: int) -> tuple[float, dict[str, Any]]:
+        """The mean loss of the micro-batches of the next update, and the parameters after it."""
+        with self.side.running():
+            losses = []
+            for start, size in self._micro_batches(update):
+                _, *batch = self.side.arguments.cut(start, size, [])
+                self.params, self.state, loss = self.step(self.params, self.state, size, *batch)
+                losses.append(loss)
+            return sum(map(float, losses)) / self.n, self.side.named(self.params)
 
-    def step(params: Any, state: Any, *batch: Any) -> Any:
-        loss, grads = gradient(params, *batch)
-        changes, state = tx.update(grads, state, params, weight=len(batch[0]))
-        return own.applied(params, changes), state, loss
+    def _step(self, params: Any, state: Any, rows: Any, *batch: Any) -> Any:
+        loss, grads = self.side.gradient(params, *batch)
+        weight = self.side.problem.weight
+        weighed = rows if weight is None else weight(*self.side.arguments.split_args((params, *batch)))
+        changes, state = self.tx.update(grads, state, params, weight=weighed)
+        return self.side.own.applied(params, changes), state, loss
 
-    losses = []
-    with own.precision(dtype):
-        params, *batch = convert(cast((problem.params, *problem.batch), dtype))
-        state, run = tx.init(params), own.compiled(step)
-        for update in range(updates):
-            for rows in _micro_batches(update, len(problem.items), n):
-                params, state, loss = run(params, state, *(part[rows] for part in batch))
-                losses.append(float(loss))
-        return leaves_of(to_numpy(params)), losses
-
-
-def _micro_batches(update: int, rows: int, n: int) -> list[slice]:
-    """The rows of each micro-batch of an update: windows in turn, cut into parts that need not be equal."""
-    windows = np.array_split(np.arange(rows), max(rows // _WINDOW, 1))
-    parts = np.array_split(windows[update % len(windows)], n)
-    return [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
+    def _micro_batches(self, update: int) -> list[tuple[int, int]]:
+        """(first row, rows) of each micro-batch of an update: windows in turn, cut into parts that need not be equal."""
+        windows = list(starts(self.windows))
+        start, size = windows[update % len(windows)]
+        return [(start + first, rows) for first, rows in starts(groups(size, self.n, None))]

@@ -1,0 +1,71 @@
+"""Objects by `FILE.py:NAME`, as the command line names what a user has written."""
+
+import difflib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from funcga.errors import FuncgaError
+
+
+class Loaded(NamedTuple):
+    """An object, the name that it has, and the module that it is in."""
+
+    value: Any
+    name: str
+    module: ModuleType
+
+
+def load_object(where: str, default: str) -> Loaded:
+    """The object of `FILE.py:NAME`, or that of the default name in `FILE.py`.
+
+    The file is run as Python runs a script, with its own folder first in sys.path, but not as `__main__`. Raises
+    FuncgaError if there is no such file or name, and for whatever the file raises.
+    """
+    file, _, name = where.partition(".py:")
+    path = Path(file if file.endswith(".py") else f"{file}.py")
+    name = name or default
+    if not path.is_file():
+        raise FuncgaError(f"{where}: there is no file {path}. Write FILE.py:{default}, a path from the current folder.")
+    module = _module(path)
+    if not hasattr(module, name):
+        raise FuncgaError(f"{where}: {path} has no `{name}`. {_there(module, name, path)}")
+    return Loaded(getattr(module, name), name, module)
+
+
+def _there(module: ModuleType, name: str, path: Path) -> str:
+    """What the file has instead."""
+    names = [each for each in vars(module) if not each.startswith("_")]
+    close = difflib.get_close_matches(name, names, n=3) or names[-6:]
+    return f"It has {', '.join(close)}: write {path}:{close[0]}." if close else "It defines nothing."
+
+
+def _module(path: Path) -> ModuleType:
+    name = f"funcga_loaded_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise FuncgaError(f"{path} does not import: {blamed(error, path)}") from error
+    return module
+
+
+def blamed(error: BaseException, file: Path | None = None) -> str:
+    """An error in a line: its type and text, and the last line of the user's own that it came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if file is not None and Path(frame.filename).resolve() == file.resolve()]
+    where = f" (line {own[-1].lineno} of {file})" if own else ""
+    if isinstance(error, SyntaxError) and file is not None:
+        where = f" (line {error.lineno} of {file})"
+        return f"{type(error).__name__}: {error.msg}{where}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"

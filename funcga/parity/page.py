@@ -1,0 +1,54 @@
+"""The page: the whole report as one self-contained file of HTML."""
+
+import io
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from funcga.errors import FuncgaError
+from funcga.information import versions
+from funcga.parity import report
+from funcga.parity.run import CAUSES, Findings
+from funcga.parity.verdict import verdict
+
+
+def page(every: Sequence[Findings]) -> str:
+    """The page of all problems: tables, verdicts and pictures; it loads nothing.
+
+    Raises FuncgaError where jinja2 or matplotlib is not installed.
+    """
+    try:
+        from jinja2 import Environment
+
+        from funcga.parity.pictures import picture
+    except ImportError as error:
+        raise FuncgaError(f"--html needs {error.name}, which is not installed: pip install 'funcga[parity]'") from error
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        files("funcga.parity").joinpath("page.html").read_text(encoding="utf-8")
+    )
+    problems = [
+        {
+            "findings": findings,
+            "lines": report.lines(findings),
+            "verdict": verdict(findings),
+            "title": report.title(findings).split("\n"),
+            "picture": _svg(picture([findings])),
+        }
+        for findings in every
+    ]
+    return template.render(
+        problems=problems,
+        ok=all(findings.ok for findings in every),
+        conclusion=report.conclusion(every).plain,
+        versions=versions(),
+        causes=CAUSES,
+        figure=report.figure,
+    )
+
+
+def _svg(figure: Any) -> str:
+    """The figure as an element of a page."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    made = text.getvalue()
+    return made[made.index("<svg") :]

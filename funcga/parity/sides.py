@@ -1,0 +1,239 @@
+"""One framework's side of a problem in one dtype: its gradients of the batch, of micro-batches, and accumulated."""
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from funcga import interop
+from funcga.accumulation import accumulate
+from funcga.arguments import Arguments, groups, read_arguments, starts
+from funcga.backend import Backend, load
+from funcga.errors import FuncgaError
+from funcga.folds import Fold
+from funcga.gradients import value_and_grad
+from funcga.prefixes import dotted, leaf_paths
+from funcga.problem import Problem
+
+FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
+"""The frameworks, as they are imported and as they are written."""
+
+
+class Result(NamedTuple):
+    """What one run found, as NumPy arrays: the loss, and the gradient of every leaf by its dotted path."""
+
+    loss: Any
+    gradient: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One framework's side of a problem in one dtype. Every run is made in the precision that the dtype asks for.
+
+    Raises FuncgaError where the loss, the fold or the weight do not fit their arguments, and says in which framework.
+    """
+
+    problem: Problem
+    framework: str
+    dtype: str
+    device: str | None = None
+
+    def full(self) -> Result:
+        """The loss and gradients of the whole batch, normalised by hand: no fold has a part in it."""
+        with self.running():
+            loss, gradient = self._compiled(*self.args)
+            return self._result((loss, gradient), divisor(self.problem, self.weights(1)[0]))
+
+    def accumulated(self, n: int) -> Result:
+        """The loss and gradients, accumulated over n micro-batches."""
+        with self.running():
+            problem = self.problem
+            step = accumulate(
+                self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes
+            )
+            return self._result(step(*self.args))
+
+    def micro_batches(self, n: int) -> list[Result]:
+        """What grad_fn itself returns for each of n micro-batches: nothing is folded, or divided."""
+        with self.running():
+            return [self._result(self._compiled(*args)) for args in self._parts(n)]
+
+    def weights(self, n: int) -> list[float]:
+        """The weight of each of n micro-batches."""
+        weight = self.problem.weight
+        if weight is None:
+            return [float(rows) for rows in self.rows(n)]
+        with self.running():
+            return [float(weight(*self.arguments.split_args(part))) for part in self._parts(n)]
+
+    def rows(self, n: int) -> list[int]:
+        """The rows of each of n micro-batches."""
+        with self.running():
+            return [size for _, size in starts(groups(self.arguments.rows(), n, None))]
+
+    @property
+    def reduction(self) -> int:
+        """How many terms an element of a gradient is a sum of."""
+        return self.problem.reduction or self.arguments.rows()
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """The params and the batch, and how they are split."""
+        return read_arguments(self.args, self.problem.in_axes, self.loss, self.backend)
+
+    def _parts(self, n: int) -> list[tuple[Any, ...]]:
+        rows = groups(self.arguments.rows(), n, None)
+        return [self.arguments.cut(start, size, []) for start, size in starts(rows)]
+
+    @property
+    def loss(self) -> Callable[..., Any]:
+        """The loss of this framework."""
+        return cast(Callable[..., Any], getattr(self.problem, f"{self.framework}_loss"))
+
+    @cached_property
+    def gradient(self) -> Callable[..., Any]:
+        """The gradient function that is folded."""
+        return value_and_grad(self.loss)
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        return cast(Callable[..., Any], self.own.compiled(self.gradient))
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the framework."""
+        return load(self.framework)
+
+    @property
+    def own(self) -> Any:
+        """What the framework has for problems: its losses, optimizers and precision."""
+        return importlib.import_module(f"{self.framework}_backend.problems")
+
+    @contextmanager
+    def running(self) -> Any:
+        """A context in which arrays of this dtype exist, and errors say which framework they come from."""
+        precision: AbstractContextManager[Any] = self.own.precision(self.dtype)
+        with precision:
+            try:
+                yield
+            except FuncgaError as error:
+                raise FuncgaError(f"{FRAMEWORKS[self.framework]}, {self.dtype}: {error}") from error
+
+    @cached_property
+    def args(self) -> tuple[Any, ...]:
+        """The params and the batch in this framework and dtype."""
+        problem = self.problem
+        params = problem.params
+        if self.framework == "jax" and problem.jax_params is not None:
+            params = interop.match(params, problem.jax_params, rules=problem.rules)
+        convert = {"torch": interop.to_torch, "jax": interop.to_jax}[self.framework]
+        with self.running():
+            found: tuple[Any, ...] = convert(
+                tuple(as_dtype(tree, self.dtype, self.backend) for tree in (params, *problem.batch)), device=self.device
+            )
+            return found
+
+    def named(self, tree: Any) -> dict[str, Any]:
+        """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this framework."""
+        trees = self.backend.trees
+        paths, leaves = leaf_paths(tree, trees), trees.flatten(interop.to_numpy(tree))[0]
+        return {dotted(path): leaf for path, leaf in zip(paths, leaves, strict=True) if leaf is not None}
+
+    def report(
+        self,
+        left: Result,
+        right: Result,
+        names: tuple[str, str],
+        rules: Sequence[Any] = (),
+        check_dtype: bool = True,
+    ) -> Report:
+        """The Report of two results: the loss, then the gradients in the order in which the parameters were given."""
+        found = self.compared(left.gradient, right.gradient, names, self.reduction, rules, check_dtype)
+        loss = row("loss", left.loss, right.loss, reduction=self.reduction, check_dtype=check_dtype)
+        return replace(found, rows=(loss, *found.rows))
+
+    def compared(
+        self,
+        left: dict[str, Any],
+        right: dict[str, Any],
+        names: tuple[str, str],
+        reduction: int,
+        rules: Sequence[Any] = (),
+        check_dtype: bool = True,
+    ) -> Report:
+        """The Report of the leaves of two trees, in the order of the left one.
+
+        A leaf that is a sum of what cancels may be apart by the rounding of what it is a sum of, for which the largest
+        leaf stands.
+        """
+        largest = max((float(np.abs(leaf).max(initial=0)) for leaf in right.values()), default=0.0)
+        report = compare(
+            left,
+            right,
+            reduction=reduction,
+            atol=tolerances.limit(self.dtype, 1) * largest if np.isfinite(largest) else 0.0,
+            rules=rules,
+            names=names,
+            check_dtype=check_dtype,
+        )
+        places = {path: place for place, path in enumerate(left)}
+        return replace(report, rows=tuple(sorted(report.rows, key=lambda r: places.get(r.left_path, len(places)))))
+
+    def verified(self, n: int) -> Verdict:
+        """What `verify` says of the loss and the fold."""
+        problem = self.problem
+        with self.running():
+            return verify(
+                self.gradient, *self.args, n=n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes
+            )
+
+    def _result(self, value_and_gradient: Any, divisor: float = 1) -> Result:
+        loss, gradient = value_and_gradient
+        by = lambda array: array if divisor == 1 else array / np.asarray(divisor, array.dtype)
+        return Result(by(interop.to_numpy(loss)), {path: by(leaf) for path, leaf in self.named(gradient).items()})
+
+
+def as_dtype(tree: Any, dtype: str, backend: Backend) -> Any:
+    """The tree in NumPy arrays, its floats in a dtype."""
+    leaves, structure = backend.trees.flatten(tree)
+    return backend.trees.unflatten(structure, [_as_dtype(leaf, dtype) for leaf in leaves])
+
+
+def _as_dtype(leaf: Any, dtype: str) -> Any:
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    array = interop.to_numpy(leaf)
+    return array.astype(numpy_dtype(dtype)) if is_float(array.dtype) else array
+
+
+def numpy_dtype(dtype: str) -> Any:
+    """NumPy's dtype of this name, also of those that it has by extension."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether it is a float, also one that NumPy has by extension."""
+    return dtype.kind == "f" or dtype.name in ("bfloat16",) or dtype.name.startswith("float8")
+
+
+def divisor(problem: Problem, weight: float) -> float:
+    """What the gradient of the whole batch is divided by: its weight for a sum that is normalised, else 1.
+
+    Raises FuncgaError for a fold that has no such number.
+    """
+    fold = problem.fold
+    if not isinstance(fold, Fold) or fold.name not in _DIVISORS:
+        raise FuncgaError(
+            f"fold is {fold!r}, and parity knows what the whole batch's gradient is for mean(), per_weight() and "
+            f"sum(). Compare with one of them."
+        )
+    return weight if _DIVISORS[fold.name] else 1
+
+
+_DIVISORS = {"weighted, by_weight": False, "sum, by_weight": True, "sum, identity": False}

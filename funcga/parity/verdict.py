@@ -1,0 +1,152 @@
+"""The verdict on a problem: the cause of a difference in a sentence, and what to look at next."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from funcga.comparison.rows import Row
+from funcga.parity.run import Compared, Findings
+from funcga.parity.sides import FRAMEWORKS
+
+
+class Verdict(NamedTuple):
+    """Whether a problem is the same in both frameworks, whole and accumulated, and sentences that say why not."""
+
+    ok: bool
+    sentences: list[str]
+
+
+def verdict(findings: Findings) -> Verdict:
+    """The Verdict. The first sentence is on the first cause that is found: what comes after may be its consequence."""
+    causes = [*_fold(findings), *_accumulation(findings), *_model(findings), *_rounding(findings), *_training(findings)]
+    return Verdict(False, causes) if causes else Verdict(True, [_agreement(findings)])
+
+
+def _fold(findings: Findings) -> Iterator[str]:
+    for compared in findings.of("fold"):
+        if not compared.ok:
+            yield (
+                f"The fold itself is wrong: {compared.what} ({compared.dtype}) differ by {_worst(compared)}. "
+                f"This would be a bug of funcga; the gradients that it was given are the same."
+            )
+
+
+def _accumulation(findings: Findings) -> Iterator[str]:
+    wrong = [compared for compared in findings.of("accumulation") if not compared.ok]
+    sides = list(dict.fromkeys(compared.what.split(":")[0] for compared in wrong))
+    if not wrong:
+        return
+    worst = _most(wrong)
+    both = len(sides) == sum(getattr(findings.problem, f"{name}_loss") is not None for name in FRAMEWORKS)
+    where = "this loss" if both else f"the loss of {sides[0]}"
+    yield (
+        f"Accumulation is not exact for {where} with {findings.problem.fold!r}: over n = {worst.n} micro-batches "
+        f"({worst.dtype}) it differs from the full batch by {_worst(worst)}."
+    )
+    for framework, cause in findings.mistakes:
+        yield f"{framework}: {cause.what} {cause.fix}"
+
+
+def _model(findings: Findings) -> Iterator[str]:
+    precise = [compared for compared in findings.of("model") if compared.dtype == findings.finest]
+    wrong = [compared for compared in precise if not compared.ok]
+    if not wrong:
+        return
+    yield f"The models differ, in {findings.finest}: {_where(precise)}. {_how(wrong)}"
+
+
+def _where(compared: list[Compared]) -> str:
+    """From which micro-batch on."""
+    parts = [c for c in compared if c.micro_batch is not None]
+    wrong = [c for c in parts if not c.ok]
+    if len(wrong) == len(parts):
+        return "in every micro-batch"
+    if not wrong:
+        return "in the full batch, but in none of its micro-batches"
+    numbers = ", ".join(str((c.micro_batch or 0) + 1) for c in wrong[:6]) + (", ..." if len(wrong) > 6 else "")
+    noun = "micro-batch" if len(wrong) == 1 else "micro-batches"
+    return f"in {noun} {numbers} of {len(parts)}, and not in the others: look at what those rows have"
+
+
+def _how(wrong: list[Compared]) -> str:
+    """In which leaves, and in what way."""
+    first = wrong[0]
+    beyond = [row for row in first.report.rows if not row.ok]
+    leaves = [row for row in beyond if row.path != "loss"]
+    if any(row.status in ("missing", "extra", "shape") for row in beyond):
+        listed = ", ".join(f"{row.path} ({row.status})" for row in beyond if row.status in ("missing", "extra", "shape"))
+        return f"The parameters do not match: {listed}."
+    if any(row.status in ("nan", "inf") for row in beyond):
+        row = next(row for row in beyond if row.status in ("nan", "inf"))
+        return f"{row.path} is not finite in one of them: nan {row.nans}, inf {row.infs} in (torch, JAX)."
+    total = len(first.report.rows) - 1
+    loss = "The loss itself differs" if len(leaves) < len(beyond) else "The loss is the same and its gradient is not"
+    text = f"{loss}; beyond the limit are {len(leaves)} of {total} gradients"
+    if 0 < len(leaves) < total:
+        text += f", the last of them {leaves[-1].path}: backward passes come to it first"
+    factor = _factor(beyond)
+    if factor is not None:
+        return f"{text}. All are torch = {factor:.6g} x JAX: another normaliser, such as a mean against a sum."
+    return f"{text}; worst {_worst(first)}."
+
+
+def _factor(rows: list[Row]) -> float | None:
+    """The one number that all leaves differ by, if there is one."""
+    found = [row.values[0] / row.values[1] for row in rows if row.values is not None and row.values[1]]
+    straight = all(row.cosine is None or row.cosine > 1 - 1e-9 for row in rows)
+    alike = bool(found) and all(math.isclose(ratio, found[0], rel_tol=1e-6) for ratio in found)
+    return found[0] if straight and alike and len(found) == len(rows) and not math.isclose(found[0], 1, rel_tol=1e-4) else None
+
+
+def _rounding(findings: Findings) -> Iterator[str]:
+    wrong = [compared for compared in findings.of("rounding") if not compared.ok]
+    if wrong:
+        worst = _most(wrong)
+        yield (
+            f"{worst.what}: {_worst(worst)} is more than rounding explains in sums of {findings.reduction} terms. The "
+            f"loss is ill-conditioned there, or something inside of it computes in less than {worst.dtype}."
+        )
+    elif not any(True for _ in _model(findings)):
+        apart = [c for c in findings.of("model") if not c.ok]
+        if apart:
+            yield f"{_most(apart).what} ({_most(apart).dtype}) differ by {_worst(_most(apart))}; in float64 they agree."
+
+
+def _training(findings: Findings) -> Iterator[str]:
+    for t in findings.trajectories:
+        if not t.ok and t.parts is not None and not findings.is_explained(t):
+            report = t.reports[t.parts - 1]
+            worst = report.worst
+            after = "from the first update on" if t.parts == 1 else f"after update {t.parts}"
+            yield (
+                f"The training with {t.optimizer} ({t.dtype}) parts {after}: {worst.path} by {worst.relative:.1e}. "
+                f"The gradients agree, so compare the options of the two optimizers."
+                if not any(True for _ in _model(findings))
+                else f"The training with {t.optimizer} ({t.dtype}) parts {after}."
+            )
+
+
+def _agreement(findings: Findings) -> str:
+    """What a problem is told that is the same everywhere."""
+    figures = {
+        cause: max((c.report.worst.relative for c in findings.of(cause) if c.dtype == findings.finest), default=None)
+        for cause in ("accumulation", "model")
+    }
+    text = f"The same. In {findings.finest} accumulated is the full batch to {figures['accumulation']:.0e}"
+    if figures["model"] is not None:
+        text += f", and torch is JAX to {figures['model']:.0e}"
+    if any(c.dtype != findings.finest for c in findings.compared):
+        text += "; what is left in less precision is rounding"
+    grown = [t for t in findings.trajectories if not t.ok]
+    if grown:
+        text += f", which training makes larger ({grown[0].optimizer}, {grown[0].dtype}: from update {grown[0].parts} on)"
+    return text + "."
+
+
+def _most(compared: list[Compared]) -> Compared:
+    return max(compared, key=lambda c: c.report.worst.badness)
+
+
+def _worst(compared: Compared) -> str:
+    row = compared.report.worst
+    return f"{row.relative:.1e} in {row.path or 'the array'} (limit {row.limit:.1e})"

@@ -1,0 +1,41 @@
+"""A problem: one loss in torch and in JAX, with its arguments, for the command line to compare."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from funcga.folds import Fold, mean
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What `python -m funcga parity FILE.py:NAME` compares: the same loss, parameters and batch in two frameworks.
+
+    params: a tree of float arrays: NumPy's, torch's or JAX's. batch: the arguments after params, a tuple of trees of
+    arrays, split into micro-batches as `in_axes` says (default: each on axis 0). Floats, of params and of the batch, are
+    cast to every dtype of the run; integers and bools stay as they are.
+    torch_loss, jax_loss: `loss(params, *batch)` -> a real scalar in the dtype of its params; either may be None, and
+    then the other one is compared with itself alone. JAX's is jitted.
+    fold, weight: as of `accumulate`; weight has to be one function for both frameworks. For averages over tokens
+    weight is what counts them, for sums fold=funcga.per_weight() as well.
+    jax_params: the tree of parameters as jax_loss takes it, if that is another one, such as flax's: the values are
+    those of params, matched by path under the rules (`funcga.rules`); those of jax_params are not looked at.
+    reduction: how many terms each element of a gradient is a sum of, for the tolerances (default: the rows).
+    optimizers: of the training at the end: any of sgd, momentum, adam and adamw.
+
+    >>> problem = funcga.Problem(params, (images, labels), torch_loss=torch_loss, jax_loss=jax_loss)
+    """
+
+    params: Any
+    batch: tuple[Any, ...]
+    torch_loss: Callable[..., Any] | None = None
+    jax_loss: Callable[..., Any] | None = None
+    fold: Fold = field(default_factory=mean)
+    weight: Callable[..., Any] | None = None
+    in_axes: Any = None
+    jax_params: Any = None
+    rules: Sequence[Any] = ()
+    reduction: int | None = None
+    optimizers: tuple[str, ...] = ("sgd", "adamw")
+    name: str = ""
+    about: str = ""
