@@ -1,39 +1,45 @@
-"""The command line: `python -m funcga parity`."""
+"""The command line: `python -m funcga parity`, `verify` and `info`."""
 
 import argparse
 import importlib.util
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from funcga.errors import FuncgaError
+from funcga.loading import blamed
 
-_NEEDED = {
-    "torch": "torch",
-    "jax": "jax",
-    "optax": "optax",
-    "numpy": "numpy",
-    "sklearn": "scikit-learn",
-    "rich": "rich",
-}
+PROBLEMS = ("digits", "cnn", "text", "batchnorm", "mixed")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+FOLDS = ("mean", "per_weight", "sum")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of the command line: 0 within the limits, 1 beyond them, 2 for bad usage or a missing package.
 
     argv: the arguments after the program's name; default: those of this process. What is found is written to standard
-    output, and a refusal, one line, to standard error.
+    output, and a refusal, one line, to standard error; with --debug its traceback as well.
     """
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        options = _parser().parse_args(argv)
-        _check_installed()
-        return _parity(options)
-    except FuncgaError as error:
-        sys.stderr.write(f"funcga: {error}\n")
-        return 2
+        options = _parser().parse_args(arguments)
+        return int(options.run(options))
     except SystemExit as stop:  # argparse, after --help
         return int(stop.code or 0)
+    except Exception as error:
+        return _refused(error, debug="--debug" in arguments)
+
+
+def _refused(error: Exception, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    if isinstance(error, FuncgaError):
+        sys.stderr.write(f"funcga: {error}\n")
+    else:
+        sys.stderr.write(f"funcga: {blamed(error)}. --debug shows where.\n")
+    return 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,46 +48,89 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("python -m funcga", description="Gradient accumulation as a pure fold, for PyTorch and JAX.")
-    commands = parser.add_subparsers(dest="command", metavar="parity", required=True)
+    parser = _Parser("funcga", description="Gradient accumulation as a pure fold, for PyTorch and JAX.")
+    parser.add_argument("--version", action="store_true", help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", metavar="parity | verify | info", required=True)
+    _add_parity(commands)
+    _add_verify(commands)
+    info = commands.add_parser("info", help="versions, devices, and what is installed")
+    info.set_defaults(run=_info)
+    for command in commands.choices.values():
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _add_parity(commands: Any) -> None:
     parity = commands.add_parser(
         "parity",
-        help="the same gradients in torch and in JAX, whole and accumulated, compared on real data",
-        description="Computes the same gradients in torch and in JAX, of the whole batch and accumulated over uneven "
-        "micro-batches, and trains with four optimizers; prints how far the two are apart. Exit code: 0 if every "
-        "difference is within its limit, 1 if not, 2 for bad usage or a missing package.",
-        epilog="Problems: digits, a mean loss on scikit-learn's handwritten digits; text, a summed loss on padded "
-        "paragraphs of Python's own help.",
+        help="the same loss in torch and in JAX: are the gradients the same, and if not, why?",
+        description="Computes the same gradients in torch and in JAX, of the whole batch, of every micro-batch and "
+        "accumulated, folds the same gradients in both and in NumPy, compares every dtype with float64, and trains; "
+        "then says what a difference comes from. Exit code: 0 if every difference is within its limit, 1 if not, 2 "
+        "for bad usage or a missing package.",
+        epilog="Built-in problems: digits (MLP), cnn, text (causal transformer, padded rows), batchnorm (frozen "
+        "statistics) and mixed (three losses in one).",
     )
-    parity.add_argument("--n", type=_counts, default="7", help="numbers of micro-batches, such as 1,2,7 (default: 7)")
     parity.add_argument(
-        "--dtype", type=_dtypes, default="float32,float64", help="float32, float64 or both (default: float32,float64)"
-    )
-    parity.add_argument("--problem", choices=("digits", "text", "all"), default="all", help="(default: all)")
+        "problem", nargs="?", default="all", metavar="FILE.py:problem | name",
+        help="a funcga.Problem of your own, or a function that returns one; or a built-in one (default: all of them)",
+    )  # fmt: skip
     parity.add_argument(
-        "--updates", type=_updates, default="50", help="of each optimizer in training; 0 for none (default: 50)"
+        "--n", type=_counts, default="1,2,4,8", help="numbers of micro-batches, such as 1,2,7 (default: 1,2,4,8)"
     )
-    parity.add_argument("--json", type=_file, metavar="FILE", help="write the figures to FILE as well")
-    return parser
+    parity.add_argument(
+        "--dtype", type=_dtypes, default="float32,float64",
+        help="of float64, float32, bfloat16, float16; with float64 the others are compared (default: float32,float64)",
+    )  # fmt: skip
+    parity.add_argument("--device", default=None, help="where both compute: cpu, cuda, cuda:1 (default: cpu)")
+    parity.add_argument(
+        "--ranks", type=_counts, default=None,
+        help="also over these numbers of replicas, such as 2 or 2,4: processes in torch, devices in JAX",
+    )  # fmt: skip
+    parity.add_argument("--updates", type=_whole, default="50", help="of each optimizer; 0 for none (default: 50)")
+    parity.add_argument("--seed", type=_whole, default="0", help="of the problem, if it takes one (default: 0)")
+    parity.add_argument("--json", type=_file, metavar="FILE", help="write everything that was found to FILE")
+    parity.add_argument("--html", type=_file, metavar="FILE", help="write the report with its pictures as a page")
+    parity.add_argument("--plot", type=_file, metavar="FILE", help="write the pictures: .png, .svg or .pdf")
+    parity.set_defaults(run=_parity)
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="is accumulation exact for this loss? If not, which mistake is it, and which line mends it?",
+        description="Runs a gradient function over n micro-batches, permuted and unevenly split, against the whole "
+        "batch. Exit code: 0 if accumulation is exact, 1 if not, 2 for bad usage.",
+        epilog="The file also has the arguments, a tuple named `args` (--args says another name). A funcga.Problem has "
+        "all of them: its losses are verified in both frameworks.",
+    )
+    verify.add_argument("grad_fn", metavar="FILE.py:grad_fn", help="a gradient function, or a funcga.Problem")
+    verify.add_argument("--args", default="args", metavar="NAME", help="of its arguments in the file (default: args)")
+    verify.add_argument("--n", type=_counts, default=None, help="numbers of micro-batches (default: several)")
+    verify.add_argument("--fold", choices=FOLDS, default=None, help="default: `fold` in the file, or mean")
+    verify.add_argument("--weight", default=None, metavar="NAME", help="default: `weight` in the file, or rows")
+    verify.add_argument("--seed", type=_whole, default="0", help="of the permutations (default: 0)")
+    verify.add_argument("--json", type=_file, metavar="FILE", help="write the verdict to FILE")
+    verify.set_defaults(run=_verify)
 
 
 def _counts(text: str) -> list[int]:
     counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of micro-batches, each at least 1: --n 1,2,7")
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, each at least 1, such as 1,2,7")
     return list(dict.fromkeys(counts))
 
 
 def _dtypes(text: str) -> list[str]:
     names = [part.strip() for part in text.split(",")]
-    if not {"float32", "float64"}.issuperset(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of float32, float64, and no list of them")
-    return list(dict.fromkeys(names))
+    if not {*DTYPES}.issuperset(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DTYPES)}, and no list of them")
+    return [name for name in reversed(DTYPES) if name in names]
 
 
-def _updates(text: str) -> int:
+def _whole(text: str) -> int:
     if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of updates: --updates 50, or 0 for no training")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 0 or more")
     return int(text)
 
 
@@ -92,14 +141,17 @@ def _file(text: str) -> Path:
     return path
 
 
-def _check_installed() -> None:
+def _check_installed(*modules: str) -> None:
     """Raises FuncgaError that names the packages which are missing, and the extra that has them."""
-    missing = [package for module, package in _NEEDED.items() if not _is_found(module)]
+    missing = [_PACKAGES.get(module, module) for module in modules if not _is_found(module)]
     if missing:
         raise FuncgaError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and parity compares torch "
-            f"with JAX on data of scikit-learn. Install what parity needs: pip install 'funcga[parity]'"
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and this command needs "
+            f"{'it' if len(missing) == 1 else 'them'}: pip install 'funcga[parity]'"
         )
+
+
+_PACKAGES = {"sklearn": "scikit-learn"}
 
 
 def _is_found(module: str) -> bool:
@@ -110,9 +162,27 @@ def _is_found(module: str) -> bool:
 
 
 def _parity(options: argparse.Namespace) -> int:
-    from funcga.parity.command import parity
+    _check_installed("numpy", "rich")
+    from funcga.parity.command import Outputs, parity, problems_of
+    from funcga.parity.run import Plan
 
-    return parity(options.problem, options.dtype, options.n, options.updates, options.json)
+    _check_installed(*(("matplotlib",) if options.plot else ()), *(("matplotlib", "jinja2") if options.html else ()))
+    plan = Plan(options.dtype, sorted(options.n), options.updates, options.device, options.ranks or ())
+    problems = problems_of(options.problem, options.seed, options.ranks)
+    return parity(problems, plan, Outputs(options.json, options.html, options.plot))
+
+
+def _verify(options: argparse.Namespace) -> int:
+    _check_installed("numpy", "rich")
+    from funcga.verification.command import verify
+
+    return verify(options)
+
+
+def _info(options: argparse.Namespace) -> int:
+    from funcga.information import show
+
+    return show()
 
 
 if __name__ == "__main__":
