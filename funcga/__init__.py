@@ -9,10 +9,12 @@ Importing it imports neither framework; the arrays of a call decide which one ru
 from funcga import monoids as monoids
 from funcga import normalizers as normalizers
 from funcga import reducers as reducers
+from funcga import rules as rules
 from funcga.accumulation import accumulate as accumulate
 from funcga.accumulator import Accumulator as Accumulator
 from funcga.accumulator import AccumulatorState as AccumulatorState
 from funcga.arguments import CARRY as CARRY
+from funcga.comparing import compare as compare
 from funcga.errors import FuncgaError as FuncgaError
 from funcga.folds import Fold as Fold
 from funcga.folds import carry as carry
@@ -28,11 +30,13 @@ from funcga.gradients import value_and_grad as value_and_grad
 from funcga.interop import to_jax as to_jax
 from funcga.interop import to_numpy as to_numpy
 from funcga.interop import to_torch as to_torch
+from funcga.matching import match as match
 from funcga.monoids import Monoid as Monoid
 from funcga.normalizers import Moments as Moments
 from funcga.normalizers import Normalizer as Normalizer
 from funcga.reducers import Reducer as Reducer
 from funcga.replicas import check_replicas as check_replicas
+from funcga.rules import Rule as Rule
 from funcga.state_dicts import from_state_dict as from_state_dict
 from funcga.state_dicts import to_state_dict as to_state_dict
 from funcga.stepping import multi_steps as multi_steps

@@ -21,7 +21,7 @@ TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.err
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
           "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "targets", "window",
-          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "__init__", "parity", "__main__"]  # fmt: skip
+          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "__init__", "parity", "__main__"]  # fmt: skip
 
 
 def imported(source):
@@ -53,13 +53,13 @@ def upward_imports(name, source):
 
 def test_the_core_imports_no_framework():
     for path, source in sources("funcga").items():
-        allowed = {"numpy"} if "parity" in path.parts else set()
+        allowed = {"numpy"} if {"parity", "comparison"} & {*path.parts} else set()
         assert not foreign_imports(source, allowed), path
 
 
 def test_imports_point_one_way():
     for path, source in sources("funcga").items():
-        if "parity" not in path.parts:
+        if not {"parity", "comparison"} & {*path.parts}:
             # backend_of names the path of what it refuses, and the others are types of its protocols
             lazily = {"backend": {"prefixes", "program", "leaves", "outputs", "tally"}}.get(path.stem, set())
             assert upward_imports(path.stem, source) <= lazily, path
@@ -252,7 +252,7 @@ def test_public_names_have_docstrings_and_types():
 
 def test_the_contract_is_there():
     names = """accumulate stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy FuncgaError CARRY Fold
-               Reducer Monoid mean per_weight sum max min moments concat carry reducers normalizers"""
+               Reducer Monoid mean per_weight sum max min moments concat carry reducers normalizers compare match Rule rules"""
     assert not [name for name in names.split() if not hasattr(funcga, name)]
     parameters = list(inspect.signature(funcga.accumulate).parameters.values())
     assert [p.name for p in parameters] == ["grad_fn", "n", "microbatch_size", "fold", "weight", "in_axes", "across"]

@@ -1,0 +1,109 @@
+"""The report of a comparison: a Row for each leaf, the verdict, and its forms: text, table, JSON and picture."""
+
+import math
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from funcga.comparison import table, tolerances
+from funcga.comparison.rows import Row as Row
+from funcga.comparison.rows import row as row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `funcga.compare` returns: `rows` in the right tree's order, those that only the left tree has last.
+
+    names: of the two trees. reduction: the terms of a sum that limits are made for; None if `rtol`, the limit that
+    was given, takes their place. str(report) is the table in plain text, with the verdict; rich prints it in colour.
+    """
+
+    rows: tuple[Row, ...]
+    names: tuple[str, str] = ("left", "right")
+    reduction: int | None = tolerances.TERMS
+    rtol: float | None = None
+    atol: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether both trees have the same leaves, and each of them is equal or within its limit."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def worst(self) -> Row | None:
+        """The row that is furthest from its limit, or beyond it; None if there is none at all."""
+        return max(self.rows, key=lambda row: row.badness, default=None)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: how many leaves are not close, of how many, and which is the worst."""
+        apart = sum(not row.ok for row in self.rows)
+        if self.worst is None:
+            return f"{self.names[0]} and {self.names[1]} have no leaves."
+        how = f"`{self.worst.path}` {table.summary(self.worst, self.names)}"
+        if apart:
+            return f"{apart} of {len(self.rows)} leaves of {self.names[0]} and {self.names[1]} are not close; {how}."
+        return f"All {len(self.rows)} leaves of {self.names[0]} and {self.names[1]} are close; the worst, {how}."
+
+    @property
+    def tolerance(self) -> str:
+        """What rel may be, and why, in words."""
+        absolute = f", and abs {self.atol:g} more" if self.atol else ""
+        if self.rtol is not None:
+            return f"rel may be {self.rtol:g}, as rtol= says{absolute}."
+        dtypes = dict.fromkeys(row.dtype for row in self.rows if row.dtype)
+        reasons = "; ".join(tolerances.reason(dtype, self.reduction or tolerances.TERMS) for dtype in dtypes)
+        return f"rel may be, by dtype: {reasons}{absolute}." if reasons else "No leaf is in both."
+
+    def assert_close(self) -> None:
+        """None if `ok`. Raises AssertionError, which shows the worst leaves, if not."""
+        if not self.ok:
+            worst = [row for row in sorted(self.rows, key=lambda row: row.badness, reverse=True) if not row.ok]
+            more = f"\n... and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
+            shown = table.plain(worst[:_SHOWN], self.names)
+            raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}")
+
+    def table(self) -> "Table":
+        """The report as a table of rich."""
+        return table.rich(self.rows, self.names, f"{self.verdict}\n{self.tolerance}")
+
+    def __rich__(self) -> "Table":
+        return self.table()
+
+    def __str__(self) -> str:
+        return f"{table.plain(self.rows, self.names)}\n{self.tolerance}\n{self.verdict}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON can hold it: figures that are not finite are None, complex ones are pairs."""
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "tolerance": self.tolerance,
+            "names": list(self.names),
+            "reduction": self.reduction,
+            "rtol": self.rtol,
+            "atol": self.atol,
+            "rows": [{name: _plain(value) for name, value in vars(row).items()} for row in self.rows],
+        }
+
+    def plot(self, file: str | PathLike[str]) -> None:
+        """None; writes a picture of rel and its limit, leaf by leaf, to a file: .png, .svg or .pdf.
+
+        Raises FuncgaError if matplotlib is not installed, or cannot write such a file.
+        """
+        from funcga.comparison.picture import draw
+
+        draw(self.rows, self.names, f"{self.verdict}\n{self.tolerance}", file)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    if isinstance(value, complex):
+        return [_plain(value.real), _plain(value.imag)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

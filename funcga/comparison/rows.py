@@ -1,0 +1,143 @@
+"""A row of a report: one leaf, of two trees, and whether its values are close."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from funcga.comparison import tolerances
+from funcga.comparison.differences import Difference, difference
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One leaf of two trees: how far the left is from the right, how far it may be, and its status.
+
+    path: dotted, as the right tree spells it; left_path: as the left tree does, before a rule renamed it.
+    shapes, dtypes: of the left, after a rule permuted its axes, and the right; None where a leaf is missing.
+    absolute: the largest |left - right|. relative: that over the largest |right| of the leaf.
+    limit: of the relative difference: a leaf is close if absolute <= atol + limit * largest |right|.
+    ulps: the largest distance in units in the last place, of floats of one dtype.
+    cosine: of the angle between the leaves as vectors, in float64; None if one is zero.
+    index, values: where it differs most, and (left, right) there; None where nothing does.
+    nans, infs: how many there are on the left and on the right.
+    status: 'equal' or 'within'; 'beyond' the limit; 'nan' if there is one; 'inf' if infinities do not match; 'shape',
+    'dtype' if they differ; 'missing' on the left; 'extra' on the left.
+    """
+
+    path: str
+    left_path: str
+    shapes: tuple[Shape | None, Shape | None]
+    dtypes: tuple[str | None, str | None]
+    absolute: float
+    relative: float
+    limit: float
+    ulps: float | None
+    cosine: float | None
+    index: Shape | None
+    values: tuple[Any, Any] | None
+    nans: tuple[int, int]
+    infs: tuple[int, int]
+    status: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the values are equal or within their limit."""
+        return self.status in ("equal", "within")
+
+    @property
+    def dtype(self) -> str | None:
+        """The coarser of the two dtypes, which the limit is made for; None where a leaf is missing."""
+        left, right = self.dtypes
+        return left and right and tolerances.coarser(left, right)
+
+    @property
+    def badness(self) -> tuple[bool, float]:
+        """To sort by: what is not close first, then how many times the limit it is away."""
+        if math.isnan(self.relative):
+            return not self.ok, math.inf
+        return not self.ok, self.relative / self.limit if self.limit else self.relative
+
+
+def row(
+    path: str,
+    left: Any,
+    right: Any,
+    *,
+    left_path: str | None = None,
+    limit: float | None = None,
+    atol: float = 0.0,
+    reduction: int = tolerances.TERMS,
+    check_dtype: bool = True,
+) -> Row:
+    """The Row of two NumPy arrays, or of two other leaves, which are compared by `==`; None is a leaf that is missing.
+
+    limit: of the relative difference; by default that of the coarser dtype and of sums of `reduction` terms.
+    """
+    shapes, dtypes = (_shape(left), _shape(right)), (_dtype(left), _dtype(right))
+    if limit is None:
+        limit = tolerances.limit(tolerances.coarser(*(dtype or "" for dtype in dtypes)), reduction)
+    made = Row(path, path if left_path is None else left_path, shapes, dtypes, math.inf, math.inf, limit, None, None,
+               None, None, (0, 0), (0, 0), "")  # fmt: skip
+    if left is None or right is None:
+        return replace(made, status="missing" if left is None else "extra")
+    if not _is_array(left) or not _is_array(right):
+        return _of_objects(made, left, right)
+    if shapes[0] != shapes[1]:
+        return replace(made, status="shape")
+    return _of_arrays(made, left, right, difference(left, right), atol, check_dtype)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray)
+
+
+def _shape(leaf: Any) -> Shape | None:
+    return None if leaf is None else leaf.shape if _is_array(leaf) else ()
+
+
+def _dtype(leaf: Any) -> str | None:
+    return None if leaf is None else leaf.dtype.name if _is_array(leaf) else type(leaf).__name__
+
+
+def _of_objects(made: Row, left: Any, right: Any) -> Row:
+    if type(left) is type(right) and bool(left == right):
+        return replace(made, status="equal", absolute=0.0, relative=0.0)
+    status = "beyond" if type(left) is type(right) else "dtype"
+    return replace(made, status=status, values=(repr(left), repr(right)))
+
+
+def _of_arrays(made: Row, left: Any, right: Any, found: Difference, atol: float, check_dtype: bool) -> Row:
+    index = None if found.place is None else tuple(map(int, np.unravel_index(found.place, right.shape)))
+    return replace(
+        made,
+        absolute=found.absolute,
+        relative=found.absolute / found.scale if found.scale else (math.inf if found.absolute > 0 else found.absolute),
+        ulps=found.ulps,
+        cosine=found.cosine,
+        index=index,
+        values=None if index is None else (_number(left[index]), _number(right[index])),
+        nans=found.nans,
+        infs=found.infs,
+        status=_status(made, found, atol, check_dtype),
+    )
+
+
+def _number(element: Any) -> Any:
+    """An element as Python's own bool, int, float or complex."""
+    return element.item() if element.dtype.kind in "biufc" else float(element)
+
+
+def _status(made: Row, found: Difference, atol: float, check_dtype: bool) -> str:
+    if check_dtype and made.dtypes[0] != made.dtypes[1]:
+        return "dtype"
+    if any(found.nans):
+        return "nan"
+    if math.isinf(found.absolute) and any(found.infs):
+        return "inf"
+    if found.absolute == 0:
+        return "equal"
+    return "within" if found.absolute <= atol + made.limit * found.scale else "beyond"

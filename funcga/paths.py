@@ -1,0 +1,87 @@
+"""Dotted paths: the leaves of any tree by one spelling, so that trees of different frameworks and containers match."""
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from funcga.backend import Backend, load_imported
+from funcga.errors import FuncgaError
+
+
+def by_path(tree: Any, name: str) -> dict[str, Any]:
+    """The leaves of a tree by their dotted paths, such as `hidden.weight`, `layers.0.kernel` or, of one array, ``.
+
+    A flat dict {"hidden.weight": array} has the same paths as the nested one. None and functions, as equinox modules
+    hold for an activation, are no leaves; a box with a `.value` alone, as flax puts around a parameter, is its value.
+    Raises FuncgaError, which calls the tree by `name`, for a torch module, a DTensor, and two leaves of one path.
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in paths_and_leaves(tree, walker(tree)):
+        if path in found:
+            raise FuncgaError(
+                f"two leaves of {name} have the path `{path}`, as a key with a dot in it and as nested keys, so that "
+                f"it does not say which is meant. Rename one of the two."
+            )
+        _check(leaf, path, name)
+        if leaf is not None and not callable(leaf):
+            found[path] = leaf
+    return found
+
+
+def paths_and_leaves(tree: Any, backend: Backend | None, path: str = "") -> list[tuple[str, Any]]:
+    """(dotted path, leaf) of every leaf, None as well, in the order of the backend's `trees.flatten`."""
+    children = _children(tree) if backend is None else backend.trees.children(tree)
+    if children is None:
+        return [(path, tree)]
+    if [key for key, _ in children] == [".value"]:
+        return paths_and_leaves(children[0][1], backend, path)
+    return [
+        found
+        for key, child in children
+        for found in paths_and_leaves(child, backend, f"{path}.{_dotted(key)}".removeprefix("."))
+    ]
+
+
+def _dotted(key: str) -> str:
+    """`['a']`, `[0]` and `.a`, as one would write them in code, without what is around the name."""
+    if key.startswith("."):
+        return key[1:]
+    inner = key[1:-1]
+    return str(ast.literal_eval(inner)) if inner[:1] in "'\"" else inner
+
+
+def _children(tree: Any) -> list[tuple[str, Any]] | None:
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", child) for key, child in tree.items()]
+    if isinstance(tree, tuple | list):
+        return [(f"[{i}]", child) for i, child in enumerate(tree)]
+    return None
+
+
+def walker(tree: Any) -> Backend | None:
+    """The backend that walks a tree: that of its arrays; JAX's if they are NumPy's; None if nothing is imported.
+
+    Unlike in a fold, a tree may hold arrays of several frameworks: it is only looked at.
+    """
+    loaded = load_imported()
+    for backend in loaded:
+        if any(map(backend.arrays.owns, backend.trees.flatten(tree)[0])):
+            return backend
+    return loaded[-1] if loaded else None
+
+
+def _check(leaf: Any, path: str, name: str) -> None:
+    if hasattr(leaf, "named_parameters"):
+        raise FuncgaError(
+            f"{_where(path, name)} is the module {type(leaf).__name__}, which is no tree of arrays. Pass its "
+            f"parameters, dict(module.named_parameters()), or its buffers too: module.state_dict()."
+        )
+    if hasattr(leaf, "full_tensor"):
+        raise FuncgaError(
+            f"{_where(path, name)} is a DTensor, of which this process holds a part. Gather it first, on every rank of "
+            f"its mesh: {{name: tensor.full_tensor() for name, tensor in {name}.items()}}."
+        )
+
+
+def _where(path: str, name: str) -> str:
+    return f"`{path}` of {name}" if path else name

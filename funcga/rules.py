@@ -1,0 +1,157 @@
+"""Rules: what a leaf of one library is called in another, and how its axes lie there."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from funcga.errors import FuncgaError
+
+
+@dataclass(frozen=True)
+class Rule:
+    r"""A leaf whose dotted path is `pattern`, all of it, is called `replacement` on the other side.
+
+    pattern: a regular expression; replacement: what `re.sub` makes of it, with groups as `\1`, or None: such a leaf has
+    no counterpart, and is left out. axes: how the array's axes are permuted: None, a tuple as for numpy.transpose,
+    "oi->io" or "io->oi" for weights of any rank, or a function of a NumPy array, for what axes alone cannot say.
+    "oi->io" takes [out, in, *spatial] to [*spatial, in, out]: the linear and convolutional layers of torch to those of
+    flax; "io->oi" is the way back.
+
+    Raises FuncgaError for a pattern or axes that are none.
+
+    >>> rules = [funcga.Rule(r"fc1\.(.*)", r"Dense_0.\1"), *funcga.rules.torch_to_flax]
+    """
+
+    pattern: str
+    replacement: str | None
+    axes: tuple[int, ...] | str | Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            # The replacement's groups are looked up only where something matches, and this matches.
+            re.sub(f"{self.pattern}|$", self.replacement or "", "")
+        except (re.error, IndexError, TypeError) as error:
+            raise FuncgaError(
+                f"Rule({self.pattern!r}, {self.replacement!r}) is no regular expression with its replacement: {error}. "
+                rf"Write funcga.Rule(r'fc1\.(.*)', r'Dense_0.\1'), for instance."
+            ) from error
+        if not _is_axes(self.axes):
+            raise FuncgaError(
+                f"Rule({self.pattern!r}, ..., axes={self.axes!r}): these are no axes. Write 'oi->io', 'io->oi', a "
+                f"permutation such as (1, 0), or a function of a NumPy array."
+            )
+
+
+def _is_axes(axes: Any) -> bool:
+    if isinstance(axes, tuple):
+        return sorted(axes, key=str) == list(range(len(axes)))
+    return axes is None or callable(axes) or axes in ("oi->io", "io->oi")
+
+
+class Pair(NamedTuple):
+    """Two leaves that match, by their paths, and what takes the left one's axes to the right one's, in order."""
+
+    left: str
+    right: str
+    rules: tuple[Rule, ...]
+
+
+def pairs(lefts: Iterable[str], rights: Iterable[str], rules: Sequence[Rule]) -> list[Pair]:
+    """The Pair of every left path, in order; one that matches nothing is paired with its own name.
+
+    Each rule is tried in order on what those before it have made of the path, and may be left out; the first path that
+    the right tree has wins, where an earlier rule goes before a later one, and a rule before none. Raises FuncgaError
+    if two leaves end up as one.
+    """
+    there = {*rights}
+    found: dict[str, Pair] = {}
+    for left in lefts:
+        pair = _pair(left, there, rules)
+        if pair is None:
+            continue
+        if pair.right in found:
+            raise FuncgaError(
+                f"`{found[pair.right].left}` and `{left}` of the left tree are both `{pair.right}` by these rules. "
+                f"Make a pattern narrower, so that each leaf has a path of its own."
+            )
+        found[pair.right] = pair
+    return [*found.values()]
+
+
+def _pair(left: str, there: set[str], rules: Sequence[Rule]) -> Pair | None:
+    spellings = _spellings(left, rules)
+    for path, used in spellings.items():
+        if path in there:
+            return Pair(left, path, used)
+    return None if any(_is_left_out(path, rules) for path in spellings) else Pair(left, left, ())
+
+
+def _is_left_out(path: str, rules: Sequence[Rule]) -> bool:
+    return any(rule.replacement is None and re.fullmatch(rule.pattern, path) for rule in rules)
+
+
+def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
+    """All that the rules can make of a path, the first choice first, and those of them that are used."""
+    found: dict[str, tuple[Rule, ...]] = {path: ()}
+    for rule in rules:
+        made: dict[str, tuple[Rule, ...]] = {}
+        for before, used in found.items():
+            match = re.fullmatch(rule.pattern, before)
+            if match and rule.replacement is not None:
+                made.setdefault(match.expand(rule.replacement), (*used, rule))
+            made.setdefault(before, used)
+        found = made
+    return found
+
+
+def permuted(array: Any, pair: Pair) -> Any:
+    """The left array of a pair, of NumPy, with its axes as the right one has them.
+
+    Raises FuncgaError if it has not the axes that a rule permutes.
+    """
+    for rule in pair.rules:
+        array = _permuted(array, rule, pair)
+    return array
+
+
+def _permuted(array: Any, rule: Rule, pair: Pair) -> Any:
+    if rule.axes is None:
+        return array
+    if not isinstance(rule.axes, str | tuple):
+        return rule.axes(array)
+    count = len(array.shape)
+    axes = rule.axes if isinstance(rule.axes, tuple) else AXES[rule.axes](count)
+    if len(axes) != count:
+        raise FuncgaError(
+            f"Rule({rule.pattern!r}, ..., axes={rule.axes!r}) permutes {len(axes)} axes, and `{pair.left}` is "
+            f"{array.dtype}[{', '.join(map(str, array.shape))}]. Make the pattern narrower, or write another rule for "
+            f"this leaf before it."
+        )
+    return array.transpose(axes)
+
+
+AXES: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "oi->io": lambda count: (*range(2, count), 1, 0),
+    "io->oi": lambda count: (count - 1, count - 2, *range(count - 2)),
+}
+
+torch_to_flax = (
+    Rule(r"(.*\.)?weight", r"\1kernel", axes="oi->io"),
+    Rule(r"(.*\.)?weight", r"\1scale"),
+    Rule(r"(.*\.)?weight", r"\1embedding"),
+    Rule(r"(.*\.)?running_(mean|var)", r"\1\2"),
+    Rule(r"(.*\.)?num_batches_tracked", None),
+    Rule(r"(.*)", r"params.\1"),
+    Rule(r"(.*)", r"batch_stats.\1"),
+)
+"""From the names and layouts of torch.nn to those of flax, linen and nnx: linear, convolutional, normalisation and
+embedding layers. What a layer's `weight` is, is decided by what the flax tree has in that place."""
+
+flax_to_torch = (
+    Rule(r"(?:params|batch_stats)\.(.*)", r"\1"),
+    Rule(r"(.*\.)?kernel", r"\1weight", axes="io->oi"),
+    Rule(r"(.*\.)?(?:scale|embedding)", r"\1weight"),
+    Rule(r"(.*\.)?(mean|var)", r"\1running_\2"),
+)
+"""The way back: from the names and layouts of flax to those of torch.nn."""
