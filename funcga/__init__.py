@@ -34,6 +34,7 @@ from funcga.matching import match as match
 from funcga.monoids import Monoid as Monoid
 from funcga.normalizers import Moments as Moments
 from funcga.normalizers import Normalizer as Normalizer
+from funcga.problem import Problem as Problem
 from funcga.reducers import Reducer as Reducer
 from funcga.replicas import check_replicas as check_replicas
 from funcga.rules import Rule as Rule

@@ -49,7 +49,6 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("funcga", description="Gradient accumulation as a pure fold, for PyTorch and JAX.")
-    parser.add_argument("--version", action="store_true", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", metavar="parity | verify | info", required=True)
     _add_parity(commands)
     _add_verify(commands)
@@ -167,8 +166,8 @@ def _parity(options: argparse.Namespace) -> int:
     from funcga.parity.run import Plan
 
     _check_installed(*(("matplotlib",) if options.plot else ()), *(("matplotlib", "jinja2") if options.html else ()))
-    plan = Plan(options.dtype, sorted(options.n), options.updates, options.device, options.ranks or ())
-    problems = problems_of(options.problem, options.seed, options.ranks)
+    plan = Plan(options.dtype, sorted(options.n), options.updates, options.device)
+    problems = problems_of(options.problem, options.seed)
     return parity(problems, plan, Outputs(options.json, options.html, options.plot))
 
 

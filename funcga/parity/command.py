@@ -1,7 +1,9 @@
 """The command: problems run and reported one after the other, then the verdict."""
 
+import inspect
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +11,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from funcga.errors import FuncgaError
+from funcga.loading import load_object
 from funcga.parity import report
+from funcga.parity.problems import PROBLEMS
 from funcga.parity.run import Findings, Plan, run
 from funcga.problem import Problem
 
@@ -20,6 +24,26 @@ class Outputs(NamedTuple):
     json: Path | None = None
     html: Path | None = None
     plot: Path | None = None
+
+
+def problems_of(where: str, seed: int) -> list[Problem]:
+    """The Problems that the command line names: all built-in ones, one of them, or that of `FILE.py:NAME`.
+
+    Raises FuncgaError if there is none, or if what is there is no Problem.
+    """
+    if where == "all" or where in PROBLEMS:
+        return [PROBLEMS[name](seed) for name in (PROBLEMS if where == "all" else [where])]
+    if ".py" not in where:
+        raise FuncgaError(f"{where!r} is no problem: {', '.join(PROBLEMS)}, all, or one of your own, FILE.py:problem.")
+    value, name, _ = load_object(where, "problem")
+    if callable(value) and not isinstance(value, Problem):
+        value = value(seed) if inspect.signature(value).parameters else value()
+    if not isinstance(value, Problem):
+        raise FuncgaError(
+            f"{where} is of type {type(value).__name__}, and parity takes a funcga.Problem, or a function that returns "
+            f"one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...)."
+        )
+    return [value if value.name else replace(value, name=name)]
 
 
 def parity(problems: Sequence[Problem], plan: Plan, outputs: Outputs) -> int:
@@ -38,7 +62,7 @@ def parity(problems: Sequence[Problem], plan: Plan, outputs: Outputs) -> int:
 def _run(problem: Problem, plan: Plan, console: Console) -> Findings:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(problem.name, total=plan.ticks(problem))
-        findings = run(problem, plan._replace(tick=lambda: progress.advance(task)))
+        findings = run(problem, replace(plan, tick=lambda: progress.advance(task)))
     console.print("", report.table(findings), report.sentences(findings), sep="\n")
     return findings
 

@@ -8,7 +8,7 @@ import numpy as np
 from funcga import interop
 from funcga.accumulation import accumulate
 from funcga.folds import Fold, sum
-from funcga.parity.sides import Result, Side, is_float, numpy_dtype
+from funcga.parity.sides import Result, Side
 
 
 class Folded(NamedTuple):
@@ -21,9 +21,8 @@ class Folded(NamedTuple):
 def by_framework(side: Side, micro_batches: Sequence[Result], weights: Sequence[float]) -> Folded:
     """The Folded of a framework, by the loop that accumulates gradients."""
     stacked = _stacked(micro_batches)
-    convert = {"torch": interop.to_torch, "jax": interop.to_jax}[side.framework]
     with side.running():
-        given, weight = convert((stacked, _weights(weights, side.dtype)), device=side.device)
+        given, weight = side.placed((stacked, _weights(weights, side.dtype)))
         fold: Any = (side.problem.fold, sum())
         step = accumulate(_first, len(weights), fold=fold, weight=_weight, in_axes=0)
         return Folded(*interop.to_numpy(step(given, weight)))

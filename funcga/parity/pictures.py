@@ -44,7 +44,7 @@ def _finish(ax: Any) -> None:
 def _against_n(ax: Any, findings: Findings) -> None:
     ax.set(title="accumulated vs full batch", xlabel="n, micro-batches")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _lines(ax, findings.of("accumulation"), lambda c: c.what.split(":")[0], lambda c: c.n)
+    _lines(ax, findings.of("accumulation"), lambda c: c.what.split()[0], lambda c: c.n)
 
 
 def _against_depth(ax: Any, findings: Findings) -> None:

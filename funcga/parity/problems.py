@@ -39,10 +39,7 @@ def cnn(seed: int = 0) -> Problem:
     random = np.random.default_rng(seed)
     shapes = {"conv1": (8, 1, 3, 3), "conv2": (16, 8, 3, 3), "output": (10, 16)}
     params = {
-        name: {
-            "weight": _normal(random, *shape, fan_in=int(np.prod(shape[1:]))),
-            "bias": _normal(random, shape[0]),
-        }
+        name: {"weight": _normal(random, *shape, fan_in=int(np.prod(shape[1:]))), "bias": _normal(random, shape[0])}
         for name, shape in shapes.items()
     }
     images, labels = _digits()

@@ -1,6 +1,7 @@
 """The report: a table and a verdict for each problem, and the same as JSON."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,71 +20,86 @@ WIDTH = 100
 
 
 class Line(NamedTuple):
-    """A line of a table: a group of comparisons, by the one of them that differs most."""
+    """A line of a table: comparisons of one kind, by the one of them in each dtype that differs most.
+
+    figures: by dtype, the largest relative difference against its limit. status: 'within', 'rounding' for what
+    differs in less than float64 alone and grows in training, or 'BEYOND'.
+    """
 
     cause: str
     what: str
-    dtype: str
-    worst: str
-    limit: str
+    figures: dict[str, str]
     where: str
     status: str
 
 
 def lines(findings: Findings) -> list[Line]:
     """The Lines of a problem, in the order of CAUSES."""
-    found = [line for cause in CAUSES for line in _of_cause(findings, cause)]
-    return found + [_of_trajectory(findings, t) for t in findings.trajectories]
+    return [line for cause in CAUSES for line in _of_cause(findings, cause)] + _of_training(findings)
 
 
 def _of_cause(findings: Findings, cause: str) -> Iterator[Line]:
-    groups: dict[tuple[str, str], list[Compared]] = {}
-    for compared in findings.of(cause):
-        groups.setdefault((compared.what, compared.dtype), []).append(compared)
-    for (what, dtype), group in groups.items():
-        worst = max(group, key=lambda c: c.report.worst.badness if c.report.worst else (False, 0.0))
-        yield Line(cause, what, dtype, *_figures(worst), "within" if all(c.ok for c in group) else "BEYOND")
+    for what in dict.fromkeys(compared.what for compared in findings.of(cause)):
+        kind = [compared for compared in findings.of(cause) if compared.what == what]
+        worst = {c.dtype: c for c in sorted(kind, key=lambda c: badness(c.report))}  # the last one of each dtype
+        figures = {dtype: against(c.report) for dtype, c in worst.items()}
+        status = "within" if all(c.ok for c in kind) else "BEYOND"
+        yield Line(cause, what, figures, _where(max(worst.values(), key=lambda c: badness(c.report))), status)
 
 
-def _figures(compared: Compared) -> tuple[str, str, str]:
-    """What differs most, the limit of that, and where it is."""
-    row = compared.report.worst
-    assert row is not None
-    if row.status in ("missing", "extra", "shape", "dtype"):
-        return row.status, "", row.path
-    part = "" if compared.micro_batch is None else f"#{compared.micro_batch + 1} "
-    n = f"n = {compared.n} " if compared.cause == "accumulation" else part
-    return figure(row.relative), figure(row.limit), f"{n}{row.path}"
+def _where(compared: Compared) -> str:
+    path = compared.report.worst.path if compared.report.worst else ""
+    if compared.micro_batch is not None:
+        return f"{path}, micro-batch {compared.micro_batch + 1}"
+    return f"{path}, n = {compared.n}" if compared.cause == "accumulation" else path
 
 
-def _of_trajectory(findings: Findings, t: Trajectory) -> Line:
-    report = t.reports[(t.parts or len(t.reports)) - 1]
-    worst = report.worst
-    assert worst is not None
-    status = "within" if t.ok else "rounding" if findings.is_explained(t) else "BEYOND"
-    where = f"{worst.path}, " + (f"from update {t.parts}" if t.parts else f"update {len(t.reports)}")
-    what = f"torch vs JAX: {t.optimizer}, {len(t.reports)} updates"
-    return Line("training", what, t.dtype, figure(worst.relative), figure(worst.limit), where, status)
+def _of_training(findings: Findings) -> list[Line]:
+    found = []
+    for optimizer in dict.fromkeys(t.optimizer for t in findings.trajectories):
+        kind = [t for t in findings.trajectories if t.optimizer == optimizer]
+        ok, explained = all(t.ok for t in kind), all(t.ok or findings.is_explained(t) for t in kind)
+        status = "within" if ok else "rounding" if explained else "BEYOND"
+        first = min((t for t in kind), key=lambda t: t.parts or len(t.reports) + 1)
+        worst = first.decisive.worst
+        where = f"{worst.path if worst else ''}, update {first.parts or len(first.reports)}"
+        figures = {t.dtype: against(t.decisive) for t in kind}
+        found.append(Line("training", f"{optimizer}, {len(kind[0].reports)} updates", figures, where, status))
+    return found
 
 
-def figure(value: float) -> str:
+def badness(report: Report) -> tuple[bool, float]:
+    """How far a report's worst leaf is from its limit, to sort by."""
+    return report.worst.badness if report.worst else (False, 0.0)
+
+
+def against(report: Report) -> str:
+    """The largest relative difference against its limit, such as `8.6e-7 < 2e-5`."""
+    row = report.worst
+    if row is None:
+        return ""
+    if row.status not in ("equal", "within", "beyond"):
+        return row.status
+    return f"{figure(row.relative)} {'<' if row.ok else '>'} {figure(row.limit, 0)}" if row.limit else figure(row.relative)
+
+
+def figure(value: float, digits: int = 1) -> str:
     """A difference in a few characters."""
-    return "0" if value == 0 else f"{value:.1e}"
+    return "0" if value == 0 else re.sub(r"e-0?", "e-", f"{value:.{digits}e}")
 
 
 def table(findings: Findings) -> Table:
     """The table of a problem: a line for everything that is compared, by the cause that a difference would have."""
     made = Table(title=Text(title(findings), style="bold"), title_justify="left", box=SIMPLE_HEAD, show_edge=False)
     made.pad_edge = False
-    for heading in ("cause", "what is compared", "dtype", "worst", "limit", "where", ""):
-        made.add_column(heading, no_wrap=heading == "worst")
+    for heading in ("cause", "what is compared", *findings.dtypes, "worst at", ""):
+        made.add_column(heading, no_wrap=heading in ("cause", *findings.dtypes))
     last = ""
     for line in lines(findings):
         style = {"within": "green", "rounding": "yellow"}.get(line.status, "bold red")
-        if last and last != line.cause:
-            made.add_section()
         shown = line.cause if line.cause != last else ""
-        made.add_row(shown, *line[1:-1], Text(line.status, style))
+        figures = [line.figures.get(dtype, "") for dtype in findings.dtypes]
+        made.add_row(shown, line.what, *figures, line.where, Text(line.status, style))
         last = line.cause
     return made
 

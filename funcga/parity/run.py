@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcga.comparing import compare
 from funcga.comparison.report import Report
@@ -10,14 +10,16 @@ from funcga.parity import folding
 from funcga.parity.sides import FRAMEWORKS, Result, Side
 from funcga.parity.training import Trajectory, train
 from funcga.problem import Problem
-from funcga.verification.verdict import Cause
+
+if TYPE_CHECKING:
+    from funcga.verification.verdict import Cause
 
 CAUSES = {
-    "accumulation": "accumulated against the full batch",
-    "model": "torch against JAX, full batch and every micro-batch",
-    "fold": "the fold alone, of the same micro-batch gradients",
-    "rounding": "against the framework's own float64",
-    "training": "the parameters, update by update",
+    "accumulation": "is the gradient of a framework, accumulated over n micro-batches, that of its own full batch?",
+    "model": "do both frameworks have the same gradients, of the full batch and of every micro-batch?",
+    "fold": "do both, and NumPy in float64, fold the same micro-batch gradients to the same? Plain sums bit for bit.",
+    "rounding": "is each framework as close to its own float64 as rounding in a sum of so many terms allows?",
+    "training": "do the parameters of both stay together, update by update?",
 }
 """What a difference may come from, in the order in which they are looked at, and what is compared to find it."""
 
@@ -42,7 +44,7 @@ class Finding(NamedTuple):
     """What `verify` says of the loss of a framework, where accumulation is not exact."""
 
     framework: str
-    cause: Cause
+    cause: "Cause"
 
 
 class Findings(NamedTuple):
@@ -160,16 +162,16 @@ class _Run:
         for n in self.plan.ns:
             found = self._done(lambda n=n: side.accumulated(n))
             report = side.report(found, full, ("accumulated", "full batch"))
-            yield Compared("accumulation", f"{side.label}: accumulated vs full batch", side.dtype, n, report)
+            yield Compared("accumulation", f"{side.label} vs its full batch", side.dtype, n, report)
 
     def _of_both(self, dtype: str) -> Iterator[Compared]:
         torch, jax = (self.sides[name, dtype] for name in ("torch", "jax"))
         between = lambda left, right: torch.report(left, right, ("torch", "JAX"), self.problem.rules)
         full = between(self.full["torch", dtype], self.full["jax", dtype])
-        yield Compared("model", "torch vs JAX: full batch", dtype, None, full)
+        yield Compared("model", "torch vs JAX, full batch", dtype, None, full)
         pairs = zip(self.micro["torch", dtype], self.micro["jax", dtype], strict=True)
         for i, (left, right) in enumerate(pairs):
-            yield Compared("model", "torch vs JAX: a micro-batch", dtype, self.most, between(left, right), i)
+            yield Compared("model", "torch vs JAX, micro-batches", dtype, self.most, between(left, right), i)
 
     def _folded(self, side: Side) -> Iterator[Compared]:
         given = self.micro[self.frameworks[0], side.dtype]  # the same for both sides
@@ -177,9 +179,9 @@ class _Run:
         found = self._done(lambda: folding.by_framework(side, given, weights))
         exact = folding.by_hand(self.problem.fold, given, weights)
         fold = side.compared(found.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
-        yield Compared("fold", f"{side.label} vs NumPy in float64: the fold", side.dtype, self.most, fold)
+        yield Compared("fold", f"{side.label} vs NumPy", side.dtype, self.most, fold)
         sums = compare(found.sums, exact.sums, rtol=0, names=(side.label, "NumPy"))
-        yield Compared("fold", f"{side.label} vs NumPy: plain sums, bit for bit", side.dtype, self.most, sums)
+        yield Compared("fold", f"{side.label} vs NumPy, plain sums", side.dtype, self.most, sums)
 
     def _rounded(self, side: Side) -> Compared:
         report = side.report(
@@ -188,7 +190,7 @@ class _Run:
             (side.dtype, "float64"),
             check_dtype=False,
         )
-        return Compared("rounding", f"{side.label}: {side.dtype} vs float64", side.dtype, None, report)
+        return Compared("rounding", f"{side.label} vs its float64", side.dtype, None, report)
 
     def _trained(self, dtype: str) -> Iterator[Trajectory]:
         if len(self.frameworks) == 2 and self.plan.updates:
@@ -199,7 +201,7 @@ class _Run:
     def _mistakes(self, compared: list[Compared]) -> list[Finding]:
         dtype = self.plan.dtypes[-1]
         wrong = [c for c in compared if c.cause == "accumulation" and c.dtype == dtype and not c.ok]
-        labels = dict.fromkeys(c.what.split(":")[0] for c in wrong)
+        labels = dict.fromkeys(c.what.split()[0] for c in wrong)
         found = []
         for name in self.frameworks:
             side = self.sides[name, dtype]

@@ -1,23 +1,30 @@
 """One framework's side of a problem in one dtype: its gradients of the batch, of micro-batches, and accumulated."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from funcga import interop
 from funcga.accumulation import accumulate
 from funcga.arguments import Arguments, groups, read_arguments, starts
-from funcga.backend import Backend, load
+from funcga.backend import Backend, load, load_imported
+from funcga.comparing import compare
+from funcga.comparison import tolerances
+from funcga.comparison.report import Report, row
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.gradients import value_and_grad
-from funcga.prefixes import dotted, leaf_paths
+from funcga.matching import match
+from funcga.paths import paths_and_leaves
 from funcga.problem import Problem
+
+if TYPE_CHECKING:
+    from funcga.verification.verdict import Verdict
 
 FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 """The frameworks, as they are imported and as they are written."""
@@ -45,7 +52,7 @@ class Side:
     def full(self) -> Result:
         """The loss and gradients of the whole batch, normalised by hand: no fold has a part in it."""
         with self.running():
-            loss, gradient = self._compiled(*self.args)
+            loss, gradient = self.compiled(*self.args)
             return self._result((loss, gradient), divisor(self.problem, self.weights(1)[0]))
 
     def accumulated(self, n: int) -> Result:
@@ -60,15 +67,17 @@ class Side:
     def micro_batches(self, n: int) -> list[Result]:
         """What grad_fn itself returns for each of n micro-batches: nothing is folded, or divided."""
         with self.running():
-            return [self._result(self._compiled(*args)) for args in self._parts(n)]
+            return [self._result(self.compiled(*args)) for args in self._parts(n)]
 
     def weights(self, n: int) -> list[float]:
         """The weight of each of n micro-batches."""
-        weight = self.problem.weight
-        if weight is None:
-            return [float(rows) for rows in self.rows(n)]
         with self.running():
-            return [float(weight(*self.arguments.split_args(part))) for part in self._parts(n)]
+            return [float(self.weight(args, rows)) for args, rows in zip(self._parts(n), self.rows(n), strict=True)]
+
+    def weight(self, args: tuple[Any, ...], rows: int) -> Any:
+        """The weight of a micro-batch of so many rows."""
+        weight = self.problem.weight
+        return rows if weight is None else weight(*self.arguments.split_args(args))
 
     def rows(self, n: int) -> list[int]:
         """The rows of each of n micro-batches."""
@@ -90,6 +99,11 @@ class Side:
         return [self.arguments.cut(start, size, []) for start, size in starts(rows)]
 
     @property
+    def label(self) -> str:
+        """The framework's name as it is written."""
+        return FRAMEWORKS[self.framework]
+
+    @property
     def loss(self) -> Callable[..., Any]:
         """The loss of this framework."""
         return cast(Callable[..., Any], getattr(self.problem, f"{self.framework}_loss"))
@@ -100,7 +114,7 @@ class Side:
         return value_and_grad(self.loss)
 
     @cached_property
-    def _compiled(self) -> Callable[..., Any]:
+    def compiled(self) -> Callable[..., Any]:
         return cast(Callable[..., Any], self.own.compiled(self.gradient))
 
     @property
@@ -121,27 +135,27 @@ class Side:
             try:
                 yield
             except FuncgaError as error:
-                raise FuncgaError(f"{FRAMEWORKS[self.framework]}, {self.dtype}: {error}") from error
+                raise FuncgaError(f"{self.label}, {self.dtype}: {error}") from error
 
     @cached_property
     def args(self) -> tuple[Any, ...]:
         """The params and the batch in this framework and dtype."""
         problem = self.problem
-        params = problem.params
-        if self.framework == "jax" and problem.jax_params is not None:
-            params = interop.match(params, problem.jax_params, rules=problem.rules)
-        convert = {"torch": interop.to_torch, "jax": interop.to_jax}[self.framework]
         with self.running():
-            found: tuple[Any, ...] = convert(
-                tuple(as_dtype(tree, self.dtype, self.backend) for tree in (params, *problem.batch)), device=self.device
-            )
-            return found
+            params, *batch = (as_dtype(tree, self.dtype, self.backend) for tree in (problem.params, *problem.batch))
+            if self.framework == "jax" and problem.jax_params is not None:
+                params = match(params, problem.jax_params, rules=problem.rules)
+            return (self.placed(params), *map(self.placed, batch))
+
+    def placed(self, tree: Any) -> Any:
+        """The tree in this framework, on its device."""
+        convert = {"torch": interop.to_torch, "jax": interop.to_jax}[self.framework]
+        return convert(tree, device=self.device) if self.device else convert(tree)
 
     def named(self, tree: Any) -> dict[str, Any]:
         """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this framework."""
-        trees = self.backend.trees
-        paths, leaves = leaf_paths(tree, trees), trees.flatten(interop.to_numpy(tree))[0]
-        return {dotted(path): leaf for path, leaf in zip(paths, leaves, strict=True) if leaf is not None}
+        found = paths_and_leaves(tree, self.backend)
+        return {path: interop.to_numpy(leaf) for path, leaf in found if self.backend.arrays.is_array(leaf)}
 
     def report(
         self,
@@ -183,8 +197,10 @@ class Side:
         places = {path: place for place, path in enumerate(left)}
         return replace(report, rows=tuple(sorted(report.rows, key=lambda r: places.get(r.left_path, len(places)))))
 
-    def verified(self, n: int) -> Verdict:
+    def verified(self, n: int) -> "Verdict":
         """What `verify` says of the loss and the fold."""
+        from funcga.verifying import verify
+
         problem = self.problem
         with self.running():
             return verify(
@@ -198,9 +214,16 @@ class Side:
 
 
 def as_dtype(tree: Any, dtype: str, backend: Backend) -> Any:
-    """The tree in NumPy arrays, its floats in a dtype."""
-    leaves, structure = backend.trees.flatten(tree)
-    return backend.trees.unflatten(structure, [_as_dtype(leaf, dtype) for leaf in leaves])
+    """The tree in NumPy arrays, its floats in a dtype. backend: what walks it if its arrays are NumPy's already."""
+    trees = (_owner(tree) or backend).trees
+    leaves, structure = trees.flatten(tree)
+    return trees.unflatten(structure, [_as_dtype(leaf, dtype) for leaf in leaves])
+
+
+def _owner(tree: Any) -> Backend | None:
+    """The backend of the framework that an array of the tree is of."""
+    owners = (found for found in load_imported() if any(map(found.arrays.owns, found.trees.flatten(tree)[0])))
+    return next(owners, None)
 
 
 def _as_dtype(leaf: Any, dtype: str) -> Any:

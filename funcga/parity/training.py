@@ -31,6 +31,11 @@ class Trajectory(NamedTuple):
         return next((i for i, report in enumerate(self.reports, 1) if not report.ok), None)
 
     @property
+    def decisive(self) -> Report:
+        """The report of the update after which they part, or else of the last one."""
+        return self.reports[(self.parts or len(self.reports)) - 1]
+
+    @property
     def ok(self) -> bool:
         """Whether the two stay together."""
         return self.parts is None
@@ -57,7 +62,7 @@ class _Run:
         self.side = side
         with side.running():
             rows = side.arguments.rows()
-            self.windows = groups(rows, max(rows // _WINDOW, 1), None)
+            self.windows = list(starts(groups(rows, max(rows // _WINDOW, 1), None)))
             self.n = min(n, *(size for _, size in self.windows))
             self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
             self.params, self.state = side.args[0], self.tx.init(side.args[0])
@@ -66,22 +71,21 @@ class _Run:
     def update(self, update: int) -> tuple[float, dict[str, Any]]:
         """The mean loss of the micro-batches of the next update, and the parameters after it."""
         with self.side.running():
-            losses = []
-            for start, size in self._micro_batches(update):
-                _, *batch = self.side.arguments.cut(start, size, [])
-                self.params, self.state, loss = self.step(self.params, self.state, size, *batch)
-                losses.append(loss)
+            losses = [self._micro_batch(start, size) for start, size in self._micro_batches(update)]
             return sum(map(float, losses)) / self.n, self.side.named(self.params)
-
-    def _step(self, params: Any, state: Any, rows: Any, *batch: Any) -> Any:
-        loss, grads = self.side.gradient(params, *batch)
-        weight = self.side.problem.weight
-        weighed = rows if weight is None else weight(*self.side.arguments.split_args((params, *batch)))
-        changes, state = self.tx.update(grads, state, params, weight=weighed)
-        return self.side.own.applied(params, changes), state, loss
 
     def _micro_batches(self, update: int) -> list[tuple[int, int]]:
         """(first row, rows) of each micro-batch of an update: windows in turn, cut into parts that need not be equal."""
-        windows = list(starts(self.windows))
-        start, size = windows[update % len(windows)]
+        start, size = self.windows[update % len(self.windows)]
         return [(start + first, rows) for first, rows in starts(groups(size, self.n, None))]
+
+    def _micro_batch(self, start: int, size: int) -> Any:
+        _, *batch = self.side.arguments.cut(start, size, [])
+        loss, grads = self.side.compiled(self.params, *batch)
+        weight = self.side.weight((self.params, *batch), size)
+        self.params, self.state = self.step(grads, self.state, self.params, weight)
+        return loss
+
+    def _step(self, grads: Any, state: Any, params: Any, weight: Any) -> Any:
+        updates, state = self.tx.update(grads, state, params, weight=weight)
+        return self.side.own.applied(params, updates), state

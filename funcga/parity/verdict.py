@@ -33,7 +33,7 @@ def _fold(findings: Findings) -> Iterator[str]:
 
 def _accumulation(findings: Findings) -> Iterator[str]:
     wrong = [compared for compared in findings.of("accumulation") if not compared.ok]
-    sides = list(dict.fromkeys(compared.what.split(":")[0] for compared in wrong))
+    sides = list(dict.fromkeys(compared.what.split()[0] for compared in wrong))
     if not wrong:
         return
     worst = _most(wrong)
