@@ -27,6 +27,7 @@ from funcga.folds import per_weight as per_weight
 from funcga.folds import sum as sum
 from funcga.gradients import grad as grad
 from funcga.gradients import value_and_grad as value_and_grad
+from funcga.interop import shares_memory as shares_memory
 from funcga.interop import to_jax as to_jax
 from funcga.interop import to_numpy as to_numpy
 from funcga.interop import to_torch as to_torch

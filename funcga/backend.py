@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from funcga.errors import FuncgaError
 
@@ -55,14 +55,6 @@ class Arrays(Protocol):
 
     def as_array(self, leaf: Any) -> Array:
         """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
-        ...
-
-    def convert(self, leaf: Any) -> Array:
-        """A copy, in this framework, of an array of any framework."""
-        ...
-
-    def to_numpy(self, leaf: Array) -> Any:
-        """A NumPy copy of an array of this framework."""
         ...
 
     def placed(self, array: Array, like: Array) -> Array:
@@ -115,6 +107,45 @@ class Arrays(Protocol):
 
     def count(self, steps: int) -> Any:
         """A number of steps in the type that a loop can carry."""
+        ...
+
+
+class Handed(NamedTuple):
+    """An array on its way to another framework, and why it is in new memory: None where it is in its owner's."""
+
+    array: Any
+    why: str | None = None
+
+
+class UnfitError(Exception):
+    """What an array is, and why it cannot be handed over; the caller knows its path."""
+
+
+class Handover(Protocol):
+    """A framework's way to hand its arrays to others, NumPy among them, and to take theirs."""
+
+    def platforms(self) -> set[str]:
+        """The kinds of devices on which this framework can take arrays: 'cpu', 'gpu' and so on."""
+        ...
+
+    def device(self, name: Any) -> Any:
+        """The device of this name; FuncgaError, which says what there is, if there is none."""
+        ...
+
+    def lent(self, leaf: Array, platforms: set[str]) -> Handed:
+        """The array for others to take: by DLPack, on platforms of theirs, else as NumPy's; or UnfitError."""
+        ...
+
+    def check(self, array: Any) -> None:
+        """Raises UnfitError if this framework cannot have the array of another, or NumPy's, as it is."""
+        ...
+
+    def taken(self, lent: Sequence[Handed], device: Any, copy: bool) -> list[Handed]:
+        """Arrays of this framework in the memory that is lent, where that is possible; if `copy`, all in new memory."""
+        ...
+
+    def extents(self, leaf: Array) -> list[tuple[int, int]]:
+        """The addresses of the first byte and of that after the last, of every piece of memory of the array."""
         ...
 
 
@@ -234,11 +265,12 @@ class Transforms(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """One framework's six parts, under the framework's name."""
+    """One framework's seven parts, under the framework's name."""
 
     name: str
     trees: Trees
     arrays: Arrays
+    handover: Handover
     gradients: Gradients
     loop: Loop
     replicas: Replicas

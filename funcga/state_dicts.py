@@ -5,7 +5,7 @@ from typing import Any
 
 from funcga.backend import Backend, backend_of
 from funcga.errors import FuncgaError
-from funcga.interop import to_jax, to_torch
+from funcga.interop import to_jax, to_numpy, to_torch
 from funcga.prefixes import leaf_paths, paths_apart
 
 
@@ -64,7 +64,7 @@ def _some(paths: list[str]) -> str:
 def _restored(path: str, array: Any, like: Any, backend: Backend) -> Any:
     arrays = backend.arrays
     if not arrays.is_array(like):
-        return type(like)(arrays.to_numpy(array).item()) if arrays.is_array(array) else array
+        return type(like)(to_numpy(array).item()) if arrays.is_array(array) else array
     if arrays.describe(array) != arrays.describe(arrays.as_array(like)):
         raise FuncgaError(
             f"{path} is {arrays.describe(array)} in the state dict and {arrays.describe(like)} in the tree to fill. "

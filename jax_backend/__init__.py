@@ -1,7 +1,7 @@
 """The JAX backend of funcga: lax.scan and JAX arrays on any device."""
 
 from funcga.backend import Backend
-from jax_backend import arrays, gradients, loop, replicas, transforms, trees
+from jax_backend import arrays, gradients, handover, loop, replicas, transforms, trees
 from jax_backend.communication import Collective as Collective
 from jax_backend.communication import collectives as collectives
 from jax_backend.replicas import Replicas as Replicas
@@ -11,4 +11,4 @@ from jax_backend.updates import apply_updates as apply_updates
 
 __all__ = ["Collective", "Replicas", "apply_updates", "collectives", "replicated", "state_specs"]
 
-BACKEND = Backend("jax", trees, arrays, gradients, loop, replicas, transforms)
+BACKEND = Backend("jax", trees, arrays, handover, gradients, loop, replicas, transforms)

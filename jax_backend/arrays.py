@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcga.errors import FuncgaError
 from funcga.tally import two_sum
 
 xp = jnp
@@ -30,27 +29,6 @@ def as_array(leaf: Any) -> Any:
     if isinstance(leaf, int | float | complex):
         return jnp.asarray(leaf)
     raise TypeError(type(leaf).__name__)
-
-
-def convert(leaf: Any) -> jax.Array:
-    """A copy, in this framework, of an array of any framework."""
-    if isinstance(leaf, jax.Array):
-        return jnp.array(leaf, copy=True)
-
-    array = np.array(leaf)
-    array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-    if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
-        raise FuncgaError(
-            f"the array is {array.dtype}{list(array.shape)}, and JAX would narrow it to "
-            f"{jax.dtypes.canonicalize_dtype(array.dtype)} because 64-bit types are switched off. Switch them on: "
-            f'jax.config.update("jax_enable_x64", True), or narrow it yourself before you convert.'
-        )
-    return jnp.array(array, copy=True)
-
-
-def to_numpy(leaf: Any) -> Any:
-    """A NumPy copy of an array of this framework."""
-    return np.array(leaf)
 
 
 def placed(array: jax.Array, like: Any) -> jax.Array:

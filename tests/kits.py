@@ -31,7 +31,7 @@ class Kit:
         """The array leaves as NumPy float64, in the framework's order, whatever they were."""
         leaves = self.backend.trees.flatten(tree)[0]
         return [
-            np.asarray(self.backend.arrays.to_numpy(x)).astype("complex128" if "complex" in str(x.dtype) else "float64")
+            np.asarray(funcga.to_numpy(x)).astype("complex128" if "complex" in str(x.dtype) else "float64")
             for x in leaves
             if self.backend.arrays.is_array(x)
         ]

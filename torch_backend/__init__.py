@@ -6,7 +6,7 @@ from funcga.accumulator import AccumulatorState
 from funcga.backend import Backend
 from funcga.tally import Tally
 from funcga.window import Dropped, MultiStepsState, Parts, Window
-from torch_backend import arrays, gradients, loop, replicas, transforms, trees
+from torch_backend import arrays, gradients, handover, loop, replicas, transforms, trees
 from torch_backend.assignment import assign_grads as assign_grads
 from torch_backend.bridge import from_optax as from_optax
 from torch_backend.chaining import chain as chain
@@ -33,7 +33,7 @@ __all__ = [
     "pure_loss",
 ]
 
-BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, transforms)
+BACKEND = Backend("torch", trees, arrays, handover, gradients, loop, replicas, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(

@@ -30,32 +30,6 @@ def as_array(leaf: Any) -> torch.Tensor:
     raise TypeError(type(leaf).__name__)
 
 
-def convert(leaf: Any) -> torch.Tensor:
-    """A copy, in this framework, of an array of any framework."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach().clone()
-    import numpy as np
-
-    array = np.array(leaf)
-    if array.dtype.isbuiltin == 1 or not array.dtype.isnative:
-        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
-    bits = array.view(f"uint{8 * array.dtype.itemsize}")  # bfloat16 and float8, which NumPy only knows by extension
-    return torch.from_numpy(bits).view(as_dtype(array.dtype.name))
-
-
-def to_numpy(leaf: torch.Tensor) -> Any:
-    """A NumPy copy of an array of this framework."""
-    import numpy as np
-
-    tensor = leaf.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    if tensor.dtype in (torch.bfloat16, *_FLOAT8):
-        import ml_dtypes
-
-        bits = tensor.view(torch.uint16 if tensor.dtype.itemsize == 2 else torch.uint8).numpy()
-        return np.array(bits.view(getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."))))
-    return np.array(tensor.numpy())
-
-
 def placed(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The array where another one of its shape lies."""
     moved: torch.Tensor = laid_as(_moved(array, like), like)
@@ -69,9 +43,6 @@ def _moved(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         own: Any = like
         return distribute_tensor(array.to(own.device), own.device_mesh, own.placements)
     return array.to(like.device)
-
-
-_FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8"))
 
 
 def describe(leaf: Any) -> str:

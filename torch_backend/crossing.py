@@ -1,4 +1,4 @@
-"""The way of tensors to JAX and back: the same memory, handed over by DLPack.
+"""The way of tensors to a function of JAX arrays and back: in the same memory, handed over and taken again.
 
 Only torch has this file, for its `bridge`.
 """
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import dlpack
 
+from funcga.backend import Handed, UnfitError, load
 from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
-from torch_backend import arrays, trees
+from torch_backend import arrays, handover, trees
 from torch_backend.placements import is_placed
 
 
@@ -27,7 +27,8 @@ class Crossing:
     def __init__(self, given: dict[str, Any]):
         leaves, self.structure = trees.flatten(given)
         self.leaves = [_ready(leaf, given, place) for place, leaf in enumerate(leaves)]
-        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors = [leaves[place] for place in self.places]
 
     def __call__(self, function: Callable[[Any], Any]) -> Any:
         """What the function returns."""
@@ -35,12 +36,23 @@ class Crossing:
 
         wide = any(tensor.dtype in _WIDE for tensor in self.tensors)
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
-            over = [_to_jax(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-            leaves, structure = jax.tree.flatten(function(trees.unflatten(self.structure, over)))
+            leaves, structure = jax.tree.flatten(function(self._over()))
             if any(tensor.device.type == "cpu" for tensor in self.tensors):
                 jax.block_until_ready(leaves)  # type: ignore[no-untyped-call]  # the caller may write to the tensors; a device keeps the order itself
-            back = [dlpack.from_dlpack(leaf) for leaf in leaves]
-        return jax.tree.unflatten(structure, self._apart(back))
+            back = handover.taken(list(map(Handed, leaves)), None, copy=False)
+        return jax.tree.unflatten(structure, self._apart([handed.array for handed in back]))
+
+    def _over(self) -> Any:
+        """What was given, in JAX: on the CPU if all of it lies there, whatever JAX's default device is."""
+        there = load("jax").handover
+        on_host = all(tensor.device.type == "cpu" for tensor in self.tensors)
+        over = [*self.leaves]
+        lent = [over[place] for place in self.places]
+        for place, (array, _) in zip(
+            self.places, there.taken(lent, there.device("cpu") if on_host else None, copy=False), strict=True
+        ):
+            over[place] = array
+        return trees.unflatten(self.structure, over)
 
     def _apart(self, back: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors, cloned if their memory is another's: JAX returns an argument as it is."""
@@ -56,26 +68,26 @@ _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
 
 def _ready(leaf: Any, given: Any, place: int) -> Any:
-    """The leaf as JAX can have it: without a graph, and contiguous."""
+    """A tensor as JAX can have it, without a graph; every other leaf as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if is_placed(leaf) or leaf.layout is not torch.strided:
-        path = leaf_paths(given, trees)[place].removeprefix("['").replace("']", "", 1)
         kind = "a DTensor" if is_placed(leaf) else "a sparse tensor"
         raise FuncgaError(
-            f"`{path}` is {kind} {arrays.describe(leaf)}, which JAX cannot have in the memory where it lies. Use an "
-            f"optimizer of torch for it: torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)."
+            f"`{_path(given, place)}` is {kind} {arrays.describe(leaf)}, which JAX cannot have in the memory where it "
+            f"lies. Use an optimizer of torch for it: torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)."
         )
-    return leaf.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _to_jax(tensor: torch.Tensor) -> Any:
-    import jax
-
     try:
-        return jax.dlpack.from_dlpack(tensor)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        handed = handover.lent(leaf, load("jax").handover.platforms())
+    except UnfitError as unfit:
+        raise FuncgaError(f"`{_path(given, place)}` is {unfit}.") from unfit
+    if leaf.device.type != "cpu" and not isinstance(handed.array, torch.Tensor):
         raise FuncgaError(
-            f"JAX cannot take a tensor of {tensor.dtype} on {tensor.device}: {error}. "
-            f"It must be installed for that device, too; jax.devices() says what it has."
-        ) from error
+            f"`{_path(given, place)}` lies on {leaf.device}, a device that JAX does not have. It must be installed for "
+            f"it, too; jax.devices() says what it has."
+        )
+    return handed
+
+
+def _path(given: Any, place: int) -> str:
+    return leaf_paths(given, trees)[place].removeprefix("['").replace("']", "", 1)
