@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from funcga.errors import FuncgaError
-from funcga.rules import Rule
+from funcga.rules import Rule, as_rules
 
 if TYPE_CHECKING:
     from funcga.comparison.report import Report
@@ -50,7 +50,7 @@ def compare(
         raise FuncgaError(
             "numpy is not installed, and compare computes with it. Install it: pip install 'funcga[parity]'"
         ) from error
-    return run(left, right, rtol, atol, reduction, tuple(rules), (names[0], names[1]), check_dtype)
+    return run(left, right, rtol, atol, reduction, as_rules(rules), (names[0], names[1]), check_dtype)
 
 
 def _check(rtol: Any, atol: Any, reduction: Any, names: Any) -> None:

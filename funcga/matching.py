@@ -10,7 +10,7 @@ from funcga.errors import FuncgaError
 from funcga.interop import to_jax, to_numpy, to_torch
 from funcga.paths import by_path, paths_and_leaves
 from funcga.prefixes import paths_apart
-from funcga.rules import AXES, Pair, Rule, pairs, permuted
+from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
 
 
 def match(tree: Any, like: Any, *, rules: Iterable[Rule] = ()) -> Any:
@@ -27,12 +27,12 @@ def match(tree: Any, like: Any, *, rules: Iterable[Rule] = ()) -> Any:
     is_array = backend.arrays.is_array
     expected = {path: leaf for path, leaf in by_path(like, "like").items() if is_array(leaf)}
     given = {path: leaf for path, leaf in by_path(tree, "tree").items() if hasattr(leaf, "shape")}
-    matched = {pair.right: pair for pair in pairs(given, expected, tuple(rules))}
+    matched = {pair.right: pair for pair in pairs(given, expected, as_rules(rules))}
     missing, new = paths_apart([*expected], [*matched])
     if missing or new:
         raise _unmatched(missing, [matched[path].left for path in new])
     found = {path: _permuted(given[pair.left], pair, expected[path], backend) for path, pair in matched.items()}
-    leaves = [found.get(path, leaf) for path, leaf in paths_and_leaves(like, backend)]
+    leaves = [found.get(path, leaf) for path, leaf in paths_and_leaves(like, backend.trees.children)]
     return backend.trees.unflatten(backend.trees.flatten(like)[1], leaves)
 
 

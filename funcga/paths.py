@@ -1,22 +1,25 @@
 """Dotted paths: the leaves of any tree by one spelling, so that trees of different frameworks and containers match."""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from funcga.backend import Backend, load_imported
+from funcga.backend import load_imported
 from funcga.errors import FuncgaError
+
+Children = Callable[[Any], list[tuple[str, Any]] | None]
 
 
 def by_path(tree: Any, name: str) -> dict[str, Any]:
-    """The leaves of a tree by their dotted paths, such as `hidden.weight`, `layers.0.kernel` or, of one array, ``.
+    """The leaves of a tree by their dotted paths, such as `hidden.weight`; that of a single array is empty.
 
-    A flat dict {"hidden.weight": array} has the same paths as the nested one. None and functions, as equinox modules
-    hold for an activation, are no leaves; a box with a `.value` alone, as flax puts around a parameter, is its value.
-    Raises FuncgaError, which calls the tree by `name`, for a torch module, a DTensor, and two leaves of one path.
+    A flat dict {"hidden.weight": array} has the same paths as the nested one; dicts keep their order. None and
+    functions, as equinox modules hold for an activation, are no leaves; a box with a `.value` alone, as flax puts
+    around a parameter, is its value. Raises FuncgaError, which calls the tree by `name`, for a torch module, a DTensor,
+    and two leaves of one path.
     """
     found: dict[str, Any] = {}
-    for path, leaf in paths_and_leaves(tree, walker(tree)):
+    for path, leaf in paths_and_leaves(tree, _walk(tree)):
         if path in found:
             raise FuncgaError(
                 f"two leaves of {name} have the path `{path}`, as a key with a dot in it and as nested keys, so that "
@@ -28,46 +31,23 @@ def by_path(tree: Any, name: str) -> dict[str, Any]:
     return found
 
 
-def paths_and_leaves(tree: Any, backend: Backend | None, path: str = "") -> list[tuple[str, Any]]:
-    """(dotted path, leaf) of every leaf, None as well, in the order of the backend's `trees.flatten`."""
-    children = _children(tree) if backend is None else backend.trees.children(tree)
-    if children is None:
-        return [(path, tree)]
-    if [key for key, _ in children] == [".value"]:
-        return paths_and_leaves(children[0][1], backend, path)
-    return [
-        found
-        for key, child in children
-        for found in paths_and_leaves(child, backend, f"{path}.{_dotted(key)}".removeprefix("."))
-    ]
+def _walk(tree: Any) -> Children:
+    """The children of a node: the usual containers in their own order, all others as the framework of the tree has it.
 
-
-def _dotted(key: str) -> str:
-    """`['a']`, `[0]` and `.a`, as one would write them in code, without what is around the name."""
-    if key.startswith("."):
-        return key[1:]
-    inner = key[1:-1]
-    return str(ast.literal_eval(inner)) if inner[:1] in "'\"" else inner
-
-
-def _children(tree: Any) -> list[tuple[str, Any]] | None:
-    if isinstance(tree, Mapping):
-        return [(f"[{key!r}]", child) for key, child in tree.items()]
-    if isinstance(tree, tuple | list):
-        return [(f"[{i}]", child) for i, child in enumerate(tree)]
-    return None
-
-
-def walker(tree: Any) -> Backend | None:
-    """The backend that walks a tree: that of its arrays; JAX's if they are NumPy's; None if nothing is imported.
-
-    Unlike in a fold, a tree may hold arrays of several frameworks: it is only looked at.
+    Unlike in a fold, a tree may hold arrays of several frameworks, or of NumPy alone: it is only looked at.
     """
     loaded = load_imported()
-    for backend in loaded:
-        if any(map(backend.arrays.owns, backend.trees.flatten(tree)[0])):
-            return backend
-    return loaded[-1] if loaded else None
+    owners = [backend for backend in loaded if any(map(backend.arrays.owns, backend.trees.flatten(tree)[0]))]
+    backend = [*loaded, *owners][-1] if loaded else None
+
+    def children(node: Any) -> list[tuple[str, Any]] | None:
+        if isinstance(node, Mapping):
+            return [(f"[{key!r}]", child) for key, child in node.items()]
+        if type(node) in (tuple, list):
+            return [(f"[{i}]", child) for i, child in enumerate(node)]
+        return backend.trees.children(node) if backend else None
+
+    return children
 
 
 def _check(leaf: Any, path: str, name: str) -> None:
@@ -85,3 +65,25 @@ def _check(leaf: Any, path: str, name: str) -> None:
 
 def _where(path: str, name: str) -> str:
     return f"`{path}` of {name}" if path else name
+
+
+def paths_and_leaves(tree: Any, children: Children, path: str = "") -> list[tuple[str, Any]]:
+    """(dotted path, leaf) of every leaf, in the order of `children`; of a backend's trees that is also None's."""
+    below = children(tree)
+    if below is None:
+        return [(path, tree)]
+    if [key for key, _ in below] == [".value"]:
+        return paths_and_leaves(below[0][1], children, path)
+    return [
+        found
+        for key, child in below
+        for found in paths_and_leaves(child, children, f"{path}.{_dotted(key)}".removeprefix("."))
+    ]
+
+
+def _dotted(key: str) -> str:
+    """`['a']`, `[0]` and `.a`, as one would write them in code, without what is around the name."""
+    if key.startswith("."):
+        return key[1:]
+    inner = key[1:-1]
+    return str(ast.literal_eval(inner)) if inner[:1] in "'\"" else inner

@@ -49,6 +49,17 @@ def _is_axes(axes: Any) -> bool:
     return axes is None or callable(axes) or axes in ("oi->io", "io->oi")
 
 
+def as_rules(rules: Any) -> tuple[Rule, ...]:
+    """The rules that a caller gave. Raises FuncgaError for what is none."""
+    found = tuple(rules) if isinstance(rules, Iterable) else (rules,)
+    if not isinstance(rules, Iterable) or not all(isinstance(rule, Rule) for rule in found):
+        raise FuncgaError(
+            f"rules={rules!r} is no list of rules. Write rules=[funcga.Rule(r'fc1\\.(.*)', r'Dense_0.\\1'), "
+            f"*funcga.rules.torch_to_flax], for instance."
+        )
+    return found
+
+
 class Pair(NamedTuple):
     """Two leaves that match, by their paths, and what takes the left one's axes to the right one's, in order."""
 

@@ -54,7 +54,8 @@ def _chunks(left: Any, right: Any) -> Iterator[tuple[int, Any, Any]]:
 
 
 def _wide(array: Any) -> Any:
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs of less than 32 bits
+        return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _largest(array: Any) -> float:
@@ -107,9 +108,9 @@ def _cosine(left: Any, right: Any, scales: tuple[float, float]) -> float | None:
     product = lefts = rights = 0.0
     for _, a, b in _chunks(left, right):
         # Scaled, so that no square overflows or vanishes.
-        x, y = _wide(a) / (scales[0] or 1.0), _wide(b) / (scales[1] or 1.0)
+        x, y = _wide(a), _wide(b)
         finite = np.isfinite(x) & np.isfinite(y)
-        x, y = x[finite], y[finite]
+        x, y = x[finite] / (scales[0] or 1.0), y[finite] / (scales[1] or 1.0)
         product += float(np.vdot(x, y).real)
         lefts += float(np.vdot(x, x).real)
         rights += float(np.vdot(y, y).real)

@@ -45,7 +45,7 @@ def _draw_rows(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xscale("log")
     axes.set_xlim(low / 3, high * 3)
     axes.set_yticks(range(len(rows)), [row.path or "(the array)" for row in rows], fontsize="small")
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.grid(alpha=0.3)
     for status, mark in (_FINE | _BAD).items():
         found = [(row.relative, k) for k, row in enumerate(rows) if row.status == status]

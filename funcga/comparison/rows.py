@@ -73,10 +73,11 @@ def row(
     reduction: int = tolerances.TERMS,
     check_dtype: bool = True,
 ) -> Row:
-    """The Row of two NumPy arrays, or of two other leaves, which are compared by `==`; None is a leaf that is missing.
+    """The Row of two NumPy arrays or numbers, or of other leaves, which are compared by `==`; None: it is missing.
 
     limit: of the relative difference; by default that of the coarser dtype and of sums of `reduction` terms.
     """
+    left, right = _as_array(left), _as_array(right)
     shapes, dtypes = (_shape(left), _shape(right)), (_dtype(left), _dtype(right))
     if limit is None:
         limit = tolerances.limit(tolerances.coarser(*(dtype or "" for dtype in dtypes)), reduction)
@@ -89,6 +90,10 @@ def row(
     if shapes[0] != shapes[1]:
         return replace(made, status="shape")
     return _of_arrays(made, left, right, difference(left, right), atol, check_dtype)
+
+
+def _as_array(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, np.generic | bool | int | float | complex) else leaf
 
 
 def _is_array(leaf: Any) -> bool:

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from funcga.backend import load_imported
 from funcga.comparison import tolerances
 from funcga.comparison.report import Report
@@ -31,9 +29,9 @@ def run(
 
     def row_of(path: str) -> Row:
         pair = matched.get(path)
-        given = None if pair is None else permuted(as_numpy(lefts[pair.left], pair.left), pair)
+        given = None if pair is None else permuted(_as_numpy(lefts[pair.left], pair.left), pair)
         left_path = path if pair is None else pair.left
-        expected = as_numpy(rights[path], path) if path in rights else None
+        expected = _as_numpy(rights[path], path) if path in rights else None
         return row(path, given, expected, left_path=left_path, limit=rtol, atol=atol, reduction=terms,
                    check_dtype=check_dtype)  # fmt: skip
 
@@ -41,8 +39,8 @@ def run(
     return Report(tuple(rows), names, terms if rtol is None else None, rtol, atol)
 
 
-def as_numpy(leaf: Any, path: str) -> Any:
-    """A leaf as a NumPy array: an array of any framework, or a number; another leaf as it is.
+def _as_numpy(leaf: Any, path: str) -> Any:
+    """An array of any framework as one of NumPy; another leaf as it is.
 
     Raises FuncgaError for an array of a dtype that NumPy has not, as JAX's random keys are.
     """
@@ -54,5 +52,4 @@ def as_numpy(leaf: Any, path: str) -> Any:
     for backend in load_imported():
         if backend.arrays.owns(leaf):
             return backend.arrays.to_numpy(leaf)
-    is_number = isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex)
-    return np.asarray(leaf) if is_number else leaf
+    return leaf

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from funcga.comparison.rows import Row, Shape
+from funcga.errors import FuncgaError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,14 +18,22 @@ def plain(rows: Sequence[Row], names: tuple[str, str]) -> str:
 
 
 def rich(rows: Sequence[Row], names: tuple[str, str], caption: str) -> "Table":
-    """The table for a console of rich; rows that are not close are red, and say why in their last column."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
+    """The table for a console of rich; rows that are not close are red, and say why in their last column.
 
+    Raises FuncgaError if rich is not installed.
+    """
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+    except ModuleNotFoundError as error:
+        raise FuncgaError(
+            "rich is not installed, and report.table needs it. Install it: pip install 'funcga[parity]', or print the "
+            "report as text: print(str(report))."
+        ) from error
     made = Table(caption=Text(caption), caption_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for heading in _headings(names):
-        made.add_column(heading, no_wrap=heading in ("abs", "rel", "limit", "ulps"), overflow="fold")
+        made.add_column(heading, no_wrap=heading not in ("leaf", ""), overflow="fold")
     for row in rows:
         made.add_row(*map(Text, _cells(row)), style="" if row.ok else "bold red")
     return made
@@ -43,7 +52,7 @@ def _cells(row: Row) -> list[str]:
         figure(row.relative),
         figure(row.limit),
         "" if row.ulps is None else f"{row.ulps:.3g}",
-        "" if row.cosine is None else f"{row.cosine:.6f}",
+        "" if row.cosine is None else f"{row.cosine:.6g}",
         "" if row.index is None or row.values is None else f"{_shape(row.index)}: {_values(row.values)}",
         row.status if row.ok else f"! {row.status}{_counts(row)}",
     ]

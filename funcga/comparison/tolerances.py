@@ -6,8 +6,14 @@ import re
 TERMS = 256
 """The terms of a sum, where the caller does not say how many there are."""
 
+OPERATIONS = 32
+"""The operations one after another whose results are rounded, where that matters more: in less than 32 bits."""
+
 FACTOR = 4
-"""What the limit is above the error of one random walk: there are two, each through several sums, and a worst leaf."""
+"""How far above the error of a single random walk the limit is, as there are two, and a leaf has many elements."""
+
+# Gradients of an MLP, a convolutional net and attention with layer norm, in torch against JAX on a CPU, in seven
+# sizes, from three seeds, were at most 21 (float32), 34 (float64) and 15 (bfloat16) eps apart, in their worst leaf.
 
 
 def limit(dtype: str, reduction: int = TERMS) -> float:
@@ -15,13 +21,27 @@ def limit(dtype: str, reduction: int = TERMS) -> float:
 
     dtype: its name. reduction: the number of terms in a sum: rows times tokens, or what a matrix product contracts.
 
-    `FACTOR * eps * sqrt(reduction)`: rounding errors of a sum of k terms are a random walk, so that they grow with
-    sqrt(k), where the worst case would be k (Higham, Accuracy and Stability of Numerical Algorithms, 2002, 2.8; Higham
+    `4 eps sqrt(reduction)`: rounding errors of a sum of k terms are a random walk, so that they grow with sqrt(k),
+    where the worst case would be k (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.8; Higham
     and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019). Sums of dtypes of less than 32 bits are
-    held in float32 by both frameworks and by every fold, so there the one rounding of the result outweighs.
+    held in float32 by both frameworks and by every fold; there the results of operations are a walk of larger steps.
     """
-    eps = epsilon(dtype)
-    return FACTOR * max(eps, min(eps, epsilon("float32")) * math.sqrt(reduction))
+    return FACTOR * max(step * math.sqrt(count) for step, count, _ in _walks(dtype, reduction))
+
+
+def reason(dtype: str, reduction: int = TERMS) -> str:
+    """The limit of a dtype and where it comes from, in words: `float32 7.6e-06 (4 eps x sqrt(256) terms)`."""
+    step, count, of = max(_walks(dtype, reduction), key=lambda walk: walk[0] * math.sqrt(walk[1]))
+    found = f"{FACTOR} eps x sqrt({count}) {of}" if step else "exact"
+    return f"{dtype} {limit(dtype, reduction):.2g} ({found})"
+
+
+def _walks(dtype: str, reduction: int) -> list[tuple[float, int, str]]:
+    """The random walks of rounding errors: how long a step is, how many there are, and of what."""
+    eps, single = epsilon(dtype), epsilon("float32")
+    if eps <= single:
+        return [(eps, reduction, "terms")]
+    return [(eps, OPERATIONS, "operations"), (single, reduction, "terms in float32")]
 
 
 def epsilon(dtype: str) -> float:
@@ -45,15 +65,3 @@ _EPSILONS = {
 def coarser(left: str, right: str) -> str:
     """The one of two dtypes that rounds more."""
     return max(left, right, key=epsilon)
-
-
-def reason(dtype: str, reduction: int = TERMS) -> str:
-    """The limit of a dtype and where it comes from, in words: `float32 7.6e-06 (4 eps x sqrt(256) terms)`."""
-    eps = epsilon(dtype)
-    if eps == 0:
-        return f"{dtype} 0 (exact)"
-    found = limit(dtype, reduction)
-    summed = f"4 eps x sqrt({reduction}) terms" if found > FACTOR * eps else "4 eps"
-    if eps > epsilon("float32"):
-        summed += ", summed in float32"
-    return f"{dtype} {found:.1e} ({summed})"

@@ -1,0 +1,223 @@
+"""Rules and `match`: leaves of torch, flax and equinox by path, renamed and transposed, there and back."""
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import funcga
+from funcga.rules import Rule, flax_to_torch, pairs, permuted, torch_to_flax
+from tests import problems
+
+
+def array(*shape, seed=0):
+    return problems.rng(seed).normal(size=shape).astype("float32")
+
+
+def right_of(lefts, rights, rules):
+    return [pair.right for pair in pairs(lefts, rights, rules)]
+
+
+def test_a_layers_weight_is_what_the_other_side_has():
+    lefts = [
+        "fc.weight",
+        "fc.bias",
+        "norm.weight",
+        "embed.weight",
+        "norm.running_mean",
+        "norm.running_var",
+        "own.weight",
+    ]
+    rights = ["fc.kernel", "fc.bias", "norm.scale", "embed.embedding", "norm.mean", "norm.var", "own.weight"]
+    assert right_of(lefts, rights, torch_to_flax) == rights
+    assert right_of(rights, lefts, flax_to_torch) == lefts
+    assert right_of(["weight", "bias"], ["kernel", "bias"], torch_to_flax) == ["kernel", "bias"]
+
+
+def test_collections_of_flax_are_found():
+    lefts, rights = ["bn.weight", "bn.running_mean"], ["params.bn.scale", "batch_stats.bn.mean"]
+    assert right_of(lefts, rights, torch_to_flax) == rights
+    assert right_of(rights, lefts, flax_to_torch) == lefts
+
+
+def test_rules_compose_and_the_first_wins():
+    rules = [Rule(r"fc(\d)\.(.*)", r"Dense_\1.\2"), *torch_to_flax]
+    assert right_of(["fc1.weight", "fc1.bias"], ["Dense_1.kernel", "Dense_1.bias"], rules) == [
+        "Dense_1.kernel",
+        "Dense_1.bias",
+    ]
+    both = [Rule("a", "b"), Rule("a", "c")]
+    assert right_of(["a"], ["a", "b", "c"], both) == ["b"]
+    assert right_of(["a"], ["a", "c", "b"], both[::-1]) == ["c"]
+    assert right_of(["a"], ["a"], both) == ["a"]
+    assert right_of(["a"], ["d"], both) == ["a"]
+    assert right_of(["aa"], ["b"], both) == ["aa"]  # all of the path
+
+
+def test_what_has_no_counterpart_is_left_out():
+    assert right_of(["bn.num_batches_tracked", "num_batches_tracked"], [], torch_to_flax) == []
+    assert right_of(["bn.num_batches_tracked"], ["bn.num_batches_tracked"], torch_to_flax) == ["bn.num_batches_tracked"]
+
+
+@pytest.mark.parametrize(
+    ("torch_shape", "flax_shape"), [((2, 3), (3, 2)), ((2, 3, 5), (5, 3, 2)), ((2, 3, 5, 7), (5, 7, 3, 2))]
+)
+def test_layouts_there_and_back(torch_shape, flax_shape):
+    x = array(*torch_shape)
+    (there,) = pairs(["w"], ["v"], [Rule("w", "v", axes="oi->io")])
+    (back,) = pairs(["v"], ["w"], [Rule("v", "w", axes="io->oi")])
+    moved = permuted(x, there)
+    assert moved.shape == flax_shape
+    assert moved[(*(0,) * (len(flax_shape) - 2), 2, 1)] == x[(1, 2, *(0,) * (len(torch_shape) - 2))]
+    np.testing.assert_array_equal(permuted(moved, back), x)
+
+
+def test_layers_mean_the_same_with_the_weights_carried_over():
+    """A square layer too, which no shape tells from its transpose."""
+    linen = pytest.importorskip("flax.linen")
+    x = array(2, 4, 6, 6)
+    conv, dense, norm = torch.nn.Conv2d(4, 4, 3), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4, eps=1e-6)
+    for layer, own, given, channels_last in (
+        (dense, linen.Dense(4), x[:, :, 0, 0], False),
+        (conv, linen.Conv(4, (3, 3), padding="VALID"), x, True),
+        (norm, linen.LayerNorm(), x[:, :, 0, 0], False),
+    ):
+        there = jnp.moveaxis(jnp.asarray(given), 1, -1) if channels_last else jnp.asarray(given)
+        like = jax.eval_shape(own.init, jax.random.key(0), there)
+        params = funcga.match(dict(layer.named_parameters()), like, rules=torch_to_flax)
+        found = own.apply(params, there)
+        expected = layer(torch.tensor(given)).detach().numpy()
+        assert funcga.compare(jnp.moveaxis(found, -1, 1) if channels_last else found, expected).ok
+        back = funcga.match(params, layer.state_dict(), rules=flax_to_torch)
+        assert funcga.compare(back, layer.state_dict()).worst.status == "equal"
+
+
+def test_embeddings_and_running_statistics():
+    linen = pytest.importorskip("flax.linen")
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, tokens):
+            return linen.BatchNorm(use_running_average=True, name="1")(linen.Embed(5, 3, name="0")(tokens))
+
+    module = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.BatchNorm1d(3)).eval()
+    module[1].running_mean += 0.5
+    tokens = np.array([1, 4, 1])
+    like = jax.eval_shape(Net().init, jax.random.key(0), tokens)
+    variables = funcga.match(module.state_dict(), like, rules=torch_to_flax)
+    assert funcga.compare(Net().apply(variables, tokens), module(torch.tensor(tokens)).detach()).ok
+    assert funcga.compare(module.state_dict(), variables, rules=torch_to_flax).ok
+
+
+def test_nnx_states():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    state = nnx.state(model)
+    layer = torch.nn.Linear(3, 3)
+    moved = funcga.match(dict(layer.named_parameters()), state, rules=torch_to_flax)
+    assert type(moved) is type(state)
+    nnx.update(model, moved)
+    x = array(2, 3)
+    assert funcga.compare(model(jnp.asarray(x)), layer(torch.tensor(x)).detach()).ok
+
+
+def test_equinox_modules_keep_what_is_no_array():
+    model = equinox.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
+    module = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+    rules = [Rule(r"0\.(.*)", r"layers.0.\1"), Rule(r"2\.(.*)", r"layers.1.\1")]
+    moved = funcga.match(module.state_dict(), model, rules=rules)
+    x = array(2)
+    assert type(moved) is equinox.nn.MLP
+    assert funcga.compare(moved(jnp.asarray(x)), module(torch.tensor(x)).detach()).ok
+
+
+def test_match_copies_and_keeps_dtypes_and_order(x64):
+    given = {"b": np.ones(2), "a": np.zeros(3, "float32")}
+    like = {"b": torch.ones(2), "a": torch.ones(3)}
+    moved = funcga.match(given, like)
+    assert [*moved] == ["b", "a"]
+    assert [str(leaf.dtype) for leaf in moved.values()] == ["torch.float64", "torch.float32"]
+    moved["b"].zero_()
+    assert given["b"].sum() == 2
+    assert funcga.match({"x.y": torch.ones(2)}, {"x": {"y": jnp.zeros(2), "z": None}})["x"]["z"] is None
+
+
+def test_compare_by_rules_says_both_names():
+    w = array(3, 3)
+    left = {"fc": {"weight": w}}
+    report = funcga.compare(left, {"params": {"fc": {"kernel": w.T}}}, rules=torch_to_flax)
+    assert report.ok
+    assert (report.rows[0].path, report.rows[0].left_path) == ("params.fc.kernel", "fc.weight")
+    assert "params.fc.kernel (fc.weight)" in str(report)
+    assert not funcga.compare(left, {"fc": {"kernel": w}}, rules=torch_to_flax).ok
+
+
+def test_axes_may_be_a_function():
+    """What no permutation can do: heads in axes of their own."""
+    w = array(6, 4)
+    heads = Rule(r"q\.weight", r"query.kernel", axes=lambda weight: weight.T.reshape(4, 2, 3))
+    moved = funcga.match({"q.weight": w}, {"query": {"kernel": jnp.zeros((4, 2, 3))}}, rules=[heads])
+    np.testing.assert_array_equal(moved["query"]["kernel"][1, 1], w[3:, 1])
+
+
+def refusal(call):
+    with pytest.raises(funcga.FuncgaError) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_missing_and_new_paths_are_named():
+    like = {"Dense_0": {"kernel": jnp.ones((2, 2))}, "Dense_1": {"kernel": jnp.ones((2, 2))}}
+    given = {"Dense_O": {"kernel": np.ones((2, 2))}, "Dense_1": {"kernel": np.ones((2, 2))}}
+    assert refusal(lambda: funcga.match(given, like)) == (
+        "the trees have different leaves: `like` has `Dense_0.kernel` (is it `Dense_O.kernel`?), which tree lacks, and "
+        "tree has `Dense_O.kernel` (is it `Dense_0.kernel`?), which `like` lacks. Say what is called what: "
+        r"rules=[funcga.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.rules.torch_to_flax]."
+    )
+    many = {f"x{k}": jnp.ones(1) for k in range(10)}
+    assert "and 2 more, which tree lacks, and tree has nothing, which" in refusal(lambda: funcga.match({}, many))
+
+
+def test_shapes_that_do_not_fit():
+    text = refusal(lambda: funcga.match({"w": np.ones((2, 3), "float32")}, {"w": jnp.ones((3, 2))}))
+    assert text == (
+        "`w` is float32[2, 3] and `w` of `like` is float32[3, 2]: the shapes differ. It fits with its axes permuted: "
+        "put funcga.Rule(r'w', r'w', axes='oi->io') before the other rules."
+    )
+    rule = eval(text[text.index("funcga.Rule") : text.index(" before")])
+    assert funcga.match({"w": np.ones((2, 3))}, {"w": torch.ones(3, 2)}, rules=[rule])["w"].shape == (3, 2)
+    assert "Nothing is reshaped: make `like` of a model of the same sizes, or give a Rule" in refusal(
+        lambda: funcga.match({"w": np.ones(3)}, {"w": jnp.ones(4)})
+    )
+
+
+def test_two_leaves_that_end_up_as_one():
+    assert refusal(lambda: pairs(["a", "b"], ["c"], [Rule("[ab]", "c")])) == (
+        "`a` and `b` of the left tree are both `c` by these rules. Make a pattern narrower, so that each leaf has a path "
+        "of its own."
+    )
+
+
+def test_axes_that_a_leaf_has_not():
+    rule = Rule("a", "b", axes=(1, 0))
+    assert refusal(lambda: funcga.compare({"a": np.ones(3)}, {"b": np.ones(3)}, rules=[rule])) == (
+        "Rule('a', ..., axes=(1, 0)) permutes 2 axes, and `a` is float64[3]. Make the pattern narrower, or write another "
+        "rule for this leaf before it."
+    )
+    flat = Rule("a", "b", axes="oi->io")
+    assert "Rule('a', ..., axes='oi->io') permutes 2 axes, and `a` is float64[3]" in refusal(
+        lambda: funcga.match({"a": np.ones(3)}, {"b": torch.ones(3)}, rules=[flat])
+    )
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    (("(", "a"), r"Rule('(', 'a') is no regular expression with its replacement: "),
+    (("a", r"\1"), r"invalid group reference 1"),
+    (("a", 3), "Rule('a', 3) is no regular expression with its replacement: "),
+    (("a", "b", "oihw"), "Rule('a', ..., axes='oihw'): these are no axes. Write 'oi->io', 'io->oi', a permutation"),
+    (("a", "b", (0, 2)), "axes=(0, 2)): these are no axes"),
+])  # fmt: skip
+def test_rules_that_are_none(arguments, text):
+    assert text in refusal(lambda: Rule(*arguments))
