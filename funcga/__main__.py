@@ -179,9 +179,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
+    _check_installed("rich")
     from funcga.information import show
 
-    return show()
+    show()
+    return 0
 
 
 if __name__ == "__main__":

@@ -132,6 +132,10 @@ class Handover(Protocol):
         """The device of this name; FuncgaError, which says what there is, if there is none."""
         ...
 
+    def devices(self) -> list[str]:
+        """The names of the devices that there are."""
+        ...
+
     def lent(self, leaf: Array, platforms: set[str]) -> Handed:
         """The array for others to take: by DLPack, on platforms of theirs, else as NumPy's; or UnfitError."""
         ...

@@ -4,12 +4,15 @@ import importlib.metadata
 import importlib.util
 import platform
 
-PACKAGES = ("funcga", "torch", "jax", "jaxlib", "optax", "numpy", "ml_dtypes", "rich", "matplotlib", "scikit-learn",
+from funcga import __version__
+from funcga.backend import load
+
+PACKAGES = ("torch", "jax", "jaxlib", "optax", "numpy", "ml_dtypes", "rich", "matplotlib", "scikit-learn",
             "flax", "equinox", "transformers")  # fmt: skip
 
 
 def installed() -> dict[str, str | None]:
-    """The version of every package that funcga works with, None for one that is not installed; none is imported."""
+    """The version of every package that funcga works with, None for one that is not installed."""
     return {name: _version(name) for name in PACKAGES}
 
 
@@ -22,15 +25,26 @@ def _version(package: str) -> str | None:
 
 def versions() -> dict[str, str]:
     """The versions of what the figures of a report depend on, by name."""
-    names = ("funcga", "torch", "jax", "numpy")
-    return {"python": platform.python_version()} | {name: found for name in names if (found := _version(name))}
+    names = ("torch", "jax", "numpy")
+    own = {"python": platform.python_version(), "funcga": __version__}
+    return own | {name: found for name in names if (found := _version(name))}
 
 
 def devices() -> dict[str, list[str]]:
-    """The devices of each framework that is installed, which it imports."""
-    found = {}
-    if importlib.util.find_spec("torch"):
-        found["torch"] = importlib.import_module("torch_backend.problems").devices()
-    if importlib.util.find_spec("jax"):
-        found["jax"] = importlib.import_module("jax_backend.problems").devices()
-    return found
+    """The devices of each framework that is installed, which this imports."""
+    return {name: load(name).handover.devices() for name in ("torch", "jax") if importlib.util.find_spec(name)}
+
+
+def show() -> None:
+    """None; prints the versions and the devices as a table."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table("package", "version", "devices", box=SIMPLE_HEAD, show_edge=False)
+    made.add_row("python", platform.python_version(), platform.platform())
+    made.add_row("funcga", __version__, "")
+    there = devices()
+    for name, version in installed().items():
+        made.add_row(name, version or "not installed", ", ".join(there.get(name, ())))
+    Console(highlight=False).print(made)

@@ -43,8 +43,11 @@ def _there(module: ModuleType, name: str, path: Path) -> str:
     return f"It has {', '.join(close)}: write {path}:{close[0]}." if close else "It defines nothing."
 
 
+_PREFIX = "funcga_loaded_"
+
+
 def _module(path: Path) -> ModuleType:
-    name = f"funcga_loaded_{path.stem}"
+    name = f"{_PREFIX}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -55,17 +58,16 @@ def _module(path: Path) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise FuncgaError(f"{path} does not import: {blamed(error, path)}") from error
+        raise FuncgaError(f"{path} does not import: {blamed(error)}") from error
     return module
 
 
-def blamed(error: BaseException, file: Path | None = None) -> str:
-    """An error in a line: its type and text, and the last line of the user's own that it came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if file is not None and Path(frame.filename).resolve() == file.resolve()]
-    where = f" (line {own[-1].lineno} of {file})" if own else ""
-    if isinstance(error, SyntaxError) and file is not None:
-        where = f" (line {error.lineno} of {file})"
-        return f"{type(error).__name__}: {error.msg}{where}"
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+def blamed(error: BaseException) -> str:
+    """An error in a line: its type and text, and the last line of a loaded file that it came through."""
+    files = {module.__file__ for name, module in sys.modules.items() if name.startswith(_PREFIX)}
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    where = f" (line {own[-1].lineno} of {own[-1].filename})" if own else ""
+    text, line = " ".join(str(error).split()), getattr(error, "lineno", None)
+    if isinstance(error, SyntaxError):
+        text, where = str(error.msg), f" (line {line} of {error.filename})"
+    return f"{type(error).__name__}{f': {text}' if text else ''}{where}"

@@ -24,10 +24,14 @@ def device(name: Any) -> Any:
     try:
         return jax.local_devices(backend=platform)[int(index or 0)]
     except (IndexError, RuntimeError, ValueError) as error:
-        there = [f"{kind}:{i}" for kind in sorted(platforms()) for i in range(len(jax.local_devices(backend=kind)))]
         raise FuncgaError(
-            f"device={str(name)!r} is none that JAX has here; it has {', '.join(map(repr, there))}."
+            f"device={str(name)!r} is none that JAX has here; it has {', '.join(map(repr, devices()))}."
         ) from error
+
+
+def devices() -> list[str]:
+    """The names of the devices that there are."""
+    return [f"{kind}:{i}" for kind in sorted(platforms()) for i in range(len(jax.local_devices(backend=kind)))]
 
 
 def lent(leaf: Any, platforms: set[str]) -> Handed:

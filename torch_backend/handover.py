@@ -22,10 +22,14 @@ def device(name: Any) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-        there = ["cpu", *[f"cuda:{index}" for index in range(torch.cuda.device_count())]]
         raise FuncgaError(
-            f"device={str(name)!r} is none that torch has here; it has {', '.join(map(repr, there))}."
+            f"device={str(name)!r} is none that torch has here; it has {', '.join(map(repr, devices()))}."
         ) from error
+
+
+def devices() -> list[str]:
+    """The names of the devices that there are."""
+    return ["cpu", *[f"cuda:{index}" for index in range(torch.cuda.device_count())]]
 
 
 def lent(leaf: torch.Tensor, platforms: set[str]) -> Handed:

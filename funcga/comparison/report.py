@@ -40,6 +40,12 @@ class Report:
         return max(self.rows, key=lambda row: row.badness, default=None)
 
     @property
+    def most(self) -> float:
+        """The largest relative difference; NaN if there is one, and 0 without leaves."""
+        every = [row.relative for row in self.rows]
+        return math.nan if any(map(math.isnan, every)) else max(every, default=0.0)
+
+    @property
     def verdict(self) -> str:
         """One sentence: how many leaves are not close, of how many, and which is the worst."""
         apart = sum(not row.ok for row in self.rows)

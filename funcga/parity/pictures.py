@@ -6,7 +6,6 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from funcga.parity.report import most
 from funcga.parity.run import Compared, Findings
 
 FLOOR = 1e-18
@@ -22,7 +21,7 @@ def picture(every: Sequence[Findings]) -> Figure:
     figure = Figure(figsize=(11, 7 * len(every)), layout="constrained")
     parts = figure.subfigures(len(every), 1, squeeze=False)[:, 0]
     for part, findings in zip(parts, every, strict=True):
-        part.suptitle(findings.problem.name, fontweight="bold")
+        part.suptitle(f"{findings.problem.name} (no difference at all is drawn at {FLOOR:g})", fontweight="bold")
         axes = part.subplots(2, 2).flatten()
         for ax, draw in zip(axes, (_against_n, _against_depth, _by_micro_batch, _by_update), strict=True):
             draw(ax, findings)
@@ -36,7 +35,7 @@ def _finish(ax: Any) -> None:
     ax.set_ylabel("largest relative difference")
     ax.grid(alpha=0.3)
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize="small")
+        ax.legend(fontsize="x-small", ncols=2)
     else:
         ax.text(0.5, 0.5, "not run", transform=ax.transAxes, ha="center")
 
@@ -75,7 +74,7 @@ def _by_update(ax: Any, findings: Findings) -> None:
     names = list(dict.fromkeys(t.optimizer for t in findings.trajectories))
     for t in findings.trajectories:
         i = names.index(t.optimizer)
-        values = [max(most(report), FLOOR) for report in t.reports]
+        values = [max(report.most, FLOOR) for report in t.reports]
         style = {"color": _COLOURS[i], "linestyle": _LINES.get(t.dtype, "-"), "marker": _MARKERS[i]}
         ax.plot(range(1, len(values) + 1), values, label=f"{t.optimizer}, {t.dtype}", markevery=0.1, **style)
 
@@ -90,7 +89,7 @@ def _lines(
     names = list(dict.fromkeys(label for label, _ in groups))
     for (label, dtype), group in groups.items():
         i = names.index(label)
-        values = [max(most(each.report), FLOOR) for each in group]
+        values = [max(each.report.most, FLOOR) for each in group]
         full = label if label == dtype else f"{label}, {dtype}"
         style = {"color": _COLOURS[i], "linestyle": _LINES.get(dtype, "-"), "marker": _MARKERS[i]}
         ax.plot([place(each) for each in group], values, label=full, **style)

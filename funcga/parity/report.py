@@ -22,8 +22,8 @@ WIDTH = 100
 class Line(NamedTuple):
     """A line of a table: comparisons of one kind, by the one of them in each dtype that differs most.
 
-    figures: by dtype, the largest relative difference against its limit. status: 'within', 'rounding' for what
-    differs in less than float64 alone and grows in training, or 'BEYOND'.
+    figures: by dtype, the largest relative difference against its limit. status: 'within', 'BEYOND', or 'rounding' for
+    what is beyond its limit in less than float64 alone.
     """
 
     cause: str
@@ -43,7 +43,7 @@ def _of_cause(findings: Findings, cause: str) -> Iterator[Line]:
         kind = [compared for compared in findings.of(cause) if compared.what == what]
         worst = {c.dtype: c for c in sorted(kind, key=lambda c: badness(c.report))}  # the last one of each dtype
         figures = {dtype: against(c.report) for dtype, c in worst.items()}
-        status = "within" if all(c.ok for c in kind) else "BEYOND"
+        status = _status(findings, kind)
         yield Line(cause, what, figures, _where(max(worst.values(), key=lambda c: badness(c.report))), status)
 
 
@@ -58,14 +58,19 @@ def _of_training(findings: Findings) -> list[Line]:
     found = []
     for optimizer in dict.fromkeys(t.optimizer for t in findings.trajectories):
         kind = [t for t in findings.trajectories if t.optimizer == optimizer]
-        ok, explained = all(t.ok for t in kind), all(t.ok or findings.is_explained(t) for t in kind)
-        status = "within" if ok else "rounding" if explained else "BEYOND"
         first = min((t for t in kind), key=lambda t: t.parts or len(t.reports) + 1)
         worst = first.decisive.worst
         where = f"{worst.path if worst else ''}, update {first.parts or len(first.reports)}"
         figures = {t.dtype: against(t.decisive) for t in kind}
-        found.append(Line("training", f"{optimizer}, {len(kind[0].reports)} updates", figures, where, status))
+        what = f"{optimizer}, {len(kind[0].reports)} updates"
+        found.append(Line("training", what, figures, where, _status(findings, kind)))
     return found
+
+
+def _status(findings: Findings, kind: Sequence[Compared | Trajectory]) -> str:
+    if all(found.ok for found in kind):
+        return "within"
+    return "rounding" if all(found.ok or findings.is_explained(found) for found in kind) else "BEYOND"
 
 
 def badness(report: Report) -> tuple[bool, float]:
@@ -80,7 +85,9 @@ def against(report: Report) -> str:
         return ""
     if row.status not in ("equal", "within", "beyond"):
         return row.status
-    return f"{figure(row.relative)} {'<' if row.ok else '>'} {figure(row.limit, 0)}" if row.limit else figure(row.relative)
+    slack = report.atol * row.relative / row.absolute if row.absolute else 0.0  # as a part of the leaf, as the rest is
+    limit = f" {'<' if row.ok else '>'} {figure(row.limit + slack, 0)}" if row.limit else ""
+    return f"{figure(row.relative)}{limit}"
 
 
 def figure(value: float, digits: int = 1) -> str:
@@ -176,14 +183,9 @@ def _trajectory_as_json(findings: Findings, t: Trajectory) -> dict[str, Any]:
         "explained": findings.is_explained(t),
         "parts": t.parts,
         "losses": [_finite(loss) for loss in t.losses],
-        "worst": [_finite(most(report)) for report in t.reports],
+        "worst": [_finite(report.most) for report in t.reports],
         "last": t.reports[-1].as_dict(),
     }
-
-
-def most(report: Report) -> float:
-    """The largest relative difference of a report."""
-    return max((row.relative for row in report.rows), key=lambda r: math.inf if math.isnan(r) else r, default=0.0)
 
 
 def _finite(value: float) -> float | None:

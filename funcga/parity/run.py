@@ -73,16 +73,25 @@ class Findings(NamedTuple):
         """The dtype that the others are measured by."""
         return "float64" if "float64" in self.dtypes else self.dtypes[0]
 
-    def is_explained(self, trajectory: Trajectory) -> bool:
-        """Whether rounding explains that a trajectory parts: in float64 the same one does not."""
-        finer = [t for t in self.trajectories if t.dtype == "float64" and t.optimizer == trajectory.optimizer]
-        return trajectory.dtype != "float64" and bool(finer) and all(t.ok for t in finer)
+    def is_explained(self, found: Compared | Trajectory) -> bool:
+        """Whether what is beyond its limit is rounding: in float64 the same comparison is within it.
+
+        Of a framework and its own float64: whether the other framework is about as far from its own, so that it is the
+        loss that is ill-conditioned.
+        """
+        if found.dtype == "float64" or "float64" not in self.dtypes:
+            return False
+        if isinstance(found, Trajectory):
+            return all(t.ok for t in self.trajectories if t.dtype == "float64" and t.optimizer == found.optimizer)
+        if found.cause == "rounding":
+            others = [c for c in self.of("rounding") if c.dtype == found.dtype and c.what != found.what]
+            return any(10 * c.report.most >= found.report.most for c in others)
+        return all(c.ok for c in self.of(found.cause) if c.dtype == "float64")
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs, but for trajectories that rounding explains."""
-        trained = all(t.ok or self.is_explained(t) for t in self.trajectories)
-        return trained and all(compared.ok for compared in self.compared)
+        """Whether nothing differs but by rounding."""
+        return all(found.ok or self.is_explained(found) for found in (*self.compared, *self.trajectories))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """One framework's side of a problem in one dtype: its gradients of the batch, of micro-batches, and accumulated."""
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -86,8 +87,12 @@ class Side:
 
     @property
     def reduction(self) -> int:
-        """How many terms an element of a gradient is a sum of."""
-        return self.problem.reduction or self.arguments.rows()
+        """How many terms an element of a gradient is a sum of, forth and back: rows or tokens, and a longest axis."""
+        if self.problem.reduction is not None:
+            return self.problem.reduction
+        kind, axes = self.backend.arrays.kind, [max(leaf.shape, default=1) for leaf in self.named(self.args[0]).values()]
+        tokens = [math.prod(leaf.shape) for leaf, _ in self.arguments if kind(leaf.dtype) == "int"]
+        return max(self.arguments.rows(), *tokens) + max(axes, default=0)
 
     @cached_property
     def arguments(self) -> Arguments:
@@ -135,7 +140,8 @@ class Side:
             try:
                 yield
             except FuncgaError as error:
-                raise FuncgaError(f"{self.label}, {self.dtype}: {error}") from error
+                where = f"{self.label}, {self.dtype}: "
+                raise error if str(error).startswith(where) else FuncgaError(f"{where}{error}") from error
 
     @cached_property
     def args(self) -> tuple[Any, ...]:
@@ -143,6 +149,7 @@ class Side:
         problem = self.problem
         with self.running():
             params, *batch = (as_dtype(tree, self.dtype, self.backend) for tree in (problem.params, *problem.batch))
+            _check_finite({"params": params, "batch": tuple(batch)}, self.backend)
             if self.framework == "jax" and problem.jax_params is not None:
                 params = match(params, problem.jax_params, rules=problem.rules)
             return (self.placed(params), *map(self.placed, batch))
@@ -150,11 +157,11 @@ class Side:
     def placed(self, tree: Any) -> Any:
         """The tree in this framework, on its device."""
         convert = {"torch": interop.to_torch, "jax": interop.to_jax}[self.framework]
-        return convert(tree, device=self.device) if self.device else convert(tree)
+        return convert(tree, device=self.device)
 
     def named(self, tree: Any) -> dict[str, Any]:
         """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this framework."""
-        found = paths_and_leaves(tree, self.backend)
+        found = paths_and_leaves(tree, self.backend.trees.children)
         return {path: interop.to_numpy(leaf) for path, leaf in found if self.backend.arrays.is_array(leaf)}
 
     def report(
@@ -167,8 +174,18 @@ class Side:
     ) -> Report:
         """The Report of two results: the loss, then the gradients in the order in which the parameters were given."""
         found = self.compared(left.gradient, right.gradient, names, self.reduction, rules, check_dtype)
-        loss = row("loss", left.loss, right.loss, reduction=self.reduction, check_dtype=check_dtype)
+        limit = self.limit(names, self.reduction)
+        loss = row("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
         return replace(found, rows=(loss, *found.rows))
+
+    def limit(self, names: tuple[str, str], reduction: int) -> float:
+        """What a relative difference may be: what rounding in sums explains, and in float64 what depth may add to it.
+
+        A mistake is seen there all the same: it is larger by orders of magnitude.
+        """
+        depth = 1e-12 if names == tuple(FRAMEWORKS.values()) else 1e-13
+        found = tolerances.limit(self.dtype, reduction)
+        return max(found, depth) if self.dtype == "float64" else found
 
     def compared(
         self,
@@ -188,7 +205,7 @@ class Side:
         report = compare(
             left,
             right,
-            reduction=reduction,
+            rtol=self.limit(names, reduction),
             atol=tolerances.limit(self.dtype, 1) * largest if np.isfinite(largest) else 0.0,
             rules=rules,
             names=names,
@@ -243,6 +260,21 @@ def numpy_dtype(dtype: str) -> Any:
 def is_float(dtype: Any) -> bool:
     """Whether it is a float, also one that NumPy has by extension."""
     return dtype.kind == "f" or dtype.name in ("bfloat16",) or dtype.name.startswith("float8")
+
+
+def _check_finite(given: dict[str, Any], backend: Backend) -> None:
+    """Raises FuncgaError, which says where, for NaN and infinities in the params or the batch."""
+    for name, tree in given.items():
+        for path, leaf in paths_and_leaves(tree, backend.trees.children, name):
+            if hasattr(leaf, "dtype") and is_float(leaf.dtype):
+                finite = np.isfinite(leaf.astype(np.float64))
+                if not finite.all():
+                    first = tuple(map(int, np.argwhere(~finite)[0]))
+                    raise FuncgaError(
+                        f"`{path}` is {leaf.dtype}{list(leaf.shape)}, of which {int((~finite).sum())} numbers are not "
+                        f"finite; the first is {leaf[first]} at {list(first)}. Everything that is computed of them would "
+                        f"be NaN in both frameworks: leave these rows out, or mask them with finite numbers."
+                    )
 
 
 def divisor(problem: Problem, weight: float) -> float:

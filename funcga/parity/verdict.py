@@ -7,6 +7,7 @@ from typing import NamedTuple
 from funcga.comparison.rows import Row
 from funcga.parity.run import Compared, Findings
 from funcga.parity.sides import FRAMEWORKS
+from funcga.parity.training import Trajectory
 
 
 class Verdict(NamedTuple):
@@ -32,7 +33,7 @@ def _fold(findings: Findings) -> Iterator[str]:
 
 
 def _accumulation(findings: Findings) -> Iterator[str]:
-    wrong = [compared for compared in findings.of("accumulation") if not compared.ok]
+    wrong = _unexplained(findings, "accumulation")
     sides = list(dict.fromkeys(compared.what.split()[0] for compared in wrong))
     if not wrong:
         return
@@ -99,37 +100,40 @@ def _factor(rows: list[Row]) -> float | None:
 
 
 def _rounding(findings: Findings) -> Iterator[str]:
-    wrong = [compared for compared in findings.of("rounding") if not compared.ok]
+    wrong = _unexplained(findings, "rounding")
     if wrong:
         worst = _most(wrong)
         yield (
-            f"{worst.what}: {_worst(worst)} is more than rounding explains in sums of {findings.reduction} terms. The "
-            f"loss is ill-conditioned there, or something inside of it computes in less than {worst.dtype}."
+            f"{worst.what} ({worst.dtype}) differs by {_worst(worst)}, which is more than rounding explains in sums of "
+            f"{findings.reduction} terms, and more than in the other framework: something in this loss computes in less "
+            f"than {worst.dtype}."
         )
-    elif not any(True for _ in _model(findings)):
-        apart = [c for c in findings.of("model") if not c.ok]
-        if apart:
-            yield f"{_most(apart).what} ({_most(apart).dtype}) differ by {_worst(_most(apart))}; in float64 they agree."
 
 
 def _training(findings: Findings) -> Iterator[str]:
-    for t in findings.trajectories:
-        if not t.ok and t.parts is not None and not findings.is_explained(t):
-            report = t.reports[t.parts - 1]
-            worst = report.worst
-            after = "from the first update on" if t.parts == 1 else f"after update {t.parts}"
-            yield (
-                f"The training with {t.optimizer} ({t.dtype}) parts {after}: {worst.path} by {worst.relative:.1e}. "
-                f"The gradients agree, so compare the options of the two optimizers."
-                if not any(True for _ in _model(findings))
-                else f"The training with {t.optimizer} ({t.dtype}) parts {after}."
-            )
+    wrong = [t for t in findings.trajectories if not t.ok and not findings.is_explained(t)]
+    if not wrong:
+        return
+    first = min(wrong, key=lambda t: t.parts or 0)
+    worst = first.decisive.worst
+    others = "".join(f", {t.optimizer} ({t.dtype}) {_since(t)}" for t in wrong if t is not first)
+    text = f"The training parts: {first.optimizer} ({first.dtype}) {_since(first)}{others}; first {worst.path if worst else ''}."
+    same = not any(_model(findings))
+    yield f"{text} The gradients agree, so compare the options of the two optimizers." if same else text
+
+
+def _since(t: Trajectory) -> str:
+    return f"from update {t.parts} on"
+
+
+def _unexplained(findings: Findings, cause: str) -> list[Compared]:
+    return [compared for compared in findings.of(cause) if not compared.ok and not findings.is_explained(compared)]
 
 
 def _agreement(findings: Findings) -> str:
     """What a problem is told that is the same everywhere."""
     figures = {
-        cause: max((c.report.worst.relative for c in findings.of(cause) if c.dtype == findings.finest), default=None)
+        cause: max((c.report.most for c in findings.of(cause) if c.dtype == findings.finest), default=None)
         for cause in ("accumulation", "model")
     }
     text = f"The same. In {findings.finest} accumulated is the full batch to {figures['accumulation']:.0e}"
@@ -137,6 +141,9 @@ def _agreement(findings: Findings) -> str:
         text += f", and torch is JAX to {figures['model']:.0e}"
     if any(c.dtype != findings.finest for c in findings.compared):
         text += "; what is left in less precision is rounding"
+    large = [c for c in findings.of("rounding") if not c.ok]
+    if large:
+        text += f", which this loss makes large: {_worst(_most(large))}, in both frameworks alike"
     grown = [t for t in findings.trajectories if not t.ok]
     if grown:
         text += f", which training makes larger ({grown[0].optimizer}, {grown[0].dtype}: from update {grown[0].parts} on)"
@@ -144,9 +151,10 @@ def _agreement(findings: Findings) -> str:
 
 
 def _most(compared: list[Compared]) -> Compared:
-    return max(compared, key=lambda c: c.report.worst.badness)
+    return max(compared, key=lambda c: c.report.worst.badness if c.report.worst else (False, 0.0))
 
 
 def _worst(compared: Compared) -> str:
     row = compared.report.worst
-    return f"{row.relative:.1e} in {row.path or 'the array'} (limit {row.limit:.1e})"
+    assert row is not None
+    return f"{row.relative:.1e} in {row.path or 'the array'} (limit {row.limit:.0e})"
