@@ -48,6 +48,7 @@ from funcga.tally import Tally as Tally
 from funcga.targets import TargetWeight as TargetWeight
 from funcga.transforms import MultiSteps as MultiSteps
 from funcga.transforms import Transform as Transform
+from funcga.verifying import verify as verify
 from funcga.window import MultiStepsState as MultiStepsState
 
 __version__ = "0.1.0"

@@ -49,8 +49,7 @@ def digits_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a `weight` [in, out] and a
     `bias` [out].
     """
-    hidden = jnp.tanh(images @ params["hidden"]["weight"] + params["hidden"]["bias"])
-    return _cross_entropy(hidden @ params["output"]["weight"] + params["output"]["bias"], labels)
+    return _cross_entropy(_linear(jnp.tanh(_linear(images, params["hidden"])), params["output"]), labels)
 
 
 def cnn_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -76,10 +75,10 @@ def batchnorm_loss(params: Any, statistics: Any, images: jax.Array, labels: jax.
     images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and `bias` [width]) and
     `output`; statistics: the running `mean` and `var` [width] of the hidden layer, the same for every micro-batch.
     """
-    x = images @ params["hidden"]["weight"] + params["hidden"]["bias"]
+    x = _linear(images, params["hidden"])
     x = jax.nn.standardize(x, mean=statistics["mean"], variance=statistics["var"], epsilon=1e-5)
     hidden = jnp.tanh(x * params["norm"]["weight"] + params["norm"]["bias"])
-    return _cross_entropy(hidden @ params["output"]["weight"] + params["output"]["bias"], labels)
+    return _cross_entropy(_linear(hidden, params["output"]), labels)
 
 
 def mixed_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -89,12 +88,15 @@ def mixed_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `output` and
     `decode`, each a `weight` [in, out] and a `bias` [out].
     """
-    linear = lambda x, layer: x @ layer["weight"] + layer["bias"]
-    hidden = jnp.tanh(linear(images, params["hidden"]))
-    classes = _cross_entropy(linear(hidden, params["output"]), labels)
-    pixels = jnp.mean(jnp.square(linear(hidden, params["decode"]) - images))
-    size = sum(jnp.sum(jnp.square(layer["weight"])) for layer in params.values())
+    hidden = jnp.tanh(_linear(images, params["hidden"]))
+    classes = _cross_entropy(_linear(hidden, params["output"]), labels)
+    pixels = jnp.mean(jnp.square(_linear(hidden, params["decode"]) - images))
+    size = jnp.sum(jnp.stack([jnp.sum(jnp.square(layer["weight"])) for layer in params.values()]))
     return classes + 0.5 * pixels + 1e-3 * size
+
+
+def _linear(x: jax.Array, layer: Any) -> jax.Array:
+    return jnp.asarray(x @ layer["weight"] + layer["bias"])
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -45,8 +45,7 @@ def digits_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torc
     images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a `weight` [in, out] and a
     `bias` [out].
     """
-    hidden = torch.tanh(F.linear(images, params["hidden"]["weight"].T, params["hidden"]["bias"]))
-    logits = F.linear(hidden, params["output"]["weight"].T, params["output"]["bias"])
+    logits = _linear(torch.tanh(_linear(images, params["hidden"])), params["output"])
     return F.cross_entropy(logits, labels.long())
 
 
@@ -68,11 +67,10 @@ def batchnorm_loss(params: Any, statistics: Any, images: torch.Tensor, labels: t
     images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and `bias` [width]) and
     `output`; statistics: the running `mean` and `var` [width] of the hidden layer, the same for every micro-batch.
     """
-    x = F.linear(images, params["hidden"]["weight"].T, params["hidden"]["bias"])
+    x = _linear(images, params["hidden"])
     scale, shift = params["norm"]["weight"], params["norm"]["bias"]
     x = torch.tanh(F.batch_norm(x, statistics["mean"], statistics["var"], scale, shift))
-    logits = F.linear(x, params["output"]["weight"].T, params["output"]["bias"])
-    return F.cross_entropy(logits, labels.long())
+    return F.cross_entropy(_linear(x, params["output"]), labels.long())
 
 
 def mixed_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -82,12 +80,15 @@ def mixed_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch
     same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `output` and
     `decode`, each a `weight` [in, out] and a `bias` [out].
     """
-    linear = lambda x, layer: F.linear(x, layer["weight"].T, layer["bias"])
-    hidden = torch.tanh(linear(images, params["hidden"]))
-    classes = F.cross_entropy(linear(hidden, params["output"]), labels.long())
-    pixels = F.mse_loss(linear(hidden, params["decode"]), images)
+    hidden = torch.tanh(_linear(images, params["hidden"]))
+    classes = F.cross_entropy(_linear(hidden, params["output"]), labels.long())
+    pixels = F.mse_loss(_linear(hidden, params["decode"]), images)
     size = torch.stack([layer["weight"].square().sum() for layer in params.values()]).sum()
     return classes + 0.5 * pixels + 1e-3 * size
+
+
+def _linear(x: torch.Tensor, layer: Any) -> torch.Tensor:
+    return F.linear(x, layer["weight"].T, layer["bias"])
 
 
 def text_loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from funcga.comparison import tolerances
 from funcga.comparison.report import Report
 from funcga.comparison.rows import Row, row
 from funcga.errors import FuncgaError
+from funcga.interop import to_numpy
 from funcga.paths import by_path
 from funcga.rules import Rule, pairs, permuted
 
@@ -49,7 +50,5 @@ def _as_numpy(leaf: Any, path: str) -> Any:
             f"`{path}` is {leaf.dtype}{list(leaf.shape)}, a random key, which has no numbers to compare. Take its "
             f"bits, jax.random.key_data(key), or leave it out: the parameters alone, not the whole state."
         )
-    for backend in load_imported():
-        if backend.arrays.owns(leaf):
-            return backend.arrays.to_numpy(leaf)
-    return leaf
+    owned = any(backend.arrays.owns(leaf) for backend in load_imported())
+    return to_numpy(leaf, copy=None) if owned else leaf

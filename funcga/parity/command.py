@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from funcga.errors import FuncgaError
+from funcga.information import versions
 from funcga.loading import load_object
 from funcga.parity import report
 from funcga.parity.problems import PROBLEMS
@@ -52,7 +53,7 @@ def parity(problems: Sequence[Problem], plan: Plan, outputs: Outputs) -> int:
     Raises FuncgaError for what does not fit a problem, and if a file cannot be written.
     """
     console = _console()
-    console.print("funcga parity: " + ", ".join(f"{name} {version}" for name, version in report.versions().items()))
+    console.print("funcga parity: " + ", ".join(f"{name} {version}" for name, version in versions().items()))
     every = [_run(problem, plan, console) for problem in problems]
     console.print("", report.conclusion(every), sep="\n")
     _write_all(every, outputs)

@@ -79,9 +79,7 @@ def _by_update(ax: Any, findings: Findings) -> None:
         ax.plot(range(1, len(values) + 1), values, label=f"{t.optimizer}, {t.dtype}", markevery=0.1, **style)
 
 
-def _lines(
-    ax: Any, compared: list[Compared], name: Callable[[Compared], str], place: Callable[[Any], float]
-) -> None:
+def _lines(ax: Any, compared: list[Compared], name: Callable[[Compared], str], place: Callable[[Any], float]) -> None:
     """A line for every name and dtype."""
     groups: dict[tuple[str, str], list[Compared]] = {}
     for each in compared:

@@ -48,7 +48,9 @@ def cnn(seed: int = 0) -> Problem:
         "mean cross-entropy of two convolutions on handwritten digits; OIHW in torch, HWIO in JAX; fold=funcga.mean()",
         params,
         (images.reshape(-1, 8, 8), labels),
-        jax_params={name: {"kernel": _transposed(layer["weight"]), "bias": layer["bias"]} for name, layer in params.items()},
+        jax_params={
+            name: {"kernel": _transposed(layer["weight"]), "bias": layer["bias"]} for name, layer in params.items()
+        },
         rules=rules.torch_to_flax,
         reduction=64 * len(labels),
         optimizers=("adamw",),
@@ -106,9 +108,7 @@ def mixed(seed: int = 0) -> Problem:
     )
 
 
-PROBLEMS: dict[str, Callable[..., Problem]] = {
-    make.__name__: make for make in (digits, cnn, text, batchnorm, mixed)
-}
+PROBLEMS: dict[str, Callable[..., Problem]] = {make.__name__: make for make in (digits, cnn, text, batchnorm, mixed)}
 
 
 def count_targets(tokens: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from funcga.comparing import compare
 from funcga.comparison.report import Report
@@ -10,9 +11,7 @@ from funcga.parity import folding
 from funcga.parity.sides import FRAMEWORKS, Result, Side
 from funcga.parity.training import Trajectory, train
 from funcga.problem import Problem
-
-if TYPE_CHECKING:
-    from funcga.verification.verdict import Cause
+from funcga.verification.verdict import Cause
 
 CAUSES = {
     "accumulation": "is the gradient of a framework, accumulated over n micro-batches, that of its own full batch?",
@@ -44,7 +43,7 @@ class Finding(NamedTuple):
     """What `verify` says of the loss of a framework, where accumulation is not exact."""
 
     framework: str
-    cause: "Cause"
+    cause: Cause
 
 
 class Findings(NamedTuple):
@@ -91,7 +90,8 @@ class Findings(NamedTuple):
     @property
     def ok(self) -> bool:
         """Whether nothing differs but by rounding."""
-        return all(found.ok or self.is_explained(found) for found in (*self.compared, *self.trajectories))
+        every: list[Compared | Trajectory] = [*self.compared, *self.trajectories]
+        return all(found.ok or self.is_explained(found) for found in every)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Run:
         }
         self.most = max(plan.ns)
         self.full = {key: self._done(side.full) for key, side in self.sides.items()}
-        self.micro = {key: self._done(lambda side=side: side.micro_batches(self.most)) for key, side in self.sides.items()}
+        self.micro = {key: self._done(partial(side.micro_batches, self.most)) for key, side in self.sides.items()}
 
     def _done(self, work: Callable[[], Any]) -> Any:
         found = work()
@@ -169,18 +169,18 @@ class _Run:
 
     def _accumulated(self, side: Side, full: Result) -> Iterator[Compared]:
         for n in self.plan.ns:
-            found = self._done(lambda n=n: side.accumulated(n))
+            found = self._done(partial(side.accumulated, n))
             report = side.report(found, full, ("accumulated", "full batch"))
             yield Compared("accumulation", f"{side.label} vs its full batch", side.dtype, n, report)
 
     def _of_both(self, dtype: str) -> Iterator[Compared]:
-        torch, jax = (self.sides[name, dtype] for name in ("torch", "jax"))
-        between = lambda left, right: torch.report(left, right, ("torch", "JAX"), self.problem.rules)
-        full = between(self.full["torch", dtype], self.full["jax", dtype])
-        yield Compared("model", "torch vs JAX, full batch", dtype, None, full)
-        pairs = zip(self.micro["torch", dtype], self.micro["jax", dtype], strict=True)
-        for i, (left, right) in enumerate(pairs):
-            yield Compared("model", "torch vs JAX, micro-batches", dtype, self.most, between(left, right), i)
+        full, micro = ([found[name, dtype] for name in ("torch", "jax")] for found in (self.full, self.micro))
+        yield Compared("model", "torch vs JAX, full batch", dtype, None, self._between(dtype, *full))
+        for i, pair in enumerate(zip(*micro, strict=True)):
+            yield Compared("model", "torch vs JAX, micro-batches", dtype, self.most, self._between(dtype, *pair), i)
+
+    def _between(self, dtype: str, torch: Result, jax: Result) -> Report:
+        return self.sides["torch", dtype].report(torch, jax, ("torch", "JAX"), self.problem.rules)
 
     def _folded(self, side: Side) -> Iterator[Compared]:
         given = self.micro[self.frameworks[0], side.dtype]  # the same for both sides

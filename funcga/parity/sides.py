@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -23,9 +23,8 @@ from funcga.gradients import value_and_grad
 from funcga.matching import match
 from funcga.paths import paths_and_leaves
 from funcga.problem import Problem
-
-if TYPE_CHECKING:
-    from funcga.verification.verdict import Verdict
+from funcga.verification.verdict import Verdict
+from funcga.verifying import verify
 
 FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 """The frameworks, as they are imported and as they are written."""
@@ -60,9 +59,7 @@ class Side:
         """The loss and gradients, accumulated over n micro-batches."""
         with self.running():
             problem = self.problem
-            step = accumulate(
-                self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes
-            )
+            step = accumulate(self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes)
             return self._result(step(*self.args))
 
     def micro_batches(self, n: int) -> list[Result]:
@@ -90,9 +87,12 @@ class Side:
         """How many terms an element of a gradient is a sum of, forth and back: rows or tokens, and a longest axis."""
         if self.problem.reduction is not None:
             return self.problem.reduction
-        kind, axes = self.backend.arrays.kind, [max(leaf.shape, default=1) for leaf in self.named(self.args[0]).values()]
+        kind, axes = (
+            self.backend.arrays.kind,
+            [max(leaf.shape, default=1) for leaf in self.named(self.args[0]).values()],
+        )
         tokens = [math.prod(leaf.shape) for leaf, _ in self.arguments if kind(leaf.dtype) == "int"]
-        return max(self.arguments.rows(), *tokens) + max(axes, default=0)
+        return max([self.arguments.rows(), *tokens]) + max(axes, default=0)
 
     @cached_property
     def arguments(self) -> Arguments:
@@ -214,10 +214,8 @@ class Side:
         places = {path: place for place, path in enumerate(left)}
         return replace(report, rows=tuple(sorted(report.rows, key=lambda r: places.get(r.left_path, len(places)))))
 
-    def verified(self, n: int) -> "Verdict":
+    def verified(self, n: int) -> Verdict:
         """What `verify` says of the loss and the fold."""
-        from funcga.verifying import verify
-
         problem = self.problem
         with self.running():
             return verify(
@@ -226,8 +224,11 @@ class Side:
 
     def _result(self, value_and_gradient: Any, divisor: float = 1) -> Result:
         loss, gradient = value_and_gradient
-        by = lambda array: array if divisor == 1 else array / np.asarray(divisor, array.dtype)
-        return Result(by(interop.to_numpy(loss)), {path: by(leaf) for path, leaf in self.named(gradient).items()})
+        named = {"": interop.to_numpy(loss), **self.named(gradient)}
+        divided = {
+            path: leaf if divisor == 1 else leaf / np.asarray(divisor, leaf.dtype) for path, leaf in named.items()
+        }
+        return Result(divided.pop(""), divided)
 
 
 def as_dtype(tree: Any, dtype: str, backend: Backend) -> Any:

@@ -75,7 +75,9 @@ def _how(wrong: list[Compared]) -> str:
     beyond = [row for row in first.report.rows if not row.ok]
     leaves = [row for row in beyond if row.path != "loss"]
     if any(row.status in ("missing", "extra", "shape") for row in beyond):
-        listed = ", ".join(f"{row.path} ({row.status})" for row in beyond if row.status in ("missing", "extra", "shape"))
+        listed = ", ".join(
+            f"{row.path} ({row.status})" for row in beyond if row.status in ("missing", "extra", "shape")
+        )
         return f"The parameters do not match: {listed}."
     if any(row.status in ("nan", "inf") for row in beyond):
         row = next(row for row in beyond if row.status in ("nan", "inf"))
@@ -96,7 +98,11 @@ def _factor(rows: list[Row]) -> float | None:
     found = [row.values[0] / row.values[1] for row in rows if row.values is not None and row.values[1]]
     straight = all(row.cosine is None or row.cosine > 1 - 1e-9 for row in rows)
     alike = bool(found) and all(math.isclose(ratio, found[0], rel_tol=1e-6) for ratio in found)
-    return found[0] if straight and alike and len(found) == len(rows) and not math.isclose(found[0], 1, rel_tol=1e-4) else None
+    return (
+        found[0]
+        if straight and alike and len(found) == len(rows) and not math.isclose(found[0], 1, rel_tol=1e-4)
+        else None
+    )
 
 
 def _rounding(findings: Findings) -> Iterator[str]:
@@ -146,7 +152,9 @@ def _agreement(findings: Findings) -> str:
         text += f", which this loss makes large: {_worst(_most(large))}, in both frameworks alike"
     grown = [t for t in findings.trajectories if not t.ok]
     if grown:
-        text += f", which training makes larger ({grown[0].optimizer}, {grown[0].dtype}: from update {grown[0].parts} on)"
+        text += (
+            f", which training makes larger ({grown[0].optimizer}, {grown[0].dtype}: from update {grown[0].parts} on)"
+        )
     return text + "."
 
 

@@ -1,0 +1,256 @@
+"""Naming: what is wrong, and the line that fixes it, from the kind of a loss and the fold that it was given."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from funcga import monoids, normalizers, reducers
+from funcga.folds import Fold
+from funcga.verification.counting import Count, matching
+from funcga.verification.probe import Probe, Rows
+from funcga.verification.responses import Responses
+from funcga.verification.tolerance import Limit, relative
+from funcga.verification.verdict import Cause
+
+
+def is_linear(fold: Fold) -> bool:
+    """Whether the fold adds up values, weighted or not."""
+    lifts = (reducers.weighted.lift, reducers.sum.lift)
+    return fold.reducer.monoid is monoids.sum and fold.reducer.lift in lifts
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some leaves under one fold, of which groups of rows have shown the kind."""
+
+    probe: Probe
+    fold: Fold
+    leaves: Sequence[int]
+    found: Responses
+    parts: tuple[Rows, Rows]
+    limit: Limit
+    growing: bool
+
+    @property
+    def ratio(self) -> float:
+        """How much A weighs for each B in the loss."""
+        return self.found.kind.ratios[0]
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the fold multiplies by the weight: it takes means."""
+        return self.fold.reducer.lift is reducers.weighted.lift
+
+    @property
+    def by(self) -> Any:
+        """What the fold divides by."""
+        return self.fold.normalizer.apply
+
+    @property
+    def name(self) -> str:
+        """What the fold is called."""
+        if self.weighted:
+            return "mean()"
+        return "per_weight()" if self.by is normalizers.by_weight.apply else "sum()"
+
+    @property
+    def where(self) -> str:
+        """The first of the leaves."""
+        return self.probe.paths[self.leaves[0]]
+
+    def weights(self) -> tuple[float, float, float]:
+        """The weights of A, of B and of both together."""
+        a, b = self.found.a, self.found.b
+        return self.probe.weigh(a), self.probe.weigh(b), self.probe.weigh(a + b)
+
+
+def causes_of(case: Case) -> list[Cause]:
+    """What is wrong with these leaves; nothing if the fold is exact for what they have shown."""
+    kind = case.found.kind.name
+    if kind in ("nothing", "unknown"):
+        return []
+    if kind == "statistics" or (kind == "coupled"):
+        return [_negatives(case) if case.growing else _statistics(case) if kind == "statistics" else _coupled(case)]
+    if kind in ("two means", "sum and mean"):
+        return [_two(case)]
+    if case.by is normalizers.by_steps.apply:
+        return [_by_steps(case)]
+    found = _weight(case)
+    if kind == "mean":
+        return found or ([] if case.weighted and _agrees(case) else [_mean(case)])
+    if case.weighted:
+        return [_sum(case)] + ([_regulariser(case)] if kind == "sum and constant" else [])
+    return found + ([_regulariser(case)] if kind == "sum and constant" else [])
+
+
+def _agrees(case: Case) -> bool:
+    """Whether the fold weighs A and B as the loss does."""
+    a, b, _ = case.weights()
+    return abs(a - case.ratio * b) <= 100 * case.limit.relative * max(a, case.ratio * b)
+
+
+def _weight(case: Case) -> list[Cause]:
+    """A weight that does not add up, where it counts."""
+    if case.probe.program.weight is None or case.by is normalizers.identity.apply:
+        return []
+    a, b, both = case.weights()
+    if abs(a + b - both) <= 1e-6 * max(a + b, both):
+        return []
+    count = _count(case)
+    fix = count.line if count else 'count, do not average: weight=lambda batch: (batch["labels"] != -100).sum()'
+    if case.found.kind.name == "mean" and count is None and abs(case.ratio - 1) < 1e-3:
+        fix = "drop weight=: by default a micro-batch weighs as much as it has rows, which is what the loss counts"
+    return [
+        Cause(
+            "weight not additive",
+            "The weight of two micro-batches together is not the sum of their weights, so the total depends on how "
+            "the batch is cut.",
+            fix,
+            f"weight is {a:g} for {len(case.found.a)} rows, {b:g} for {len(case.found.b)} others and {both:g} for all",
+        )
+    ]
+
+
+def _count(case: Case) -> Count | None:
+    """What the loss divides by, if an expression of the batch is found that fits every part of it."""
+    a, b, probe = case.found.a, case.found.b, case.probe
+    tolerance = 100 * case.limit.relative
+
+    def holds(count: Any) -> bool:
+        left, right = count(a), case.ratio * count(b)
+        if not abs(left - right) <= tolerance * max(left, right) or left == 0:
+            return False
+        try:
+            parts = [(count(rows), probe.values(rows)) for rows in case.parts]
+        except Exception:  # a loss that refuses some batches
+            return True
+        total, whole = count(probe.every), probe.values(probe.every)
+        for i in case.leaves:
+            mixed = sum((np.where(c > 0, c * leaf[i], 0) for c, leaf in parts), np.zeros(())) / total
+            size = max(float(np.abs(leaf[i][np.isfinite(leaf[i])]).max(initial=0.0)) for _, leaf in parts)
+            if not relative(mixed, whole[i], size + case.limit.share * size + 1e-12) <= tolerance:
+                return False
+        return True
+
+    return matching(probe, holds)
+
+
+def _mean(case: Case) -> Cause:
+    """A mean whose weights are not those of the fold."""
+    equal = abs(case.ratio - 1) < 1e-3 and len(case.found.a) == len(case.found.b)
+    count = None if equal else _count(case)
+    weight = case.probe.program.weight
+    a, b = len(case.found.a), len(case.found.b)
+    evidence = (
+        f"{case.where} of two groups of {a} and {b} rows together is the mean of both with weights in the ratio "
+        f"{case.ratio:.6g} : 1"
+    )
+    if not case.weighted:
+        line = "fold=funcga.mean()" + ("" if equal else f", {count.line}" if count else ", weight=...")
+        what = (
+            f"The loss is a mean, and {case.name} adds up as of a sum: n micro-batches give up to n times the gradient."
+        )
+        drop = ", and drop weight=" if equal and weight is not None else ""
+        return Cause(f"mean under {case.name[:-2]}", what, line + drop, evidence)
+    if weight is None:
+        line = count.line if count else 'weight=lambda batch: (batch["labels"] != -100).sum()'
+        what = (
+            "The loss is a mean over something of which rows have different numbers, such as tokens that are not "
+            "masked, and micro-batches are weighed by their rows."
+        )
+        if count is None:
+            what += " The line shows the form; no expression of the batch was found that counts what the loss counts."
+        return Cause("uneven tokens", what, line, evidence)
+    if equal:
+        what = "The loss is a mean over rows, and weight= counts something else."
+        return Cause("wrong weight", what, "drop weight=: by default a micro-batch weighs as its rows", evidence)
+    given = case.weights()
+    what = (
+        f"weight= is not what the loss divides by: it says {given[0]:g} : {given[1]:g} where the loss says "
+        f"{case.ratio:.6g} : 1."
+    )
+    return Cause("wrong weight", what, count.line if count else "weight= a count of what the mean is over", evidence)
+
+
+def _sum(case: Case) -> Cause:
+    weight = case.probe.program.weight
+    counted = "" if weight is not None else " (and weight=..., if it is to be divided by tokens and not by rows)"
+    return Cause(
+        "sum under mean",
+        f"The loss is a sum over rows, and mean() takes it for a mean: n micro-batches give about 1/n of it "
+        f"({case.where}).",
+        f"fold=funcga.per_weight(){counted}, or fold=funcga.sum() for the sum itself",
+        f"{case.where} of two groups of rows together is the sum of both, and twice as much of all rows twice",
+    )
+
+
+def _regulariser(case: Case) -> Cause:
+    return Cause(
+        "regulariser",
+        "The loss is a sum over rows plus a term that does not depend on the rows, such as an L2 penalty: it is "
+        "counted once in every micro-batch, n times in all.",
+        "take the term out of the loss (weight_decay= of the optimizer), or divide the sum by its count and use a "
+        "mean: fold=funcga.mean(), weight=...",
+        f"{case.where} of groups of rows adds up but for a constant",
+    )
+
+
+def _two(case: Case) -> Cause:
+    evidence = f"{case.where} is the sum of a part that adds up over rows and of a mean"
+    if case.found.kind.ratios:
+        x, y = case.found.kind.ratios
+        evidence = (
+            f"{case.where} is the sum of two means, which weigh the same two groups of rows {x:.6g} : 1 and {y:.6g} : 1"
+        )
+    return Cause(
+        "other normaliser",
+        "The loss has terms that are divided by different counts, such as a mean over tokens plus an auxiliary mean "
+        "over rows: no one weight is right for both.",
+        "divide every term by its count in the whole batch, passed whole, and add up: fold=funcga.sum(), "
+        "in_axes=(None, 0, None)",
+        evidence,
+    )
+
+
+def _by_steps(case: Case) -> Cause:
+    return Cause(
+        "by steps",
+        "The fold divides by the number of micro-batches, so those with fewer rows or tokens count as much as others.",
+        "fold=funcga.mean(), or Fold(reducers.weighted, normalizers.by_weight)",
+        f"{case.where} of uneven micro-batches differs from that of the whole batch",
+    )
+
+
+def _statistics(case: Case) -> Cause:
+    named = case.probe.own.batch_normalisers(case.probe.program.grad_fn)
+    modules = f"; in the loss are {', '.join(named[:3])}" if named else ""
+    return Cause(
+        "batch statistics",
+        "The loss depends on statistics over the rows that it sees together, as BatchNorm in training mode, a variance "
+        "or a load-balancing loss does. A micro-batch has other statistics, and no fold makes up for it.",
+        "module.eval(), GroupNorm or LayerNorm instead of BatchNorm, or statistics that are passed in; else n=1",
+        f"{case.where} of groups of rows is no mean of those of the groups, yet the same if all rows are repeated"
+        f"{modules}",
+    )
+
+
+def _negatives(case: Case) -> Cause:
+    return Cause(
+        "in-batch negatives",
+        "Every row is compared with the other rows of its micro-batch, as in a contrastive loss: fewer rows are "
+        "another, easier loss, and no fold makes up for it.",
+        "pass the candidates whole, computed from the whole batch beforehand: in_axes=(None, 0, None); else n=1",
+        f"{case.where} of groups of rows is no mean of those of the groups, and the loss grows as a logarithm if all "
+        f"rows are repeated",
+    )
+
+
+def _coupled(case: Case) -> Cause:
+    return Cause(
+        "coupled rows",
+        "The loss couples its rows: the value for some rows depends on which others, and how many, it sees with them.",
+        "write the loss as a sum or a mean of terms of one row each; where that is impossible, n=1",
+        f"{case.where} of repeated rows is neither the same nor as many times as large",
+    )

@@ -1,0 +1,145 @@
+"""Responses: what kind of function of its rows a loss is, told from batches in which two groups of rows repeat.
+
+F(i, j) is the gradient of a batch that has a group A of rows i times and another one, B, j times. Repeating the whole
+batch k times parts a loss into a sum and the rest: F = k S + M. A sum is additive in the groups. A mean is a weighted
+average of F(1, 0) and F(0, 1) whose weights are proportional to what the loss counts. Two means that count different
+things are, as a function of the share t = i / (i + j), a rational function with two poles, and whatever is invariant
+under repetition but none of these is a function of statistics of the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from funcga.verification.probe import Probe, Rows
+from funcga.verification.tolerance import Limit
+
+_POINTS = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (3, 0), (4, 0), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3))
+
+
+class Kind(NamedTuple):
+    """What kind of function of its rows some leaves are.
+
+    name: "nothing", "sum", "sum and constant", "sum and mean", "mean", "two means", "statistics", "coupled", or
+    "unknown" where it could not be evaluated. ratios: of a mean, how much A weighs for each B.
+    """
+
+    name: str
+    ratios: tuple[float, ...] = ()
+    residual: float = 0.0
+
+
+class Responses(NamedTuple):
+    """Two groups of rows, and the Kind that they show; F(i, j) of some leaves as one vector."""
+
+    a: Rows
+    b: Rows
+    kind: Kind
+
+
+def respond(probe: Probe, a: Rows, b: Rows, leaves: Sequence[int], limit: Limit) -> Responses:
+    """The Responses of these leaves of grad_fn's output."""
+    points: dict[tuple[int, int], list[Any]] = {}
+    for i, j in _POINTS:
+        try:
+            found = probe.values(a * i + b * j)
+        except Exception:  # some losses refuse some batches
+            continue
+        if all(np.isfinite(found[leaf]).all() for leaf in leaves):
+            points[i, j] = [_flat(found[leaf]) for leaf in leaves]
+    if not {(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)} <= points.keys():
+        return Responses(a, b, Kind("unknown"))
+    sizes = [max(np.abs(found[k]).max(initial=0.0) for found in points.values()) for k in range(len(leaves))]
+    top = max(sizes)
+    scales = [size + limit.share * top + limit.floor / limit.relative for size in sizes]
+    f = {
+        point: np.concatenate([leaf / scale for leaf, scale in zip(found, scales, strict=True)])
+        for point, found in points.items()
+    }
+    return Responses(a, b, classify(f, 10 * limit.relative))
+
+
+def _flat(leaf: Any) -> Any:
+    leaf = leaf.ravel()
+    return np.concatenate([leaf.real, leaf.imag]) if np.iscomplexobj(leaf) else leaf
+
+
+def classify(f: dict[tuple[int, int], Any], tolerance: float) -> Kind:
+    """The Kind of a vector that is scaled to about 1, from its values at points (i, j)."""
+    near = lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
+    line = [(3, 2 * f[2, 0] - f[1, 0]), (4, 3 * f[2, 0] - 2 * f[1, 0])]
+    if not all((k, 0) not in f or near(f[k, 0], predicted) for k, predicted in line):
+        return Kind("coupled")
+    sums = {p: f[2 * p[0], 2 * p[1]] - f[p] for p in ((1, 0), (0, 1), (1, 1))}
+    rest = {p: 2 * f[p] - f[2 * p[0], 2 * p[1]] for p in ((1, 0), (0, 1), (1, 1))}
+    without_sum = all(near(part, 0) for part in sums.values())
+    without_rest = all(near(part, 0) for part in rest.values())
+    additive = near(sums[1, 1], sums[1, 0] + sums[0, 1])
+    if without_sum and without_rest:
+        return Kind("nothing")
+    if without_sum:
+        return _of_mean(f, near, tolerance)
+    if additive and without_rest:
+        return Kind("sum")
+    if additive and near(rest[1, 0], rest[0, 1]) and near(rest[1, 1], rest[1, 0]):
+        return Kind("sum and constant")
+    if additive and _share(rest, near) is not None:
+        return Kind("sum and mean")
+    return Kind("statistics")
+
+
+def _share(f: dict[tuple[int, int], Any], near: Callable[[Any, Any], bool]) -> float | None:
+    """The L of F(1, 1) = L F(1, 0) + (1 - L) F(0, 1), by least squares; None where there is none between 0 and 1."""
+    apart = f[1, 0] - f[0, 1]
+    if near(apart, 0):
+        return 0.5 if near(f[1, 1], f[1, 0]) else None
+    share = float((f[1, 1] - f[0, 1]) @ apart / (apart @ apart))
+    fits = near(f[1, 1], share * f[1, 0] + (1 - share) * f[0, 1])
+    return share if fits and 0 < share < 1 else None
+
+
+def _of_mean(f: dict[tuple[int, int], Any], near: Callable[[Any, Any], bool], tolerance: float) -> Kind:
+    share = _share(f, near)
+    if share is not None:
+        ratio = share / (1 - share)
+        mixed = [p for p in ((2, 1), (1, 2), (3, 1), (1, 3)) if p in f]
+        average = lambda i, j: (i * ratio * f[1, 0] + j * f[0, 1]) / (i * ratio + j)
+        if all(near(f[p], average(*p)) for p in mixed):
+            return Kind("mean", (ratio,))
+    ratios = _two_ratios(f) if tolerance < 1e-6 else None
+    return Kind("statistics") if ratios is None else Kind("two means", ratios)
+
+
+_TRUSTED = 1e-6
+
+
+def _two_ratios(f: dict[tuple[int, int], Any]) -> tuple[float, float] | None:
+    """What two means count, as ratios of A to B; None if F is no sum of two means.
+
+    With D(t) = 1 + alpha t + beta t**2 the product D F is a polynomial of degree 2, so alpha and beta solve a linear
+    system from which these polynomials are projected out. The ratios follow from the roots of D. A double root, or
+    none, is a product of means, as in a variance or in a load-balancing loss.
+    """
+    points = [p for p in ((0, 1), (1, 3), (1, 2), (1, 1), (2, 1), (3, 1), (1, 0)) if p in f]
+    if len(points) < 7:
+        return None
+    t = np.array([i / (i + j) for i, j in points])
+    values = np.stack([f[p] for p in points])
+    basis, _ = np.linalg.qr(np.stack([t**0, t, t**2], axis=1), mode="complete")
+    project = basis[:, 3:].T
+    target, *columns = ((project @ (t[:, None] ** power * values)).ravel() for power in range(3))
+    size = float(np.linalg.norm(target))
+    if size < 1e-7:
+        return None
+    (alpha, beta), *_ = np.linalg.lstsq(np.stack(columns, axis=1), -target, rcond=None)
+    residual = np.linalg.norm(target + alpha * columns[0] + beta * columns[1])
+    if residual > _TRUSTED * size:
+        return None
+    roots = np.roots([beta, alpha, 1]) if abs(beta) > 1e-6 else np.array([np.inf, -1 / alpha])
+    if np.iscomplexobj(roots) and np.abs(roots.imag).max() > 1e-6:
+        return None
+    ratios = sorted(float(1 - 1 / root.real) for root in roots)
+    if min(ratios) <= 0 or ratios[1] - ratios[0] < 1e-3 * ratios[1]:
+        return None
+    return ratios[0], ratios[1]

@@ -1,0 +1,182 @@
+"""The run: from the arguments of `verify` to its Verdict."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from funcga.backend import Backend
+from funcga.errors import FuncgaError
+from funcga.gradients import OwningGradient
+from funcga.prefixes import leaf_paths
+from funcga.program import Program, check_callable, check_count
+from funcga.verification.diagnosis import diagnose
+from funcga.verification.inspection import divided, per_example, unused
+from funcga.verification.naming import is_linear
+from funcga.verification.probe import Probe, as_numbers, is_moments
+from funcga.verification.repetition import impurities, written_later
+from funcga.verification.splits import compare
+from funcga.verification.tolerance import limit_of
+from funcga.verification.verdict import Verdict
+
+
+def run(
+    grad_fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    n: Any,
+    fold: Any,
+    weight: Any,
+    in_axes: Any,
+    seed: int,
+) -> Verdict:
+    """The Verdict; the arguments are those of `funcga.verify`."""
+    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    if isinstance(grad_fn, OwningGradient):
+        raise FuncgaError(
+            "verify evaluates a gradient function with parameters of its own choice, and this one brings its own. Give "
+            "it the loss as a function of the parameters: "
+            "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), on the module that was wrapped."
+        )
+    if weight is not None:
+        check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
+    given = _given(n)
+    program = Program(grad_fn, fold, weight, in_axes)
+    backend = program.backend(args, kwargs)
+    rows = program.read(args, backend).rows()
+    _check_rows(given, rows)
+    _check_finite((args, kwargs), backend)
+    ns = given or [k for k in (2, 3) if k <= rows]
+    explicit = given[0] if len(given) == 1 else None
+    own = Probe(program, backend, args, kwargs, precise=False).own
+    with own.precision("float64"):
+        probe, why = _precise(program, backend, args, kwargs)
+        if probe is not None:
+            return _verdict(probe, ns, explicit, seed, [])
+    with own.precision("own"):
+        probe = Probe(program, backend, args, kwargs, precise=False)
+        return _verdict(probe, ns, explicit, seed, [f"not in float64, in which the call {why}"])
+
+
+def _given(n: Any) -> list[int]:
+    """The numbers of micro-batches that were asked for; none for None."""
+    if n is None:
+        return []
+    listed = n if isinstance(n, tuple | list) else [n]
+    counts = [check_count(count, "n", ", or several: n=(2, 3)") for count in listed]
+    if not counts or min(counts) < 2:
+        raise FuncgaError(f"n is {n!r}: verify compares n micro-batches with one, so n is at least 2. Write n=8.")
+    return list(dict.fromkeys(counts))
+
+
+def _check_rows(given: Sequence[int], rows: int) -> None:
+    if rows < 2:
+        raise FuncgaError(
+            "the batch has 1 row, which cannot be split: verify needs at least 2, and recognises more with 16 or so. "
+            "Give it a whole batch."
+        )
+    if given and max(given) > rows:
+        raise FuncgaError(
+            f"n={max(given)} micro-batches were asked of a batch of {rows} rows: a micro-batch has at least one. Write "
+            f"n={rows} or less, or give it a larger batch."
+        )
+
+
+def _check_finite(call: Any, backend: Backend) -> None:
+    """Raises FuncgaError for NaN among the arguments, with which nothing can be compared."""
+    for i, leaf in enumerate(backend.trees.flatten(call)[0]):
+        if backend.arrays.is_array(leaf) and backend.arrays.kind(leaf.dtype) in ("float", "complex"):
+            found = int(np.isnan(as_numbers(leaf, backend)).sum())
+            if found:
+                path = leaf_paths(call, backend.trees, "")[i].removeprefix("[0]").removeprefix("[1]")
+                raise FuncgaError(
+                    f"the argument at {path} of the call is {backend.arrays.describe(leaf)} with {found} NaN: no two "
+                    f"results could be compared. Give verify arguments without NaN."
+                )
+
+
+def _precise(
+    program: Program, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Probe | None, str]:
+    """The Probe with arguments in float64, or why there is none."""
+    try:
+        probe = Probe(program, backend, args, kwargs, precise=True)
+        probe.values(probe.every)
+    except Exception as error:  # something is in another dtype that meets them
+        first, *_ = str(error).splitlines() or [""]
+        return None, f"raised {type(error).__name__}: {first[:160]}"
+    return probe, ""
+
+
+def _verdict(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: list[str]) -> Verdict:
+    dtype = "float64" if probe.precise else "the arguments' own dtypes"
+    whole = probe.values(probe.every)
+    _check_gradient(probe, whole)
+    seen, causes = impurities(probe)
+    if causes:
+        notes.append("nothing else was looked at: no two calls can be compared")
+        return Verdict(False, tuple(causes), (), dtype, tuple(notes))
+    limit = limit_of(max(seen.eps, *_own_eps(probe)))
+    if limit.relative > 1e-9:
+        notes.append(
+            f"it computes in less than float64 somewhere, so differences below {limit.relative:.0e} are taken for "
+            f"rounding, and cannot be seen"
+        )
+    random = np.random.default_rng(seed)
+    order = [int(i) for i in random.permutation(probe.rows)]
+    found, folds = per_example(probe, tuple(order[: probe.rows - 1]))
+    causes += found
+    if found and probe.threaded:
+        return Verdict(False, tuple(causes), (), dtype, (*notes, "nothing else was looked at"))
+    if found:
+        probe = _with_folds(probe, folds)
+    causes += unused(probe)
+    splits = compare(probe, ns, limit, random)
+    why = diagnose(probe, splits, seen, limit, random)
+    late = None if why else written_later(probe, whole, limit)
+    causes += [late] if late else why
+    already = divided(probe, n, limit)
+    if already and any(cause.name == "mean under sum" for cause in causes):
+        causes = [cause for cause in causes if cause.name != "mean under sum"]
+    causes += already
+    notes += _notes(probe, splits.carried)
+    return Verdict(not causes, tuple(causes), tuple(splits.rows), dtype, tuple(notes))
+
+
+def _own_eps(probe: Probe) -> list[float]:
+    names = {"float32": 2.0**-23, "complex64": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+    return [0.0, *(names.get(name, 0.0) for name in probe.dtypes)]
+
+
+def _with_folds(probe: Probe, folds: Any) -> Probe:
+    made = Probe(replace(probe.program, fold=folds), probe.backend, probe.args, probe.kwargs, probe.precise)
+    made.values(made.every)
+    return made
+
+
+def _check_gradient(probe: Probe, whole: Sequence[Any]) -> None:
+    bad = [
+        i
+        for i, leaf in enumerate(whole)
+        if leaf is not None and is_linear(probe.folds[i]) and not np.isfinite(leaf).all()
+    ]
+    if bad:
+        raise FuncgaError(
+            f"{probe.paths[bad[0]]} of grad_fn is not finite for the whole batch ({len(bad)} leaves are not): nothing "
+            f"can be compared with it. Give verify parameters and rows for which the loss and its gradients are finite."
+        )
+
+
+def _notes(probe: Probe, carried: Sequence[int]) -> list[str]:
+    notes = []
+    if any(is_moments(fold) for fold in probe.folds):
+        notes.append("moments() are over micro-batches, so they depend on n by definition, and were not compared")
+    if carried:
+        notes.append(
+            f"carried state, {probe.paths[carried[0]]}, is another after n micro-batches than after one, as running "
+            f"statistics are"
+        )
+    if probe.threaded:
+        notes.append("state is threaded from one micro-batch to the next, so rows were compared in order only")
+    return notes

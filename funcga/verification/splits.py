@@ -1,0 +1,130 @@
+"""Splits: the fold over n micro-batches, and over uneven ones in another order, against the whole batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from funcga import monoids, normalizers, reducers
+from funcga.arguments import groups, starts
+from funcga.errors import FuncgaError
+from funcga.folds import Fold
+from funcga.tally import Tally
+from funcga.verification.probe import Probe, Rows, is_moments
+from funcga.verification.tolerance import Limit, relative, scales_of
+from funcga.verification.verdict import Measured
+
+
+class Splits(NamedTuple):
+    """What the splits have shown.
+
+    failed: the leaves that differ, but for those of carried state; ordered: those that change where the rows are put
+    in another order; carried: the leaves of carried state that differ. parts: two uneven parts of the rows.
+    """
+
+    rows: list[Measured]
+    failed: list[int]
+    ordered: list[int]
+    carried: list[int]
+    parts: tuple[Rows, Rows]
+
+
+def compare(probe: Probe, ns: Sequence[int], limit: Limit, random: np.random.Generator) -> Splits:
+    """What every split gives, against the whole batch. What grad_fn raises for a part of the batch is noted."""
+    order = [int(i) for i in random.permutation(probe.rows)]
+    cut = max(1, probe.rows - probe.rows // 3 - (probe.rows % 3 == 0 and probe.rows > 3))
+    parts = (tuple(order[:cut]), tuple(order[cut:]))
+    whole = probe.values(probe.every)
+    tried = [found for found in (_attempt(lambda p=p: probe.values(p)) for p in parts) if not isinstance(found, str)]  # type: ignore[misc]
+    judged = [i for i, fold in enumerate(probe.folds) if whole[i] is not None and not is_moments(fold)]
+    measure = _Measure(probe, limit, [*judged], scales_of([whole, *tried], limit), expected(probe, whole))
+    sizes = lambda n: tuple(size for _, size in starts(groups(probe.rows, n, None)))
+    rows = [
+        measure(f"n = {n}", sizes(n), lambda n=n: probe.numbers(probe.step(n)(*probe.args, **probe.kwargs)))  # type: ignore[misc]
+        for n in ns
+    ]
+    if not probe.threaded:
+        unordered = [i for i in judged if not _is_ordered(probe.folds[i])]
+        rows.append(measure("uneven, permuted", (cut, probe.rows - cut), lambda: _folded(probe, parts), unordered))
+    failed = sorted(measure.failed)
+    ordered = []
+    if failed and not probe.threaded:
+        permuted = _Measure(probe, limit, unordered, measure.scales, expected(probe, whole))
+        rows.append(
+            permuted("one micro-batch, permuted", (probe.rows,), lambda: expected(probe, probe.values(tuple(order))))
+        )
+        ordered = sorted(permuted.failed)
+    is_carry = [fold.reducer.lift is reducers.carry.lift for fold in probe.folds]
+    carried = [i for i in failed if is_carry[i]]
+    return Splits(rows, [i for i in failed if not is_carry[i]], ordered, carried, parts)
+
+
+class _Measure:
+    """Compares results with what is expected, and collects the leaves that fail."""
+
+    def __init__(self, probe: Probe, limit: Limit, judged: list[int], scales: list[float], wanted: list[Any]):
+        self.probe, self.limit, self.judged, self.scales, self.wanted = probe, limit, judged, scales, wanted
+        self.failed: set[int] = set()
+
+    def __call__(
+        self, split: str, sizes: Rows, run: Callable[[], list[Any]], leaves: list[int] | None = None
+    ) -> Measured:
+        found = _attempt(run)
+        if isinstance(found, str):
+            return Measured(split, sizes, float("nan"), self.limit.relative, "", f"it raised {found}")
+        judged = self.judged if leaves is None else leaves
+        apart = {i: relative(found[i], self.wanted[i], self._scale(i)) for i in judged}
+        self.failed |= {i for i, value in apart.items() if not value <= self.limit.relative}
+        worst = max(apart, key=lambda i: np.inf if np.isnan(apart[i]) else apart[i], default=None)
+        if worst is None:
+            return Measured(split, sizes, 0.0, self.limit.relative, "")
+        return Measured(split, sizes, apart[worst], self.limit.relative, self.probe.paths[worst])
+
+    def _scale(self, i: int) -> float:
+        fold = self.probe.folds[i]
+        divided = fold.reducer.monoid is monoids.sum and fold.reducer.lift is reducers.sum.lift
+        if divided and fold.normalizer.apply is normalizers.by_weight.apply:
+            return self.scales[i] / max(self.probe.weigh(self.probe.every), 1e-300)
+        return self.scales[i]
+
+
+def _attempt(run: Callable[[], Any]) -> Any:
+    """What it returns, or the type and first line of what it raises; errors of funcga's own are raised."""
+    try:
+        return run()
+    except FuncgaError:
+        raise
+    except Exception as error:
+        first, *_ = str(error).splitlines() or [""]
+        return f"{type(error).__name__}: {first[:200]}"
+
+
+def expected(probe: Probe, whole: Sequence[Any]) -> list[Any]:
+    """What the folds make of a single micro-batch, the whole batch, with these leaves."""
+    return _reduced(probe, [(whole, probe.weigh(probe.every))])
+
+
+def _folded(probe: Probe, parts: Sequence[Rows]) -> list[Any]:
+    return _reduced(probe, [(probe.values(part), probe.weigh(part)) for part in parts])
+
+
+def _reduced(probe: Probe, parts: Sequence[tuple[Sequence[Any], float]]) -> list[Any]:
+    """The fold's own mathematics on NumPy arrays: a second implementation of the loop, if not of the fold."""
+    tally = Tally(sum(weight for _, weight in parts), len(parts))
+    found: list[Any] = []
+    for i, fold in enumerate(probe.folds):
+        leaves = [values[i] for values, _ in parts]
+        if leaves[0] is None or _is_ordered(fold) or is_moments(fold):
+            found.append(leaves[0])
+            continue
+        with np.errstate(invalid="ignore"):
+            lifted = [fold.reducer.lift(np, leaf, weight) for leaf, (_, weight) in zip(leaves, parts, strict=True)]
+            reduced = lifted[0]
+            for more in lifted[1:]:
+                reduced = fold.reducer.monoid.combine(np, reduced, more)
+            found.append(np.asarray(fold.normalizer.apply(np, reduced, tally)))
+    return found
+
+
+def _is_ordered(fold: Fold) -> bool:
+    return fold.reducer.lift is reducers.carry.lift or fold.reducer.monoid.axis is not None

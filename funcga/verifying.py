@@ -1,0 +1,51 @@
+"""`verify`: whether accumulation is exact for a loss."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from funcga.folds import mean
+
+if TYPE_CHECKING:
+    from funcga.verification.verdict import Verdict
+
+
+def verify(
+    grad_fn: Callable[..., Any],
+    *args: Any,
+    n: int | Sequence[int] | None = None,
+    fold: Any = mean(),  # noqa: B008 - a frozen value
+    weight: Callable[..., Any] | None = None,
+    in_axes: Any = None,
+    seed: int = 0,
+    **kwargs: Any,
+) -> "Verdict":
+    """A Verdict: whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact, and if not, why and what to write.
+
+    `.ok`; `.causes`, each with `.name`, `.what` is wrong, the line that is the `.fix`, and the `.evidence`; `.rows`,
+    the largest relative difference of every split from the whole batch, with its limit; `.notes`. `str(verdict)` is a
+    text for people, `.as_dict()` is for JSON, and `.assert_exact()` raises AssertionError if it is not exact.
+
+    grad_fn, fold, weight, in_axes: as for `accumulate`. args: parameters and one batch, of 16 rows or so; more rows
+        show no more, as long as they differ as those in training do. n: the number of micro-batches that is to be used,
+        or several; default: 2 and 3. seed: of the order of rows, and of the groups that are looked at.
+
+    The fold over n micro-batches, in order, and over uneven ones in another order is compared with the whole batch, in
+    float64 if grad_fn can. Where they differ, batches in which two groups of rows repeat tell what kind of function the
+    loss is. The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
+    "wrong weight", "weight not additive", "divided by n", "regulariser", "other normaliser", "batch statistics",
+    "in-batch negatives", "coupled rows", "row order", "randomness", "state", "per-example output", "params unused",
+    "by steps", and "not decomposable" where none of them explains what was seen.
+
+    A difference is relative to the largest of what was added up to a leaf, plus a thousandth of the largest of all
+    leaves; up to 1e-9 is rounding, in float64. Where a loss computes in float32 it is 1e-4, plus a tenth; in 16 bits 8
+    epsilons, plus a half. A mistake that is smaller than that for these arguments is not seen.
+
+    No argument is changed, and the global random generators are left as they were. What the loss itself draws,
+    prints or keeps, it does several times. Raises FuncgaError for bad input: what `accumulate` refuses, fewer than two
+    rows or than n, NaN among the arguments, a gradient that is not finite.
+
+    >>> funcga.verify(funcga.value_and_grad(loss_fn), params, batch, n=4).assert_exact()
+    """
+    from funcga.verification.run import run
+
+    return run(grad_fn, args, kwargs, n, fold, weight, in_axes, seed)

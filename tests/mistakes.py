@@ -1,0 +1,376 @@
+"""Losses for `verify`: the usual mistakes, each with the name and the line it must be given, and right ones.
+
+Most are written with operators alone, so that both frameworks run them. A case is (grad_fn, args, options of verify).
+"""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import funcga
+import torch_backend
+from tests.kits import JAX, TORCH
+
+ROWS, LENGTH = 12, 5
+
+
+def data(kit, seed=0, dtype="float32"):
+    """(params, batch): a two-layer network's parameters, and rows of very uneven length, labels -100 beyond it."""
+    r = np.random.default_rng(seed)
+    params = {"w": r.normal(size=(3, 4)).astype(dtype), "v": r.normal(size=4).astype(dtype)}
+    lengths = r.permutation(np.arange(ROWS) % LENGTH + 1)
+    mask = np.arange(LENGTH) < lengths[:, None]
+    batch = {
+        "x": r.normal(size=(ROWS, LENGTH, 3)).astype(dtype),
+        "labels": np.where(mask, r.integers(0, 7, (ROWS, LENGTH)), -100).astype("int32"),
+        "mask": mask.astype(dtype),
+        "lengths": lengths.astype("int32"),
+    }
+    return kit.arrays(params), kit.arrays(batch)
+
+
+def errors(params, batch):
+    """float[rows, length], 0 where masked."""
+    hidden = batch["x"] @ params["w"]
+    hidden = hidden / (1 + hidden**2)
+    return (hidden @ params["v"] - 1) ** 2 * batch["mask"]
+
+
+def token_mean(params, batch):
+    return errors(params, batch).sum() / batch["mask"].sum()
+
+
+def token_sum(params, batch):
+    return errors(params, batch).sum()
+
+
+def row_mean(params, batch):
+    return errors(params, batch).sum(1).mean()
+
+
+def labelled_mean(params, batch):
+    """The same token mean, which knows the tokens by their labels alone."""
+    chosen = batch["labels"] != -100
+    return (errors(params, batch) * chosen).sum() / chosen.sum()
+
+
+def penalty(params):
+    return (params["w"] ** 2).sum()
+
+
+def case(loss, grad=funcga.value_and_grad, without=(), **options):
+    def made(kit):
+        params, batch = data(kit)
+        return grad(loss), (params, {k: v for k, v in batch.items() if k not in without}), options
+
+    return made
+
+
+def two_args(loss, options=None, grad=funcga.value_and_grad, rows=ROWS):
+    """Of loss(params, x, y)."""
+
+    def made(kit):
+        r = np.random.default_rng(3)
+        params = {"w": r.normal(size=(3, 4)).astype("float32"), "v": r.normal(size=4).astype("float32")}
+        x, y = r.normal(size=(rows, 3)).astype("float32"), r.normal(size=rows).astype("float32")
+        return grad(loss), (kit.arrays(params), kit.arrays(x), kit.arrays(y)), options or {}
+
+    return made
+
+
+def count_mask(batch):
+    return batch["mask"].sum()
+
+
+def batch_normal(params, x, y):
+    h = x @ params["w"]
+    h = (h - h.mean(0)) / (((h - h.mean(0)) ** 2).mean(0) + 0.1) ** 0.5
+    return ((h @ params["v"] - y) ** 2).mean()
+
+
+def info_nce(params, x, y):
+    a, b = x @ params["w"], (x + y[:, None]) @ params["w"]
+    scores = a @ b.T
+    xp = torch if isinstance(x, torch.Tensor) else jnp
+    return (xp.log(xp.exp(scores / 4).sum(1)) - (a * b).sum(1) / 4).mean()
+
+
+def info_nce_without_self(params, x, y):
+    a, b = x @ params["w"], (x + y[:, None]) @ params["w"]
+    xp = torch if isinstance(x, torch.Tensor) else jnp
+    others = 1 - xp.asarray(np.eye(len(x)), dtype=x.dtype)
+    return (xp.log((xp.exp(a @ b.T / 4) * others).sum(1)) - (a * b).sum(1) / 4).mean()
+
+
+def gates(params, x):
+    h = x @ params["w"]
+    xp = torch if isinstance(x, torch.Tensor) else jnp
+    e = xp.exp(h)
+    return e / e.sum(1)[:, None]
+
+
+def load_balancing(params, x, y):
+    p = gates(params, x)
+    return ((p @ params["v"] - y) ** 2).mean() + 0.5 * ((p**3).mean(0) * p.mean(0)).sum()
+
+
+def regression(params, x, y):
+    h = x @ params["w"]
+    return (((h / (1 + h**2)) @ params["v"] - y) ** 2).mean()
+
+
+def regression_sum(params, x, y):
+    return regression(params, x, y) * len(x)
+
+
+def neighbours(params, x, y):
+    h = x @ params["w"]
+    return (h[1:] * h[:-1]).mean()
+
+
+accumulation_steps = 4
+config = types.SimpleNamespace(micro_batches=4, dim=4)
+settings = {"accum": 4}
+
+
+def divided_by_global(params, x, y):
+    return regression(params, x, y) / accumulation_steps
+
+
+def divided_by_attribute(params, x, y):
+    return regression(params, x, y) / config.micro_batches
+
+
+def divided_by_entry(params, x, y):
+    return regression(params, x, y) / settings["accum"]
+
+
+def divided_by_default(params, x, y, n=4):
+    return regression(params, x, y) / n
+
+
+def divided_by_literal(params, x, y):
+    return regression(params, x, y) / 4
+
+
+def times_literal(params, x, y):
+    return 0.25 * regression(params, x, y)
+
+
+def divided_by_argument(scale, params, x, y):
+    return scale * regression(params, x, y)
+
+
+def divided_in_a_closure():
+    n = 4
+
+    def loss(params, x, y):
+        return regression(params, x, y) / n
+
+    return loss
+
+
+def divided_in_a_helper():
+    def scaled(value, num_micro=4):
+        return value / num_micro
+
+    return lambda params, x, y: scaled(regression(params, x, y))
+
+
+class Trainer:
+    grad_accum = 4
+
+    def __init__(self):
+        self.accumulate_grad_batches = 4
+
+    def loss(self, params, x, y):
+        return regression(params, x, y) / self.accumulate_grad_batches
+
+
+def hand_divided(params, x, y):
+    """A gradient function of one's own, which divides the gradients."""
+    loss, grads = funcga.value_and_grad(regression)(params, x, y)
+    return loss / accumulation_steps, {k: g / accumulation_steps for k, g in grads.items()}
+
+
+def counter_state(kit):
+    calls = []
+
+    def loss(params, x, y):
+        calls.append(1)
+        return regression(params, x, y) * len(calls)
+
+    return two_args(loss)(kit)
+
+
+def numpy_noise(kit):
+    return two_args(lambda params, x, y: regression(params, x, y) * float(np.random.rand() + 0.5))(kit)
+
+
+def written_argument(kit):
+    def gradient(params, x, y):
+        x.mul_(2)
+        return torch.func.grad(regression)(params, x, y)
+
+    return two_args(None, grad=lambda _: gradient)(kit)
+
+
+def torch_module(*layers, loss=None, **options):
+    def made(kit):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(*[layer() for layer in layers])
+        pure = torch_backend.pure_loss(module, loss or (lambda m, x, y: F.mse_loss(m(x)[:, 0], y)))
+        r = np.random.default_rng(3)
+        x, y = (kit.arrays(r.normal(size=s).astype("float32")) for s in ((ROWS, 3), (ROWS,)))
+        return funcga.value_and_grad(pure), (dict(module.named_parameters()), x, y), options
+
+    return made
+
+
+def with_buffers(layer):
+    def made(kit):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), layer(), torch.nn.Linear(4, 1))
+        pure = torch_backend.pure_loss(module, lambda m, x, y: F.mse_loss(m(x)[:, 0], y), buffers=True)
+        r = np.random.default_rng(3)
+        x, y = (kit.arrays(r.normal(size=s).astype("float32")) for s in ((ROWS, 3), (ROWS,)))
+        args = dict(module.named_parameters()), dict(module.named_buffers()), x, y
+        fold = ((funcga.mean(), funcga.carry()), funcga.mean())
+        options = {"fold": fold, "in_axes": (None, funcga.CARRY, 0, 0)}
+        return funcga.value_and_grad(pure, has_aux=True), args, options
+
+    return made
+
+
+def LINEAR():
+    return torch.nn.Linear(3, 4)
+
+
+def HEAD():
+    return torch.nn.Linear(4, 1)
+
+
+def unused_torch(kit):
+    module = torch.nn.Linear(3, 1)
+    args = dict(module.named_parameters()), torch.randn(ROWS, 3), torch.randn(ROWS)
+    own = {k: v.detach().double() for k, v in module.named_parameters()}
+    return funcga.value_and_grad(lambda p, x, y: F.mse_loss(F.linear(x, *own.values())[:, 0], y)), args, {}
+
+
+def unused_jax(kit):
+    own = kit.arrays({"w": np.ones((3, 4), "float32"), "v": np.ones(4, "float32")})
+    return two_args(lambda p, x, y: regression({k: v.astype(x.dtype) for k, v in own.items()}, x, y))(kit)
+
+
+def jax_dropout(key_of, key):
+    def loss(params, key, x, y):
+        keep = jax.random.bernoulli(key_of(key), 0.5, x.shape)
+        return regression(params, x * keep, y)
+
+    def made(kit):
+        _, (params, x, y), _ = two_args(None, grad=lambda _: None)(kit)
+        return jax.value_and_grad(loss), (params, key, x, y), {"in_axes": (None, None, 0, 0)}
+
+    return made
+
+
+def jax_closed_key(kit):
+    key = jax.random.key(1)
+    return two_args(lambda p, x, y: regression(p, x * jax.random.bernoulli(key, 0.5, x.shape), y), grad=jax.grad)(kit)
+
+
+def torch_seeded(kit):
+    def loss(params, x, y):
+        generator = torch.Generator().manual_seed(0)
+        return regression(params, x * (torch.rand(x.shape, generator=generator) > 0.5), y)
+
+    return two_args(loss)(kit)
+
+
+def summed_metric(kit):
+    def loss(params, batch):
+        return token_mean(params, batch), {"tokens": batch["mask"].sum()}
+
+    gradient = funcga.value_and_grad(loss, has_aux=True)
+    return gradient, data(kit), {"weight": count_mask}
+
+
+def per_example(kit):
+    def loss(params, x, y):
+        h = x @ params["w"]
+        each = ((h / (1 + h**2)) @ params["v"] - y) ** 2
+        return each.mean(), each
+
+    return two_args(loss, grad=functools.partial(funcga.value_and_grad, has_aux=True))(kit)
+
+
+BOTH = (TORCH, JAX)
+SUM = {"fold": funcga.sum()}
+COUNTED = {"fold": funcga.per_weight(), "weight": count_mask}
+BY_LABELS = 'weight=lambda batch: (batch["labels"] != -100).sum()'.replace('"', "'")
+N4 = {"n": 4}
+
+# name: (kits, case, the causes that it must be given, all of them, what is in the first one's fix)
+MISTAKES = {
+    "uneven tokens": (BOTH, case(labelled_mean, without=("mask", "lengths")), None, ""),
+    "uneven tokens, -100": (BOTH, case(token_mean, without=("lengths",)), ["uneven tokens"], BY_LABELS),
+    "uneven tokens, mask": (BOTH, case(token_mean, without=("lengths", "labels")), ["uneven tokens"], "weight=lambda batch: batch['mask'].sum()"),
+    "uneven tokens, torch.func": ((TORCH,), case(token_mean, grad=torch.func.grad, without=("lengths",)), ["uneven tokens"], BY_LABELS),
+    "uneven tokens, jax.jit": ((JAX,), case(token_mean, grad=lambda f: jax.jit(jax.grad(f)), without=("lengths",)), ["uneven tokens"], BY_LABELS),
+    "sum under mean": (BOTH, case(token_sum), ["sum under mean"], "fold=funcga.per_weight()"),
+    "sum under mean, weighted": ((TORCH,), case(token_sum, weight=count_mask), ["sum under mean"], "fold=funcga.per_weight(), or"),
+    "mean under sum": (BOTH, case(row_mean, **SUM), ["mean under sum"], "fold=funcga.mean()"),
+    "mean under per_weight": (BOTH, case(row_mean, fold=funcga.per_weight()), ["mean under per_weight"], "fold=funcga.mean()"),
+    "token mean under per_weight": ((TORCH,), case(token_mean, without=("lengths", "labels"), **COUNTED), ["mean under per_weight"], "fold=funcga.mean(), weight=lambda batch: batch['mask'].sum()"),
+    "len of a dict": (BOTH, case(row_mean, weight=len), ["weight not additive"], "drop weight="),
+    "a mean as weight": ((TORCH,), case(token_mean, without=("lengths", "labels"), weight=lambda b: b["mask"].mean()), ["weight not additive"], "weight=lambda batch: batch['mask'].sum()"),
+    "a weight for a mean over rows": (BOTH, case(row_mean, weight=count_mask), ["wrong weight"], "drop weight="),
+    "another weight": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"][:, 1:]).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
+    "L2 in a sum": (BOTH, case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], "weight_decay="),
+    "L2 in a sum, under mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p)), ["sum under mean", "regulariser"], "per_weight"),
+    "token mean and row mean": (BOTH, case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], "in_axes=(None, 0, None)"),
+    "sum and mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + row_mean(p, b), **COUNTED), ["other normaliser"], "funcga.sum()"),
+    "load balancing": (BOTH, two_args(load_balancing), ["batch statistics"], "n=1"),
+    "batch normalisation": (BOTH, two_args(batch_normal), ["batch statistics"], "LayerNorm"),
+    "batch normalisation in a sum": ((TORCH,), two_args(lambda p, x, y: batch_normal(p, x, y) * len(x), SUM), ["batch statistics"], "LayerNorm"),
+    "BatchNorm1d": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.BatchNorm1d(4), HEAD), ["batch statistics"], "module.eval()"),
+    "BatchNorm1d, buffers": ((TORCH,), with_buffers(lambda: torch.nn.BatchNorm1d(4)), ["batch statistics"], "module.eval()"),
+    "InfoNCE": (BOTH, two_args(info_nce), ["in-batch negatives"], "in_axes=(None, 0, None)"),
+    "InfoNCE, gradients alone": ((TORCH,), two_args(info_nce, grad=torch.func.grad), ["in-batch negatives"], "in_axes"),
+    "InfoNCE without self": ((TORCH,), two_args(info_nce_without_self), ["in-batch negatives"], "in_axes"),
+    "neighbours": (BOTH, two_args(neighbours), ["row order"], "one row"),
+    "products of rows": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]).sum() ** 2) * 0.01), ["coupled rows"], "one row each"),
+    "dropout": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.Dropout(0.5), HEAD), ["randomness"], "module.eval()"),
+    "noise of NumPy": ((TORCH,), numpy_noise, ["randomness"], "per row"),
+    "a key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.key(3)), ["randomness"], "jax.random.split(key, rows)"),
+    "a raw key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.PRNGKey(3)), ["randomness"], "in_axes=(None, 0, 0)"),
+    "a key closed over": ((JAX,), jax_closed_key, ["randomness"], "jax.random.split(key, rows)"),
+    "a seed in the loss": ((TORCH,), torch_seeded, ["randomness"], "split it with the batch"),
+    "a counter": (BOTH, counter_state, ["state"], "funcga.CARRY"),
+    "an argument written to": ((TORCH,), written_argument, ["state"], "x = x * 2"),
+    "/ n, a global": (BOTH, two_args(divided_by_global, N4), ["divided by n"], "drop `/ accumulation_steps`"),
+    "/ n, without n": ((TORCH,), two_args(divided_by_global), ["divided by n"], "drop `/ accumulation_steps`"),
+    "/ n, an attribute": ((TORCH,), two_args(divided_by_attribute, N4), ["divided by n"], "drop `/ config.micro_batches`"),
+    "/ n, an entry": ((TORCH,), two_args(divided_by_entry, N4), ["divided by n"], 'drop `/ settings["accum"]`'),
+    "/ n, a default": ((TORCH,), two_args(divided_by_default, N4), ["divided by n"], "drop `/ n`"),
+    "/ n, a literal": (BOTH, two_args(divided_by_literal, N4), ["divided by n"], "drop `/ 4`"),
+    "* 1/n, a literal": ((TORCH,), two_args(times_literal, N4), ["divided by n"], "drop `* 0.25`"),
+    "/ n, a closure": (BOTH, two_args(divided_in_a_closure(), N4), ["divided by n"], "drop `/ n`"),
+    "/ n, a helper": ((TORCH,), two_args(divided_in_a_helper(), N4), ["divided by n"], "drop `/ num_micro`"),
+    "/ n, a method": ((TORCH,), two_args(Trainer().loss, N4), ["divided by n"], "drop `/ self.accumulate_grad_batches`"),
+    "/ n, torch.func": ((TORCH,), two_args(divided_by_global, N4, grad=torch.func.grad_and_value), ["divided by n"], "drop"),
+    "/ n, jax.jit": ((JAX,), two_args(divided_by_global, N4, grad=lambda f: jax.jit(jax.value_and_grad(f))), ["divided by n"], "drop"),
+    "/ n of gradients": ((TORCH,), two_args(hand_divided, N4, grad=lambda f: f), ["divided by n"], "drop `/ accumulation_steps`"),
+    "/ n, summed": (BOTH, two_args(divided_by_global, {"n": 4, **SUM}), ["divided by n"], "fold=funcga.mean(), the default"),
+    "a loss of other parameters": ((TORCH,), unused_torch, ["params unused"], "torch_backend.pure_loss"),
+    "a loss of other parameters, JAX": ((JAX,), unused_jax, ["params unused"], "use the argument"),
+    "outputs of examples": (BOTH, per_example, ["per-example output"], "funcga.concat()"),
+    "a sum among the metrics": (BOTH, summed_metric, ["sum under mean"], "fold=funcga.sum()"),
+    "micro-batches alike": ((TORCH,), two_args(regression, {"fold": funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)}), ["by steps"], "fold=funcga.mean()"),
+}  # fmt: skip
+del MISTAKES["uneven tokens"]
