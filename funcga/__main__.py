@@ -83,7 +83,7 @@ def _add_parity(commands: Any) -> None:
     )  # fmt: skip
     parity.add_argument("--device", default=None, help="where both compute: cpu, cuda, cuda:1 (default: cpu)")
     parity.add_argument(
-        "--ranks", type=_counts, default=None,
+        "--ranks", type=_counts, default=(),
         help="also over these numbers of replicas, such as 2 or 2,4: processes in torch, devices in JAX",
     )  # fmt: skip
     parity.add_argument("--updates", type=_whole, default="50", help="of each optimizer; 0 for none (default: 50)")
@@ -162,13 +162,14 @@ def _is_found(module: str) -> bool:
 
 def _parity(options: argparse.Namespace) -> int:
     _check_installed("numpy", "rich")
-    from funcga.parity.command import Outputs, parity, problems_of
+    from funcga.parity.choice import choices
+    from funcga.parity.command import Outputs, parity
     from funcga.parity.run import Plan
 
     _check_installed(*(("matplotlib",) if options.plot else ()), *(("matplotlib", "jinja2") if options.html else ()))
-    plan = Plan(options.dtype, sorted(options.n), options.updates, options.device)
-    problems = problems_of(options.problem, options.seed)
-    return parity(problems, plan, Outputs(options.json, options.html, options.plot))
+    plan = Plan(options.dtype, sorted(options.n), options.updates, options.device, options.ranks)
+    outputs = Outputs(options.json, options.html, options.plot)
+    return parity(choices(options.problem, options.seed), plan, outputs)
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
+from funcga.arguments import Arguments
+from funcga.errors import FuncgaError
+from jax_backend.replication import replicated
 from jax_backend.updates import apply_updates
 
 PAD = 255
@@ -41,6 +44,21 @@ def applied(params: Any, updates: Any) -> Any:
 def compiled(step: Callable[..., Any]) -> Callable[..., Any]:
     """The step as this framework's users run it."""
     return jax.jit(step)
+
+
+def rows_of_replicas(rows: int, count: int) -> list[int]:
+    """How many of so many rows each replica takes, the first ones first."""
+    return [rows // count] * count  # shards are alike
+
+
+def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int]) -> Any:
+    """What `step(across=...)` returns where each replica has these rows; None in the processes of all but the first."""
+    devices = jax.devices()
+    if len(devices) < len(rows):
+        raise FuncgaError(f"{len(rows)} replicas need as many devices, and JAX has {len(devices)}.")
+    mesh = jax.make_mesh((len(rows),), ("replicas",), devices=devices[: len(rows)])
+    # Models may start a scan from zeros, which are of no replica.
+    return replicated(step(across="replicas"), mesh, check_vma=False)(*arguments.cut(0, sum(rows), []))
 
 
 def digits_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:

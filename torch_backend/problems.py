@@ -5,8 +5,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 
+from funcga.arguments import Arguments
 from torch_backend.optimizers import from_optimizer
 from torch_backend.updates import apply_updates
 
@@ -37,6 +39,23 @@ def applied(params: Any, updates: Any) -> Any:
 def compiled(step: Callable[..., Any]) -> Callable[..., Any]:
     """The step as this framework's users run it."""
     return step
+
+
+def rows_of_replicas(rows: int, count: int) -> list[int]:
+    """How many of so many rows each replica takes, the first ones first."""
+    return [rows // count + (rank < rows % count) for rank in range(count)]
+
+
+def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int]) -> Any:
+    """What `step(across=...)` returns where each replica has these rows; None in the processes of all but the first."""
+    device = next((leaf.device.type for leaf, _ in arguments), "cpu")
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        rank = dist.get_rank()
+        found = step(across=dist.group.WORLD)(*arguments.cut(sum(rows[:rank]), rows[rank], []))
+        return found if rank == 0 else None
+    finally:
+        dist.destroy_process_group()
 
 
 def digits_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

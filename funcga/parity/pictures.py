@@ -43,7 +43,8 @@ def _finish(ax: Any) -> None:
 def _against_n(ax: Any, findings: Findings) -> None:
     ax.set(title="accumulated vs full batch", xlabel="n, micro-batches")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _lines(ax, findings.of("accumulation"), lambda c: c.what.split()[0], lambda c: c.n)
+    alone = [c for c in findings.of("accumulation") if "replicas" not in c.what]
+    _lines(ax, alone, lambda c: c.what.split()[0], lambda c: c.n)
 
 
 def _against_depth(ax: Any, findings: Findings) -> None:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from funcga.comparing import compare
 from funcga.comparison.report import Report
 from funcga.parity import folding
+from funcga.parity.choice import Choice
+from funcga.parity.replicas import over_replicas
 from funcga.parity.sides import FRAMEWORKS, Result, Side
 from funcga.parity.training import Trajectory, train
 from funcga.problem import Problem
@@ -99,32 +101,33 @@ class Plan:
     """How a problem is run.
 
     dtypes: float64 is what the others are measured by. ns: numbers of micro-batches. updates: of each optimizer.
-    tick: called after each step of the work.
+    ranks: numbers of replicas. tick: called after each step of the work.
     """
 
     dtypes: Sequence[str]
     ns: Sequence[int]
     updates: int
     device: str | None = None
+    ranks: Sequence[int] = ()
     tick: Callable[[], None] = lambda: None
 
     def ticks(self, problem: Problem) -> int:
         """How often `tick` will be called for a problem."""
         frameworks = sum(getattr(problem, f"{name}_loss") is not None for name in FRAMEWORKS)
         trained = len(problem.optimizers) * self.updates if frameworks == 2 else 0
-        return len(self.dtypes) * (frameworks * (len(self.ns) + 3) + trained)
+        return len(self.dtypes) * (frameworks * (len(self.ns) + len(self.ranks) + 3) + trained)
 
 
-def run(problem: Problem, plan: Plan) -> Findings:
-    """The Findings of a problem. Raises FuncgaError where its parts do not fit."""
-    return _Run(problem, plan).findings()
+def run(problem: Problem, plan: Plan, choice: Choice) -> Findings:
+    """The Findings of a problem. Raises FuncgaError where its parts do not fit. choice: for processes to find it by."""
+    return _Run(problem, plan, choice).findings()
 
 
 class _Run:
     """The sides of a problem, and what they have found so far."""
 
-    def __init__(self, problem: Problem, plan: Plan):
-        self.problem, self.plan = problem, plan
+    def __init__(self, problem: Problem, plan: Plan, choice: Choice):
+        self.problem, self.plan, self.choice = problem, plan, choice
         self.frameworks = [name for name in FRAMEWORKS if getattr(problem, f"{name}_loss") is not None]
         self.sides = {
             (name, dtype): Side(problem, name, dtype, plan.device) for dtype in plan.dtypes for name in self.frameworks
@@ -172,6 +175,11 @@ class _Run:
             found = self._done(partial(side.accumulated, n))
             report = side.report(found, full, ("accumulated", "full batch"))
             yield Compared("accumulation", f"{side.label} vs its full batch", side.dtype, n, report)
+        for count in self.plan.ranks:
+            merged = self._done(partial(over_replicas, self.choice, side, min(self.most, side.rows(count)[-1]), count))
+            report = side.report(merged.accumulated, merged.full, (f"{count} replicas", "full batch"))
+            what = f"{side.label}, {count} replicas, vs its full batch"
+            yield Compared("accumulation", what, side.dtype, self.most, report)
 
     def _of_both(self, dtype: str) -> Iterator[Compared]:
         full, micro = ([found[name, dtype] for name in ("torch", "jax")] for found in (self.full, self.micro))
@@ -210,7 +218,7 @@ class _Run:
     def _mistakes(self, compared: list[Compared]) -> list[Finding]:
         dtype = self.plan.dtypes[-1]
         wrong = [c for c in compared if c.cause == "accumulation" and c.dtype == dtype and not c.ok]
-        labels = dict.fromkeys(c.what.split()[0] for c in wrong)
+        labels = dict.fromkeys(c.what.split()[0].rstrip(",") for c in wrong)
         found = []
         for name in self.frameworks:
             side = self.sides[name, dtype]

@@ -49,23 +49,24 @@ class Side:
     dtype: str
     device: str | None = None
 
-    def full(self) -> Result:
-        """The loss and gradients of the whole batch, normalised by hand: no fold has a part in it."""
+    def full(self, rows: int | None = None) -> Result:
+        """The loss and gradients of the whole batch, or its first rows, normalised by hand: no fold has a part in it."""
         with self.running():
-            loss, gradient = self.compiled(*self.args)
-            return self._result((loss, gradient), divisor(self.problem, self.weights(1)[0]))
+            rows = rows or self.arguments.rows()
+            args = self.arguments.cut(0, rows, [])
+            return self.result(self.compiled(*args), divisor(self.problem, float(self.weight(args, rows))))
 
     def accumulated(self, n: int) -> Result:
         """The loss and gradients, accumulated over n micro-batches."""
         with self.running():
             problem = self.problem
             step = accumulate(self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes)
-            return self._result(step(*self.args))
+            return self.result(step(*self.args))
 
     def micro_batches(self, n: int) -> list[Result]:
         """What grad_fn itself returns for each of n micro-batches: nothing is folded, or divided."""
         with self.running():
-            return [self._result(self.compiled(*args)) for args in self._parts(n)]
+            return [self.result(self.compiled(*args)) for args in self._parts(n)]
 
     def weights(self, n: int) -> list[float]:
         """The weight of each of n micro-batches."""
@@ -222,7 +223,8 @@ class Side:
                 self.gradient, *self.args, n=n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes
             )
 
-    def _result(self, value_and_gradient: Any, divisor: float = 1) -> Result:
+    def result(self, value_and_gradient: Any, divisor: float = 1) -> Result:
+        """The loss and the gradient that a gradient function has returned, divided."""
         loss, gradient = value_and_gradient
         named = {"": interop.to_numpy(loss), **self.named(gradient)}
         divided = {

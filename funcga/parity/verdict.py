@@ -34,18 +34,24 @@ def _fold(findings: Findings) -> Iterator[str]:
 
 def _accumulation(findings: Findings) -> Iterator[str]:
     wrong = _unexplained(findings, "accumulation")
-    sides = list(dict.fromkeys(compared.what.split()[0] for compared in wrong))
+    sides = list(dict.fromkeys(compared.what.split()[0].rstrip(",") for compared in wrong))
     if not wrong:
         return
     worst = _most(wrong)
     both = len(sides) == sum(getattr(findings.problem, f"{name}_loss") is not None for name in FRAMEWORKS)
     where = "this loss" if both else f"the loss of {sides[0]}"
     yield (
-        f"Accumulation is not exact for {where} with {findings.problem.fold!r}: over n = {worst.n} micro-batches "
+        f"Accumulation is not exact for {where} with {_named(findings)}: over n = {worst.n} micro-batches "
         f"({worst.dtype}) it differs from the full batch by {_worst(worst)}."
     )
-    for framework, cause in findings.mistakes:
-        yield f"{framework}: {cause.what} {cause.fix}"
+    for cause in dict.fromkeys((cause.what, cause.fix) for _, cause in findings.mistakes):
+        yield " To mend it: ".join(cause)
+
+
+def _named(findings: Findings) -> str:
+    """The fold as it is written."""
+    name = getattr(findings.problem.fold, "name", "")
+    return {"weighted, by_weight": "mean()", "sum, by_weight": "per_weight()", "sum, identity": "sum()"}.get(name, name)
 
 
 def _model(findings: Findings) -> Iterator[str]:
