@@ -174,9 +174,10 @@ def _parity(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     _check_installed("numpy", "rich")
-    from funcga.verification.command import verify
+    from funcga.verification.command import Options, verify_file
 
-    return verify(options)
+    o = options
+    return verify_file(Options(o.grad_fn, o.args, o.n, o.fold, o.weight, o.seed, o.json))
 
 
 def _info(options: argparse.Namespace) -> int:

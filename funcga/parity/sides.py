@@ -215,13 +215,12 @@ class Side:
         places = {path: place for place, path in enumerate(left)}
         return replace(report, rows=tuple(sorted(report.rows, key=lambda r: places.get(r.left_path, len(places)))))
 
-    def verified(self, n: int) -> Verdict:
+    def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
         """What `verify` says of the loss and the fold."""
-        problem = self.problem
+        problem, chosen = self.problem, {} if n is None else {"n": n}
+        options = {"fold": problem.fold, "weight": problem.weight, "in_axes": problem.in_axes, "seed": seed}
         with self.running():
-            return verify(
-                self.gradient, *self.args, n=n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes
-            )
+            return verify(self.gradient, *self.args, **chosen, **options)
 
     def result(self, value_and_gradient: Any, divisor: float = 1) -> Result:
         """The loss and the gradient that a gradient function has returned, divided."""
