@@ -1,6 +1,7 @@
 """How arrays are handed from one framework to another: in the memory where they lie, or in new memory once."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -42,7 +43,9 @@ def lent(leaf: Any, platforms: set[str]) -> Handed:
     if platform in platforms:
         return Handed(jax.block_until_ready(leaf) if platform == "cpu" else leaf)  # type: ignore[no-untyped-call]
     if platform == "cpu":
-        return Handed(np.asarray(leaf))
+        array = np.asarray(leaf)
+        shared = not array.size or array.__array_interface__["data"][0] == leaf.unsafe_buffer_pointer()
+        return Handed(array, None if shared else "NumPy has no such dtype or layout; x.astype('int8') it has, say")
     return Handed(_on_host(leaf), f"it lies on {platform}; jax.device_put(x, jax.devices('cpu')[0]) does not")
 
 
@@ -80,20 +83,25 @@ def _on_host(leaf: jax.Array) -> Any:
 
 def check(array: Any) -> None:
     """Raises UnfitError if this framework cannot have the array of another, or NumPy's, as it is."""
-    name, shape = str(array.dtype).removeprefix("torch."), list(array.shape)
     if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
         _check_alive(array)
         return
-    dtype = array.dtype.newbyteorder("=") if isinstance(array, np.ndarray | np.generic) else name
-    try:
-        narrowed = jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError as error:
-        raise UnfitError(f"{name}{shape}, and JAX has arrays of numbers only") from error
-    if narrowed != dtype:
+    dtype = _dtype(array.dtype)
+    if dtype is None:
+        raise UnfitError(f"{array.dtype}{list(array.shape)}, and JAX has arrays of numbers only, of 64 bits at most")
+    if dtype.itemsize >= 8 and dtype != (narrowed := jax.dtypes.canonicalize_dtype(dtype)):
         raise UnfitError(
-            f"{dtype}{shape}, and JAX would narrow it to {narrowed} because 64-bit types are switched off. Switch them "
-            f'on: jax.config.update("jax_enable_x64", True), or narrow it yourself before you convert'
+            f"{dtype}{list(array.shape)}, and JAX would narrow it to {narrowed} because 64-bit types are switched off. "
+            f'Switch them on: jax.config.update("jax_enable_x64", True), or narrow it yourself before you convert'
         )
+
+
+@cache
+def _dtype(dtype: Any) -> Any:
+    """The dtype of an array of another framework, in bytes of this machine's order; None if it is not of numbers."""
+    own = dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else jax.numpy.dtype(str(dtype).removeprefix("torch."))
+    known = own.isbuiltin == 2 or (own.kind in "biufc" and own.itemsize <= (16 if own.kind == "c" else 8))
+    return own if known else None
 
 
 def taken(lent: Sequence[Handed], device: Any, copy: bool) -> list[Handed]:
@@ -116,7 +124,7 @@ def _is_abstract(array: Any) -> bool:
 def _ready(handed: Handed) -> Handed:
     """What device_put can take."""
     array, why = handed
-    if isinstance(array, jax.Array):
+    if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
         return handed
     if isinstance(array, np.ndarray):
         if array.dtype.isnative:
@@ -149,11 +157,11 @@ def _why(old: Any, new: jax.Array) -> str | None:
     if isinstance(old, jax.Array):
         here, there = old.sharding, new.sharding
         return None if here == there else f"it lies on {old.device}, and device= is {new.device}; leave that out"
-    places = new.devices()
-    if len(places) > 1 or next(iter(places)).platform != "cpu":
-        return f"it lies on the CPU, and the result on {new.device}; device='cpu' leaves it there"
-    if not old.size or old.__array_interface__["data"][0] == new.unsafe_buffer_pointer():
+    single = isinstance(new.sharding, jax.sharding.SingleDeviceSharding)
+    if not old.size or (single and old.__array_interface__["data"][0] == new.unsafe_buffer_pointer()):
         return None
+    if not single or next(iter(new.devices())).platform != "cpu":  # as where JAX's default is a GPU
+        return f"it lies on the CPU, and the result on {new.device}; device='cpu' leaves it there"
     if not old.flags.c_contiguous:
         return "it is not contiguous; x.contiguous() of torch and numpy.ascontiguousarray(x) are"
     return "it does not begin at a multiple of 64 bytes, where memory of JAX and new memory of torch does"
