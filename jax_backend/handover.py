@@ -14,7 +14,8 @@ from jax_backend import arrays
 
 def platforms() -> set[str]:
     """The kinds of devices on which this framework can take arrays: 'cpu', 'gpu' and so on."""
-    return {"cpu", *[device.platform for device in jax.local_devices()]}
+    # without the CPU, where it takes NumPy's arrays: those are uncommitted, and go to its default device
+    return {device.platform for device in jax.local_devices()} - {"cpu"}
 
 
 def device(name: Any) -> Any:
@@ -25,7 +26,9 @@ def device(name: Any) -> Any:
     try:
         return jax.local_devices(backend=platform)[int(index or 0)]
     except (IndexError, RuntimeError, ValueError) as error:
-        there = [f"{kind}:{i}" for kind in sorted(platforms()) for i in range(len(jax.local_devices(backend=kind)))]
+        there = [
+            f"{kind}:{i}" for kind in sorted({"cpu", *platforms()}) for i in range(len(jax.local_devices(backend=kind)))
+        ]
         raise FuncgaError(
             f"device={str(name)!r} is none that JAX has here; it has {', '.join(map(repr, there))}."
         ) from error
@@ -135,14 +138,22 @@ def _ready(handed: Handed) -> Handed:
         )
     if isinstance(array, np.generic):
         return Handed(np.asarray(array), "it is a scalar of NumPy; numpy.asarray(x) is an array")
-    return Handed(jax.dlpack.from_dlpack(array), why)
+    try:
+        return Handed(jax.dlpack.from_dlpack(array, copy=False), why)
+    except ValueError:
+        return Handed(jax.dlpack.from_dlpack(array), why or _UNALIGNED)
+
+
+_UNALIGNED = "it does not begin at a multiple of 64 bytes, where memory of JAX and new memory of torch does"
 
 
 def _put(ready: list[Handed], device: Any, copy: bool) -> list[Handed]:
     """What is ready, on a device; whose memory it was may write to that afterwards, if the result is not in it."""
-    given = [array for array, _ in ready]
-    put = jax.device_put(given, device, may_alias=True)
-    why = [known or _why(old, new) for (_, known), old, new in zip(ready, given, put, strict=True)]
+    put, why = [array for array, _ in ready], [why for _, why in ready]
+    moving = [place for place, old in enumerate(put) if device is not None or isinstance(old, np.ndarray)]
+    moved = jax.device_put([put[place] for place in moving], device, may_alias=True)
+    for place, new in zip(moving, moved, strict=True):
+        put[place], why[place] = new, why[place] or _why(put[place], new)
     if copy:  # device_put ignores may_alias=False for NumPy's arrays
         shared = [place for place, reason in enumerate(why) if reason is None]
         apart = jax.device_put([put[place] for place in shared], may_alias=False)
@@ -164,7 +175,7 @@ def _why(old: Any, new: jax.Array) -> str | None:
         return f"it lies on the CPU, and the result on {new.device}; device='cpu' leaves it there"
     if not old.flags.c_contiguous:
         return "it is not contiguous; x.contiguous() of torch and numpy.ascontiguousarray(x) are"
-    return "it does not begin at a multiple of 64 bytes, where memory of JAX and new memory of torch does"
+    return _UNALIGNED
 
 
 def extents(leaf: Any) -> list[tuple[int, int]]:

@@ -37,10 +37,9 @@ def lent(leaf: torch.Tensor, platforms: set[str]) -> Handed:
         tensor = tensor.resolve_conj().resolve_neg()
         why = "it is conjugated, or negated, only when it is read; x.resolve_conj().resolve_neg() is what it reads as"
     platform = "gpu" if leaf.is_cuda else leaf.device.type
-    if platform == "cpu":
-        return Handed(_numpy(tensor), why)
     if platform not in platforms:
-        return Handed(_numpy(tensor.cpu()), f"it lies on {leaf.device}; x.cpu() does not")
+        on_host = platform == "cpu"
+        return Handed(_numpy(tensor.cpu()), why if on_host else f"it lies on {leaf.device}; x.cpu() does not")
     if not tensor.is_contiguous():
         return Handed(tensor.contiguous(), "it is not contiguous; x.contiguous() is")
     return Handed(tensor, why)
