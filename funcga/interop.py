@@ -183,6 +183,11 @@ class _Walked(NamedTuple):
     structure: Any
     owners: dict[int, Backend | None]
 
+    def is_whole(self) -> bool:
+        """Whether no leaf can be a container of another framework."""
+        others = [leaf for place, leaf in enumerate(self.leaves) if place not in self.owners]
+        return all(leaf is None or isinstance(leaf, int | float | complex | str) for leaf in others)
+
     def each(self, lent: Callable[[Any, Backend | None], Handed]) -> list[Handed]:
         """What a function returns for every array and its owner; FuncgaError, with the path, for an UnfitError."""
         handed = []
@@ -210,9 +215,14 @@ class _Walked(NamedTuple):
 
 
 def _walked(tree: Any, target: Backend | None) -> _Walked:
-    """The tree as the framework has it that finds the most arrays in it; of two, one that owns some; the target."""
+    """The tree as a framework has it that knows all its containers; if none does, as the one that finds most arrays."""
     loaded = load_imported() or [_installed()]
-    found = [_walked_by(backend, tree, loaded) for backend in loaded]
+    found = []
+    for backend in loaded:
+        walked = _walked_by(backend, tree, loaded)
+        if walked.is_whole():
+            return walked
+        found.append(walked)
 
     def fitness(walked: _Walked) -> tuple[int, bool, bool]:
         return len(walked.owners), walked.walker in walked.owners.values(), walked.walker is target

@@ -1,6 +1,7 @@
 """How arrays are handed from one framework to another: in the memory where they lie, or in new memory once."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from jax_backend import arrays
 
 def platforms() -> set[str]:
     """The kinds of devices on which this framework can take arrays: 'cpu', 'gpu' and so on."""
-    return {"cpu", *[device.platform for device in jax.local_devices()]}
+    # without the CPU, where it takes NumPy's arrays: those are uncommitted, and go to its default device
+    return {device.platform for device in jax.local_devices()} - {"cpu"}
 
 
 def device(name: Any) -> Any:
@@ -31,7 +33,8 @@ def device(name: Any) -> Any:
 
 def devices() -> list[str]:
     """The names of the devices that there are."""
-    return [f"{kind}:{i}" for kind in sorted(platforms()) for i in range(len(jax.local_devices(backend=kind)))]
+    kinds = sorted({"cpu", *platforms()})
+    return [f"{kind}:{i}" for kind in kinds for i in range(len(jax.local_devices(backend=kind)))]
 
 
 def lent(leaf: Any, platforms: set[str]) -> Handed:
@@ -46,7 +49,9 @@ def lent(leaf: Any, platforms: set[str]) -> Handed:
     if platform in platforms:
         return Handed(jax.block_until_ready(leaf) if platform == "cpu" else leaf)  # type: ignore[no-untyped-call]
     if platform == "cpu":
-        return Handed(np.asarray(leaf))
+        array = np.asarray(leaf)
+        shared = not array.size or array.__array_interface__["data"][0] == leaf.unsafe_buffer_pointer()
+        return Handed(array, None if shared else "NumPy has no such dtype or layout; x.astype('int8') it has, say")
     return Handed(_on_host(leaf), f"it lies on {platform}; jax.device_put(x, jax.devices('cpu')[0]) does not")
 
 
@@ -84,20 +89,25 @@ def _on_host(leaf: jax.Array) -> Any:
 
 def check(array: Any) -> None:
     """Raises UnfitError if this framework cannot have the array of another, or NumPy's, as it is."""
-    name, shape = str(array.dtype).removeprefix("torch."), list(array.shape)
     if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
         _check_alive(array)
         return
-    dtype = array.dtype.newbyteorder("=") if isinstance(array, np.ndarray | np.generic) else name
-    try:
-        narrowed = jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError as error:
-        raise UnfitError(f"{name}{shape}, and JAX has arrays of numbers only") from error
-    if narrowed != dtype:
+    dtype = _dtype(array.dtype)
+    if dtype is None:
+        raise UnfitError(f"{array.dtype}{list(array.shape)}, and JAX has arrays of numbers only, of 64 bits at most")
+    if dtype.itemsize >= 8 and dtype != (narrowed := jax.dtypes.canonicalize_dtype(dtype)):
         raise UnfitError(
-            f"{dtype}{shape}, and JAX would narrow it to {narrowed} because 64-bit types are switched off. Switch them "
-            f'on: jax.config.update("jax_enable_x64", True), or narrow it yourself before you convert'
+            f"{dtype}{list(array.shape)}, and JAX would narrow it to {narrowed} because 64-bit types are switched off. "
+            f'Switch them on: jax.config.update("jax_enable_x64", True), or narrow it yourself before you convert'
         )
+
+
+@cache
+def _dtype(dtype: Any) -> Any:
+    """The dtype of an array of another framework, in bytes of this machine's order; None if it is not of numbers."""
+    own = dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else jax.numpy.dtype(str(dtype).removeprefix("torch."))
+    known = own.isbuiltin == 2 or (own.kind in "biufc" and own.itemsize <= (16 if own.kind == "c" else 8))
+    return own if known else None
 
 
 def taken(lent: Sequence[Handed], device: Any, copy: bool) -> list[Handed]:
@@ -120,7 +130,7 @@ def _is_abstract(array: Any) -> bool:
 def _ready(handed: Handed) -> Handed:
     """What device_put can take."""
     array, why = handed
-    if isinstance(array, jax.Array):
+    if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
         return handed
     if isinstance(array, np.ndarray):
         if array.dtype.isnative:
@@ -131,14 +141,22 @@ def _ready(handed: Handed) -> Handed:
         )
     if isinstance(array, np.generic):
         return Handed(np.asarray(array), "it is a scalar of NumPy; numpy.asarray(x) is an array")
-    return Handed(jax.dlpack.from_dlpack(array), why)
+    try:
+        return Handed(jax.dlpack.from_dlpack(array, copy=False), why)
+    except ValueError:
+        return Handed(jax.dlpack.from_dlpack(array), why or _UNALIGNED)
+
+
+_UNALIGNED = "it does not begin at a multiple of 64 bytes, where memory of JAX and new memory of torch does"
 
 
 def _put(ready: list[Handed], device: Any, copy: bool) -> list[Handed]:
     """What is ready, on a device; whose memory it was may write to that afterwards, if the result is not in it."""
-    given = [array for array, _ in ready]
-    put = jax.device_put(given, device, may_alias=True)
-    why = [known or _why(old, new) for (_, known), old, new in zip(ready, given, put, strict=True)]
+    put, why = [array for array, _ in ready], [why for _, why in ready]
+    moving = [place for place, old in enumerate(put) if device is not None or isinstance(old, np.ndarray)]
+    moved = jax.device_put([put[place] for place in moving], device, may_alias=True)
+    for place, new in zip(moving, moved, strict=True):
+        put[place], why[place] = new, why[place] or _why(put[place], new)
     if copy:  # device_put ignores may_alias=False for NumPy's arrays
         shared = [place for place, reason in enumerate(why) if reason is None]
         apart = jax.device_put([put[place] for place in shared], may_alias=False)
@@ -153,14 +171,14 @@ def _why(old: Any, new: jax.Array) -> str | None:
     if isinstance(old, jax.Array):
         here, there = old.sharding, new.sharding
         return None if here == there else f"it lies on {old.device}, and device= is {new.device}; leave that out"
-    places = new.devices()
-    if len(places) > 1 or next(iter(places)).platform != "cpu":
-        return f"it lies on the CPU, and the result on {new.device}; device='cpu' leaves it there"
-    if not old.size or old.__array_interface__["data"][0] == new.unsafe_buffer_pointer():
+    single = isinstance(new.sharding, jax.sharding.SingleDeviceSharding)
+    if not old.size or (single and old.__array_interface__["data"][0] == new.unsafe_buffer_pointer()):
         return None
+    if not single or next(iter(new.devices())).platform != "cpu":  # as where JAX's default is a GPU
+        return f"it lies on the CPU, and the result on {new.device}; device='cpu' leaves it there"
     if not old.flags.c_contiguous:
         return "it is not contiguous; x.contiguous() of torch and numpy.ascontiguousarray(x) are"
-    return "it does not begin at a multiple of 64 bytes, where memory of JAX and new memory of torch does"
+    return _UNALIGNED
 
 
 def extents(leaf: Any) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ import pytest
 import funcga
 import jax_backend
 import torch_backend
-from funcga.backend import Arrays, Gradients, Loop, Replicas, Transforms, Trees
+from funcga.backend import Arrays, Gradients, Handover, Loop, Replicas, Transforms, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
@@ -68,7 +68,7 @@ def test_imports_point_one_way():
 # Files that import the other framework, inside of functions, each with its reason.
 BRIDGES = {
     "bridge": "it runs transforms of optax on torch tensors, for those who have both",
-    "crossing": "the same: it hands tensors to JAX and back",
+    "crossing": "the same: it calls a function of JAX arrays",
 }
 
 
@@ -227,6 +227,7 @@ def test_the_mirror_check_can_fail():
 def test_backends_supply_what_the_core_asks_for(backend):
     for part, protocol in (
         ("arrays", Arrays),
+        ("handover", Handover),
         ("trees", Trees),
         ("gradients", Gradients),
         ("loop", Loop),
@@ -251,8 +252,9 @@ def test_public_names_have_docstrings_and_types():
 
 
 def test_the_contract_is_there():
-    names = """accumulate stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy FuncgaError CARRY Fold
-               Reducer Monoid mean per_weight sum max min moments concat carry reducers normalizers compare match Rule rules"""
+    names = """accumulate stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy shares_memory FuncgaError CARRY
+               Fold Reducer Monoid mean per_weight sum max min moments concat carry reducers normalizers compare match Rule
+               rules verify Problem multi_steps"""
     assert not [name for name in names.split() if not hasattr(funcga, name)]
     parameters = list(inspect.signature(funcga.accumulate).parameters.values())
     assert [p.name for p in parameters] == ["grad_fn", "n", "microbatch_size", "fold", "weight", "in_axes", "across"]

@@ -271,7 +271,7 @@ def test_what_is_no_transform_of_optax():
 
 
 def test_a_device_that_jax_does_not_have():
-    check_refused("JAX cannot take a tensor of torch.float32 on meta: ",
+    check_refused("`params` is float32[2] on the meta device, where nothing has numbers.",
                   torch_backend.from_optax(optax.sgd(0.1)).init, torch.ones(2, device="meta"))  # fmt: skip
 
 

@@ -436,15 +436,6 @@ def test_a_foreign_module_under_a_backends_name(tmp_path):
     )
 
 
-def test_narrowing_is_refused():
-    check_refused(
-        "the array is float64[2], and JAX would narrow it to float32 because 64-bit types are switched off. Switch them "
-        'on: jax.config.update("jax_enable_x64", True), or narrow it yourself before you convert.',
-        funcga.to_jax, np.ones(2),
-    )  # fmt: skip
-    check_refused("the array is int64[1]", funcga.to_jax, torch.ones(1, dtype=torch.int64))
-
-
 def test_a_dtype_that_would_be_narrowed():
     step = funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=funcga.mean(dtype="float64"))
     says = check_refused(

@@ -1,81 +1,456 @@
-"""Trees from one framework to another: values and dtypes are kept, memory is not shared."""
+"""Trees from one framework to another: values and dtypes are kept; memory is shared where it is asked for, and only there."""
 
-from collections import namedtuple
+import gc
+import sys
+import warnings
+from collections import OrderedDict, namedtuple
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-import funcga
+from funcga import shares_memory, to_jax, to_numpy, to_torch
+from tests.kits import needs_cuda
+from tests.test_errors import check_refused
 
 Pair = namedtuple("Pair", "a b")
-DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "int8", "uint8", "bool", "complex64"]
+EXTENSIONS = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+NARROW = ["float32", "float16", "int32", "int16", "int8", "uint8", "uint16", "uint32", "bool", "complex64", *EXTENSIONS]
+WIDE = ["float64", "int64", "uint64", "complex128"]
+MOVES = {"torch": to_torch, "jax": to_jax, "numpy": to_numpy}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_there_and_back(dtype):
-    native = getattr(ml_dtypes, dtype, None) or np.dtype(dtype)
-    array = np.array([[0, 1, 2], [3, 4, 5]]).astype(native)
-    for there in (funcga.to_torch, funcga.to_jax):
-        moved = there(array)
-        assert str(moved.dtype).removeprefix("torch.") == dtype
-        for other in (funcga.to_torch, funcga.to_jax):
-            back = funcga.to_numpy(other(moved))
-            assert back.dtype == array.dtype
-            np.testing.assert_array_equal(back.astype("complex128"), array.astype("complex128"))
+def aligned(values, dtype):
+    """A NumPy array that begins at a multiple of 64 bytes, as JAX needs it."""
+    values = np.array(values).astype(getattr(ml_dtypes, dtype, None) or dtype)
+    memory = np.zeros(values.nbytes + 64, "uint8")
+    start = -memory.ctypes.data % 64
+    array = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    array[...] = values
+    return array
+
+
+def bits(tree):
+    return [(x.dtype, x.shape, x.tobytes()) for x in jax.tree.leaves(to_numpy(tree))]
+
+
+def address(x):
+    if isinstance(x, torch.Tensor):
+        return x.data_ptr()
+    return x.unsafe_buffer_pointer() if isinstance(x, jax.Array) else x.__array_interface__["data"][0]
+
+
+def sources(dtype):
+    """The same numbers in an array of each framework, in memory that each other can take."""
+    array = aligned([[1, 2, 4], [8, 2, 1]], dtype)
+    return array, {"numpy": array, "torch": to_torch(array), "jax": to_jax(array)}
+
+
+@pytest.mark.parametrize("copy", [True, None, False])
+def test_every_dtype_through_every_pair(x64, copy):
+    for dtype in NARROW + WIDE:
+        array, trees = sources(dtype)
+        assert bits(list(trees.values())) == bits([array] * 3)
+        for source, x in trees.items():
+            for target, move in MOVES.items():
+                if copy is False and (source, target) == ("numpy", "torch"):
+                    assert x.flags.writeable
+                moved = move({"x": x}, copy=copy)["x"]
+                assert str(moved.dtype).removeprefix("torch.") == dtype
+                assert bits(moved) == bits(array)
+                assert (address(moved) == address(x)) is (copy is not True), (dtype, source, target)
+                assert shares_memory(x, moved) == {"": copy is not True}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_what_is_shared_sees_what_is_written(dtype):
+    """Really written, as no pointer can be wrong then."""
+    for move in MOVES.values():
+        for copy in (True, None):
+            array = aligned([1, 2, 4], dtype)
+            moved = move(array, copy=copy)
+            array[:] = 8
+            assert to_numpy(moved).astype("float32").tolist() == ([1, 2, 4] if copy else [8, 8, 8])
+            tensor = to_torch(aligned([1, 2, 4], dtype))
+            moved = move(tensor, copy=copy)
+            tensor.view(torch.uint8).zero_()
+            assert to_numpy(moved).astype("float32").tolist() == ([1, 2, 4] if copy else [0, 0, 0])
+    x = to_jax(aligned([1, 2, 4], dtype))
+    assert not to_numpy(x, copy=None).flags.writeable
+    for copied in (to_numpy(x), to_numpy(to_torch(x))):
+        copied[...] = 8
+    assert to_numpy(x).astype("float32").tolist() == [1, 2, 4]
+
+
+def test_a_large_copy_is_finished_when_it_is_returned():
+    tensor = torch.zeros(2**22)
+    moved = to_jax([tensor, tensor.numpy(), tensor[1:]])
+    tensor.fill_(1)
+    assert [float(x.max()) for x in moved] == [0, 0, 0]
+    x = jax.jit(lambda: jnp.full(2**22, 3.0))()
+    assert float(to_torch(x)[-1]) == 3
+
+
+def peak_bytes(function):
+    """By how many bytes the memory of this process rises at most while a function runs, and what that returns.
+
+    Keep it: what is freed late by an earlier call would be counted as less for a later one.
+    """
+    gc.collect()
+    before = resident("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    held = function()
+    return resident("VmHWM") - before, held
+
+
+def resident(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+
+SIZE = 9 * 2**20  # floats of 36 MB: what is larger than 32 MB, malloc gives back when it is freed
+LAYOUTS = {"whole": lambda x: x[:SIZE], "slice": lambda x: x[1 : SIZE + 1], "strided": lambda x: x[::2]}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of this process")
+def test_one_copy_is_what_a_copy_takes():
+    held, array = [], aligned(np.ones(2 * SIZE), "float32")
+    tensor = torch.from_numpy(array)
+    given = {("torch", name): layout(tensor) for name, layout in LAYOUTS.items()}
+    given |= {("numpy", "strided"): array[::2], ("jax", "whole"): to_jax(given["torch", "whole"], copy=False)}
+    for (source, layout), leaf in given.items():
+        for target, move in MOVES.items():
+            move(leaf[:3])  # what is made once
+            peak, moved = peak_bytes(lambda move=move, leaf=leaf: move(leaf))
+            held.append(moved)
+            assert 0.75 < peak / leaf.nbytes < 1.25, (source, layout, target)
+    twice, _ = peak_bytes(lambda: to_jax(torch.ones(SIZE)))
+    assert twice > 1.75 * 4 * SIZE  # so much a detour would be
 
 
 def test_64_bits_go_to_torch(x64):
     for dtype in ("float64", "int64"):
         array = np.arange(3).astype(dtype)
-        assert str(funcga.to_torch(array).dtype) == f"torch.{dtype}"
-        assert str(funcga.to_jax(funcga.to_torch(array)).dtype) == dtype
+        assert str(to_torch(array).dtype) == f"torch.{dtype}"
+        assert str(to_jax(to_torch(array)).dtype) == dtype
 
 
 def test_trees_keep_their_form():
     tree = {"z": Pair(np.ones(2, "float32"), None), "a": ["name", 3, np.zeros((), "int32")]}
-    moved = funcga.to_torch(tree)
+    moved = to_torch(tree)
     assert list(moved) == ["z", "a"]
     assert isinstance(moved["z"], Pair)
     assert moved["z"].b is None
     assert moved["a"][:2] == ["name", 3]
-    assert funcga.to_jax(moved)["z"].a.shape == (2,)
+    assert to_jax(moved)["z"].a.shape == (2,)
 
 
 def test_copies_and_gradients():
     p = torch.ones(3, requires_grad=True)
-    arrays = [funcga.to_numpy(p), funcga.to_jax(p), funcga.to_torch(p)]
+    arrays = [to_numpy(p), to_jax(p), to_torch(p)]
     assert not arrays[2].requires_grad
     with torch.no_grad():
         p.mul_(5)
     assert [float(a[0]) for a in arrays] == [1, 1, 1]
     source = np.ones(3, "float32")
-    moved = [funcga.to_jax(source), funcga.to_torch(source)]
+    moved = [to_jax(source), to_torch(source)]
     source[:] = 7
     assert [float(a[0]) for a in moved] == [1, 1]
 
 
-def test_layouts():
+def test_layouts_keep_their_numbers():
+    for move in MOVES.values():
+        for copy in (True, None):
+            check_layouts(move, copy)
+
+
+def check_layouts(move, copy):
+    x = aligned(np.arange(24).reshape(4, 6), "float32")
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    fields = np.zeros(3, dtype=[("x", "f4"), ("y", "i2")])
+    numpys = [x.T, x[::-1], x[:, ::2], x[1, 2, ...], x[:0], np.broadcast_to(x[:1], (3, 6)), read_only, fields["x"],
+              x.astype(">f4"), np.float32(3), ml_dtypes.bfloat16(3), x.astype(ml_dtypes.bfloat16)[::-1, ::2]]  # fmt: skip
+    tensor = torch.from_numpy(x)
+    tensors = [tensor.T, tensor[1:, 1:], tensor[:, ::2], tensor[1, 2], tensor[:0], tensor[:1].expand(3, 6),
+               tensor.bfloat16().T[::2], torch.view_as_complex(tensor.view(12, 2)).conj(),
+               torch.view_as_complex(tensor.view(12, 2)).conj().imag]  # fmt: skip
+    for leaf in [*numpys, *tensors]:
+        plain = leaf.to(torch.complex64).resolve_conj().resolve_neg() if isinstance(leaf, torch.Tensor) else leaf
+        moved = to_numpy(move(leaf, copy=copy))
+        assert moved.shape == leaf.shape
+        assert moved.dtype.itemsize == leaf.dtype.itemsize
+        np.testing.assert_array_equal(moved.astype("complex64"), np.asarray(plain).astype("complex64"))
+
+
+def test_strided_and_lazy_tensors():
     strided = torch.arange(6.0).reshape(2, 3).T
-    np.testing.assert_array_equal(funcga.to_jax(strided), strided.numpy())
+    np.testing.assert_array_equal(to_jax(strided), strided.numpy())
     lazy = torch.tensor([1 + 2j]).conj()
-    np.testing.assert_array_equal(funcga.to_numpy(lazy), [1 - 2j])
+    np.testing.assert_array_equal(to_numpy(lazy), [1 - 2j])
 
 
 def test_without_arrays():
-    assert funcga.to_numpy({"a": 1}) == {"a": 1}
-    assert funcga.to_torch([1, "b"]) == [1, "b"]
-    assert float(funcga.to_jax({"a": jnp.ones(())})["a"]) == 1
+    assert to_numpy({"a": 1}) == {"a": 1}
+    assert to_torch([1, "b"]) == [1, "b"]
+    assert float(to_jax({"a": jnp.ones(())})["a"]) == 1
 
 
 def test_a_tree_of_both():
     mixed = {"a": jnp.ones(2), "b": torch.ones(2), "c": np.ones(2, "float32")}
-    assert {type(leaf) for leaf in funcga.to_torch(mixed).values()} == {torch.Tensor}
-    assert all(isinstance(leaf, jnp.ndarray) for leaf in funcga.to_jax(mixed).values())
+    assert {type(leaf) for leaf in to_torch(mixed).values()} == {torch.Tensor}
+    assert all(isinstance(leaf, jnp.ndarray) for leaf in to_jax(mixed).values())
 
 
 def test_bytes_in_another_order():
-    np.testing.assert_array_equal(funcga.to_torch(np.arange(3, dtype=">f4")), [0, 1, 2])
-    np.testing.assert_array_equal(funcga.to_jax(np.arange(3, dtype=">i4")), [0, 1, 2])
+    np.testing.assert_array_equal(to_torch(np.arange(3, dtype=">f4")), [0, 1, 2])
+    np.testing.assert_array_equal(to_jax(np.arange(3, dtype=">i4")), [0, 1, 2])
+
+
+def test_none_copies_what_cannot_be_shared():
+    x = torch.arange(64.0)
+    tree = {"whole": x, "slice": x[1:], "turned": x.view(8, 8).T, "far": x[16:], "empty": x[:0], "one": np.float32(1)}
+    moved = to_jax(tree, copy=None)
+    found = {"whole": True, "slice": False, "turned": False, "far": True, "empty": False, "one": False}
+    assert shares_memory(tree, moved) == {f"['{key}']": value for key, value in found.items()}
+    back = to_torch(moved, copy=False)
+    assert all(shares_memory(moved, back)[f"['{key}']"] is (key != "empty") for key in tree)
+
+
+END = " copy=None copies what cannot be shared, and nothing else."
+
+
+@pytest.mark.parametrize(
+    ("move", "leaf", "why"),
+    [
+        (to_jax, lambda x: x[1:], "it does not begin at a multiple of 64 bytes, where memory of JAX and new memory of torch does."),
+        (to_jax, lambda x: x.view(8, 8).T, "it is not contiguous; x.contiguous() of torch and numpy.ascontiguousarray(x) are."),
+        (to_jax, lambda x: x.numpy()[::-1], "it is not contiguous; x.contiguous() of torch"),
+        (to_jax, lambda x: np.float32(1), "it is a scalar of NumPy; numpy.asarray(x) is an array."),
+        (to_jax, lambda x: x.numpy().astype(">f4"), "its bytes are in another order (>f4); x.astype('float32') has them in order."),
+        (to_jax, lambda x: x.to(torch.complex64).conj(), "it is conjugated, or negated, only when it is read; x.resolve_conj().resolve_neg() is what it reads as."),
+        (to_numpy, lambda x: x.to(torch.complex64).conj(), "it is conjugated, or negated, only"),
+        (to_numpy, lambda x: jnp.ones(3, "int4"), "NumPy has no such dtype or layout; x.astype('int8') it has, say."),
+        (to_numpy, lambda x: sharded(), "it lies on 4 devices; jax.device_put(x, jax.devices()[0]) does not."),
+        (to_torch, lambda x: x.numpy()[::-1], "torch has no strides of [-4] bytes; x.copy() has others."),
+        (to_torch, lambda x: np.broadcast_to(x.numpy()[:1], (3,)), "it is read-only, which no tensor is; x.copy() is not."),
+        (to_torch, lambda x: x.numpy().astype(">f4"), "its bytes are in another order (>f4)"),
+        (to_torch, lambda x: sharded(), "it lies on 4 devices"),
+        (lambda tree, copy: to_jax(tree, copy=copy, device="cpu:1"), lambda x: to_jax(x), "it lies on cpu:0, and device= is cpu:1; leave that out."),
+        (lambda tree, copy: to_torch(tree, copy=copy, device="meta"), lambda x: x, "it lies on cpu, and device= is 'meta'; leave that out."),
+    ],
+)  # fmt: skip
+def test_sharing_that_cannot_be_is_refused(move, leaf, why):
+    tree = {"a": [1, leaf(torch.arange(64.0))]}
+    says = check_refused(
+        f"copy=False asks for no copy, and `tree['a'][1]` cannot be shared: {why}", move, tree, copy=False
+    )
+    assert says.endswith(END)
+    move(tree, copy=None)
+
+
+def sharded():
+    return jax.device_put(jnp.arange(8.0), NamedSharding(jax.make_mesh((4,), ("d",)), PartitionSpec("d")))
+
+
+def donated():
+    x = jnp.ones(3)
+    x.delete()
+    return x
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+DTYPE = "of a dtype that torch does not have, or has alone. Convert it before, to one that all have, such as int8 or float32."
+OUTSIDE = "A tensor inside of a torch.func transform or of torch.compile has none; hand it over outside."
+
+
+@pytest.mark.parametrize(
+    ("move", "leaf", "why"),
+    [
+        (to_jax, lambda: np.ones(2), 'float64[2], and JAX would narrow it to float32 because 64-bit types are switched off. Switch them on: jax.config.update("jax_enable_x64", True), or narrow it yourself before you convert.'),
+        (to_jax, lambda: torch.ones(2, dtype=torch.int64), "int64[2], and JAX would narrow it to int32"),
+        (to_jax, lambda: np.ones(2, ">c16"), "complex128[2], and JAX would narrow it to complex64"),
+        (to_jax, lambda: np.array(["a"]), "<U1[1], and JAX has arrays of numbers only, of 64 bits at most."),
+        (to_jax, lambda: np.zeros(1, "g"), "float128[1], and JAX has arrays of numbers only"),
+        (to_torch, lambda: np.array(["a"]), f"str32[1], {DTYPE}"),
+        (to_torch, lambda: jnp.ones(3, "int4"), f"int4[3], {DTYPE}"),
+        (to_torch, lambda: jnp.ones(3, "float8_e3m4"), f"float8_e3m4[3], {DTYPE}"),
+        (to_jax, lambda: torch.zeros(4, dtype=torch.uint8).view(torch.int4), f"int4[4], {DTYPE}"),
+        (to_numpy, lambda: torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "float4_e2m1fn_x2[8], of a dtype"),
+        (to_torch, lambda: np.ma.masked_less(np.ones(2), 3), "a masked array float64[2], whose mask would be lost; x.filled(0) has none."),
+        (to_torch, lambda: jax.random.key(0), "key<fry>[], a typed key, which only JAX has. Hand over jax.random.key_data(key), and make a key of it again with jax.random.wrap_key_data(data)."),
+        (to_numpy, lambda: jax.random.key(0), "key<fry>[], a typed key"),
+        (to_numpy, donated, "float32[3], whose memory was donated or deleted; hand it over before."),
+        (to_jax, donated, "float32[3], whose memory was donated or deleted"),
+        (to_torch, lambda: jax.ShapeDtypeStruct((3,), "float32"), "float32[3] of type ShapeDtypeStruct, a shape without numbers."),
+        (to_jax, lambda: torch.ones(2, device="meta"), "float32[2] on the meta device, where nothing has numbers."),
+        (to_numpy, lambda: torch.ones(2).to_sparse(), "a sparse tensor float32[2], or one of other parts; x.to_dense() is in one piece."),
+        (to_jax, fake, f"float32[3] without memory that can be read (.numpy() is not supported for tensor subclasses). {OUTSIDE}"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused(move, leaf, why):
+    for copy in (True, None):
+        check_refused(f"`tree['a'].b` is {why}", move, {"a": Pair(1, leaf())}, copy=copy)
+
+
+def test_inside_of_transforms():
+    traced = "float32[2], traced by JAX, and has no numbers yet; hand it over outside of jit."
+    for move in (to_torch, to_numpy):
+        jax.make_jaxpr(lambda x, move=move: check_refused(f"`tree[0]` is {traced}", move, [x]) and x)(jnp.ones(2))
+    jax.make_jaxpr(lambda x: to_jax([x])[0] is x or 1 / 0)(jnp.ones(2))
+
+    @jax.jit
+    def add(x):
+        return to_jax({"x": x, "t": torch.ones(2)}, copy=None)["t"] + x
+
+    assert add(jnp.ones(2)).tolist() == [2, 2]
+    check = lambda x: check_refused("without memory that can be read", to_jax, x) and x.sum()
+    torch.func.grad(check)(torch.ones(2))
+
+
+def test_where_ml_dtypes_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    says = "`tree[0]` is bfloat16[2], which NumPy has with ml_dtypes only: pip install ml_dtypes."
+    check_refused(says, to_numpy, [torch.ones(2, dtype=torch.bfloat16)])
+
+
+def test_devices():
+    tree = [torch.ones(16), to_jax(np.ones(3, "float32"))]
+    for device in ("cpu:1", jax.devices()[1]):
+        moved = to_jax(tree, device=device)
+        assert {x.device for x in moved} == {jax.devices()[1]}
+    assert not to_jax(tree)[0].committed  # as jnp.asarray has it, so that it can be used beside what lies elsewhere
+    assert to_jax(tree[0], device=sharded().sharding).sharding == sharded().sharding
+    assert to_torch(tree, device=torch.device("cpu"))[1].tolist() == [1, 1, 1]
+    there = "it has 'cpu:0', 'cpu:1', 'cpu:2', 'cpu:3'."
+    for name in ("cpu:4", "tpu", "nothing"):
+        check_refused(f"device='{name}' is none that JAX has here; {there}", to_jax, tree, device=name)
+    check_refused("device='xpu:9' is none that torch has here; it has 'cpu'", to_torch, tree, device="xpu:9")
+    check_refused(
+        "copy='no' is neither True (copy all), None (where it must be) nor False (nothing).", to_numpy, tree, copy="no"
+    )
+
+
+def test_sharded_arrays_stay_where_they_are():
+    x = sharded()
+    for copy in (True, None):
+        moved = to_jax(x, copy=copy)
+        assert moved.sharding == x.sharding
+        assert shares_memory(x, moved) == {"": copy is None}
+    assert to_torch(x).tolist() == [*range(8)]
+    assert to_numpy(x).flags.writeable
+
+
+def test_a_donated_array_leaves_what_it_shares_as_it_is():
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for leaf in (torch.zeros(64), aligned(np.zeros(64), "float32")):
+        shared = to_jax(leaf, copy=False)
+        assert step(shared).tolist() == [1] * 64
+        assert shared.is_deleted()
+        assert to_numpy(leaf).tolist() == [0] * 64
+    own = to_jax(torch.zeros(64))
+    place = address(own)
+    assert address(step(own)) == place  # what is copied can be donated as any array of JAX
+
+
+def test_trees_that_only_one_framework_walks():
+    eqx, nnx = pytest.importorskip("equinox"), pytest.importorskip("flax.nnx")
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
+    for tree, path in ((model, ".layers[1].weight"), (state, "['kernel'].value")):
+        for move in (to_torch, to_numpy):
+            moved = move(tree, copy=None)
+            assert type(moved) is type(tree)
+            assert all(isinstance(leaf, torch.Tensor | np.ndarray) or callable(leaf) for leaf in jax.tree.leaves(moved))
+            shared = shares_memory(tree, moved)
+            assert shared[path]
+            assert all(shared.values())
+            assert shares_memory(moved, to_jax(moved))[path] is False
+            assert bits(to_jax(moved)) == bits(tree) if move is to_torch and tree is state else True
+    assert to_jax(to_torch(model))(jnp.ones(2)).tolist() == model(jnp.ones(2)).tolist()
+
+
+def test_modules_and_tied_tensors():
+    module = torch.nn.Linear(64, 64)
+    state = module.state_dict()
+    assert type(to_jax(state)) is OrderedDict
+    assert shares_memory(state, to_jax(state, copy=None)) == {"['weight']": True, "['bias']": True}
+    assert not any(leaf.requires_grad for leaf in to_torch([*module.parameters()], copy=False))
+    tied = {"a": module.weight, "b": module.weight}
+    for move in MOVES.values():
+        for copy in (True, None):
+            moved = move(tied, copy=copy)
+            assert shares_memory(moved["a"], moved["b"]) == {"": copy is None}
+
+
+def test_what_shares_memory_can_be_asked():
+    x = torch.arange(8.0)
+    left = {"a": x[:4], "b": [x[4:], None, 3], "c": torch.stack([x, x]).to_sparse()}
+    right = {"a": x[2:5].numpy(), "b": [x[:4].numpy(), None], "c": left["c"]}
+    assert shares_memory(left, right) == {"['a']": True, "['b'][0]": False, "['c']": True}
+    assert shares_memory(x[::2].to_sparse(), left["c"]) == {"": False}
+    csr = silently(lambda: torch.eye(2).to_sparse_csr())
+    assert [*shares_memory([csr], [csr]).values(), *shares_memory([csr], [x]).values()] == [True, False]
+    assert shares_memory(x[:2].numpy(), x.numpy()[1::-1]) == {"": True}
+    assert shares_memory([fake(), donated(), np.float32(1), x[:0]], [x] * 4) == dict.fromkeys(
+        ["[0]", "[1]", "[2]", "[3]"], False
+    )
+    key = jax.random.key(0)
+    assert shares_memory(key, jax.random.key_data(key)) == {"": True}
+    assert shares_memory([1], ["x"]) == {}
+    check_refused("left and right have arrays at other paths: only left has `['a']`, only right has `['b']`. Compare trees of "
+                  "the same structure, such as a tree and funcga.to_jax(tree, copy=None).", shares_memory, {"a": x}, {"b": x})  # fmt: skip
+    many = {str(i): x for i in range(6)}
+    check_refused(
+        "only left has `['0']`, `['1']`, `['2']`, `['3']` and 2 more, only right has none.", shares_memory, many, {}
+    )
+
+
+def silently(function):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function()
+
+
+def test_numpy_alone_is_copied_too():
+    x = np.ones(3)
+    assert shares_memory(to_numpy([x]), [x]) == {"[0]": False}
+    assert to_numpy([x], copy=None)[0] is x
+    assert to_numpy(np.float32(1)) == 1
+
+
+def test_mapped_files(tmp_path):
+    file = tmp_path / "array"
+    np.arange(4, dtype="float32").tofile(file)
+    for mode, shared in (("r", False), ("c", True)):
+        mapped = np.memmap(file, "float32", mode)
+        moved = to_torch(mapped, copy=None)
+        assert shares_memory(mapped, moved) == {"": shared}
+        moved[0] = 9
+    assert np.fromfile(file, "float32").tolist() == [0, 1, 2, 3]
+
+
+@needs_cuda
+def test_cuda():
+    x = torch.arange(2.0**20, device="cuda")
+    host = {"numpy": to_numpy(x), "jax": to_jax(x)}
+    with_copy = to_torch(x)
+    x.zero_()
+    assert [float(leaf[-1]) for leaf in (*host.values(), with_copy)] == [2.0**20 - 1] * 3
+    assert to_torch(host["numpy"], device="cuda").is_cuda
+    check_refused("it lies on cuda:0; x.cpu() does not", to_numpy, x, copy=False)
+    if any(device.platform == "gpu" for device in jax.devices()):
+        shared = to_jax(x, copy=False)
+        assert address(shared) == address(x)
+        assert address(to_torch(shared, copy=False)) == address(x)
+        assert to_torch(shared, device="cpu").device.type == "cpu"

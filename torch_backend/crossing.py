@@ -43,15 +43,11 @@ class Crossing:
         return jax.tree.unflatten(structure, self._apart([handed.array for handed in back]))
 
     def _over(self) -> Any:
-        """What was given, in JAX: on the CPU if all of it lies there, whatever JAX's default device is."""
-        there = load("jax").handover
-        on_host = all(tensor.device.type == "cpu" for tensor in self.tensors)
+        """What was given, in JAX."""
         over = [*self.leaves]
-        lent = [over[place] for place in self.places]
-        for place, (array, _) in zip(
-            self.places, there.taken(lent, there.device("cpu") if on_host else None, copy=False), strict=True
-        ):
-            over[place] = array
+        taken = load("jax").handover.taken([over[place] for place in self.places], None, copy=False)
+        for place, handed in zip(self.places, taken, strict=True):
+            over[place] = handed.array
         return trees.unflatten(self.structure, over)
 
     def _apart(self, back: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -78,10 +74,10 @@ def _ready(leaf: Any, given: Any, place: int) -> Any:
             f"lies. Use an optimizer of torch for it: torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)."
         )
     try:
-        handed = handover.lent(leaf, load("jax").handover.platforms())
+        handed = handover.lent(leaf, {"cpu", *load("jax").handover.platforms()})  # where it lies, in any case
     except UnfitError as unfit:
         raise FuncgaError(f"`{_path(given, place)}` is {unfit}.") from unfit
-    if leaf.device.type != "cpu" and not isinstance(handed.array, torch.Tensor):
+    if not isinstance(handed.array, torch.Tensor):
         raise FuncgaError(
             f"`{_path(given, place)}` lies on {leaf.device}, a device that JAX does not have. It must be installed for "
             f"it, too; jax.devices() says what it has."

@@ -1,6 +1,7 @@
 """How arrays are handed from one framework to another: in the memory where they lie, or in new memory once."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,14 +36,14 @@ def devices() -> list[str]:
 def lent(leaf: torch.Tensor, platforms: set[str]) -> Handed:
     """The array for others to take: by DLPack, on platforms of theirs, else as NumPy's; or UnfitError."""
     _check_memory(leaf)
-    tensor, why = leaf.detach().resolve_conj().resolve_neg(), None
+    tensor, why = leaf.detach(), None
     if leaf.is_conj() or leaf.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
         why = "it is conjugated, or negated, only when it is read; x.resolve_conj().resolve_neg() is what it reads as"
     platform = "gpu" if leaf.is_cuda else leaf.device.type
-    if platform == "cpu":
-        return Handed(_numpy(tensor), why)
     if platform not in platforms:
-        return Handed(_numpy(tensor.cpu()), f"it lies on {leaf.device}; x.cpu() does not")
+        on_host = platform == "cpu"
+        return Handed(_numpy(tensor.cpu()), why if on_host else f"it lies on {leaf.device}; x.cpu() does not")
     if not tensor.is_contiguous():
         return Handed(tensor.contiguous(), "it is not contiguous; x.contiguous() is")
     return Handed(tensor, why)
@@ -57,14 +58,19 @@ def _check_memory(leaf: torch.Tensor) -> None:
         )
     if leaf.device.type == "meta":
         raise UnfitError(f"{arrays.describe(leaf)} on the meta device, where nothing has numbers")
-    _check_dtype(str(leaf.dtype).removeprefix("torch."), leaf.shape)
+    _check_dtype(_name(leaf.dtype), leaf.shape)
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_dtype(name: str, shape: Sequence[int]) -> None:
     if name not in _DTYPES:
         raise UnfitError(
-            f"{name}[{', '.join(map(str, shape))}], and torch has no dtype in common with the others that is the same; "
-            f"convert it to one, such as int8 or float32, before it is handed over"
+            f"{name}[{', '.join(map(str, shape))}], of a dtype that torch does not have, or has alone. Convert it "
+            f"before, to one that all have, such as int8 or float32"
         )
 
 
@@ -77,7 +83,7 @@ _DTYPES = _EXTENSIONS | {
 
 def _numpy(tensor: torch.Tensor) -> Any:
     """NumPy's view of a tensor on the CPU."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = _name(tensor.dtype)
     try:
         if name not in _EXTENSIONS:
             return tensor.numpy()
@@ -108,9 +114,16 @@ def check(array: Any) -> None:
 def taken(lent: Sequence[Handed], device: Any, copy: bool) -> list[Handed]:
     """Arrays of this framework in the memory that is lent, where that is possible; if `copy`, all in new memory."""
     found = [_taken(handed, device, copy) for handed in lent]
-    if copy and any(handed.array.is_cuda for handed in found):
-        torch.cuda.synchronize()  # who has lent may write to that memory as soon as this returns
+    if copy:  # who has lent may write to that memory as soon as this returns
+        for place in {
+            new.array.device for new, old in zip(found, lent, strict=True) if _is_dlpack(old) and new.array.is_cuda
+        }:
+            torch.cuda.current_stream(place).synchronize()
     return found
+
+
+def _is_dlpack(handed: Handed) -> bool:
+    return type(handed.array).__module__.startswith("jax")
 
 
 def _taken(handed: Handed, device: Any, copy: bool) -> Handed:
@@ -125,7 +138,7 @@ def _taken(handed: Handed, device: Any, copy: bool) -> Handed:
 def _tensor(handed: Handed) -> Handed:
     if isinstance(handed.array, torch.Tensor):
         return Handed(handed.array.detach(), handed.why)
-    if type(handed.array).__module__.startswith("jax"):
+    if _is_dlpack(handed):
         return Handed(dlpack.from_dlpack(handed.array), handed.why)
     array, why = _writable(handed.array)
     if array.dtype.name in _EXTENSIONS:
