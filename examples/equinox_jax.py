@@ -2,8 +2,8 @@
 
     python examples/equinox_jax.py
 
-An equinox module is a tree already; eqx.partition takes the arrays out, which are differentiated. The loss is a mean over
-the steps that are not padding, so a micro-batch weighs as many. The gradients must be those of the whole batch.
+An equinox module is a tree already; eqx.partition takes the arrays out, which are differentiated. The loss is a mean
+over the steps that are not padding, so a micro-batch weighs as many. The gradients must be those of the whole batch.
 """
 
 import equinox as eqx

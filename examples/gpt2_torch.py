@@ -2,9 +2,9 @@
 
     python examples/gpt2_torch.py
 
-The rows are of different lengths, so the micro-batches hold different numbers of tokens. Accumulated are the summed loss
-and its gradients, divided once by all tokens; that must be what transformers itself computes of the whole batch: its mean
-over tokens, and `.backward()`. `assign_grads(module, grads)` would put them where an optimizer looks.
+The rows are of different lengths, so the micro-batches hold different numbers of tokens. Accumulated are the summed
+loss and its gradients, divided once by all tokens; that must be what transformers itself computes of the whole batch:
+its mean over tokens, and `.backward()`. `assign_grads(module, grads)` would put them where an optimizer looks.
 """
 
 import torch

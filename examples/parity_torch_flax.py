@@ -2,8 +2,8 @@
 
     python examples/parity_torch_flax.py
 
-`funcga.match` carries the weights over, by path: `conv1` is called `Conv_0` in flax, its `weight` is a `kernel`, and its
-axes are not [out, in, height, width] but [height, width, in, out]. `funcga.compare` takes the same rules, for the
+`funcga.match` carries the weights over, by path: `conv1` is called `Conv_0` in flax, its `weight` is a `kernel`, and
+its axes are not [out, in, height, width] but [height, width, in, out]. `funcga.compare` takes the same rules, for the
 gradients, which torch accumulates over 3 micro-batches and flax over 5.
 """
 
