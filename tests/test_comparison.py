@@ -364,6 +364,26 @@ def test_what_is_no_tree_of_arrays(tree, text):
         funcga.compare(tree, tree)
 
 
-def test_random_keys_have_no_numbers():
-    with pytest.raises(funcga.FuncgaError, match=r"`k` is key<fry>\[\], a random key, .* jax.random.key_data\(key\)"):
-        funcga.compare({"k": jax.random.key(0)}, {"k": jax.random.key(0)})
+@pytest.mark.parametrize(("leaf", "text"), [
+    (jax.random.key(0), r"`k` is key<fry>\[\], a random key, which has no numbers. .* jax.random.key_data\(key\)"),
+    (jax.ShapeDtypeStruct((2,), "float32"), r"`k` is ShapeDtypeStruct float32\[2\], which stands for an array"),
+    (torch.ones(2, device="meta"), r"`k` is Tensor float32\[2\], .* has no numbers. Pass the arrays themselves"),
+])  # fmt: skip
+def test_leaves_without_numbers(leaf, text):
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.compare({"k": leaf}, {"k": leaf})
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.match({"k": leaf}, {"k": torch.ones(2)})
+
+
+def test_leaves_that_are_zero_but_for_rounding():
+    right = {"w": rng_array(0, 8), "bias": np.full(2, 1e-9, "float32")}
+    with pytest.raises(
+        AssertionError, match=r"\nAll of these differences are below (\S+), .* give atol=(\S+)\.$"
+    ) as raised:
+        funcga.compare({**right, "bias": -right["bias"]}, right).assert_close()
+    atol = float(str(raised.value).rpartition("atol=")[2].rstrip("."))
+    assert funcga.compare({**right, "bias": -right["bias"]}, right, atol=atol).ok
+    with pytest.raises(AssertionError) as raised:
+        funcga.compare({**right, "bias": right["bias"] + 1}, right).assert_close()
+    assert "atol=" not in str(raised.value)

@@ -66,7 +66,19 @@ class Report:
             worst = [row for row in sorted(self.rows, key=lambda row: row.badness, reverse=True) if not row.ok]
             more = f"\n... and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
             shown = table.plain(worst[:_SHOWN], self.names)
-            raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}")
+            raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}{self._advice()}")
+
+    def _advice(self) -> str:
+        """What to do if every leaf that is not close is as far away as rounding of the largest one is."""
+        beyond = [row for row in self.rows if not row.ok]
+        allowed = max((row.limit * row.largest for row in self.rows), default=0.0)
+        if not allowed or any(row.status != "beyond" or row.absolute > allowed for row in beyond):
+            return ""
+        atol = f"{1.1 * allowed:.1e}"  # not less when rounded
+        return (
+            f"\nAll of these differences are below {atol}, the limit of the largest leaf: if such a leaf is 0 but for "
+            f"rounding, as the gradient of a bias before a normalisation is, give atol={atol}."
+        )
 
     def table(self) -> "Table":
         """The report as a table of rich."""
