@@ -42,13 +42,17 @@ class Report:
     @property
     def verdict(self) -> str:
         """One sentence: how many leaves are not close, of how many, and which is the worst."""
-        apart = sum(not row.ok for row in self.rows)
         if self.worst is None:
             return f"{self.names[0]} and {self.names[1]} have no leaves."
-        how = f"`{self.worst.path}` {table.summary(self.worst, self.names)}"
-        if apart:
-            return f"{apart} of {len(self.rows)} leaves of {self.names[0]} and {self.names[1]} are not close; {how}."
-        return f"All {len(self.rows)} leaves of {self.names[0]} and {self.names[1]} are close; the worst, {how}."
+        close, summary = sum(row.ok for row in self.rows), table.summary(self.worst, self.names)
+        if close == len(self.rows):
+            which, what = f"{close} of {close}", f"are close; the worst, `{self.worst.path}`, {summary}"
+        else:
+            which, what = (
+                f"{len(self.rows) - close} of {len(self.rows)}",
+                f"are not close; `{self.worst.path}` {summary}",
+            )
+        return f"{which} leaves of {self.names[0]} and {self.names[1]} {what}."
 
     @property
     def tolerance(self) -> str:
