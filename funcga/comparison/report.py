@@ -42,17 +42,14 @@ class Report:
     @property
     def verdict(self) -> str:
         """One sentence: how many leaves are not close, of how many, and which is the worst."""
-        if self.worst is None:
+        worst, total, of = self.worst, len(self.rows), f"leaves of {self.names[0]} and {self.names[1]}"
+        if worst is None:
             return f"{self.names[0]} and {self.names[1]} have no leaves."
-        close, summary = sum(row.ok for row in self.rows), table.summary(self.worst, self.names)
-        if close == len(self.rows):
-            which, what = f"{close} of {close}", f"are close; the worst, `{self.worst.path}`, {summary}"
-        else:
-            which, what = (
-                f"{len(self.rows) - close} of {len(self.rows)}",
-                f"are not close; `{self.worst.path}` {summary}",
-            )
-        return f"{which} leaves of {self.names[0]} and {self.names[1]} {what}."
+        close, where = sum(row.ok for row in self.rows), f"`{worst.path}`" if worst.path else "the array"
+        summary = table.summary(worst, self.names)
+        if close == total:
+            return f"{total} of {total} {of} are close; the worst, {where}, {summary}."
+        return f"{total - close} of {total} {of} are not close; {where} {summary}."
 
     @property
     def tolerance(self) -> str:
