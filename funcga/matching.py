@@ -7,8 +7,8 @@ from typing import Any
 
 from funcga.backend import Backend, backend_of
 from funcga.errors import FuncgaError
-from funcga.interop import to_jax, to_numpy, to_torch
-from funcga.paths import by_path, paths_and_leaves
+from funcga.interop import to_jax, to_torch
+from funcga.paths import as_numpy, by_path, paths_and_leaves
 from funcga.prefixes import paths_apart
 from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
 
@@ -54,7 +54,7 @@ def _some(paths: list[str], others: list[str], most: int = 8) -> str:
 
 
 def _permuted(leaf: Any, pair: Pair, like: Any, backend: Backend) -> Any:
-    array = permuted(to_numpy(leaf), pair)
+    array = permuted(as_numpy(leaf, pair.left), pair)
     shape, wanted = tuple(array.shape), tuple(like.shape)
     if shape != wanted:
         raise FuncgaError(

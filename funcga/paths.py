@@ -6,6 +6,7 @@ from typing import Any
 
 from funcga.backend import load_imported
 from funcga.errors import FuncgaError
+from funcga.interop import to_numpy
 
 Children = Callable[[Any], list[tuple[str, Any]] | None]
 
@@ -43,8 +44,10 @@ def _walk(tree: Any) -> Children:
     def children(node: Any) -> list[tuple[str, Any]] | None:
         if isinstance(node, Mapping):
             return [(f"[{key!r}]", child) for key, child in node.items()]
-        if type(node) in (tuple, list):
-            return [(f"[{i}]", child) for i, child in enumerate(node)]
+        if isinstance(node, tuple | list):
+            fields = getattr(node, "_fields", None)
+            keys = [f".{name}" for name in fields] if fields else [f"[{i}]" for i in range(len(node))]
+            return list(zip(keys, node, strict=True))
         return backend.trees.children(node) if backend else None
 
     return children
@@ -87,3 +90,23 @@ def _dotted(key: str) -> str:
         return key[1:]
     inner = key[1:-1]
     return str(ast.literal_eval(inner)) if inner[:1] in "'\"" else inner
+
+
+def as_numpy(leaf: Any, path: str) -> Any:
+    """An array of any framework as one of NumPy; another leaf as it is.
+
+    Raises FuncgaError for what has no numbers: a random key of JAX, and what stands for an array without being one.
+    """
+    dtype = str(getattr(leaf, "dtype", ""))
+    if dtype.startswith("key<"):
+        raise FuncgaError(
+            f"`{path}` is {dtype}{list(leaf.shape)}, a random key, which has no numbers. Take its bits, "
+            f"jax.random.key_data(key), or leave it out: the parameters alone, not the whole state."
+        )
+    if dtype and (not hasattr(leaf, "__array__") or getattr(leaf, "is_meta", False)):
+        raise FuncgaError(
+            f"`{path}` is {type(leaf).__name__} {dtype.removeprefix('torch.')}{list(leaf.shape)}, which stands for an "
+            f"array and has no numbers. Pass the arrays themselves."
+        )
+    owned = any(backend.arrays.owns(leaf) for backend in load_imported())
+    return to_numpy(leaf, copy=None) if owned else leaf

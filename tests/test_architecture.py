@@ -21,7 +21,8 @@ TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.err
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
           "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "targets", "window",
-          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "__init__", "parity", "__main__"]  # fmt: skip
+          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
+          "verification", "verifying", "__init__", "information", "loading", "parity", "__main__"]  # fmt: skip
 
 
 def imported(source):
@@ -117,6 +118,15 @@ def test_a_torch_user_never_imports_jax():
     assert "torch" not in loaded_after(call.format("jax", "jax.numpy.ones(())", "jax.numpy.ones(4)"))
 
 
+def test_numpy_arrays_are_compared_without_a_framework():
+    code = """import collections, funcga, numpy
+tree = {"a": [numpy.ones(2), 3], "b": collections.namedtuple("Pair", "x y")(numpy.ones(2), None)}
+report = funcga.compare({"a.0": numpy.ones(2), "a.1": 3, "b.x": numpy.ones(2)}, tree)
+assert report.ok and [row.path for row in report.rows] == ["a.0", "a.1", "b.x"]
+str(report)"""
+    assert not loaded_after(code) & {"torch", "jax", "rich", "matplotlib"}
+
+
 def test_a_torch_user_of_transforms_never_imports_jax():
     code = """import funcga, torch, torch_backend
 tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 1)
@@ -132,7 +142,9 @@ def test_one_framework_is_enough(missing, call):
     """As where the other is not installed: importing it fails."""
     step = "funcga.accumulate(funcga.value_and_grad(lambda p, x: (p * x).sum()), 2)(x[0], x)"
     stream = "funcga.stream(funcga.grad(lambda p, x: (p * x).sum()))(x[0], [x, x])"
-    loaded_after(f"sys.modules['{missing}'] = None\n{call}\nimport funcga\n{step}\n{stream}\nfuncga.to_numpy(x)")
+    loaded_after(
+        f"sys.modules['{missing}'] = None\n{call}\nimport funcga\n{step}\n{stream}\nfuncga.to_numpy(x)\nfuncga.compare(x, x)"
+    )
 
 
 # Files and names that only one backend has, each with its reason.

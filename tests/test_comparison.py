@@ -4,8 +4,8 @@ import io
 import json
 import math
 import sys
+import tracemalloc
 
-import equinox
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -80,6 +80,18 @@ def test_cosine_needs_no_squares_in_range():
     tiny = np.array([3e-200, 4e-200])
     np.testing.assert_allclose(difference(tiny, tiny * 1e300 * 1e80).cosine, 1, rtol=1e-15)
     assert difference(np.zeros(2), tiny).cosine is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_large_arrays_are_compared_in_little_memory(monkeypatch, dtype):
+    monkeypatch.setattr(differences, "CHUNK", 2**12)
+    left = np.arange(2**18).astype(native(dtype))
+    right = left[::-1].copy()
+    tracemalloc.start()
+    difference(left, right)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < left.nbytes
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "int8", "bool"])
@@ -188,6 +200,7 @@ def test_trees_match_by_path_whatever_holds_them():
 
 
 def test_equinox_modules_and_their_static_fields():
+    equinox = pytest.importorskip("equinox")
     model = equinox.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
     left = {f"layers.{k}.{name}": funcga.to_torch(getattr(layer, name)) for k, layer in enumerate(model.layers) for name in ("weight", "bias")}  # fmt: skip
     assert funcga.compare(left, model).ok
@@ -293,7 +306,7 @@ def test_the_report_in_text_and_in_a_table(mixed):
     good = funcga.compare({"a": np.ones(2)}, {"a": np.ones(2)})
     assert (
         good.verdict
-        == "All 1 leaves of left and right are close; the worst, `a` has rel 0, where 1.4e-14 is the limit."
+        == "1 of 1 leaves of left and right are close; the worst, `a`, has rel 0, where 1.4e-14 is the limit."
     )
 
 
@@ -364,6 +377,26 @@ def test_what_is_no_tree_of_arrays(tree, text):
         funcga.compare(tree, tree)
 
 
-def test_random_keys_have_no_numbers():
-    with pytest.raises(funcga.FuncgaError, match=r"`k` is key<fry>\[\], a random key, .* jax.random.key_data\(key\)"):
-        funcga.compare({"k": jax.random.key(0)}, {"k": jax.random.key(0)})
+@pytest.mark.parametrize(("leaf", "text"), [
+    (jax.random.key(0), r"`k` is key<fry>\[\], a random key, which has no numbers. .* jax.random.key_data\(key\)"),
+    (jax.ShapeDtypeStruct((2,), "float32"), r"`k` is ShapeDtypeStruct float32\[2\], which stands for an array"),
+    (torch.ones(2, device="meta"), r"`k` is Tensor float32\[2\], .* has no numbers. Pass the arrays themselves"),
+])  # fmt: skip
+def test_leaves_without_numbers(leaf, text):
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.compare({"k": leaf}, {"k": leaf})
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.match({"k": leaf}, {"k": torch.ones(2)})
+
+
+def test_leaves_that_are_zero_but_for_rounding():
+    right = {"w": rng_array(0, 8), "bias": np.full(2, 1e-9, "float32")}
+    with pytest.raises(
+        AssertionError, match=r"\nAll of these differences are below (\S+), .* give atol=(\S+)\.$"
+    ) as raised:
+        funcga.compare({**right, "bias": -right["bias"]}, right).assert_close()
+    atol = float(str(raised.value).rpartition("atol=")[2].rstrip("."))
+    assert funcga.compare({**right, "bias": -right["bias"]}, right, atol=atol).ok
+    with pytest.raises(AssertionError) as raised:
+        funcga.compare({**right, "bias": right["bias"] + 1}, right).assert_close()
+    assert "atol=" not in str(raised.value)

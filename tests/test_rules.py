@@ -1,6 +1,5 @@
 """Rules and `match`: leaves of torch, flax and equinox by path, renamed and transposed, there and back."""
 
-import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +123,7 @@ def test_nnx_states():
 
 
 def test_equinox_modules_keep_what_is_no_array():
+    equinox = pytest.importorskip("equinox")
     model = equinox.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
     module = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
     rules = [Rule(r"0\.(.*)", r"layers.0.\1"), Rule(r"2\.(.*)", r"layers.1.\1")]

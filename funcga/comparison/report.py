@@ -48,13 +48,14 @@ class Report:
     @property
     def verdict(self) -> str:
         """One sentence: how many leaves are not close, of how many, and which is the worst."""
-        apart = sum(not row.ok for row in self.rows)
-        if self.worst is None:
+        worst, total, of = self.worst, len(self.rows), f"leaves of {self.names[0]} and {self.names[1]}"
+        if worst is None:
             return f"{self.names[0]} and {self.names[1]} have no leaves."
-        how = f"`{self.worst.path}` {table.summary(self.worst, self.names)}"
-        if apart:
-            return f"{apart} of {len(self.rows)} leaves of {self.names[0]} and {self.names[1]} are not close; {how}."
-        return f"All {len(self.rows)} leaves of {self.names[0]} and {self.names[1]} are close; the worst, {how}."
+        close, where = sum(row.ok for row in self.rows), f"`{worst.path}`" if worst.path else "the array"
+        summary = table.summary(worst, self.names)
+        if close == total:
+            return f"{total} of {total} {of} are close; the worst, {where}, {summary}."
+        return f"{total - close} of {total} {of} are not close; {where} {summary}."
 
     @property
     def tolerance(self) -> str:
@@ -72,7 +73,19 @@ class Report:
             worst = [row for row in sorted(self.rows, key=lambda row: row.badness, reverse=True) if not row.ok]
             more = f"\n... and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
             shown = table.plain(worst[:_SHOWN], self.names)
-            raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}")
+            raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}{self._advice()}")
+
+    def _advice(self) -> str:
+        """What to do if every leaf that is not close is as far away as rounding of the largest one is."""
+        beyond = [row for row in self.rows if not row.ok]
+        allowed = max((row.limit * row.largest for row in self.rows), default=0.0)
+        if not allowed or any(row.status != "beyond" or row.absolute > allowed for row in beyond):
+            return ""
+        atol = f"{1.1 * allowed:.1e}"  # not less when rounded
+        return (
+            f"\nAll of these differences are below {atol}, the limit of the largest leaf: if such a leaf is 0 but for "
+            f"rounding, as the gradient of a bias before a normalisation is, give atol={atol}."
+        )
 
     def table(self) -> "Table":
         """The report as a table of rich."""

@@ -26,6 +26,7 @@ class Row:
     nans, infs: how many there are on the left and on the right.
     status: 'equal' or 'within'; 'beyond' the limit; 'nan' if there is one; 'inf' if infinities do not match; 'shape',
     'dtype' if they differ; 'missing' on the left; 'extra' on the left.
+    largest: the largest |right| that is finite.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Row:
     nans: tuple[int, int]
     infs: tuple[int, int]
     status: str
+    largest: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -127,6 +129,7 @@ def _of_arrays(made: Row, left: Any, right: Any, found: Difference, atol: float,
         values=None if index is None else (_number(left[index]), _number(right[index])),
         nans=found.nans,
         infs=found.infs,
+        largest=found.scale,
         status=_status(made, found, atol, check_dtype),
     )
 

@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from funcga.backend import load_imported
 from funcga.comparison import tolerances
 from funcga.comparison.report import Report
 from funcga.comparison.rows import Row, row
-from funcga.errors import FuncgaError
-from funcga.interop import to_numpy
-from funcga.paths import by_path
+from funcga.paths import as_numpy, by_path
 from funcga.rules import Rule, pairs, permuted
 
 
@@ -30,25 +27,11 @@ def run(
 
     def row_of(path: str) -> Row:
         pair = matched.get(path)
-        given = None if pair is None else permuted(_as_numpy(lefts[pair.left], pair.left), pair)
+        given = None if pair is None else permuted(as_numpy(lefts[pair.left], pair.left), pair)
         left_path = path if pair is None else pair.left
-        expected = _as_numpy(rights[path], path) if path in rights else None
+        expected = as_numpy(rights[path], path) if path in rights else None
         return row(path, given, expected, left_path=left_path, limit=rtol, atol=atol, reduction=terms,
                    check_dtype=check_dtype)  # fmt: skip
 
     rows = [row_of(path) for path in (*rights, *(path for path in matched if path not in rights))]
     return Report(tuple(rows), names, terms if rtol is None else None, rtol, atol)
-
-
-def _as_numpy(leaf: Any, path: str) -> Any:
-    """An array of any framework as one of NumPy; another leaf as it is.
-
-    Raises FuncgaError for an array of a dtype that NumPy has not, as JAX's random keys are.
-    """
-    if str(getattr(leaf, "dtype", "")).startswith("key<"):
-        raise FuncgaError(
-            f"`{path}` is {leaf.dtype}{list(leaf.shape)}, a random key, which has no numbers to compare. Take its "
-            f"bits, jax.random.key_data(key), or leave it out: the parameters alone, not the whole state."
-        )
-    owned = any(backend.arrays.owns(leaf) for backend in load_imported())
-    return to_numpy(leaf, copy=None) if owned else leaf

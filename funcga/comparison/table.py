@@ -45,7 +45,7 @@ def _headings(names: tuple[str, str]) -> list[str]:
 
 def _cells(row: Row) -> list[str]:
     return [
-        row.path if row.path == row.left_path else f"{row.path} ({row.left_path})",
+        (row.path or "(the array)") if row.path == row.left_path else f"{row.path} ({row.left_path})",
         _pair(row.shapes, _shape),
         _pair(row.dtypes, str),
         figure(row.absolute),
