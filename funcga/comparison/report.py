@@ -107,7 +107,7 @@ class Report:
             "reduction": self.reduction,
             "rtol": self.rtol,
             "atol": self.atol,
-            "rows": [{name: _plain(value) for name, value in vars(row).items()} for row in self.rows],
+            "rows": [{**{name: _plain(value) for name, value in vars(row).items()}, "ok": row.ok} for row in self.rows],
         }
 
     def plot(self, file: str | PathLike[str]) -> None:

@@ -164,14 +164,14 @@ def _findings_as_json(findings: Findings) -> dict[str, Any]:
         "microbatch_rows": findings.rows,
         "microbatch_weights": findings.weights,
         "losses": {d: {f: _finite(loss) for f, loss in found.items()} for d, found in findings.losses.items()},
-        "compared": [_compared_as_json(compared) for compared in findings.compared],
+        "compared": [_compared_as_json(findings, compared) for compared in findings.compared],
         "training": [_trajectory_as_json(findings, t) for t in findings.trajectories],
     }
 
 
-def _compared_as_json(c: Compared) -> dict[str, Any]:
+def _compared_as_json(findings: Findings, c: Compared) -> dict[str, Any]:
     about = {"cause": c.cause, "what": c.what, "dtype": c.dtype, "n": c.n, "micro_batch": c.micro_batch}
-    return {**about, **c.report.as_dict()}
+    return {**about, "explained": not c.ok and findings.is_explained(c), **c.report.as_dict()}
 
 
 def _trajectory_as_json(findings: Findings, t: Trajectory) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _trajectory_as_json(findings: Findings, t: Trajectory) -> dict[str, Any]:
         "dtype": t.dtype,
         "n": t.n,
         "ok": t.ok,
-        "explained": findings.is_explained(t),
+        "explained": not t.ok and findings.is_explained(t),
         "parts": t.parts,
         "losses": [_finite(loss) for loss in t.losses],
         "worst": [_finite(report.most) for report in t.reports],

@@ -222,6 +222,6 @@ class _Run:
         found = []
         for name in self.frameworks:
             side = self.sides[name, dtype]
-            if side.label in labels:
+            if side.label in labels and self.full[name, dtype].is_finite:
                 found += [Finding(side.label, cause) for cause in side.verified(max(self.most, 2)).causes]
         return found

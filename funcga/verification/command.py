@@ -31,7 +31,9 @@ class Options(NamedTuple):
 def verify_file(options: Options) -> int:
     """The exit code: 0 if accumulation is exact, 1 if not. The verdicts go to standard output."""
     loaded = load_object(options.where, "grad_fn")
-    verdicts = _of_problem(loaded.value, options) if isinstance(loaded.value, Problem) else _of_function(loaded, options)
+    verdicts = (
+        _of_problem(loaded.value, options) if isinstance(loaded.value, Problem) else _of_function(loaded, options)
+    )
     console = Console(highlight=False, soft_wrap=True)
     for name, verdict in verdicts.items():
         console.print(f"{name}:", verdict)
