@@ -12,24 +12,36 @@ from tests.kits import JAX, TORCH
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# What XLA has compiled in this run, for every worker, and every process that a test starts, to find: the same programs
-# would be compiled again in each. It lasts as long as the run, so nothing depends on an earlier one.
-COMPILED = {
-    "jax_compilation_cache_dir": None,
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
+# The files that take longest, which start first, so that workers end together.
+LONGEST = (
+    "parity", "multi_steps_jax", "replicas_jax", "torch_backend", "examples", "accumulation", "bridge", "replicas",
+    "modules", "wrapped", "engine", "jax_backend", "placements", "laws", "replication_jax", "fitting", "teeth",
+)  # fmt: skip
 
 
 def pytest_configure(config):
-    # a worker that reads what another is still writing compiles it for itself
+    config.option.loadscopereorder = False  # xdist would start the files with the most tests first
+    # a process that reads what another is still writing compiles it for itself
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
-    if hasattr(config, "workerinput"):
-        return  # it has the environment of the process that started it
-    settings = COMPILED | {"jax_compilation_cache_dir": tempfile.mkdtemp(prefix="compiled-")}
+    if not hasattr(config, "workerinput"):
+        share_what_is_compiled()
+
+
+def share_what_is_compiled():
+    """Every worker, and every process that a test starts, finds what XLA has compiled in this run, and no other run."""
+    settings = {
+        "jax_compilation_cache_dir": tempfile.mkdtemp(prefix="compiled-"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
+
+
+def pytest_collection_modifyitems(items):
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 def pytest_unconfigure(config):
