@@ -1,5 +1,9 @@
 """One suite for both backends: `kit` runs a test in torch and in JAX, `precise` also in float32 and float64."""
 
+import os
+import shutil
+import tempfile
+
 import jax
 import pytest
 
@@ -7,6 +11,42 @@ from tests.kits import JAX, TORCH
 
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The files that take longest, which start first, so that workers end together.
+LONGEST = (
+    "parity", "multi_steps_jax", "replicas_jax", "torch_backend", "examples", "accumulation", "bridge", "replicas",
+    "modules", "wrapped", "engine", "jax_backend", "placements", "laws", "replication_jax", "fitting", "teeth",
+)  # fmt: skip
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist would start the files with the most tests first
+    # a process that reads what another is still writing compiles it for itself
+    config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
+    if not hasattr(config, "workerinput"):
+        share_what_is_compiled()
+
+
+def share_what_is_compiled():
+    """Every worker, and every process that a test starts, finds what XLA has compiled in this run, and no other run."""
+    settings = {
+        "jax_compilation_cache_dir": tempfile.mkdtemp(prefix="compiled-"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+
+
+def pytest_collection_modifyitems(items):
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(params=[TORCH, JAX], ids=lambda kit: kit.name)

@@ -1,4 +1,7 @@
-"""Replicas for tests: processes that are started once, joined by gloo, and run functions of the test modules."""
+"""Replicas for tests: processes that are started once, joined by gloo, and run functions of the test modules.
+
+They are forked from a process that has imported what all of them need and has run nothing of it.
+"""
 
 import atexit
 import datetime
@@ -55,7 +58,8 @@ class Processes:
         self.world, self.backend, self.workers = world, backend, []
 
     def start(self):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.kits", "torch.distributed.fsdp"])
         self.folder = tempfile.mkdtemp()
         path = str(Path(self.folder) / "store")
         for rank in range(self.world):

@@ -70,7 +70,8 @@ def check_one_reduction(step, *args, of, dtype="float32", replicas=4):
 def test_the_gradient_is_that_of_the_whole_batch(devices, n, check_vma, dtype):
     params, batch, loss = regression(dtype)
     full = jax.value_and_grad(loss)(params, *batch)
-    step = replicated(funcga.accumulate(jax.value_and_grad(loss), n, across="data"), mesh(devices), check_vma=check_vma)
+    step = funcga.accumulate(jax.value_and_grad(loss), n, across="data")
+    step = jax.jit(replicated(step, mesh(devices), check_vma=check_vma))
     assert difference(JAX, step(params, *batch), full) <= LIMITS[dtype]
     if devices > 1:
         check_one_reduction(step, params, *batch, of=full, dtype=dtype, replicas=devices)
@@ -87,7 +88,7 @@ def test_uneven_weights(n, dtype):
         (jax.value_and_grad(problems.token_mean), funcga.mean()),
     ):
         step = funcga.accumulate(grad_fn, n, fold=fold, weight=problems.token_count, across="data")
-        step = replicated(step, mesh())
+        step = jax.jit(replicated(step, mesh()))
         assert difference(JAX, step(params, batch), full) <= LIMITS[dtype]
         check_one_reduction(step, params, batch, of=full, dtype=dtype)
 
@@ -150,7 +151,8 @@ def test_numbers_and_numpy_arrays_are_not_summed_twice():
 @pytest.mark.parametrize("weight", [None, lambda x: jnp.abs(x).sum()])
 def test_scanned_layers(n, weight, dtype):
     params, batch, loss = layers(dtype)
-    step = replicated(funcga.accumulate(jax.value_and_grad(loss), n, weight=weight, across="data"), mesh())
+    step = funcga.accumulate(jax.value_and_grad(loss), n, weight=weight, across="data")
+    step = jax.jit(replicated(step, mesh()))
     if weight is None:
         full = jax.value_and_grad(loss)(params, batch)
         assert difference(JAX, step(params, batch), full) <= LIMITS[dtype]
@@ -189,7 +191,7 @@ def test_tensor_parallelism_on_another_axis(manual, kind):
 def test_bfloat16_parameters_are_summed_in_float32():
     params, batch, loss = layers()
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    step = replicated(funcga.accumulate(jax.grad(loss), 4, across="data"), mesh())
+    step = jax.jit(replicated(funcga.accumulate(jax.grad(loss), 4, across="data"), mesh()))
     assert {g.dtype for g in jax.tree.leaves(step(half, batch.astype(jnp.bfloat16)))} == {jnp.dtype("bfloat16")}
     check_one_reduction(step, half, batch.astype(jnp.bfloat16), of=params)
     ones = replicated(
@@ -211,7 +213,7 @@ def test_a_model_that_starts_from_zeros():
     with pytest.raises(TypeError) as caught:
         replicated(step, mesh())(params, batch)
     assert "jax_backend.replicated(step, mesh, check_vma=False)" in caught.value.__notes__[0]
-    step = replicated(step, mesh(), check_vma=False)
+    step = jax.jit(replicated(step, mesh(), check_vma=False))
     assert difference(JAX, step(params, batch), full) <= LIMITS["float32"]
     check_one_reduction(step, params, batch, of=full)
 
@@ -231,10 +233,11 @@ def test_every_fold(name, check_vma, size):
     grad_fn = lambda _, x: (x if name == "concat" else x.mean(0)) * 2
     one = funcga.accumulate(grad_fn, 8, fold=FOLDS[name])(jnp.zeros(()), x)
     step = funcga.accumulate(grad_fn, 2, fold=FOLDS[name], across="data")
-    many = replicated(step, mesh(), check_vma=check_vma)(jnp.zeros(()), x)
+    step = jax.jit(replicated(step, mesh(), check_vma=check_vma))
+    many = step(jnp.zeros(()), x)
     assert jax.tree.structure(one) == jax.tree.structure(many)
     assert difference(JAX, many, one) <= LIMITS["float32"]
-    assert all(c.depth == 0 for c in collectives(replicated(step, mesh()), jnp.zeros(()), x))
+    assert all(c.depth == 0 for c in collectives(step, jnp.zeros(()), x))
 
 
 @pytest.mark.parametrize("size", [1, 20_000])
@@ -265,14 +268,15 @@ def test_a_tree_of_folds_in_one_reduction():
 
     folds = {"rows": funcga.sum(), "odd": funcga.concat(), "largest": funcga.max(), "each": funcga.concat()}
     step = functools.partial(funcga.accumulate, grad_fn, fold=((funcga.mean(), folds), funcga.mean()))
-    (value, seen), grads = replicated(step(2, across="data"), mesh())(params, *batch)
+    step = jax.jit(replicated(step(2, across="data"), mesh()))
+    (value, seen), grads = step(params, *batch)
     full = jax.value_and_grad(loss)(params, *batch)
     assert difference(JAX, (value, grads), full) <= LIMITS["float32"]
     assert int(seen["rows"]) == 16
     np.testing.assert_array_equal(seen["odd"], batch[0][:, 0] > 0)
     np.testing.assert_array_equal(seen["each"], batch[0][:, 1])
     assert float(seen["largest"]) == float(jnp.abs(batch[0]).max())
-    found = collectives(replicated(step(2, across="data"), mesh()), params, *batch)
+    found = collectives(step, params, *batch)
     assert [(c.kind, c.depth) for c in found] == [("all-reduce", 0)]
 
 
@@ -298,12 +302,13 @@ def test_carried_state_is_that_of_the_last_replica(dtype, size):
         return x.astype(jnp.float32).mean(), new
 
     step = funcga.accumulate(grad_fn, 2, in_axes=(CARRY, 0), fold=(funcga.mean(), funcga.carry()), across="data")
-    value, last = replicated(step, mesh())(state, x)
+    step = jax.jit(replicated(step, mesh()))
+    value, last = step(state, x)
     assert float(value) == 3.5
     expected = functools.reduce(lambda s, i: grad_fn(s, x[i : i + 1])[1], [6, 7], state)
     assert last.dtype == state.dtype
     np.testing.assert_array_equal(*(jax.random.key_data(k) if dtype == "key" else k for k in (last, expected)))
-    assert all(c.depth == 0 for c in collectives(replicated(step, mesh()), state, x))
+    assert all(c.depth == 0 for c in collectives(step, state, x))
 
 
 def test_axes_in_order():
@@ -323,7 +328,7 @@ def test_integer_and_complex_sums():
     grad_fn = lambda _, x: (x.sum(), x.astype(jnp.complex64).mean() * (1 + 2j), (x > 3).sum())
     fold = (funcga.sum(), funcga.mean(), funcga.sum())
     for one in (fold, funcga.sum()):
-        step = replicated(funcga.accumulate(grad_fn, 2, fold=one, across="data"), mesh())
+        step = jax.jit(replicated(funcga.accumulate(grad_fn, 2, fold=one, across="data"), mesh()))
         total, mean, count = step(jnp.zeros(()), x)
         assert (int(total), int(count)) == (28, 4)
         assert complex(mean) == (3.5 + 7j if one is fold else 28 + 56j)

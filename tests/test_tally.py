@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import jax
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcga import tally
@@ -14,18 +14,21 @@ from funcga.tally import two_sum
 floats = st.floats(-(2.0**60), 2.0**60, width=32).map(lambda x: x if abs(x) > 2.0**-60 else 0.0)
 
 
+@settings(deadline=None)
 @given(floats, floats)
 def test_two_sum_is_exact(a, b):
     high, low = two_sum(np.float32(a), np.float32(b))
     assert Fraction(float(high)) + Fraction(float(low)) == Fraction(a) + Fraction(b)
 
 
+@settings(deadline=None)
 @given(floats, floats)
 def test_two_sum_is_exact_when_compiled(a, b):
     high, low = jax.jit(two_sum)(np.float32(a), np.float32(b))
     assert Fraction(float(high)) + Fraction(float(low)) == Fraction(a) + Fraction(b)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**40), max_size=6))
 def test_counts_add_up(kit_weights):
     from tests.kits import JAX, TORCH
