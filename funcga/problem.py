@@ -12,15 +12,16 @@ class Problem:
     """What `python -m funcga parity FILE.py:NAME` compares: the same loss, parameters and batch in two frameworks.
 
     params: a tree of float arrays: NumPy's, torch's or JAX's. batch: the arguments after params, a tuple of trees of
-    arrays, split into micro-batches as `in_axes` says (default: each on axis 0). Floats, of params and of the batch, are
-    cast to every dtype of the run; integers and bools stay as they are.
+    arrays, split into micro-batches as `in_axes` says (default: each on axis 0). Floats of both are cast to every
+    dtype of the run; integers and bools stay as they are.
     torch_loss, jax_loss: `loss(params, *batch)` -> a real scalar in the dtype of its params; either may be None, and
     then the other one is compared with itself alone. JAX's is jitted.
     fold, weight: as of `accumulate`; weight has to be one function for both frameworks. For averages over tokens
     weight is what counts them, for sums fold=funcga.per_weight() as well.
     jax_params: the tree of parameters as jax_loss takes it, if that is another one, such as flax's: the values are
     those of params, matched by path under the rules (`funcga.rules`); those of jax_params are not looked at.
-    reduction: how many terms each element of a gradient is a sum of, for the tolerances (default: the rows).
+    reduction: how many terms each element of a gradient is a sum of, for the tolerances. Default: the rows of the batch,
+    or the numbers in its largest array of integers, such as tokens, and the longest axis of a parameter.
     optimizers: of the training at the end: any of sgd, momentum, adam and adamw.
 
     >>> problem = funcga.Problem(params, (images, labels), torch_loss=torch_loss, jax_loss=jax_loss)

@@ -119,7 +119,7 @@ def _linear(x: jax.Array, layer: Any) -> jax.Array:
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-    return -jnp.mean(jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1))
+    return -jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1).mean()
 
 
 def text_loss(params: Any, tokens: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from funcga.errors import FuncgaError
 from funcga.loading import load_object
 from funcga.parity.problems import PROBLEMS
+from funcga.parity.training import OPTIMIZERS
 from funcga.problem import Problem
 
 
@@ -41,4 +42,19 @@ def chosen(choice: Choice) -> Problem:
             f"{where} is of type {type(value).__name__}, and parity takes a funcga.Problem, or a function that returns "
             f"one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...)."
         )
-    return value if value.name else replace(value, name=name)
+    problem = value if value.name else replace(value, name=name)
+    _check(problem)
+    return problem
+
+
+def _check(problem: Problem) -> None:
+    """Raises FuncgaError for a problem without a loss, and for optimizers that there are none of."""
+    if problem.torch_loss is None and problem.jax_loss is None:
+        raise FuncgaError(
+            f"the problem {problem.name!r} has neither a torch_loss nor a jax_loss: there is nothing to run."
+        )
+    unknown = [name for name in problem.optimizers if name not in OPTIMIZERS]
+    if unknown:
+        raise FuncgaError(
+            f"the problem {problem.name!r} is trained with {unknown[0]!r}, and parity has {', '.join(OPTIMIZERS)}."
+        )

@@ -37,7 +37,7 @@ def over_replicas(choice: Choice, side: Side, n: int, count: int) -> Merged:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.npz"
         options = [*choice, side.framework, side.dtype, side.device or "", n, count, file]
-        command = [sys.executable, *_LAUNCHERS[side.framework](count), "-m", __name__, *map(str, options)]
+        command = [sys.executable, *_launcher(side.framework, count), "-m", __name__, *map(str, options)]
         environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(count), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode or not file.exists():
@@ -45,10 +45,9 @@ def over_replicas(choice: Choice, side: Side, n: int, count: int) -> Merged:
         return _read(file)
 
 
-_LAUNCHERS = {
-    "torch": lambda count: ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"],
-    "jax": lambda count: [],
-}
+def _launcher(framework: str, count: int) -> list[str]:
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    return run if framework == "torch" else []
 
 
 def _reason(text: str) -> str:
@@ -58,13 +57,13 @@ def _reason(text: str) -> str:
 
 def _read(file: Path) -> Merged:
     with np.load(file) as found:
-        results = [
+        accumulated, full = (
             Result(
                 found[f"{run}/loss"], {key.split("/", 2)[2]: found[key] for key in found if key.startswith(f"{run}/g/")}
             )
             for run in ("accumulated", "full")
-        ]
-        return Merged(*results, found["rows"].tolist())
+        )
+        return Merged(accumulated, full, found["rows"].tolist())
 
 
 def _work(side: Side, n: int, count: int) -> Merged | None:

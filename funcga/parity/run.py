@@ -174,18 +174,18 @@ class _Run:
         for n in self.plan.ns:
             found = self._done(partial(side.accumulated, n))
             report = side.report(found, full, ("accumulated", "full batch"))
-            yield Compared("accumulation", f"{side.label} vs its full batch", side.dtype, n, report)
+            yield Compared("accumulation", f"{side.label} vs full batch", side.dtype, n, report)
         for count in self.plan.ranks:
             merged = self._done(partial(over_replicas, self.choice, side, min(self.most, side.rows(count)[-1]), count))
             report = side.report(merged.accumulated, merged.full, (f"{count} replicas", "full batch"))
-            what = f"{side.label}, {count} replicas, vs its full batch"
+            what = f"{side.label}, {count} replicas"
             yield Compared("accumulation", what, side.dtype, self.most, report)
 
     def _of_both(self, dtype: str) -> Iterator[Compared]:
         full, micro = ([found[name, dtype] for name in ("torch", "jax")] for found in (self.full, self.micro))
-        yield Compared("model", "torch vs JAX, full batch", dtype, None, self._between(dtype, *full))
+        yield Compared("model", "torch vs JAX, full", dtype, None, self._between(dtype, *full))
         for i, pair in enumerate(zip(*micro, strict=True)):
-            yield Compared("model", "torch vs JAX, micro-batches", dtype, self.most, self._between(dtype, *pair), i)
+            yield Compared("model", "torch vs JAX, micro", dtype, self.most, self._between(dtype, *pair), i)
 
     def _between(self, dtype: str, torch: Result, jax: Result) -> Report:
         return self.sides["torch", dtype].report(torch, jax, ("torch", "JAX"), self.problem.rules)
@@ -198,7 +198,7 @@ class _Run:
         fold = side.compared(found.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
         yield Compared("fold", f"{side.label} vs NumPy", side.dtype, self.most, fold)
         sums = compare(found.sums, exact.sums, rtol=0, names=(side.label, "NumPy"))
-        yield Compared("fold", f"{side.label} vs NumPy, plain sums", side.dtype, self.most, sums)
+        yield Compared("fold", f"{side.label}, plain sums", side.dtype, self.most, sums)
 
     def _rounded(self, side: Side) -> Compared:
         report = side.report(
@@ -207,7 +207,7 @@ class _Run:
             (side.dtype, "float64"),
             check_dtype=False,
         )
-        return Compared("rounding", f"{side.label} vs its float64", side.dtype, None, report)
+        return Compared("rounding", f"{side.label} vs float64", side.dtype, None, report)
 
     def _trained(self, dtype: str) -> Iterator[Trajectory]:
         if len(self.frameworks) == 2 and self.plan.updates:

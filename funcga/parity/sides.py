@@ -36,6 +36,11 @@ class Result(NamedTuple):
     loss: Any
     gradient: dict[str, Any]
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether every number of it is."""
+        return all(np.isfinite(leaf.astype(np.float64)).all() for leaf in (self.loss, *self.gradient.values()))
+
 
 @dataclass(frozen=True)
 class Side:
@@ -93,7 +98,7 @@ class Side:
             [max(leaf.shape, default=1) for leaf in self.named(self.args[0]).values()],
         )
         tokens = [math.prod(leaf.shape) for leaf, _ in self.arguments if kind(leaf.dtype) == "int"]
-        return max([self.arguments.rows(), *tokens]) + max(axes, default=0)
+        return int(max([self.arguments.rows(), *tokens]) + max(axes, default=0))
 
     @cached_property
     def arguments(self) -> Arguments:

@@ -129,7 +129,8 @@ def _training(findings: Findings) -> Iterator[str]:
     first = min(wrong, key=lambda t: t.parts or 0)
     worst = first.decisive.worst
     others = "".join(f", {t.optimizer} ({t.dtype}) {_since(t)}" for t in wrong if t is not first)
-    text = f"The training parts: {first.optimizer} ({first.dtype}) {_since(first)}{others}; first {worst.path if worst else ''}."
+    where = f"; first {worst.path}" if worst else ""
+    text = f"The training parts: {first.optimizer} ({first.dtype}) {_since(first)}{others}{where}."
     same = not any(_model(findings))
     yield f"{text} The gradients agree, so compare the options of the two optimizers." if same else text
 

@@ -1,0 +1,178 @@
+"""The command line: what it refuses and how, loading a file, verify and info; each in this process, as `main`."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import funcga
+from funcga.__main__ import main
+
+ROOT = Path(funcga.__file__).parents[1]
+pytestmark = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("torch", "jax", "optax", "sklearn", "rich")), reason="needs funcga[parity]"
+)
+
+MINE = """
+import jax.numpy as jnp, numpy, torch, funcga
+x = numpy.random.default_rng(0).standard_normal((12, 3))
+params = {"w": numpy.ones((3, 1))}
+
+
+def loss(p, x):
+    return ((x @ p["w"]) ** 2).mean()
+
+
+good = funcga.Problem(params, (x,), loss, loss)
+args = funcga.to_torch((params, x))
+grad_fn = funcga.value_and_grad(loss)
+total = funcga.value_and_grad(lambda p, x: 12 * loss(p, x) * len(x))
+rows = len
+number, none, later = 3, funcga.Problem(params, (x,)), None
+no_scalar = funcga.Problem(params, (x,), lambda p, x: x @ p["w"], loss)
+no_key = funcga.Problem(params, (x,), lambda p, x: p["weight"].sum(), loss)
+nan = funcga.Problem(params, (numpy.where(x > 1, numpy.nan, x),), loss, loss)
+others = funcga.Problem(params, (x,), loss, lambda p, x: loss({"w": p["kernel"]}, x), jax_params={"kernel": jnp.ones((3, 1))})
+folds = funcga.Problem(params, (x,), loss, fold=funcga.max())
+optimizers = funcga.Problem(params, (x,), loss, loss, optimizers=("lion",))
+
+
+def makes():
+    return 3
+
+
+def fails(seed):
+    raise RuntimeError("no data here")
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE)
+    Path("broken.py").write_text("import nothing_of_this_name\n")
+    Path("crooked.py").write_text("x = (\n")
+    Path("stops.py").write_text("raise SystemExit(0)\n")
+
+
+PARITY = "parity {} --dtype float64 --n 2 --updates 1"
+REFUSED = {
+    "": "the following arguments are required: parity | verify | info (see funcga --help)",
+    "train": "parity | verify | info: invalid choice: 'train' (choose from ",
+    "parity --n 0": "--n: '0' is no list of numbers, each at least 1, such as 1,2,7 (see funcga parity --help)",
+    "parity --n two": "--n: 'two' is no list of numbers, each at least 1",
+    "parity --n 1,,2": "--n: '1,,2' is no list of numbers, each at least 1",
+    "parity --n=-3": "--n: '-3' is no list of numbers, each at least 1",
+    "parity --dtype float8": "--dtype: 'float8' is none of float64, float32, bfloat16, float16, and no list of them",
+    "parity --updates -1": "--updates: '-1' is no whole number, 0 or more",
+    "parity --seed x": "--seed: 'x' is no whole number, 0 or more",
+    "parity --ranks 0": "--ranks: '0' is no list of numbers, each at least 1",
+    "parity --json no/such/folder/figures.json": "--json: 'no/such/folder/figures.json' is no file in a folder that exists",
+    "parity --html .": "--html: '.' is no file in a folder that exists",
+    "parity --epochs 3": "unrecognized arguments: --epochs",
+    "parity mnist": "'mnist' is no problem: digits, cnn, text, batchnorm, mixed, all, or one of your own, FILE.py:problem.",
+    "parity digits --n 1798": "torch, float32: n=1798 micro-batches were asked of a batch of 1797 rows",
+    "parity digits --device cuda:77": "torch, float32: device='cuda:77' is none that torch has here; it has 'cpu'",
+    "parity absent.py": "absent.py: there is no file absent.py. Write FILE.py:problem, a path from the current folder.",
+    "parity broken.py": "broken.py does not import: ModuleNotFoundError: No module named 'nothing_of_this_name' (line 1 of ",
+    "parity crooked.py": "crooked.py does not import: SyntaxError: '(' was never closed (line 1 of ",
+    "parity stops.py": "stops.py does not import: SystemExit: 0 (line 1 of ",
+    "parity mine.py": "mine.py: mine.py has no `problem`. It has ",
+    "parity mine.py:godo": "mine.py:godo: mine.py has no `godo`. It has good: write mine.py:good.",
+    "parity mine.py:number": "mine.py:number is of type int, and parity takes a funcga.Problem, or a function that returns one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...).",
+    "parity mine.py:makes": "mine.py:makes is of type int, and parity takes a funcga.Problem",
+    "parity mine.py:none": "the problem 'none' has neither a torch_loss nor a jax_loss: there is nothing to run.",
+    PARITY.format("mine.py:no_scalar"): "torch, float64: loss_fn returned float64[12, 1], and a gradient is that of a scalar",
+    PARITY.format("mine.py:nan"): "torch, float64: `batch.0` is float64[12, 3], of which 3 numbers are not finite; the first is nan at [2, 0]",
+    PARITY.format("mine.py:others"): "JAX, float64: the trees have different leaves: `like` has `kernel`, which tree lacks, and tree has `w`",
+    PARITY.format("mine.py:folds"): "torch, float64: fold is <Fold: max, identity>, and parity knows what the whole batch's gradient is for mean(), per_weight() and sum(). Compare with one of them.",
+    PARITY.format("mine.py:optimizers"): "the problem 'optimizers' is trained with 'lion', and parity has sgd, momentum, adam, adamw.",
+    "verify mine.py:number": "mine.py:number is of type int. Give a gradient function, such as grad_fn = funcga.value_and_grad(loss_fn), or a funcga.Problem.",
+    "verify mine.py --args nothing": "has no `nothing`. A gradient function is called with the arguments that its file has: args = (params, batch).",
+    "verify mine.py --args number": "`number` is of type int; it has to be a tuple: (params, batch).",
+    "verify mine.py --fold median": "--fold: invalid choice: 'median' (choose from ",
+    "info --all": "unrecognized arguments: --all",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_is_wrong_is_refused_in_a_line(line, mine, capsys):
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    refusal = err.strip().splitlines()[-1]
+    assert re.sub("'(parity|verify|info)'", r"\1", refusal).startswith("funcga: ")
+    assert REFUSED[line] in refusal, refusal
+    assert "Traceback" not in out + err
+    assert "Verdict" not in out
+
+
+def test_what_a_loss_raises_is_one_line_with_its_place(mine, capsys):
+    assert main(PARITY.format("mine.py:no_key").split()) == 2
+    number = MINE.splitlines().index('no_key = funcga.Problem(params, (x,), lambda p, x: p["weight"].sum(), loss)') + 1
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    assert err == f"funcga: KeyError: 'weight' (line {number} of {Path('mine.py').resolve()}). --debug shows where."
+
+
+def test_debug_shows_the_traceback(mine, capsys):
+    assert main(["parity", "mine.py:fails", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert 'raise RuntimeError("no data here")' in err
+    assert err.strip().splitlines()[-1].startswith("funcga: RuntimeError: no data here (line ")
+
+
+def test_a_file_that_cannot_be_written(mine, capsys):
+    assert main([*PARITY.format("mine.py:good").split(), "--json", "/dev/full"]) == 2
+    assert "funcga: --json: /dev/full cannot be written: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["parity", "--help"], ["verify", "--help"], ["info", "--help"]])
+def test_help(arguments, capsys):
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: ")
+    for option in {"parity": ("--n", "--dtype", "--device", "--ranks", "--seed", "--json", "--html", "--plot"), "verify": ("--n",)}.get(arguments[0], ()):  # fmt: skip
+        assert option in out
+
+
+def test_verify_says_what_is_right_and_what_is_wrong(mine, capsys):
+    assert main(["verify", "mine.py"]) == 0
+    assert "grad_fn: Accumulation is exact for this loss." in capsys.readouterr().out
+    assert main(["verify", "mine.py:total", "--json", "verdict.json"]) == 1
+    out = capsys.readouterr().out
+    assert "total: Accumulation is NOT exact for this loss" in out
+    assert "Fix: fold=funcga.per_weight()" in out
+    found = json.loads(Path("verdict.json").read_text())
+    assert found["total"]["ok"] is False
+    assert [cause["name"] for cause in found["total"]["causes"]] == ["sum under mean"]
+    assert main(["verify", "mine.py:total", "--fold", "per_weight", "--weight", "rows", "--n", "2,5"]) == 0
+
+
+def test_verify_of_a_problem_is_of_both_frameworks(mine, capsys):
+    assert main(["verify", "mine.py:good", "--n", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "torch: Accumulation is exact for this loss." in out
+    assert "JAX: Accumulation is exact for this loss." in out
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    for pattern in (rf"funcga +{funcga.__version__}", r"torch +2\.\S+ +cpu", r"jax +0\.\S+ +cpu:0", r"numpy +2\."):
+        assert re.search(pattern, out), out
+
+
+@pytest.mark.parametrize("missing", ["rich", "matplotlib", "sklearn"])
+def test_a_missing_package_is_named(missing, tmp_path):
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from funcga.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    argv = [sys.executable, "-c", code, "parity", "digits", "--html", str(tmp_path / "page.html"), "--updates", "0"]
+    ran = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ran.returncode == 2
+    name = {"sklearn": "scikit-learn"}.get(missing, missing)
+    assert re.fullmatch(rf"funcga: .*{name}.*pip install 'funcga\[parity\]'\n?", ran.stderr.strip())
