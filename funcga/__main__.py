@@ -75,7 +75,7 @@ def _add_parity(commands: Any) -> None:
         help="a funcga.Problem of your own, or a function that returns one; or a built-in one (default: all of them)",
     )  # fmt: skip
     parity.add_argument(
-        "--n", type=_counts, default="1,2,4,8", help="numbers of micro-batches, such as 1,2,7 (default: 1,2,4,8)"
+        "--n", type=_counts, default="2,4,8", help="numbers of micro-batches, such as 1,2,7 (default: 2,4,8)"
     )
     parity.add_argument(
         "--dtype", type=_dtypes, default="float32,float64",
@@ -86,7 +86,7 @@ def _add_parity(commands: Any) -> None:
         "--ranks", type=_counts, default=(),
         help="also over these numbers of replicas, such as 2 or 2,4: processes in torch, devices in JAX",
     )  # fmt: skip
-    parity.add_argument("--updates", type=_whole, default="50", help="of each optimizer; 0 for none (default: 50)")
+    parity.add_argument("--updates", type=_whole, default="20", help="of each optimizer; 0 for none (default: 20)")
     parity.add_argument("--seed", type=_whole, default="0", help="of the problem, if it takes one (default: 0)")
     parity.add_argument("--json", type=_file, metavar="FILE", help="write everything that was found to FILE")
     parity.add_argument("--html", type=_file, metavar="FILE", help="write the report with its pictures as a page")

@@ -10,6 +10,7 @@ from funcga.stepping import multi_steps
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 _WINDOW = 128  # rows of one update, or one more
+_MOST = 4  # micro-batches of one update
 
 
 class Trajectory(NamedTuple):
@@ -63,7 +64,7 @@ class _Run:
         with side.running():
             rows = side.arguments.rows()
             self.windows = list(starts(groups(rows, max(rows // _WINDOW, 1), None)))
-            self.n = min(n, *(size for _, size in self.windows))
+            self.n = min(n, _MOST, *(size for _, size in self.windows))
             self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
             self.params, self.state = side.args[0], self.tx.init(side.args[0])
             self.step = side.own.compiled(self._step)
