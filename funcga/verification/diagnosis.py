@@ -40,7 +40,10 @@ def diagnose(probe: Probe, splits: Splits, seen: Seen, limit: Limit, random: np.
 def _groups(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
     """The leaves that are looked at together: arrays under one fold in one part of the output, or one scalar."""
     whole = probe.values(probe.every)
-    key = lambda i: (id(probe.folds[i]), (re.match(r"output\[\d+\]", probe.paths[i]) or [""])[0])
+
+    def key(i: int) -> tuple[int, str]:
+        return id(probe.folds[i]), (re.match(r"output\[\d+\]", probe.paths[i]) or [""])[0]
+
     arrays = [i for i in failed if whole[i].ndim]
     for group in dict.fromkeys(key(i) for i in reversed(arrays)):
         yield [
@@ -55,7 +58,7 @@ def _groups(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
 
 def _pairs(probe: Probe, splits: Splits, random: np.random.Generator) -> Iterator[tuple[Rows, Rows]]:
     """Two groups of rows each: few at first, then all."""
-    size = min(_GROUP, probe.rows // 2)
+    size = min(_GROUP, probe.rows // 2, len(splits.parts[1]))  # JAX compiles for each number of rows
     for _ in range(3 if probe.rows > 2 else 1):
         order = [int(i) for i in random.permutation(probe.rows)]
         yield tuple(order[:size]), tuple(order[size : 2 * size])
@@ -81,12 +84,16 @@ def _explained(
 
 
 def _grows(loss: Callable[[Rows], float], rows: Rows) -> bool:
-    """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are repeated."""
-    values = [loss(rows * k) for k in (1, 2, 3)]
+    """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are repeated.
+
+    Of a logarithm the next step is log(4/3) / log(3/2) = 0.71 of the last one, a little less where a row is no
+    candidate of its own; of what grows linearly it is 1, of what converges as 1/k 0.5.
+    """
+    values = [loss(rows * k) for k in (2, 3, 4)]
     for divided in (False, True):
-        first, second, third = (value / (k if divided else 1) for k, value in zip((1, 2, 3), values, strict=True))
-        step = second - first
-        if abs(step) > 1e-6 * max(abs(first), 1e-9) and 1.4 < (third - first) / step < 1.8:
+        second, third, fourth = (value / (k if divided else 1) for k, value in zip((2, 3, 4), values, strict=True))
+        step = third - second
+        if abs(step) > 1e-6 * max(abs(second), 1e-9) and 0.53 < (fourth - third) / step < 0.75:
             return True
     return False
 

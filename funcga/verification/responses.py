@@ -67,7 +67,10 @@ def _flat(leaf: Any) -> Any:
 
 def classify(f: dict[tuple[int, int], Any], tolerance: float) -> Kind:
     """The Kind of a vector that is scaled to about 1, from its values at points (i, j)."""
-    near = lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
+
+    def near(x: Any, y: Any) -> bool:
+        return bool(np.abs(x - y).max(initial=0.0) <= tolerance)
+
     line = [(3, 2 * f[2, 0] - f[1, 0]), (4, 3 * f[2, 0] - 2 * f[1, 0])]
     if not all((k, 0) not in f or near(f[k, 0], predicted) for k, predicted in line):
         return Kind("coupled")
@@ -104,8 +107,7 @@ def _of_mean(f: dict[tuple[int, int], Any], near: Callable[[Any, Any], bool], to
     if share is not None:
         ratio = share / (1 - share)
         mixed = [p for p in ((2, 1), (1, 2), (3, 1), (1, 3)) if p in f]
-        average = lambda i, j: (i * ratio * f[1, 0] + j * f[0, 1]) / (i * ratio + j)
-        if all(near(f[p], average(*p)) for p in mixed):
+        if all(near(f[i, j], (i * ratio * f[1, 0] + j * f[0, 1]) / (i * ratio + j)) for i, j in mixed):
             return Kind("mean", (ratio,))
     ratios = _two_ratios(f) if tolerance < 1e-6 else None
     return Kind("statistics") if ratios is None else Kind("two means", ratios)
