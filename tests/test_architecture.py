@@ -21,7 +21,7 @@ TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.err
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
           "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "targets", "window",
-          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "__init__", "parity", "__main__"]  # fmt: skip
+          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "verifying", "__init__", "parity", "__main__"]  # fmt: skip
 
 
 def imported(source):
@@ -53,13 +53,13 @@ def upward_imports(name, source):
 
 def test_the_core_imports_no_framework():
     for path, source in sources("funcga").items():
-        allowed = {"numpy"} if "parity" in path.parts else set()
+        allowed = {"numpy"} if {"parity", "verification"} & {*path.parts} else set()
         assert not foreign_imports(source, allowed), path
 
 
 def test_imports_point_one_way():
     for path, source in sources("funcga").items():
-        if "parity" not in path.parts:
+        if not {"parity", "verification"} & {*path.parts}:
             # backend_of names the path of what it refuses, and the others are types of its protocols
             lazily = {"backend": {"prefixes", "program", "leaves", "outputs", "tally"}}.get(path.stem, set())
             assert upward_imports(path.stem, source) <= lazily, path
@@ -111,9 +111,18 @@ def test_importing_funcga_imports_no_framework():
     assert "torch" in loaded_after("import funcga, torch")
 
 
+def test_verify_imports_numpy_when_it_is_called():
+    code = "import funcga, sys\nassert 'numpy' not in sys.modules and 'funcga.verification' not in sys.modules"
+    loaded_after(code)
+
+
 def test_a_torch_user_never_imports_jax():
     call = "import funcga, {0}\nfuncga.accumulate(funcga.grad(lambda p, x: (p * x).sum()), 2)({1}, {2})"
     assert "jax" not in loaded_after(call.format("torch", "torch.ones(())", "torch.ones(4)"))
+    verify = (
+        "import funcga, torch\nfuncga.verify(funcga.grad(lambda p, x: (p * x).mean()), torch.ones(()), torch.ones(4))"
+    )
+    assert not loaded_after(verify) & {"jax", "rich"}
     assert "torch" not in loaded_after(call.format("jax", "jax.numpy.ones(())", "jax.numpy.ones(4)"))
 
 
@@ -252,7 +261,7 @@ def test_public_names_have_docstrings_and_types():
 
 def test_the_contract_is_there():
     names = """accumulate stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy FuncgaError CARRY Fold
-               Reducer Monoid mean per_weight sum max min moments concat carry reducers normalizers"""
+               Reducer Monoid mean per_weight sum max min moments concat carry reducers normalizers verify"""
     assert not [name for name in names.split() if not hasattr(funcga, name)]
     parameters = list(inspect.signature(funcga.accumulate).parameters.values())
     assert [p.name for p in parameters] == ["grad_fn", "n", "microbatch_size", "fold", "weight", "in_axes", "across"]

@@ -12,11 +12,9 @@ from funcga.verification.naming import Case, causes_of, is_linear
 from funcga.verification.probe import Probe, Rows, as_numbers
 from funcga.verification.repetition import Seen
 from funcga.verification.responses import respond
-from funcga.verification.splits import Splits
+from funcga.verification.splits import GROUP, Splits
 from funcga.verification.tolerance import Limit
 from funcga.verification.verdict import Cause
-
-_GROUP = 8
 
 
 def diagnose(probe: Probe, splits: Splits, seen: Seen, limit: Limit, random: np.random.Generator) -> list[Cause]:
@@ -58,7 +56,7 @@ def _groups(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
 
 def _pairs(probe: Probe, splits: Splits, random: np.random.Generator) -> Iterator[tuple[Rows, Rows]]:
     """Two groups of rows each: few at first, then all."""
-    size = min(_GROUP, probe.rows // 2, len(splits.parts[1]))  # JAX compiles for each number of rows
+    size = min(GROUP, probe.rows // 2)
     for _ in range(3 if probe.rows > 2 else 1):
         order = [int(i) for i in random.permutation(probe.rows)]
         yield tuple(order[:size]), tuple(order[size : 2 * size])
