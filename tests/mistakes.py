@@ -87,6 +87,27 @@ def batch_normal(params, x, y):
     return ((h @ params["v"] - y) ** 2).mean()
 
 
+def standardized(params, x, y):
+    """With the standard deviation as people take it: Bessel's correction makes it depend on the number of rows."""
+    h = x @ params["w"]
+    xp = torch if isinstance(x, torch.Tensor) else jnp
+    deviation = ((h - h.mean(0)) ** 2).sum(0) / (len(h) - 1)
+    return ((((h - h.mean(0)) / xp.sqrt(deviation)) @ params["v"] - y) ** 2).mean()
+
+
+def next_token(params, batch):
+    """Tokens are counted from the second on, as in a language model."""
+    mask = batch["labels"][:, 1:] != -100
+    h = batch["x"][:, :-1] @ params["w"]
+    return (((h / (1 + h**2)) @ params["v"] - 1) ** 2 * mask).sum() / mask.sum()
+
+
+def class_weighted(params, batch):
+    """A mean by weights that no simple expression of the batch counts."""
+    weights = 1.0 + (batch["lengths"] % 3) ** 2
+    return (errors(params, batch).sum(1) * weights).sum() / weights.sum()
+
+
 def info_nce(params, x, y):
     a, b = x @ params["w"], (x + y[:, None]) @ params["w"]
     scores = a @ b.T
@@ -316,6 +337,8 @@ MISTAKES = {
     "uneven tokens, -100": (BOTH, case(token_mean, without=("lengths",)), ["uneven tokens"], BY_LABELS),
     "uneven tokens, mask": ((TORCH,), case(token_mean, without=("lengths", "labels")), ["uneven tokens"], "weight=lambda batch: batch['mask'].sum()"),
     "uneven tokens, torch.func": ((TORCH,), case(token_mean, grad=torch.func.grad, without=("lengths",)), ["uneven tokens"], BY_LABELS),
+    "uneven tokens, shifted": ((TORCH,), case(next_token, without=("lengths", "mask")), ["uneven tokens"], "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()"),
+    "weights of rows": ((TORCH,), case(class_weighted), ["uneven tokens"], "weight=lambda batch: ("),
     "sum under mean": ((TORCH,), case(token_sum), ["sum under mean"], "fold=funcga.per_weight()"),
     "sum under mean, weighted": ((TORCH,), case(token_sum, weight=count_mask), ["sum under mean"], "fold=funcga.per_weight(), or"),
     "mean under sum": ((TORCH,), case(row_mean, **SUM), ["mean under sum"], "fold=funcga.mean()"),
@@ -331,6 +354,7 @@ MISTAKES = {
     "sum and mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + row_mean(p, b), **COUNTED), ["other normaliser"], "funcga.sum()"),
     "load balancing": ((TORCH,), two_args(load_balancing), ["batch statistics"], "n=1"),
     "batch normalisation": (BOTH, two_args(batch_normal), ["batch statistics"], "LayerNorm"),
+    "standardised": ((TORCH,), two_args(standardized), ["batch statistics"], "LayerNorm"),
     "batch normalisation in a sum": ((TORCH,), two_args(lambda p, x, y: batch_normal(p, x, y) * len(x), SUM), ["batch statistics"], "LayerNorm"),
     "BatchNorm1d": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.BatchNorm1d(4), HEAD), ["batch statistics"], "module.eval()"),
     "BatchNorm1d, buffers": ((TORCH,), with_buffers(lambda: torch.nn.BatchNorm1d(4)), ["batch statistics"], "module.eval()"),

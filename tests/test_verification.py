@@ -114,7 +114,7 @@ def test_no_right_loss_is_accused_in_torch(right, gradient):
 
 @pytest.mark.usefixtures("x64")
 @given(right_losses(), st.sampled_from([funcga.grad, funcga.value_and_grad]))
-@settings(max_examples=6, phases=[Phase.generate], **QUIET)
+@settings(max_examples=3, phases=[Phase.generate], **QUIET)
 def test_no_right_loss_is_accused_in_jax(right, gradient):
     check_right(JAX, right, gradient)
 
@@ -271,4 +271,4 @@ def test_the_tables_have_teeth(monkeypatch):
         with pytest.raises(AssertionError):
             test_a_right_loss_is_not_accused(kit, name)
     with pytest.raises(AssertionError):
-        test_no_right_loss_is_accused_in_torch()
+        check_right(TORCH, (mistakes.regression_sum, {}, (), {}), lambda loss: loss)

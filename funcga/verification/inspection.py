@@ -107,6 +107,7 @@ def divided(probe: Probe, n: int | None, limit: Limit) -> list[Cause]:
     averaged = [i for i, fold in enumerate(probe.folds) if is_linear(fold)]
     whole = probe.values(probe.every)
     averaged = [i for i in averaged if whole[i] is not None and np.any(whole[i])]
+    averaged = [i for i in averaged if i in _gradients(probe)] or averaged
     if not averaged:
         return []
     for name, value, function in variants(probe.program.grad_fn, n):
@@ -119,6 +120,7 @@ def divided(probe: Probe, n: int | None, limit: Limit) -> list[Cause]:
             sign = "/" if value > 1 else "*"
             summed = any(probe.folds[i].normalizer.apply is normalizers.identity.apply for i in averaged)
             fold = " and write fold=funcga.mean(), the default" if summed else ""
+            doubt = ", if it stands for the number of micro-batches" if name == repr(value) else ""
             return [
                 Cause(
                     "divided by n",
@@ -127,7 +129,7 @@ def divided(probe: Probe, n: int | None, limit: Limit) -> list[Cause]:
                     if not summed
                     else "The loss is divided by the number of micro-batches, which is right for this n alone, and "
                     "only if all are equal.",
-                    f"drop `{sign} {name}` from the loss{fold}",
+                    f"drop `{sign} {name}` from the loss{fold}{doubt}",
                     f"with {name} = {2 * value:g} instead of {value:g} all of the output is "
                     f"{'half' if value > 1 else 'twice'} as large",
                 )

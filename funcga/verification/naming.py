@@ -210,7 +210,8 @@ def _two(case: Case) -> Cause:
     return Cause(
         "other normaliser",
         "The loss has terms that are divided by different counts, such as a mean over tokens plus an auxiliary mean "
-        "over rows: no one weight is right for both.",
+        "over rows: no one weight is right for both. (A mean over pairs of rows of two kinds looks the same, and no "
+        "fold makes up for that.)",
         "divide every term by its count in the whole batch, passed whole, and add up: fold=funcga.sum(), "
         "in_axes=(None, 0, None)",
         evidence,
@@ -231,11 +232,12 @@ def _statistics(case: Case) -> Cause:
     modules = f"; in the loss are {', '.join(named[:3])}" if named else ""
     return Cause(
         "batch statistics",
-        "The loss depends on statistics over the rows that it sees together, as BatchNorm in training mode, a variance "
-        "or a load-balancing loss does. A micro-batch has other statistics, and no fold makes up for it.",
+        "The loss depends on statistics over the rows that it sees together, as BatchNorm in training mode, a "
+        "variance, a load-balancing loss or a mean over pairs of rows does. A micro-batch has other statistics, and no "
+        "fold makes up for it.",
         "module.eval(), GroupNorm or LayerNorm instead of BatchNorm, or statistics that are passed in; else n=1",
-        f"{case.where} of groups of rows is no mean of those of the groups, yet the same if all rows are repeated"
-        f"{modules}",
+        f"{case.where} of groups of rows is no mean of those of the groups, and it stays, or settles, if all rows are "
+        f"repeated{modules}",
     )
 
 
