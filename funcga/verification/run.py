@@ -47,7 +47,7 @@ def run(
     rows = program.read(args, backend).rows()
     _check_rows(given, rows)
     _check_finite((args, kwargs), backend)
-    ns = given or [k for k in (2, 3) if k <= rows]
+    ns = given or [min(3, rows)]
     explicit = given[0] if len(given) == 1 else None
     own = Probe(program, backend, args, kwargs, precise=False).own
     with own.precision("float64"):
