@@ -108,6 +108,13 @@ def class_weighted(params, batch):
     return (errors(params, batch).sum(1) * weights).sum() / weights.sum()
 
 
+def pairs_of_two_kinds(params, x, y):
+    """A mean over pairs of a row with y > 0 and one without, as in an AUC: of two groups alone it looks like two means."""
+    scores, up = (x @ params["w"]).sum(1), y > 0
+    apart = 1 - scores[:, None] + scores
+    return (apart**2 * up[:, None] * ~up).sum() / (up.sum() * (~up).sum())
+
+
 def info_nce(params, x, y):
     a, b = x @ params["w"], (x + y[:, None]) @ params["w"]
     scores = a @ b.T
@@ -354,6 +361,7 @@ MISTAKES = {
     "sum and mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + row_mean(p, b), **COUNTED), ["other normaliser"], "funcga.sum()"),
     "load balancing": ((TORCH,), two_args(load_balancing), ["batch statistics"], "n=1"),
     "batch normalisation": (BOTH, two_args(batch_normal), ["batch statistics"], "LayerNorm"),
+    "pairs of two kinds": ((TORCH,), two_args(pairs_of_two_kinds, rows=24), ["batch statistics"], "n=1"),
     "standardised": ((TORCH,), two_args(standardized), ["batch statistics"], "LayerNorm"),
     "batch normalisation in a sum": ((TORCH,), two_args(lambda p, x, y: batch_normal(p, x, y) * len(x), SUM), ["batch statistics"], "LayerNorm"),
     "BatchNorm1d": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.BatchNorm1d(4), HEAD), ["batch statistics"], "module.eval()"),

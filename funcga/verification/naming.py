@@ -210,8 +210,7 @@ def _two(case: Case) -> Cause:
     return Cause(
         "other normaliser",
         "The loss has terms that are divided by different counts, such as a mean over tokens plus an auxiliary mean "
-        "over rows: no one weight is right for both. (A mean over pairs of rows of two kinds looks the same, and no "
-        "fold makes up for that.)",
+        "over rows: no one weight is right for both.",
         "divide every term by its count in the whole batch, passed whole, and add up: fold=funcga.sum(), "
         "in_axes=(None, 0, None)",
         evidence,

@@ -40,7 +40,22 @@ class Responses(NamedTuple):
 
 def respond(probe: Probe, a: Rows, b: Rows, leaves: Sequence[int], limit: Limit) -> Responses:
     """The Responses of these leaves of grad_fn's output."""
-    points: dict[tuple[int, int], list[Any]] = {}
+    points = _points(probe, a, b, leaves)
+    if not {(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)} <= points.keys():
+        return Responses(a, b, Kind("unknown"))
+    scales = _scales(points, limit)
+    kind = classify(_scaled(points, scales), 10 * limit.relative)
+    if kind.name == "two means" and not _holds_for_three(probe, a, b, leaves, scales):
+        kind = Kind("statistics")
+    return Responses(a, b, kind)
+
+
+_Points = dict[tuple[int, int], Any]
+
+
+def _points(probe: Probe, a: Rows, b: Rows, leaves: Sequence[int]) -> _Points:
+    """F(i, j) at the points where it could be evaluated and is finite: a list of vectors, one a leaf."""
+    points: _Points = {}
     for i, j in _POINTS:
         try:
             found = probe.values(a * i + b * j)
@@ -48,16 +63,56 @@ def respond(probe: Probe, a: Rows, b: Rows, leaves: Sequence[int], limit: Limit)
             continue
         if all(np.isfinite(found[leaf]).all() for leaf in leaves):
             points[i, j] = [_flat(found[leaf]) for leaf in leaves]
-    if not {(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)} <= points.keys():
-        return Responses(a, b, Kind("unknown"))
-    sizes = [max(np.abs(found[k]).max(initial=0.0) for found in points.values()) for k in range(len(leaves))]
-    top = max(sizes)
-    scales = [size + limit.share * top + limit.floor / limit.relative for size in sizes]
-    f = {
+    return points
+
+
+def _scales(points: _Points, limit: Limit) -> list[float]:
+    sizes = [max(np.abs(leaf).max(initial=0.0) for leaf in found) for found in zip(*points.values(), strict=True)]
+    return [size + limit.share * max(sizes) + limit.floor / limit.relative for size in sizes]
+
+
+def _scaled(points: _Points, scales: list[float]) -> _Points:
+    """Each list of vectors as one, of size 1."""
+    return {
         point: np.concatenate([leaf / scale for leaf, scale in zip(found, scales, strict=True)])
         for point, found in points.items()
     }
-    return Responses(a, b, classify(f, 10 * limit.relative))
+
+
+def _holds_for_three(probe: Probe, a: Rows, b: Rows, leaves: Sequence[int], scales: list[float]) -> bool:
+    """Whether two means of A, B and C follow from those of A and B and of A and C, or there are too few rows to tell.
+
+    Of two groups alone a mean over pairs of rows of two kinds looks like two means.
+    """
+    rest = [row for row in probe.every if row not in {*a, *b}]
+    c = tuple(rest[: len(a)])
+    points = _points(probe, a, c, leaves) if len(rest) >= len(a) else {}
+    if len(points) < len(_POINTS):
+        return True
+    left, right = (_scaled(found, scales) for found in (_points(probe, a, b, leaves), points))
+    ratios, others = _two_ratios(left), _two_ratios(right)
+    if ratios is None or others is None:  # A and C may count as much as each other in both means
+        return classify(right, _TRUSTED).name == "mean"
+    whole = _scaled({(1, 1): [_flat(probe.values(a + b + c)[leaf]) for leaf in leaves]}, scales)[1, 1]
+    return any(
+        np.abs(_of_three(left, right, ratios, order) - whole).max() <= _TRUSTED * max(1.0, np.abs(whole).max())
+        for order in (others, others[::-1])
+    )
+
+
+def _of_three(left: _Points, right: _Points, ratios: tuple[float, float], others: tuple[float, float]) -> Any:
+    """The sum of two means over A, B and C, from that over A and B and that over A and C."""
+    value = left[1, 0]
+    for b, c, apart_b, apart_c in zip(ratios, others, _apart(left, ratios), _apart(right, others), strict=True):
+        value = value - (apart_b / b + apart_c / c) / (1 + 1 / b + 1 / c)
+    return value
+
+
+def _apart(f: _Points, ratios: tuple[float, float]) -> Any:
+    """How far each of the two means of A is from that of B."""
+    mixed = [(1, 0), (3, 1), (2, 1), (1, 1), (1, 2), (1, 3)]
+    shares = np.array([[i * ratio / (i * ratio + j) for ratio in ratios] for i, j in mixed])
+    return np.linalg.lstsq(shares, np.stack([f[p] - f[0, 1] for p in mixed]), rcond=None)[0]
 
 
 def _flat(leaf: Any) -> Any:
