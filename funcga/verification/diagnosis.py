@@ -84,14 +84,14 @@ def _explained(
 def _grows(loss: Callable[[Rows], float], rows: Rows) -> bool:
     """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are repeated.
 
-    Of a logarithm the next step is log(4/3) / log(3/2) = 0.71 of the last one, a little less where a row is no
-    candidate of its own; of what grows linearly it is 1, of what converges as 1/k 0.5.
+    Each time that their number is doubled a logarithm grows by the same, and nearly so where a row is no candidate of
+    its own; what grows linearly grows by twice as much as before, what converges as 1/k by half as much.
     """
-    values = [loss(rows * k) for k in (2, 3, 4)]
+    values = [loss(rows * k) for k in (2, 4, 8)]
     for divided in (False, True):
-        second, third, fourth = (value / (k if divided else 1) for k, value in zip((2, 3, 4), values, strict=True))
-        step = third - second
-        if abs(step) > 1e-6 * max(abs(second), 1e-9) and 0.53 < (fourth - third) / step < 0.75:
+        second, fourth, eighth = (value / (k if divided else 1) for k, value in zip((2, 4, 8), values, strict=True))
+        step = fourth - second
+        if abs(step) > 1e-6 * max(abs(second), 1e-9) and 0.7 < (eighth - fourth) / step < 1.4:
             return True
     return False
 
