@@ -20,6 +20,15 @@ CASES = [(kit, name) for name, (kits, *_) in mistakes.MISTAKES.items() for kit i
 RIGHT = [(kit, name) for name, (kits, _) in mistakes.RIGHT.items() for kit in kits]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Arrays this small are only slowed down by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def verified(kit, made):
     grad_fn, args, options = made(kit)
     few = {"n": 2} if kit.name == "jax" else {}  # each n is compiled
