@@ -27,7 +27,7 @@ def verify(
 
     grad_fn, fold, weight, in_axes: as for `accumulate`. args: parameters and one batch, of 16 rows or so; more rows
         show no more, as long as they differ as those in training do. n: the number of micro-batches that is to be used,
-        or several; default: 2 and 3. seed: of the order of rows, and of the groups that are looked at.
+        or several; default: 3. seed: of the order of rows, and of the groups that are looked at.
 
     The fold over n micro-batches, in order, and over uneven ones in another order is compared with the whole batch, in
     float64 if grad_fn can. Where they differ, batches in which two groups of rows repeat tell what kind of function the

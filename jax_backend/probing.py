@@ -15,16 +15,21 @@ from jax_backend.compilation import Static
 @contextmanager
 def precision(dtype: str) -> Iterator[None]:
     """A context in which arrays of this dtype exist and are computed with in all of their bits."""
-    with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64), jax.default_matmul_precision("highest"):
+    with jax.enable_x64(dtype == "float64" or _has_x64()), jax.default_matmul_precision("highest"):
         yield
+
+
+def _has_x64() -> bool:
+    return bool(jax.dtypes.canonicalize_dtype(np.float64) == np.float64)
 
 
 def take(array: Any, axis: int, rows: Sequence[int]) -> jax.Array:
     """A copy of these rows, which may repeat, along an axis."""
-    if isinstance(array, np.ndarray):
-        return jnp.asarray(np.take(array, rows, axis))
-    found: jax.Array = array[(slice(None),) * (axis % array.ndim) + (np.asarray(rows),)]
-    return found
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = take(jax.random.key_data(array), axis % array.ndim, rows)
+        keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+        return keys
+    return jnp.asarray(np.take(np.asarray(array), rows, axis))  # which compiles nothing
 
 
 def random_state() -> Any:
@@ -53,7 +58,10 @@ def watch(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[An
     dtypes: set[Any] = set()
     names: set[str] = set()
     _walk(made.jaxpr, dtypes, names)
-    found = {float(jnp.finfo(dtype).eps) for dtype in dtypes} or {0.0}
+    found = {
+        float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+        for dtype in dtypes
+    } or {0.0}
     values = [const for const in made.consts if not jnp.issubdtype(const.dtype, jax.dtypes.prng_key)]
     return values, re.sub("0x[0-9a-f]+", "", str(made)), max(found), bool(names & _DRAWS), len(found) > 1
 
@@ -65,7 +73,7 @@ def _walk(jaxpr: Any, dtypes: set[Any], names: set[str]) -> None:
     for equation in jaxpr.eqns:
         names.add(equation.primitive.name)
         avals = [variable.aval for variable in equation.outvars]
-        dtypes |= {aval.dtype for aval in avals if jnp.issubdtype(getattr(aval, "dtype", None), jnp.inexact)}
+        dtypes |= {aval.dtype for aval in avals if jnp.issubdtype(getattr(aval, "dtype", np.dtype(bool)), jnp.inexact)}
         for inner in jax.tree.leaves([*equation.params.values()], is_leaf=lambda p: hasattr(p, "eqns")):
             if hasattr(inner, "eqns"):
                 _walk(getattr(inner, "jaxpr", inner), dtypes, names)

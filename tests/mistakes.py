@@ -53,12 +53,6 @@ def row_mean(params, batch):
     return errors(params, batch).sum(1).mean()
 
 
-def labelled_mean(params, batch):
-    """The same token mean, which knows the tokens by their labels alone."""
-    chosen = batch["labels"] != -100
-    return (errors(params, batch) * chosen).sum() / chosen.sum()
-
-
 def penalty(params):
     return (params["w"] ** 2).sum()
 
@@ -91,6 +85,34 @@ def batch_normal(params, x, y):
     h = x @ params["w"]
     h = (h - h.mean(0)) / (((h - h.mean(0)) ** 2).mean(0) + 0.1) ** 0.5
     return ((h @ params["v"] - y) ** 2).mean()
+
+
+def standardized(params, x, y):
+    """With the standard deviation as people take it: Bessel's correction makes it depend on the number of rows."""
+    h = x @ params["w"]
+    xp = torch if isinstance(x, torch.Tensor) else jnp
+    deviation = ((h - h.mean(0)) ** 2).sum(0) / (len(h) - 1)
+    return ((((h - h.mean(0)) / xp.sqrt(deviation)) @ params["v"] - y) ** 2).mean()
+
+
+def next_token(params, batch):
+    """Tokens are counted from the second on, as in a language model."""
+    mask = batch["labels"][:, 1:] != -100
+    h = batch["x"][:, :-1] @ params["w"]
+    return (((h / (1 + h**2)) @ params["v"] - 1) ** 2 * mask).sum() / mask.sum()
+
+
+def class_weighted(params, batch):
+    """A mean by weights that no simple expression of the batch counts."""
+    weights = 1.0 + (batch["lengths"] % 3) ** 2
+    return (errors(params, batch).sum(1) * weights).sum() / weights.sum()
+
+
+def pairs_of_two_kinds(params, x, y):
+    """A mean over pairs of a row with y > 0 and one without, as in an AUC: of two groups alone it looks like two means."""
+    scores, up = (x @ params["w"]).sum(1), y > 0
+    apart = 1 - scores[:, None] + scores
+    return (apart**2 * up[:, None] * ~up).sum() / (up.sum() * (~up).sum())
 
 
 def info_nce(params, x, y):
@@ -270,7 +292,7 @@ def unused_jax(kit):
 def jax_dropout(key_of, key):
     def loss(params, key, x, y):
         keep = jax.random.bernoulli(key_of(key), 0.5, x.shape)
-        return regression(params, x * keep, y)
+        return regression(params, x * keep.astype(x.dtype), y)
 
     def made(kit):
         _, (params, x, y), _ = two_args(None, grad=lambda _: None)(kit)
@@ -281,7 +303,9 @@ def jax_dropout(key_of, key):
 
 def jax_closed_key(kit):
     key = jax.random.key(1)
-    return two_args(lambda p, x, y: regression(p, x * jax.random.bernoulli(key, 0.5, x.shape), y), grad=jax.grad)(kit)
+    return two_args(
+        lambda p, x, y: regression(p, x * jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype), y), grad=jax.grad
+    )(kit)
 
 
 def torch_seeded(kit):
@@ -317,38 +341,39 @@ N4 = {"n": 4}
 
 # name: (kits, case, the causes that it must be given, all of them, what is in the first one's fix)
 MISTAKES = {
-    "uneven tokens": (BOTH, case(labelled_mean, without=("mask", "lengths")), None, ""),
     "uneven tokens, -100": (BOTH, case(token_mean, without=("lengths",)), ["uneven tokens"], BY_LABELS),
-    "uneven tokens, mask": (BOTH, case(token_mean, without=("lengths", "labels")), ["uneven tokens"], "weight=lambda batch: batch['mask'].sum()"),
+    "uneven tokens, mask": ((TORCH,), case(token_mean, without=("lengths", "labels")), ["uneven tokens"], "weight=lambda batch: batch['mask'].sum()"),
     "uneven tokens, torch.func": ((TORCH,), case(token_mean, grad=torch.func.grad, without=("lengths",)), ["uneven tokens"], BY_LABELS),
-    "uneven tokens, jax.jit": ((JAX,), case(token_mean, grad=lambda f: jax.jit(jax.grad(f)), without=("lengths",)), ["uneven tokens"], BY_LABELS),
-    "sum under mean": (BOTH, case(token_sum), ["sum under mean"], "fold=funcga.per_weight()"),
+    "uneven tokens, shifted": ((TORCH,), case(next_token, without=("lengths", "mask")), ["uneven tokens"], "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()"),
+    "weights of rows": ((TORCH,), case(class_weighted), ["uneven tokens"], "weight=lambda batch: ("),
+    "sum under mean": ((TORCH,), case(token_sum), ["sum under mean"], "fold=funcga.per_weight()"),
     "sum under mean, weighted": ((TORCH,), case(token_sum, weight=count_mask), ["sum under mean"], "fold=funcga.per_weight(), or"),
-    "mean under sum": (BOTH, case(row_mean, **SUM), ["mean under sum"], "fold=funcga.mean()"),
-    "mean under per_weight": (BOTH, case(row_mean, fold=funcga.per_weight()), ["mean under per_weight"], "fold=funcga.mean()"),
+    "mean under sum": ((TORCH,), case(row_mean, **SUM), ["mean under sum"], "fold=funcga.mean()"),
+    "mean under per_weight": ((TORCH,), case(row_mean, fold=funcga.per_weight()), ["mean under per_weight"], "fold=funcga.mean()"),
     "token mean under per_weight": ((TORCH,), case(token_mean, without=("lengths", "labels"), **COUNTED), ["mean under per_weight"], "fold=funcga.mean(), weight=lambda batch: batch['mask'].sum()"),
-    "len of a dict": (BOTH, case(row_mean, weight=len), ["weight not additive"], "drop weight="),
+    "len of a dict": ((TORCH,), case(row_mean, weight=len), ["weight not additive"], "drop weight="),
     "a mean as weight": ((TORCH,), case(token_mean, without=("lengths", "labels"), weight=lambda b: b["mask"].mean()), ["weight not additive"], "weight=lambda batch: batch['mask'].sum()"),
-    "a weight for a mean over rows": (BOTH, case(row_mean, weight=count_mask), ["wrong weight"], "drop weight="),
+    "a weight for a mean over rows": ((TORCH,), case(row_mean, weight=count_mask), ["wrong weight"], "drop weight="),
     "another weight": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"][:, 1:]).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
-    "L2 in a sum": (BOTH, case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], "weight_decay="),
+    "L2 in a sum": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], "weight_decay="),
     "L2 in a sum, under mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p)), ["sum under mean", "regulariser"], "per_weight"),
-    "token mean and row mean": (BOTH, case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], "in_axes=(None, 0, None)"),
+    "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], "in_axes=(None, 0, None)"),
     "sum and mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + row_mean(p, b), **COUNTED), ["other normaliser"], "funcga.sum()"),
-    "load balancing": (BOTH, two_args(load_balancing), ["batch statistics"], "n=1"),
+    "load balancing": ((TORCH,), two_args(load_balancing), ["batch statistics"], "n=1"),
     "batch normalisation": (BOTH, two_args(batch_normal), ["batch statistics"], "LayerNorm"),
+    "pairs of two kinds": ((TORCH,), two_args(pairs_of_two_kinds, rows=24), ["batch statistics"], "n=1"),
+    "standardised": ((TORCH,), two_args(standardized), ["batch statistics"], "LayerNorm"),
     "batch normalisation in a sum": ((TORCH,), two_args(lambda p, x, y: batch_normal(p, x, y) * len(x), SUM), ["batch statistics"], "LayerNorm"),
     "BatchNorm1d": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.BatchNorm1d(4), HEAD), ["batch statistics"], "module.eval()"),
     "BatchNorm1d, buffers": ((TORCH,), with_buffers(lambda: torch.nn.BatchNorm1d(4)), ["batch statistics"], "module.eval()"),
-    "InfoNCE": (BOTH, two_args(info_nce), ["in-batch negatives"], "in_axes=(None, 0, None)"),
+    "InfoNCE": ((TORCH,), two_args(info_nce), ["in-batch negatives"], "in_axes=(None, 0, None)"),
     "InfoNCE, gradients alone": ((TORCH,), two_args(info_nce, grad=torch.func.grad), ["in-batch negatives"], "in_axes"),
     "InfoNCE without self": ((TORCH,), two_args(info_nce_without_self), ["in-batch negatives"], "in_axes"),
-    "neighbours": (BOTH, two_args(neighbours), ["row order"], "one row"),
+    "neighbours": ((TORCH,), two_args(neighbours), ["row order"], "one row"),
     "products of rows": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]).sum() ** 2) * 0.01), ["coupled rows"], "one row each"),
     "dropout": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.Dropout(0.5), HEAD), ["randomness"], "module.eval()"),
     "noise of NumPy": ((TORCH,), numpy_noise, ["randomness"], "per row"),
-    "a key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.key(3)), ["randomness"], "jax.random.split(key, rows)"),
-    "a raw key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.PRNGKey(3)), ["randomness"], "in_axes=(None, 0, 0)"),
+    "a key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.PRNGKey(3)), ["randomness"], "in_axes=(None, 0, 0)"),
     "a key closed over": ((JAX,), jax_closed_key, ["randomness"], "jax.random.split(key, rows)"),
     "a seed in the loss": ((TORCH,), torch_seeded, ["randomness"], "split it with the batch"),
     "a counter": (BOTH, counter_state, ["state"], "funcga.CARRY"),
@@ -358,19 +383,188 @@ MISTAKES = {
     "/ n, an attribute": ((TORCH,), two_args(divided_by_attribute, N4), ["divided by n"], "drop `/ config.micro_batches`"),
     "/ n, an entry": ((TORCH,), two_args(divided_by_entry, N4), ["divided by n"], 'drop `/ settings["accum"]`'),
     "/ n, a default": ((TORCH,), two_args(divided_by_default, N4), ["divided by n"], "drop `/ n`"),
-    "/ n, a literal": (BOTH, two_args(divided_by_literal, N4), ["divided by n"], "drop `/ 4`"),
+    "/ n, a literal": ((TORCH,), two_args(divided_by_literal, N4), ["divided by n"], "drop `/ 4`"),
     "* 1/n, a literal": ((TORCH,), two_args(times_literal, N4), ["divided by n"], "drop `* 0.25`"),
-    "/ n, a closure": (BOTH, two_args(divided_in_a_closure(), N4), ["divided by n"], "drop `/ n`"),
+    "/ n, a closure": ((TORCH,), two_args(divided_in_a_closure(), N4), ["divided by n"], "drop `/ n`"),
     "/ n, a helper": ((TORCH,), two_args(divided_in_a_helper(), N4), ["divided by n"], "drop `/ num_micro`"),
     "/ n, a method": ((TORCH,), two_args(Trainer().loss, N4), ["divided by n"], "drop `/ self.accumulate_grad_batches`"),
     "/ n, torch.func": ((TORCH,), two_args(divided_by_global, N4, grad=torch.func.grad_and_value), ["divided by n"], "drop"),
     "/ n, jax.jit": ((JAX,), two_args(divided_by_global, N4, grad=lambda f: jax.jit(jax.value_and_grad(f))), ["divided by n"], "drop"),
     "/ n of gradients": ((TORCH,), two_args(hand_divided, N4, grad=lambda f: f), ["divided by n"], "drop `/ accumulation_steps`"),
-    "/ n, summed": (BOTH, two_args(divided_by_global, {"n": 4, **SUM}), ["divided by n"], "fold=funcga.mean(), the default"),
+    "/ n, summed": ((TORCH,), two_args(divided_by_global, {"n": 4, **SUM}), ["divided by n"], "fold=funcga.mean(), the default"),
     "a loss of other parameters": ((TORCH,), unused_torch, ["params unused"], "torch_backend.pure_loss"),
     "a loss of other parameters, JAX": ((JAX,), unused_jax, ["params unused"], "use the argument"),
-    "outputs of examples": (BOTH, per_example, ["per-example output"], "funcga.concat()"),
-    "a sum among the metrics": (BOTH, summed_metric, ["sum under mean"], "fold=funcga.sum()"),
+    "outputs of examples": ((TORCH,), per_example, ["per-example output"], "funcga.concat()"),
+    "a sum among the metrics": ((TORCH,), summed_metric, ["sum under mean"], "fold=funcga.sum()"),
     "micro-batches alike": ((TORCH,), two_args(regression, {"fold": funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)}), ["by steps"], "fold=funcga.mean()"),
 }  # fmt: skip
-del MISTAKES["uneven tokens"]
+
+
+def attention(params, x):
+    """A layer whose key bias has a gradient that is rounding and nothing else."""
+    xp = torch if isinstance(x, torch.Tensor) else jnp
+    q, k = x @ params["q"], x @ params["k"] + params["key_bias"]
+    e = xp.exp(xp.einsum("bqd,bkd->bqk", q, k) / 2)
+    mixed = (e / e.sum(2)[:, :, None]) @ (x @ params["value"])
+    return ((mixed @ params["value"].T - 0.3 * x) ** 2).mean()
+
+
+def attended(kit):
+    r = np.random.default_rng(5)
+    params = {name: r.normal(size=(4, 4)).astype("float32") for name in ("q", "k", "value")}
+    params["key_bias"] = r.normal(size=4).astype("float32")
+    return (
+        funcga.value_and_grad(attention),
+        (kit.arrays(params), kit.arrays(r.normal(size=(6, 5, 4)).astype("float32"))),
+        {},
+    )
+
+
+def cancelling(kit):
+    """Each row with its opposite: every gradient is zero but for rounding."""
+    r = np.random.default_rng(6)
+    x = r.normal(size=(6, 3)).astype("float32")
+    params = {"w": r.normal(size=(3, 4)).astype("float32"), "v": r.normal(size=4).astype("float32")}
+    loss = lambda params, x: (x @ params["w"] @ params["v"]).mean()
+    return funcga.grad(loss), (kit.arrays(params), kit.arrays(np.concatenate([x, -x]))), {}
+
+
+def with_empty_rows(kit):
+    params, batch = data(kit)
+    mask = funcga.to_numpy(batch["mask"])
+    mask[2:7] = 0
+    batch = {"x": batch["x"], "mask": kit.arrays(mask)}
+    return funcga.value_and_grad(token_mean), (params, batch), {"weight": count_mask, "n": 6}
+
+
+def keys_of_rows(fold_in):
+    def loss(params, key, x, y):
+        make = lambda key: jax.random.bernoulli(key, 0.5, x.shape[1:])
+        if fold_in:
+            make = lambda i: jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), i), 0.5, x.shape[1:])
+        return regression(params, x * jax.vmap(make)(key).astype(x.dtype), y)
+
+    def made(kit):
+        _, (params, x, y), _ = two_args(None, grad=lambda _: None)(kit)
+        each = jnp.arange(ROWS) if fold_in else jax.random.split(jax.random.key(3), ROWS)
+        return jax.value_and_grad(loss), (params, each, x, y), {"in_axes": (None, 0, 0, 0)}
+
+    return made
+
+
+temperature = 4
+
+
+def softened(params, x, y):
+    h = x @ params["w"] / temperature
+    return ((h / (1 + h**2)) @ params["v"] - y).mean()
+
+
+def softened_whole(params, x, y):
+    return regression(params, x, y) / temperature
+
+
+def float32_only(kit):
+    frozen = torch.nn.Linear(3, 3)
+    return two_args(lambda p, x, y: regression(p, frozen(x), y))(kit)
+
+
+def bfloat16_inside(params, x, y):
+    low = lambda a: a.to(torch.bfloat16) if isinstance(a, torch.Tensor) else a.astype(jnp.bfloat16)
+    high = lambda a: a.to(x.dtype) if isinstance(a, torch.Tensor) else a.astype(x.dtype)
+    h = high(low(x) @ low(params["w"]))
+    return (((h / (1 + h**2)) @ params["v"] - y) ** 2).mean()
+
+
+def metrics(kit):
+    def loss(params, batch):
+        e = errors(params, batch)
+        each = e.sum(1)
+        aux = {"tokens": batch["mask"].sum(), "each": each, "top": e.max(), "mean": token_mean(params, batch)}
+        return token_mean(params, batch), aux
+
+    aux = {"tokens": funcga.sum(), "each": funcga.concat(), "top": funcga.max(), "mean": funcga.mean()}
+    options = {"weight": count_mask, "fold": ((funcga.mean(), aux), funcga.mean())}
+    return funcga.value_and_grad(loss, has_aux=True), data(kit), options
+
+
+def spread(kit):
+    fold = (funcga.moments(), funcga.mean())
+    return two_args(regression, {"fold": fold})(kit)
+
+
+def threaded(kit):
+    def gradient(params, state, x, y):
+        _, grads = funcga.value_and_grad(regression)(params, x, y)
+        return grads, {"mean": 0.9 * state["mean"] + 0.1 * x.mean()}
+
+    _, (params, x, y), _ = two_args(None, grad=lambda _: None)(kit)
+    state = {"mean": kit.arrays(np.zeros((), "float32"))}
+    options = {"in_axes": (None, funcga.CARRY, 0, 0), "fold": (funcga.mean(), funcga.carry())}
+    return gradient, (params, state, x, y), options
+
+
+def candidates_whole(kit):
+    def loss(params, x, every):
+        scores = (x @ params["w"]) @ (every @ params["w"]).T
+        xp = torch if isinstance(x, torch.Tensor) else jnp
+        return (xp.log(xp.exp(scores / 4).sum(1)) - (x @ params["w"] @ params["v"])).mean()
+
+    _, (params, x, _), _ = two_args(None, grad=lambda _: None)(kit)
+    return funcga.grad(loss), (params, x, x), {"in_axes": (None, 0, None)}
+
+
+def along_axis_1(kit):
+    _, (params, x, y), _ = two_args(None, grad=lambda _: None)(kit)
+    loss = lambda params, x, y: regression(params, x.T, y)
+    return funcga.value_and_grad(loss), (params, x.T, y), {"in_axes": (None, 1, 0)}
+
+
+def checkpointed():
+    def loss(module, x, y):
+        h = torch.utils.checkpoint.checkpoint(module[0], x, use_reentrant=False)
+        return F.mse_loss(module[1](torch.tanh(h))[:, 0], y)
+
+    return torch_module(LINEAR, HEAD, loss=loss)
+
+
+def tied(params, x, y):
+    h = x @ params["w"]
+    return (((h / (1 + h**2)) @ params["w"].T - x) ** 2).mean() + ((h @ params["v"] - y) ** 2).mean()
+
+
+RIGHT = {
+    "mean": (BOTH, two_args(regression)),
+    "sum": ((TORCH,), two_args(regression_sum, SUM)),
+    "token sum": (BOTH, case(token_sum, **COUNTED)),
+    "token mean": ((TORCH,), case(token_mean, weight=count_mask)),
+    "token mean, empty rows": ((TORCH,), with_empty_rows),
+    "a sum per row": ((TORCH,), case(token_sum, fold=funcga.per_weight())),
+    "L2 in a mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + 0.1 * penalty(p), weight=count_mask)),
+    "LayerNorm": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.LayerNorm(4), HEAD)),
+    "GroupNorm": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.GroupNorm(2, 4), HEAD)),
+    "frozen BatchNorm": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.BatchNorm1d(4).eval(), HEAD)),
+    "frozen dropout": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.Dropout(0.5).eval(), HEAD)),
+    "checkpoints": ((TORCH,), checkpointed()),
+    "attention": ((TORCH,), attended),
+    "gradients that cancel": ((TORCH,), cancelling),
+    "tied weights": ((TORCH,), two_args(tied)),
+    "keys of rows": ((JAX,), keys_of_rows(False)),
+    "keys by index": ((JAX,), keys_of_rows(True)),
+    "half of a mean, n = 2": ((TORCH,), two_args(lambda p, x, y: 0.5 * regression(p, x, y), {"n": 2})),
+    "a mean over 2, n = 2": ((TORCH,), two_args(lambda p, x, y: regression(p, x, y) / 2, {"n": 2})),
+    "a temperature of n": ((TORCH,), two_args(softened, N4)),
+    "a temperature of n around all": ((TORCH,), two_args(softened_whole, N4)),
+    "float32 alone": ((TORCH,), float32_only),
+    "bfloat16 inside": (BOTH, two_args(bfloat16_inside)),
+    "metrics": ((TORCH,), metrics),
+    "moments": ((TORCH,), spread),
+    "state": (BOTH, threaded),
+    "candidates passed whole": ((TORCH,), candidates_whole),
+    "rows on axis 1": ((TORCH,), along_axis_1),
+    "two rows": ((TORCH,), two_args(regression, rows=2)),
+    "three rows": ((TORCH,), two_args(regression, rows=3)),
+    "torch.func": ((TORCH,), two_args(regression, grad=torch.func.grad_and_value)),
+    "jax.jit": ((JAX,), two_args(regression, grad=lambda f: jax.jit(jax.value_and_grad(f)))),
+    "a frozen parameter": ((TORCH,), two_args(lambda p, x, y: regression({"w": p["w"], "v": p["v"].detach()}, x, y))),
+}

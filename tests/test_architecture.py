@@ -25,6 +25,10 @@ LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers",
           "verification", "verifying", "__init__", "information", "loading", "parity", "__main__"]  # fmt: skip
 
 
+# Inside of these numbers are looked at, so that they import NumPy; and each is a layer as a whole.
+PACKAGES = {"parity", "comparison", "verification"}
+
+
 def imported(source):
     """Every module that a source imports anywhere, also inside functions, with `from a import b` as a and a.b."""
     found = set()
@@ -54,13 +58,13 @@ def upward_imports(name, source):
 
 def test_the_core_imports_no_framework():
     for path, source in sources("funcga").items():
-        allowed = {"numpy"} if {"parity", "comparison"} & {*path.parts} else set()
+        allowed = {"numpy"} if PACKAGES & {*path.parts} else set()
         assert not foreign_imports(source, allowed), path
 
 
 def test_imports_point_one_way():
     for path, source in sources("funcga").items():
-        if not {"parity", "comparison"} & {*path.parts}:
+        if not PACKAGES & {*path.parts}:
             # backend_of names the path of what it refuses, and the others are types of its protocols
             lazily = {"backend": {"prefixes", "program", "leaves", "outputs", "tally"}}.get(path.stem, set())
             assert upward_imports(path.stem, source) <= lazily, path
@@ -112,9 +116,18 @@ def test_importing_funcga_imports_no_framework():
     assert "torch" in loaded_after("import funcga, torch")
 
 
+def test_verify_imports_numpy_when_it_is_called():
+    code = "import funcga, sys\nassert 'numpy' not in sys.modules and 'funcga.verification' not in sys.modules"
+    loaded_after(code)
+
+
 def test_a_torch_user_never_imports_jax():
     call = "import funcga, {0}\nfuncga.accumulate(funcga.grad(lambda p, x: (p * x).sum()), 2)({1}, {2})"
     assert "jax" not in loaded_after(call.format("torch", "torch.ones(())", "torch.ones(4)"))
+    verify = (
+        "import funcga, torch\nfuncga.verify(funcga.grad(lambda p, x: (p * x).mean()), torch.ones(()), torch.ones(4))"
+    )
+    assert not loaded_after(verify) & {"jax", "rich"}
     assert "torch" not in loaded_after(call.format("jax", "jax.numpy.ones(())", "jax.numpy.ones(4)"))
 
 

@@ -24,7 +24,8 @@ def take(array: torch.Tensor, axis: int, rows: Sequence[int]) -> torch.Tensor:
 
 def random_state() -> Any:
     """The state of every global random generator of this framework."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if used else []
     return torch.get_rng_state(), cuda
 
 
@@ -48,9 +49,9 @@ def watch(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[An
     return values, "", max(found), seen.random, len(found) > 1
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: set[torch.dtype] = set()
         self.random = False
 

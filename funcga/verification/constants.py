@@ -10,7 +10,7 @@ import functools
 import re
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 # A count of micro-batches whatever its value; and what is one only if its value is the n that is asked for.
@@ -46,9 +46,9 @@ def _variants(function: Any, n: int | None, depth: int) -> Iterator[Variant]:
             yield Variant(name, value, types.MethodType(function.__func__, owner))
     elif isinstance(function, types.FunctionType):
         yield from _of_function(function, n, depth)
-    elif is_dataclass(function) and hasattr(function, "loss_fn"):
+    elif hasattr(function, "loss_fn"):  # a GradientFunction, or a pure_loss
         for variant in _variants(function.loss_fn, n, depth + 1):
-            yield variant._replace(function=replace(function, loss_fn=variant.function))  # type: ignore[type-var]
+            yield variant._replace(function=replace(function, loss_fn=variant.function))
     elif callable(getattr(function, "__wrapped__", None)):  # jitted
         yield from _variants(function.__wrapped__, n, depth + 1)
 

@@ -1,6 +1,7 @@
 """Counting: which expression of the batch counts what a loss divides by."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ class Count(NamedTuple):
 
     parameters: str
     expression: str
-    count: Callable[[Rows], float]
+    of: Callable[[Rows], float]
 
     @property
     def line(self) -> str:
@@ -34,7 +35,11 @@ def counts(probe: Probe) -> Iterator[Count]:
         argument = path[: len(path) - len(path.removeprefix(_argument(root, path)))]
         spelled = names[argument] + path[len(argument) :]
         for expression, select in _selections(values, spelled):
-            yield Count(", ".join(names.values()), expression, lambda rows, s=select: float(s[[*rows]].sum()))  # type: ignore[misc]
+            yield Count(", ".join(names.values()), expression, partial(_total, select))
+
+
+def _total(select: Any, rows: Rows) -> float:
+    return float(select[[*rows]].sum())
 
 
 def _argument(root: str, path: str) -> str:
@@ -85,4 +90,4 @@ def _shifted(values: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def matching(probe: Probe, holds: Callable[[Callable[[Rows], float]], bool]) -> Count | None:
     """The first Count of which `holds` says that the loss divides by it."""
-    return next((count for count in counts(probe) if holds(count.count)), None)
+    return next((count for count in counts(probe) if holds(count.of)), None)

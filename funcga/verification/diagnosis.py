@@ -12,11 +12,9 @@ from funcga.verification.naming import Case, causes_of, is_linear
 from funcga.verification.probe import Probe, Rows, as_numbers
 from funcga.verification.repetition import Seen
 from funcga.verification.responses import respond
-from funcga.verification.splits import Splits
+from funcga.verification.splits import GROUP, Splits
 from funcga.verification.tolerance import Limit
 from funcga.verification.verdict import Cause
-
-_GROUP = 8
 
 
 def diagnose(probe: Probe, splits: Splits, seen: Seen, limit: Limit, random: np.random.Generator) -> list[Cause]:
@@ -40,7 +38,10 @@ def diagnose(probe: Probe, splits: Splits, seen: Seen, limit: Limit, random: np.
 def _groups(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
     """The leaves that are looked at together: arrays under one fold in one part of the output, or one scalar."""
     whole = probe.values(probe.every)
-    key = lambda i: (id(probe.folds[i]), (re.match(r"output\[\d+\]", probe.paths[i]) or [""])[0])
+
+    def key(i: int) -> tuple[int, str]:
+        return id(probe.folds[i]), (re.match(r"output\[\d+\]", probe.paths[i]) or [""])[0]
+
     arrays = [i for i in failed if whole[i].ndim]
     for group in dict.fromkeys(key(i) for i in reversed(arrays)):
         yield [
@@ -55,7 +56,7 @@ def _groups(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
 
 def _pairs(probe: Probe, splits: Splits, random: np.random.Generator) -> Iterator[tuple[Rows, Rows]]:
     """Two groups of rows each: few at first, then all."""
-    size = min(_GROUP, probe.rows // 2)
+    size = min(GROUP, probe.rows // 2)
     for _ in range(3 if probe.rows > 2 else 1):
         order = [int(i) for i in random.permutation(probe.rows)]
         yield tuple(order[:size]), tuple(order[size : 2 * size])
@@ -81,12 +82,16 @@ def _explained(
 
 
 def _grows(loss: Callable[[Rows], float], rows: Rows) -> bool:
-    """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are repeated."""
-    values = [loss(rows * k) for k in (1, 2, 3)]
+    """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are repeated.
+
+    Each time that their number is doubled a logarithm grows by the same, and nearly so where a row is no candidate of
+    its own; what grows linearly grows by twice as much as before, what converges as 1/k by half as much.
+    """
+    values = [loss(rows * k) for k in (2, 4, 8)]
     for divided in (False, True):
-        first, second, third = (value / (k if divided else 1) for k, value in zip((1, 2, 3), values, strict=True))
-        step = second - first
-        if abs(step) > 1e-6 * max(abs(first), 1e-9) and 1.4 < (third - first) / step < 1.8:
+        second, fourth, eighth = (value / (k if divided else 1) for k, value in zip((2, 4, 8), values, strict=True))
+        step = fourth - second
+        if abs(step) > 1e-6 * max(abs(second), 1e-9) and 0.7 < (eighth - fourth) / step < 1.4:
             return True
     return False
 

@@ -80,7 +80,10 @@ def _whole(probe: Probe) -> list[tuple[Any, bool]]:
 def _moved(tree: Any, probe: Probe) -> Any:
     leaves, structure = probe.backend.trees.flatten(tree)
     arrays = probe.backend.arrays
-    is_float = lambda leaf: arrays.is_array(leaf) and arrays.kind(leaf.dtype) == "float"
+
+    def is_float(leaf: Any) -> bool:
+        return arrays.is_array(leaf) and arrays.kind(leaf.dtype) == "float"
+
     return probe.backend.trees.unflatten(structure, [leaf * 1.25 + 0.1 if is_float(leaf) else leaf for leaf in leaves])
 
 
@@ -88,7 +91,7 @@ def _gradients(probe: Probe) -> list[int]:
     """The leaves of the output that are gradients of what is passed whole, as far as can be told: same names."""
     found = []
     for part in probe.arguments.parts:
-        if part.axes and not any(axis is CARRY for axis in part.axes):
+        if part.axes and not any(axis.value is CARRY for axis in part.axes):
             continue
         names = leaf_paths(part.value, probe.backend.trees)
         for i, path in enumerate(probe.paths):
@@ -104,6 +107,7 @@ def divided(probe: Probe, n: int | None, limit: Limit) -> list[Cause]:
     averaged = [i for i, fold in enumerate(probe.folds) if is_linear(fold)]
     whole = probe.values(probe.every)
     averaged = [i for i in averaged if whole[i] is not None and np.any(whole[i])]
+    averaged = [i for i in averaged if i in _gradients(probe)] or averaged
     if not averaged:
         return []
     for name, value, function in variants(probe.program.grad_fn, n):
@@ -116,15 +120,16 @@ def divided(probe: Probe, n: int | None, limit: Limit) -> list[Cause]:
             sign = "/" if value > 1 else "*"
             summed = any(probe.folds[i].normalizer.apply is normalizers.identity.apply for i in averaged)
             fold = " and write fold=funcga.mean(), the default" if summed else ""
+            doubt = ", if it stands for the number of micro-batches" if name == repr(value) else ""
             return [
                 Cause(
                     "divided by n",
                     "The loss is divided by the number of micro-batches already. The fold divides by what was folded, "
                     "so gradients are n times too small, for every n."
                     if not summed
-                    else "The loss is divided by the number of micro-batches, which is right only if all are equal, and "
-                    "wrong for any other n.",
-                    f"drop `{sign} {name}` from the loss{fold}",
+                    else "The loss is divided by the number of micro-batches, which is right for this n alone, and "
+                    "only if all are equal.",
+                    f"drop `{sign} {name}` from the loss{fold}{doubt}",
                     f"with {name} = {2 * value:g} instead of {value:g} all of the output is "
                     f"{'half' if value > 1 else 'twice'} as large",
                 )
@@ -137,4 +142,4 @@ def _scaled(before: Sequence[Any], after: Sequence[Any], leaves: Sequence[int], 
     arrays = [i for i in leaves if before[i].ndim] or leaves
     apart = [np.abs(after[i] - factor * before[i]).max() for i in arrays]
     sizes = [np.abs(before[i]).max() for i in arrays]
-    return max(apart) <= limit.relative * max(sizes) and max(sizes) > 0
+    return bool(max(apart) <= limit.relative * max(sizes) and max(sizes) > 0)

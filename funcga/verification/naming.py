@@ -1,6 +1,6 @@
 """Naming: what is wrong, and the line that fixes it, from the kind of a loss and the fold that it was given."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from funcga.folds import Fold
 from funcga.verification.counting import Count, matching
 from funcga.verification.probe import Probe, Rows
 from funcga.verification.responses import Responses
-from funcga.verification.tolerance import Limit, relative
+from funcga.verification.tolerance import Limit, relative, scales_of
 from funcga.verification.verdict import Cause
 
 
@@ -98,10 +98,12 @@ def _weight(case: Case) -> list[Cause]:
     a, b, both = case.weights()
     if abs(a + b - both) <= 1e-6 * max(a + b, both):
         return []
-    count = _count(case)
-    fix = count.line if count else 'count, do not average: weight=lambda batch: (batch["labels"] != -100).sum()'
-    if case.found.kind.name == "mean" and count is None and abs(case.ratio - 1) < 1e-3:
-        fix = "drop weight=: by default a micro-batch weighs as much as it has rows, which is what the loss counts"
+    fix = 'count, do not average: weight=lambda batch: (batch["labels"] != -100).sum()'
+    if case.found.kind.name == "mean":
+        count = None if _fits(case, len) else _count(case)
+        fix = count.line if count else fix
+        if _fits(case, len):
+            fix = "drop weight=: by default a micro-batch weighs as much as it has rows, which is what the loss counts"
     return [
         Cause(
             "weight not additive",
@@ -115,31 +117,32 @@ def _weight(case: Case) -> list[Cause]:
 
 def _count(case: Case) -> Count | None:
     """What the loss divides by, if an expression of the batch is found that fits every part of it."""
-    a, b, probe = case.found.a, case.found.b, case.probe
-    tolerance = 100 * case.limit.relative
+    return matching(case.probe, lambda count: _fits(case, count))
 
-    def holds(count: Any) -> bool:
-        left, right = count(a), case.ratio * count(b)
-        if not abs(left - right) <= tolerance * max(left, right) or left == 0:
-            return False
-        try:
-            parts = [(count(rows), probe.values(rows)) for rows in case.parts]
-        except Exception:  # a loss that refuses some batches
-            return True
-        total, whole = count(probe.every), probe.values(probe.every)
-        for i in case.leaves:
-            mixed = sum((np.where(c > 0, c * leaf[i], 0) for c, leaf in parts), np.zeros(())) / total
-            size = max(float(np.abs(leaf[i][np.isfinite(leaf[i])]).max(initial=0.0)) for _, leaf in parts)
-            if not relative(mixed, whole[i], size + case.limit.share * size + 1e-12) <= tolerance:
-                return False
+
+def _fits(case: Case, count: Callable[[Rows], float]) -> bool:
+    """Whether the loss is a mean over what this counts: of A and B, and of two parts of the whole batch."""
+    probe, tolerance = case.probe, 100 * case.limit.relative
+    left, right = count(case.found.a), case.ratio * count(case.found.b)
+    if not abs(left - right) <= tolerance * max(left, right) or left == 0:
+        return False
+    try:
+        parts = [(count(rows), probe.values(rows)) for rows in case.parts]
+    except Exception:  # a loss that refuses some batches
         return True
-
-    return matching(probe, holds)
+    total, whole = count(probe.every), probe.values(probe.every)
+    values = [[leaf[i] for i in case.leaves] for _, leaf in parts]
+    scales = scales_of(values, case.limit)
+    for k, i in enumerate(case.leaves):
+        mixed = sum((c * leaf[k] for (c, _), leaf in zip(parts, values, strict=True) if c > 0), np.zeros(())) / total
+        if not relative(mixed, whole[i], scales[k]) <= tolerance:
+            return False
+    return True
 
 
 def _mean(case: Case) -> Cause:
     """A mean whose weights are not those of the fold."""
-    equal = abs(case.ratio - 1) < 1e-3 and len(case.found.a) == len(case.found.b)
+    equal = _fits(case, len)
     count = None if equal else _count(case)
     weight = case.probe.program.weight
     a, b = len(case.found.a), len(case.found.b)
@@ -228,11 +231,12 @@ def _statistics(case: Case) -> Cause:
     modules = f"; in the loss are {', '.join(named[:3])}" if named else ""
     return Cause(
         "batch statistics",
-        "The loss depends on statistics over the rows that it sees together, as BatchNorm in training mode, a variance "
-        "or a load-balancing loss does. A micro-batch has other statistics, and no fold makes up for it.",
+        "The loss depends on statistics over the rows that it sees together, as BatchNorm in training mode, a "
+        "variance, a load-balancing loss or a mean over pairs of rows does. A micro-batch has other statistics, and no "
+        "fold makes up for it.",
         "module.eval(), GroupNorm or LayerNorm instead of BatchNorm, or statistics that are passed in; else n=1",
-        f"{case.where} of groups of rows is no mean of those of the groups, yet the same if all rows are repeated"
-        f"{modules}",
+        f"{case.where} of groups of rows is no mean of those of the groups, and it stays, or settles, if all rows are "
+        f"repeated{modules}",
     )
 
 

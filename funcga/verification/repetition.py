@@ -20,9 +20,9 @@ class Seen(NamedTuple):
     mixed: bool
 
 
-def watch(probe: Probe) -> Seen:
-    """What is seen of one call with the whole batch."""
-    values, *rest = probe.own.watch(probe.raw, probe.gathered(probe.every), probe.kwargs)
+def watch(probe: Probe, args: tuple[Any, ...]) -> Seen:
+    """What is seen of one call."""
+    values, *rest = probe.own.watch(probe.raw, args, probe.kwargs)
     return Seen([as_numbers(value, probe.backend) for value in values], *rest)
 
 
@@ -31,17 +31,18 @@ def impurities(probe: Probe) -> tuple[Seen, list[Cause]]:
 
     The global random generators are as before.
     """
-    states, before = random_states(probe), _held(probe)
+    states, args = random_states(probe), probe.gathered(probe.every)
+    before = _held(probe, args)
     try:
-        first = watch(probe)
-        written = _written(probe, before)
+        first = watch(probe, args)
+        written = _written(probe, before, args)
         if written:
             return first, [written]
-        second = watch(probe)
+        second = watch(probe, args)
         if _alike(first, second):
             return first, []
         restore(probe, states)
-        third = watch(probe)
+        third = watch(probe, args)
     finally:
         restore(probe, states)
     return first, [_randomness(first, second) if _alike(first, third) else _state(first, second)]
@@ -61,15 +62,15 @@ def _apart(a: Seen, b: Seen) -> float:
     return worst
 
 
-def _held(probe: Probe) -> list[Any]:
-    return [as_numbers(leaf, probe.backend) for leaf in probe.backend.trees.flatten((probe.args, probe.kwargs))[0]]
+def _held(probe: Probe, args: tuple[Any, ...]) -> list[Any]:
+    return [as_numbers(leaf, probe.backend) for leaf in probe.backend.trees.flatten((args, probe.kwargs))[0]]
 
 
-def _written(probe: Probe, before: list[Any]) -> Cause | None:
-    after = _held(probe)
+def _written(probe: Probe, before: list[Any], args: tuple[Any, ...]) -> Cause | None:
+    after = _held(probe, args)
     for i, (x, y) in enumerate(zip(before, after, strict=True)):
         if x is not None and not np.array_equal(x, y, equal_nan=True):
-            path = leaf_paths((probe.args, probe.kwargs), probe.backend.trees, "")[i]
+            path = leaf_paths((args, probe.kwargs), probe.backend.trees, "")[i]
             return Cause(
                 "state",
                 "The call writes to its arguments, so the next micro-batch sees other ones.",

@@ -16,7 +16,7 @@ from funcga.verification.inspection import divided, per_example, unused
 from funcga.verification.naming import is_linear
 from funcga.verification.probe import Probe, as_numbers, is_moments
 from funcga.verification.repetition import impurities, written_later
-from funcga.verification.splits import compare
+from funcga.verification.splits import compare, uneven
 from funcga.verification.tolerance import limit_of
 from funcga.verification.verdict import Verdict
 
@@ -47,7 +47,7 @@ def run(
     rows = program.read(args, backend).rows()
     _check_rows(given, rows)
     _check_finite((args, kwargs), backend)
-    ns = given or [k for k in (2, 3) if k <= rows]
+    ns = given or [min(3, rows)]
     explicit = given[0] if len(given) == 1 else None
     own = Probe(program, backend, args, kwargs, precise=False).own
     with own.precision("float64"):
@@ -124,15 +124,15 @@ def _verdict(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: l
             f"rounding, and cannot be seen"
         )
     random = np.random.default_rng(seed)
-    order = [int(i) for i in random.permutation(probe.rows)]
-    found, folds = per_example(probe, tuple(order[: probe.rows - 1]))
+    parts = uneven(probe, random)
+    found, folds = per_example(probe, parts[0])
     causes += found
     if found and probe.threaded:
         return Verdict(False, tuple(causes), (), dtype, (*notes, "nothing else was looked at"))
     if found:
         probe = _with_folds(probe, folds)
     causes += unused(probe)
-    splits = compare(probe, ns, limit, random)
+    splits = compare(probe, ns, limit, parts)
     why = diagnose(probe, splits, seen, limit, random)
     late = None if why else written_later(probe, whole, limit)
     causes += [late] if late else why

@@ -1,6 +1,7 @@
 """Splits: the fold over n micro-batches, and over uneven ones in another order, against the whole batch."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,34 +30,49 @@ class Splits(NamedTuple):
     parts: tuple[Rows, Rows]
 
 
-def compare(probe: Probe, ns: Sequence[int], limit: Limit, random: np.random.Generator) -> Splits:
+GROUP = 4
+"""The rows of a group. JAX compiles for each number of rows, so that of the parts is made of the same sizes."""
+
+
+def uneven(probe: Probe, random: np.random.Generator) -> tuple[Rows, Rows]:
+    """Two uneven parts of the rows, in another order."""
+    order = tuple(int(i) for i in random.permutation(probe.rows))
+    cut = probe.rows - max(1, min(GROUP, probe.rows // 3))
+    return order[:cut], order[cut:]
+
+
+def compare(probe: Probe, ns: Sequence[int], limit: Limit, parts: tuple[Rows, Rows]) -> Splits:
     """What every split gives, against the whole batch. What grad_fn raises for a part of the batch is noted."""
-    order = [int(i) for i in random.permutation(probe.rows)]
-    cut = max(1, probe.rows - probe.rows // 3 - (probe.rows % 3 == 0 and probe.rows > 3))
-    parts = (tuple(order[:cut]), tuple(order[cut:]))
     whole = probe.values(probe.every)
-    tried = [found for found in (_attempt(lambda p=p: probe.values(p)) for p in parts) if not isinstance(found, str)]  # type: ignore[misc]
+    tried = [found for found in (_attempt(partial(probe.values, p)) for p in parts) if not isinstance(found, str)]
     judged = [i for i, fold in enumerate(probe.folds) if whole[i] is not None and not is_moments(fold)]
     measure = _Measure(probe, limit, [*judged], scales_of([whole, *tried], limit), expected(probe, whole))
-    sizes = lambda n: tuple(size for _, size in starts(groups(probe.rows, n, None)))
-    rows = [
-        measure(f"n = {n}", sizes(n), lambda n=n: probe.numbers(probe.step(n)(*probe.args, **probe.kwargs)))  # type: ignore[misc]
-        for n in ns
-    ]
+    rows = [measure(f"n = {n}", _sizes(probe.rows, n), partial(_accumulated, probe, n)) for n in ns]
     if not probe.threaded:
         unordered = [i for i in judged if not _is_ordered(probe.folds[i])]
-        rows.append(measure("uneven, permuted", (cut, probe.rows - cut), lambda: _folded(probe, parts), unordered))
+        sizes = (len(parts[0]), len(parts[1]))
+        rows.append(measure("uneven, permuted", sizes, lambda: _folded(probe, parts), unordered))
     failed = sorted(measure.failed)
     ordered = []
     if failed and not probe.threaded:
         permuted = _Measure(probe, limit, unordered, measure.scales, expected(probe, whole))
         rows.append(
-            permuted("one micro-batch, permuted", (probe.rows,), lambda: expected(probe, probe.values(tuple(order))))
+            permuted(
+                "one micro-batch, permuted", (probe.rows,), lambda: expected(probe, probe.values(parts[0] + parts[1]))
+            )
         )
         ordered = sorted(permuted.failed)
     is_carry = [fold.reducer.lift is reducers.carry.lift for fold in probe.folds]
     carried = [i for i in failed if is_carry[i]]
     return Splits(rows, [i for i in failed if not is_carry[i]], ordered, carried, parts)
+
+
+def _sizes(rows: int, n: int) -> Rows:
+    return tuple(size for _, size in starts(groups(rows, n, None)))
+
+
+def _accumulated(probe: Probe, n: int) -> list[Any]:
+    return probe.numbers(probe.step(n)(*probe.args, **probe.kwargs))
 
 
 class _Measure:
