@@ -75,7 +75,7 @@ def _add_parity(commands: Any) -> None:
         help="a funcga.Problem of your own, or a function that returns one; or a built-in one (default: all of them)",
     )  # fmt: skip
     parity.add_argument(
-        "--n", type=_counts, default="2,4,8", help="numbers of micro-batches, such as 1,2,7 (default: 2,4,8)"
+        "--n", type=_counts, default="2,8", help="numbers of micro-batches, such as 1,2,4,8 (default: 2,8)"
     )
     parity.add_argument(
         "--dtype", type=_dtypes, default="float32,float64",

@@ -20,8 +20,8 @@ class Problem:
     weight is what counts them, for sums fold=funcga.per_weight() as well.
     jax_params: the tree of parameters as jax_loss takes it, if that is another one, such as flax's: the values are
     those of params, matched by path under the rules (`funcga.rules`); those of jax_params are not looked at.
-    reduction: how many terms each element of a gradient is a sum of, for the tolerances. Default: the rows of the batch,
-    or the numbers in its largest array of integers, such as tokens, and the longest axis of a parameter.
+    reduction: how many terms each element of a gradient is a sum of, for the tolerances. Default: the rows of the
+    batch, or the numbers in its largest array of integers, such as tokens, and the longest axis of a parameter.
     optimizers: of the training at the end: any of sgd, momentum, adam and adamw.
 
     >>> problem = funcga.Problem(params, (images, labels), torch_loss=torch_loss, jax_loss=jax_loss)

@@ -84,7 +84,8 @@ def cnn_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 def _conv(x: jax.Array, layer: Any, padding: str) -> jax.Array:
     dimensions = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions) + layer["bias"]
+    found = lax.conv_general_dilated(x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions)
+    return jnp.asarray(found + layer["bias"])
 
 
 def batchnorm_loss(params: Any, statistics: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -119,7 +120,7 @@ def _linear(x: jax.Array, layer: Any) -> jax.Array:
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-    return -jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1).mean()
+    return jnp.asarray(-jnp.mean(jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)))
 
 
 def text_loss(params: Any, tokens: jax.Array) -> jax.Array:

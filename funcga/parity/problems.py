@@ -42,7 +42,7 @@ def cnn(seed: int = 0) -> Problem:
         name: {"weight": _normal(random, *shape, fan_in=int(np.prod(shape[1:]))), "bias": _normal(random, shape[0])}
         for name, shape in shapes.items()
     }
-    images, labels = _digits()
+    images, labels = _digits(_EVEN)
     return _problem(
         "cnn",
         "mean cross-entropy of two convolutions on handwritten digits; OIHW in torch, HWIO in JAX; fold=funcga.mean()",
@@ -81,7 +81,7 @@ def batchnorm(seed: int = 0) -> Problem:
     By the statistics of each micro-batch it would be another loss, which no fold makes decomposable.
     """
     random = np.random.default_rng(seed)
-    images, labels = _digits()
+    images, labels = _digits(_EVEN)
     params = {"hidden": _linear(random, 64, 32), "norm": {}, "output": _linear(random, 32, 10)}
     params["norm"] = {"weight": 1 + _normal(random, 32), "bias": _normal(random, 32)}
     hidden = images @ params["hidden"]["weight"] + params["hidden"]["bias"]
@@ -103,7 +103,7 @@ def mixed(seed: int = 0) -> Problem:
         "mixed",
         "cross-entropy + squared error of the pixels + weight decay, of an autoencoder; fold=funcga.mean()",
         params,
-        _digits(),
+        _digits(_EVEN),
         optimizers=("adamw",),
     )
 
@@ -124,7 +124,11 @@ def _problem(name: str, about: str, params: Any, batch: tuple[Any, ...], **optio
     return Problem(params, batch, torch_loss, jax_loss, name=name, about=about, **options)
 
 
-def _digits() -> tuple[Any, Any]:
+_EVEN = 1792
+"""Rows that 2, 4 and 8 divide, as all 1,797 of `digits` do not: JAX then compiles half as much."""
+
+
+def _digits(rows: int | None = None) -> tuple[Any, Any]:
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:
@@ -133,7 +137,7 @@ def _digits() -> tuple[Any, Any]:
         ) from error
 
     images, labels = load_digits(return_X_y=True)
-    return images / 16, labels.astype(np.int32)
+    return images[:rows] / 16, labels[:rows].astype(np.int32)
 
 
 def _paragraphs(random: np.random.Generator) -> list[bytes]:

@@ -1,6 +1,7 @@
 """The run of a problem: everything that is compared, sorted by the cause that a difference would have."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,8 +52,8 @@ class Finding(NamedTuple):
 class Findings(NamedTuple):
     """What the run of a problem found.
 
-    dtypes: in which it ran. order: the paths of the parameters as they were given. rows, weights: of each micro-batch of
-    the largest n. losses: of the full batch, by dtype and framework. findings: where accumulation is not exact.
+    dtypes: in which it ran. reduction: the terms of a sum, for the limits. rows, weights: of each micro-batch of the
+    largest n. losses: of the full batch, by dtype and framework. mistakes: where accumulation is not exact.
     """
 
     problem: Problem
@@ -114,7 +115,7 @@ class Plan:
     def ticks(self, problem: Problem) -> int:
         """How often `tick` will be called for a problem."""
         frameworks = sum(getattr(problem, f"{name}_loss") is not None for name in FRAMEWORKS)
-        trained = len(problem.optimizers) * self.updates if frameworks == 2 else 0
+        trained = len(problem.optimizers) if frameworks == 2 and self.updates else 0
         return len(self.dtypes) * (frameworks * (len(self.ns) + len(self.ranks) + 3) + trained)
 
 
@@ -133,13 +134,28 @@ class _Run:
             (name, dtype): Side(problem, name, dtype, plan.device) for dtype in plan.dtypes for name in self.frameworks
         }
         self.most = max(plan.ns)
-        self.full = {key: self._done(side.full) for key, side in self.sides.items()}
-        self.micro = {key: self._done(partial(side.micro_batches, self.most)) for key, side in self.sides.items()}
+        self.full = self._all({key: side.full for key, side in self.sides.items()})
+        self.micro = self._all({key: partial(side.micro_batches, self.most) for key, side in self.sides.items()})
+        self.accumulated = self._all(
+            {(key, n): partial(side.accumulated, n) for key, side in self.sides.items() for n in plan.ns}
+        )
+        self.folded = self._all({key: partial(self._fold, key[1], side) for key, side in self.sides.items()})
+
+    def _all(self, work: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+        """What all functions return. On the CPU two run at a time, as JAX compiles on one core; a GPU may be full."""
+        with ThreadPoolExecutor(2 if self.plan.device in (None, "cpu") else 1) as pool:
+            return dict(zip(work, pool.map(self._done, work.values()), strict=True))
 
     def _done(self, work: Callable[[], Any]) -> Any:
         found = work()
         self.plan.tick()
         return found
+
+    def _fold(self, dtype: str, side: Side) -> tuple[Any, Any]:
+        """What the side, and NumPy, make of the same micro-batch gradients: those of the first framework."""
+        given = self.micro[self.frameworks[0], dtype]
+        weights = self.sides[self.frameworks[0], dtype].weights(self.most)
+        return folding.by_framework(side, given, weights), folding.by_hand(self.problem.fold, given, weights)
 
     def findings(self) -> Findings:
         """All of them."""
@@ -156,7 +172,7 @@ class _Run:
             first.weights(self.most),
             losses,
             compared,
-            [t for dtype in self.plan.dtypes for t in self._trained(dtype)],
+            self._trained(),
             self._mistakes(compared),
         )
 
@@ -172,7 +188,7 @@ class _Run:
 
     def _accumulated(self, side: Side, full: Result) -> Iterator[Compared]:
         for n in self.plan.ns:
-            found = self._done(partial(side.accumulated, n))
+            found = self.accumulated[(side.framework, side.dtype), n]
             report = side.report(found, full, ("accumulated", "full batch"))
             yield Compared("accumulation", f"{side.label} vs full batch", side.dtype, n, report)
         for count in self.plan.ranks:
@@ -191,10 +207,7 @@ class _Run:
         return self.sides["torch", dtype].report(torch, jax, ("torch", "JAX"), self.problem.rules)
 
     def _folded(self, side: Side) -> Iterator[Compared]:
-        given = self.micro[self.frameworks[0], side.dtype]  # the same for both sides
-        weights = self.sides[self.frameworks[0], side.dtype].weights(self.most)
-        found = self._done(lambda: folding.by_framework(side, given, weights))
-        exact = folding.by_hand(self.problem.fold, given, weights)
+        found, exact = self.folded[side.framework, side.dtype]
         fold = side.compared(found.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
         yield Compared("fold", f"{side.label} vs NumPy", side.dtype, self.most, fold)
         sums = compare(found.sums, exact.sums, rtol=0, names=(side.label, "NumPy"))
@@ -209,11 +222,17 @@ class _Run:
         )
         return Compared("rounding", f"{side.label} vs float64", side.dtype, None, report)
 
-    def _trained(self, dtype: str) -> Iterator[Trajectory]:
-        if len(self.frameworks) == 2 and self.plan.updates:
-            left, right = (self.sides[name, dtype] for name in self.frameworks)
-            for optimizer in self.problem.optimizers:
-                yield train(left, right, optimizer, self.most, self.plan.updates, self.plan.tick)
+    def _trained(self) -> list[Trajectory]:
+        if len(self.frameworks) < 2 or not self.plan.updates:
+            return []
+        work = {
+            (dtype, optimizer): partial(
+                train, self.sides["torch", dtype], self.sides["jax", dtype], optimizer, self.most, self.plan.updates
+            )
+            for dtype in self.plan.dtypes
+            for optimizer in self.problem.optimizers
+        }
+        return list(self._all(work).values())
 
     def _mistakes(self, compared: list[Compared]) -> list[Finding]:
         dtype = self.plan.dtypes[-1]

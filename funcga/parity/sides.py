@@ -55,7 +55,7 @@ class Side:
     device: str | None = None
 
     def full(self, rows: int | None = None) -> Result:
-        """The loss and gradients of the whole batch, or its first rows, normalised by hand: no fold has a part in it."""
+        """The loss and gradients of the whole batch, or its first rows, divided by hand: no fold has a part in it."""
         with self.running():
             rows = rows or self.arguments.rows()
             args = self.arguments.cut(0, rows, [])
@@ -126,6 +126,7 @@ class Side:
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
+        """The gradient function as this framework's users run it."""
         return cast(Callable[..., Any], self.own.compiled(self.gradient))
 
     @property
@@ -222,10 +223,10 @@ class Side:
 
     def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
         """What `verify` says of the loss and the fold."""
-        problem, chosen = self.problem, {} if n is None else {"n": n}
-        options = {"fold": problem.fold, "weight": problem.weight, "in_axes": problem.in_axes, "seed": seed}
+        problem = self.problem
+        options: dict[str, Any] = {"fold": problem.fold, "weight": problem.weight, "in_axes": problem.in_axes}
         with self.running():
-            return verify(self.gradient, *self.args, **chosen, **options)
+            return verify(self.gradient, *self.args, n=n, seed=seed, **options)
 
     def result(self, value_and_gradient: Any, divisor: float = 1) -> Result:
         """The loss and the gradient that a gradient function has returned, divided."""
@@ -279,8 +280,8 @@ def _check_finite(given: dict[str, Any], backend: Backend) -> None:
                     first = tuple(map(int, np.argwhere(~finite)[0]))
                     raise FuncgaError(
                         f"`{path}` is {leaf.dtype}{list(leaf.shape)}, of which {int((~finite).sum())} numbers are not "
-                        f"finite; the first is {leaf[first]} at {list(first)}. Everything that is computed of them would "
-                        f"be NaN in both frameworks: leave these rows out, or mask them with finite numbers."
+                        f"finite; the first is {leaf[first]} at {list(first)}. What is computed of them would be NaN "
+                        f"in both frameworks: leave these rows out, or mask them with finite numbers."
                     )
 
 

@@ -1,6 +1,5 @@
 """Training: the same updates of the same optimizer in torch and in JAX, through `multi_steps`, and where they part."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from funcga.arguments import groups, starts
@@ -9,8 +8,7 @@ from funcga.parity.sides import Side
 from funcga.stepping import multi_steps
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
-_WINDOW = 128  # rows of one update, or one more
-_MOST = 4  # micro-batches of one update
+_WINDOW = 4  # the micro-batches of one update, at most
 
 
 class Trajectory(NamedTuple):
@@ -42,8 +40,8 @@ class Trajectory(NamedTuple):
         return self.parts is None
 
 
-def train(left: Side, right: Side, optimizer: str, n: int, updates: int, tick: Callable[[], None]) -> Trajectory:
-    """The Trajectory of two sides, update by update; `tick` is called after each."""
+def train(left: Side, right: Side, optimizer: str, n: int, updates: int) -> Trajectory:
+    """The Trajectory of two sides on n micro-batches, a few for each update, in turn."""
     runs = [_Run(side, optimizer, n) for side in (left, right)]
     names, rules = (left.label, right.label), left.problem.rules
     losses, reports = [], []
@@ -52,7 +50,6 @@ def train(left: Side, right: Side, optimizer: str, n: int, updates: int, tick: C
         losses.append(loss)
         # Every update adds the rounding of its gradient.
         reports.append(left.compared(params, others, names, left.reduction * (update + 1), rules))
-        tick()
     return Trajectory(optimizer, left.dtype, runs[0].n, losses, reports)
 
 
@@ -62,9 +59,8 @@ class _Run:
     def __init__(self, side: Side, optimizer: str, n: int):
         self.side = side
         with side.running():
-            rows = side.arguments.rows()
-            self.windows = list(starts(groups(rows, max(rows // _WINDOW, 1), None)))
-            self.n = min(n, _MOST, *(size for _, size in self.windows))
+            self.parts = list(starts(groups(side.arguments.rows(), n, None)))
+            self.n = min(n, _WINDOW)
             self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
             self.params, self.state = side.args[0], self.tx.init(side.args[0])
             self.step = side.own.compiled(self._step)
@@ -72,13 +68,12 @@ class _Run:
     def update(self, update: int) -> tuple[float, dict[str, Any]]:
         """The mean loss of the micro-batches of the next update, and the parameters after it."""
         with self.side.running():
-            losses = [self._micro_batch(start, size) for start, size in self._micro_batches(update)]
+            losses = [self._micro_batch(*self.parts[i % len(self.parts)]) for i in self._window(update)]
             return sum(map(float, losses)) / self.n, self.side.named(self.params)
 
-    def _micro_batches(self, update: int) -> list[tuple[int, int]]:
-        """(first row, rows) of each micro-batch of an update: windows in turn, cut into parts that need not be equal."""
-        start, size = self.windows[update % len(self.windows)]
-        return [(start + first, rows) for first, rows in starts(groups(size, self.n, None))]
+    def _window(self, update: int) -> range:
+        """The micro-batches of an update, counted on through the epochs."""
+        return range(update * self.n, (update + 1) * self.n)
 
     def _micro_batch(self, start: int, size: int) -> Any:
         _, *batch = self.side.arguments.cut(start, size, [])

@@ -117,8 +117,8 @@ def _rounding(findings: Findings) -> Iterator[str]:
         worst = _most(wrong)
         yield (
             f"{worst.what} ({worst.dtype}) differs by {_worst(worst)}, which is more than rounding explains in sums of "
-            f"{findings.reduction} terms, and more than in the other framework: something in this loss computes in less "
-            f"than {worst.dtype}."
+            f"{findings.reduction} terms, and more than in the other framework: something in this loss computes in "
+            f"less than {worst.dtype}."
         )
 
 
