@@ -43,8 +43,8 @@ def _finish(ax: Any) -> None:
 def _against_n(ax: Any, findings: Findings) -> None:
     ax.set(title="accumulated vs full batch", xlabel="n, micro-batches")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    alone = [c for c in findings.of("accumulation") if "replicas" not in c.what]
-    _lines(ax, alone, lambda c: c.what.split()[0], lambda c: c.n)
+    alone = [c for c in findings.of("accumulation") if c.replicas == 1]
+    _lines(ax, alone, lambda c: str(c.framework), lambda c: c.n)
 
 
 def _against_depth(ax: Any, findings: Findings) -> None:

@@ -27,14 +27,20 @@ CAUSES = {
 
 
 class Compared(NamedTuple):
-    """Two runs, compared leaf by leaf. n: of how many micro-batches; micro_batch: which of them, from 0."""
+    """Two runs, compared leaf by leaf.
+
+    framework: that of both runs, as it is written; None for one against the other. n: of how many micro-batches;
+    micro_batch: which of them, from 0. replicas: how many folded.
+    """
 
     cause: str
     what: str
     dtype: str
     n: int | None
     report: Report
+    framework: str | None = None
     micro_batch: int | None = None
+    replicas: int = 1
 
     @property
     def ok(self) -> bool:
@@ -86,7 +92,7 @@ class Findings(NamedTuple):
         if isinstance(found, Trajectory):
             return all(t.ok for t in self.trajectories if t.dtype == "float64" and t.optimizer == found.optimizer)
         if found.cause == "rounding":
-            others = [c for c in self.of("rounding") if c.dtype == found.dtype and c.what != found.what]
+            others = [c for c in self.of("rounding") if c.dtype == found.dtype and c.framework != found.framework]
             return any(10 * c.report.most >= found.report.most for c in others)
         return all(c.ok for c in self.of(found.cause) if c.dtype == "float64")
 
@@ -190,18 +196,19 @@ class _Run:
         for n in self.plan.ns:
             found = self.accumulated[(side.framework, side.dtype), n]
             report = side.report(found, full, ("accumulated", "full batch"))
-            yield Compared("accumulation", f"{side.label} vs full batch", side.dtype, n, report)
+            yield Compared("accumulation", f"{side.label} vs full batch", side.dtype, n, report, side.label)
         for count in self.plan.ranks:
             merged = self._done(partial(over_replicas, self.choice, side, min(self.most, side.rows(count)[-1]), count))
             report = side.report(merged.accumulated, merged.full, (f"{count} replicas", "full batch"))
             what = f"{side.label}, {count} replicas"
-            yield Compared("accumulation", what, side.dtype, self.most, report)
+            yield Compared("accumulation", what, side.dtype, self.most, report, side.label, replicas=count)
 
     def _of_both(self, dtype: str) -> Iterator[Compared]:
         full, micro = ([found[name, dtype] for name in ("torch", "jax")] for found in (self.full, self.micro))
         yield Compared("model", "torch vs JAX, full", dtype, None, self._between(dtype, *full))
         for i, pair in enumerate(zip(*micro, strict=True)):
-            yield Compared("model", "torch vs JAX, micro", dtype, self.most, self._between(dtype, *pair), i)
+            report = self._between(dtype, *pair)
+            yield Compared("model", "torch vs JAX, micro", dtype, self.most, report, micro_batch=i)
 
     def _between(self, dtype: str, torch: Result, jax: Result) -> Report:
         return self.sides["torch", dtype].report(torch, jax, ("torch", "JAX"), self.problem.rules)
@@ -209,9 +216,9 @@ class _Run:
     def _folded(self, side: Side) -> Iterator[Compared]:
         found, exact = self.folded[side.framework, side.dtype]
         fold = side.compared(found.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
-        yield Compared("fold", f"{side.label} vs NumPy", side.dtype, self.most, fold)
+        yield Compared("fold", f"{side.label} vs NumPy", side.dtype, self.most, fold, side.label)
         sums = compare(found.sums, exact.sums, rtol=0, names=(side.label, "NumPy"))
-        yield Compared("fold", f"{side.label}, plain sums", side.dtype, self.most, sums)
+        yield Compared("fold", f"{side.label}, plain sums", side.dtype, self.most, sums, side.label)
 
     def _rounded(self, side: Side) -> Compared:
         report = side.report(
@@ -220,7 +227,7 @@ class _Run:
             (side.dtype, "float64"),
             check_dtype=False,
         )
-        return Compared("rounding", f"{side.label} vs float64", side.dtype, None, report)
+        return Compared("rounding", f"{side.label} vs float64", side.dtype, None, report, side.label)
 
     def _trained(self) -> list[Trajectory]:
         if len(self.frameworks) < 2 or not self.plan.updates:
@@ -237,7 +244,7 @@ class _Run:
     def _mistakes(self, compared: list[Compared]) -> list[Finding]:
         dtype = self.plan.dtypes[-1]
         wrong = [c for c in compared if c.cause == "accumulation" and c.dtype == dtype and not c.ok]
-        labels = dict.fromkeys(c.what.split()[0].rstrip(",") for c in wrong)
+        labels = {c.framework for c in wrong}
         found = []
         for name in self.frameworks:
             side = self.sides[name, dtype]

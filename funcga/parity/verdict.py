@@ -34,7 +34,7 @@ def _fold(findings: Findings) -> Iterator[str]:
 
 def _accumulation(findings: Findings) -> Iterator[str]:
     wrong = _unexplained(findings, "accumulation")
-    sides = list(dict.fromkeys(compared.what.split()[0].rstrip(",") for compared in wrong))
+    sides = list(dict.fromkeys(compared.framework for compared in wrong))
     if not wrong:
         return
     worst = _most(wrong)
@@ -44,8 +44,8 @@ def _accumulation(findings: Findings) -> Iterator[str]:
         f"Accumulation is not exact for {where} with {_named(findings)}: over n = {worst.n} micro-batches "
         f"({worst.dtype}) it differs from the full batch by {_worst(worst)}."
     )
-    for cause in dict.fromkeys((cause.what, cause.fix) for _, cause in findings.mistakes):
-        yield " To mend it: ".join(cause)
+    for cause in {cause.name: cause for _, cause in findings.mistakes}.values():  # mostly the same in both frameworks
+        yield f"{cause.what} To mend it: {cause.fix}"
 
 
 def _named(findings: Findings) -> str:
