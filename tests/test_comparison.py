@@ -193,7 +193,7 @@ def test_trees_match_by_path_whatever_holds_them():
     right = funcga.to_jax(nested)
     report = funcga.compare(funcga.to_torch(flat), right)
     assert report.ok
-    assert [row.path for row in report.rows] == ["hidden.bias", "hidden.weight", "layers.0.b", "layers.1.0"]
+    assert [row.path for row in report.rows] == ["hidden.weight", "hidden.bias", "layers.0.b", "layers.1.0"]
     assert {row.status for row in report.rows} == {"equal"}
     assert funcga.compare(right, flat).ok
     assert funcga.compare(flat, {**flat, "other": None}).ok

@@ -122,7 +122,7 @@ LAYOUTS = {"whole": lambda x: x[:SIZE], "slice": lambda x: x[1 : SIZE + 1], "str
 def test_one_copy_is_what_a_copy_takes():
     held, array = [], aligned(np.ones(2 * SIZE), "float32")
     tensor = torch.from_numpy(array)
-    given = {("torch", name): layout(tensor) for name, layout in LAYOUTS.items()}
+    given = {("torch", name): LAYOUTS[name](tensor) for name in ("whole", "slice")}
     given |= {("numpy", "strided"): array[::2], ("jax", "whole"): to_jax(given["torch", "whole"], copy=False)}
     for (source, layout), leaf in given.items():
         for target, move in MOVES.items():
