@@ -291,7 +291,7 @@ def load(framework: str) -> Backend:
     """
     name = f"{framework}_backend"
     module = sys.modules.get(name)
-    if module is None:
+    if not hasattr(module, "BACKEND"):  # or another thread is importing it, for which the import waits
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:

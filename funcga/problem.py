@@ -22,7 +22,10 @@ class Problem:
     those of params, matched by path under the rules (`funcga.rules`); those of jax_params are not looked at.
     reduction: how many terms each element of a gradient is a sum of, for the tolerances. Default: the rows of the
     batch, or the numbers in its largest array of integers, such as tokens, and the longest axis of a parameter.
-    optimizers: of the training at the end: any of sgd, momentum, adam and adamw.
+    optimizers: of the training at the end: any of sgd, momentum, adam and adamw. name, about: for the report.
+
+    parity takes the folds mean(), per_weight() and sum(), and raises FuncgaError, as `accumulate` does, for what does
+    not fit: a loss that is no scalar, trees that do not match, NaN in the data.
 
     >>> problem = funcga.Problem(params, (images, labels), torch_loss=torch_loss, jax_loss=jax_loss)
     """
@@ -40,3 +43,8 @@ class Problem:
     optimizers: tuple[str, ...] = ("sgd", "adamw")
     name: str = ""
     about: str = ""
+
+    @property
+    def frameworks(self) -> list[str]:
+        """The frameworks that it has a loss for: 'torch', 'jax' or both."""
+        return [name for name in ("torch", "jax") if getattr(self, f"{name}_loss") is not None]

@@ -46,6 +46,12 @@ def compiled(step: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(step)
 
 
+def prepared(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+    """A function without arguments that returns function(*args), all Python code of which has run by then."""
+    lowered = jax.jit(function).lower(*args)
+    return lambda: lowered.compile()(*args)
+
+
 def rows_of_replicas(rows: int, count: int) -> list[int]:
     """How many of so many rows each replica takes, the first ones first."""
     return [rows // count] * count  # shards are alike
@@ -53,7 +59,8 @@ def rows_of_replicas(rows: int, count: int) -> list[int]:
 
 def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int]) -> Any:
     """What `step(across=...)` returns where each replica has these rows; None in the processes of all but the first."""
-    devices = jax.devices()
+    arrays = (leaf for leaf, _ in arguments if isinstance(leaf, jax.Array))
+    devices = jax.devices(next(device.platform for leaf in arrays for device in leaf.devices()))
     if len(devices) < len(rows):
         raise FuncgaError(f"{len(rows)} replicas need as many devices, and JAX has {len(devices)}.")
     mesh = jax.make_mesh((len(rows),), ("replicas",), devices=devices[: len(rows)])

@@ -8,7 +8,7 @@ import numpy as np
 from funcga import interop
 from funcga.accumulation import accumulate
 from funcga.folds import Fold, sum
-from funcga.parity.sides import Result, Side
+from funcga.parity.sides import Result, Side, named
 
 
 class Folded(NamedTuple):
@@ -25,7 +25,9 @@ def by_framework(side: Side, micro_batches: Sequence[Result], weights: Sequence[
         given, weight = side.placed((stacked, _weights(weights, side.dtype)))
         fold: Any = (side.problem.fold, sum())
         step = accumulate(_first, len(weights), fold=fold, weight=_weight, in_axes=0)
-        return Folded(*interop.to_numpy(step(given, weight)))
+        with side.lock:
+            work = side.own.prepared(step, (given, weight))
+        return Folded(*interop.to_numpy(work()))
 
 
 def _first(gradients: dict[str, Any], weights: Any) -> Any:
@@ -52,10 +54,9 @@ def by_hand(fold: Fold, micro_batches: Sequence[Result], weights: Sequence[float
 
 
 def _fold(fold: Fold, values: Any, weights: Sequence[float]) -> Any:
-    if fold.name == "weighted, by_weight":
-        return np.tensordot(np.asarray(weights, np.float64), values, 1) / max(np.sum(weights), np.finfo(float).tiny)
-    total = values.sum(0)
-    return total / np.sum(weights) if fold.name == "sum, by_weight" else total
+    total = np.tensordot(np.asarray(weights, np.float64), values, 1) if named(fold) == "mean()" else values.sum(0)
+    weight = 1 if named(fold) == "sum()" else np.sum(weights)
+    return total / weight if weight else np.zeros_like(total)
 
 
 def _sum(values: Any) -> Any:

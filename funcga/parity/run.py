@@ -1,5 +1,6 @@
 """The run of a problem: everything that is compared, sorted by the cause that a difference would have."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from funcga.comparison.report import Report
 from funcga.parity import folding
 from funcga.parity.choice import Choice
 from funcga.parity.replicas import over_replicas
-from funcga.parity.sides import FRAMEWORKS, Result, Side
+from funcga.parity.sides import Result, Side
 from funcga.parity.training import Trajectory, train
 from funcga.problem import Problem
 from funcga.verification.verdict import Cause
@@ -60,6 +61,7 @@ class Findings(NamedTuple):
 
     dtypes: in which it ran. reduction: the terms of a sum, for the limits. rows, weights: of each micro-batch of the
     largest n. losses: of the full batch, by dtype and framework. mistakes: where accumulation is not exact.
+    conditioning: how far the gradient in float64 moves if the arguments are rounded to each lesser dtype.
     """
 
     problem: Problem
@@ -71,6 +73,7 @@ class Findings(NamedTuple):
     compared: list[Compared]
     trajectories: list[Trajectory]
     mistakes: list[Finding]
+    conditioning: dict[str, float]
 
     def of(self, cause: str) -> list[Compared]:
         """What was compared to find this cause."""
@@ -79,22 +82,26 @@ class Findings(NamedTuple):
     @property
     def finest(self) -> str:
         """The dtype that the others are measured by."""
-        return "float64" if "float64" in self.dtypes else self.dtypes[0]
+        return self.dtypes[-1]
 
     def is_explained(self, found: Compared | Trajectory) -> bool:
-        """Whether what is beyond its limit is rounding: in float64 the same comparison is within it.
+        """Whether what is beyond its limit is rounding, which the loss, or training, makes large.
 
-        Of a framework and its own float64: whether the other framework is about as far from its own, so that it is the
-        loss that is ill-conditioned.
+        Of gradients: in float64 the same comparison is within its limit, and in this dtype it is no more than 10 times
+        what rounding the arguments alone does to the gradient, in float64. Of training: all gradients of this dtype are
+        within their limits, or so explained, and in float64 the same training is within its limits. A fold is exact.
         """
-        if found.dtype == "float64" or "float64" not in self.dtypes:
+        if found.dtype not in self.conditioning:
             return False
         if isinstance(found, Trajectory):
-            return all(t.ok for t in self.trajectories if t.dtype == "float64" and t.optimizer == found.optimizer)
-        if found.cause == "rounding":
-            others = [c for c in self.of("rounding") if c.dtype == found.dtype and c.framework != found.framework]
-            return any(10 * c.report.most >= found.report.most for c in others)
-        return all(c.ok for c in self.of(found.cause) if c.dtype == "float64")
+            same = [t for t in self.trajectories if t.dtype == "float64" and t.optimizer == found.optimizer]
+            gradients = [c for c in self.compared if c.dtype == found.dtype]
+            finite = math.isfinite(found.reports[-1].most)
+            return finite and all(t.ok for t in same) and all(c.ok or self.is_explained(c) for c in gradients)
+        if found.cause == "fold":
+            return False
+        small = found.report.most <= 10 * self.conditioning[found.dtype]  # so it is finite
+        return small and all(c.ok for c in self.of(found.cause) if c.dtype == "float64")
 
     @property
     def ok(self) -> bool:
@@ -114,13 +121,13 @@ class Plan:
     dtypes: Sequence[str]
     ns: Sequence[int]
     updates: int
-    device: str | None = None
+    device: str = "cpu"
     ranks: Sequence[int] = ()
     tick: Callable[[], None] = lambda: None
 
     def ticks(self, problem: Problem) -> int:
         """How often `tick` will be called for a problem."""
-        frameworks = sum(getattr(problem, f"{name}_loss") is not None for name in FRAMEWORKS)
+        frameworks = len(problem.frameworks)
         trained = len(problem.optimizers) if frameworks == 2 and self.updates else 0
         return len(self.dtypes) * (frameworks * (len(self.ns) + len(self.ranks) + 3) + trained)
 
@@ -135,7 +142,7 @@ class _Run:
 
     def __init__(self, problem: Problem, plan: Plan, choice: Choice):
         self.problem, self.plan, self.choice = problem, plan, choice
-        self.frameworks = [name for name in FRAMEWORKS if getattr(problem, f"{name}_loss") is not None]
+        self.frameworks = problem.frameworks
         self.sides = {
             (name, dtype): Side(problem, name, dtype, plan.device) for dtype in plan.dtypes for name in self.frameworks
         }
@@ -149,7 +156,7 @@ class _Run:
 
     def _all(self, work: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
         """What all functions return. On the CPU two run at a time, as JAX compiles on one core; a GPU may be full."""
-        with ThreadPoolExecutor(2 if self.plan.device in (None, "cpu") else 1) as pool:
+        with ThreadPoolExecutor(2 if self.plan.device == "cpu" else 1) as pool:
             return dict(zip(work, pool.map(self._done, work.values()), strict=True))
 
     def _done(self, work: Callable[[], Any]) -> Any:
@@ -180,7 +187,19 @@ class _Run:
             compared,
             self._trained(),
             self._mistakes(compared),
+            self._conditioning(),
         )
+
+    def _conditioning(self) -> dict[str, float]:
+        sides = [side for (_, dtype), side in self.sides.items() if dtype == "float64"]
+        return {
+            dtype: max(
+                side.report(side.nearby(dtype), self.full[side.framework, "float64"], ("nearby", "at")).most
+                for side in sides
+            )
+            for dtype in self.plan.dtypes
+            if dtype != "float64" and sides
+        }
 
     def _compared(self, dtype: str) -> Iterator[Compared]:
         for name in self.frameworks:
@@ -198,10 +217,11 @@ class _Run:
             report = side.report(found, full, ("accumulated", "full batch"))
             yield Compared("accumulation", f"{side.label} vs full batch", side.dtype, n, report, side.label)
         for count in self.plan.ranks:
-            merged = self._done(partial(over_replicas, self.choice, side, min(self.most, side.rows(count)[-1]), count))
+            n = min(self.most, side.rows(count)[-1])
+            merged = self._done(partial(over_replicas, self.choice, side, n, count))
             report = side.report(merged.accumulated, merged.full, (f"{count} replicas", "full batch"))
             what = f"{side.label}, {count} replicas"
-            yield Compared("accumulation", what, side.dtype, self.most, report, side.label, replicas=count)
+            yield Compared("accumulation", what, side.dtype, n, report, side.label, replicas=count)
 
     def _of_both(self, dtype: str) -> Iterator[Compared]:
         full, micro = ([found[name, dtype] for name in ("torch", "jax")] for found in (self.full, self.micro))

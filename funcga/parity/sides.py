@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from threading import Lock
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -28,6 +29,8 @@ from funcga.verifying import verify
 
 FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 """The frameworks, as they are imported and as they are written."""
+
+_LOCKS = {framework: Lock() for framework in FRAMEWORKS}
 
 
 class Result(NamedTuple):
@@ -58,19 +61,40 @@ class Side:
         """The loss and gradients of the whole batch, or its first rows, divided by hand: no fold has a part in it."""
         with self.running():
             rows = rows or self.arguments.rows()
-            args = self.arguments.cut(0, rows, [])
-            return self.result(self.compiled(*args), divisor(self.problem, float(self.weight(args, rows))))
+            return self._full(self.arguments.cut(0, rows, []), rows)
+
+    def nearby(self, dtype: str) -> Result:
+        """`full` at arguments of which every float is moved by up to half an epsilon of a dtype, as rounding would."""
+        random = np.random.default_rng(0)
+
+        def moved(leaf: Any) -> Any:
+            if not hasattr(leaf, "dtype") or not is_float(leaf.dtype):
+                return leaf
+            return leaf * (1 + tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)).astype(leaf.dtype)
+
+        with self.running():
+            leaves, structure = self.backend.trees.flatten(interop.to_numpy(self.args))
+            args = self.placed(self.backend.trees.unflatten(structure, [moved(leaf) for leaf in leaves]))
+            return self._full(args, self.arguments.rows())
+
+    def _full(self, args: tuple[Any, ...], rows: int) -> Result:
+        divisor = divisor_of(self.problem, float(self.weight(args, rows)))
+        with self.lock:
+            work = self.own.prepared(self.compiled, args)
+        return self.result(work(), divisor)
 
     def accumulated(self, n: int) -> Result:
         """The loss and gradients, accumulated over n micro-batches."""
         with self.running():
             problem = self.problem
             step = accumulate(self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes)
-            return self.result(step(*self.args))
+            with self.lock:
+                work = self.own.prepared(step, self.args)
+            return self.result(work())
 
     def micro_batches(self, n: int) -> list[Result]:
         """What grad_fn itself returns for each of n micro-batches: nothing is folded, or divided."""
-        with self.running():
+        with self.running(), self.lock:
             return [self.result(self.compiled(*args)) for args in self._parts(n)]
 
     def weights(self, n: int) -> list[float]:
@@ -97,7 +121,8 @@ class Side:
             self.backend.arrays.kind,
             [max(leaf.shape, default=1) for leaf in self.named(self.args[0]).values()],
         )
-        tokens = [math.prod(leaf.shape) for leaf, _ in self.arguments if kind(leaf.dtype) == "int"]
+        arrays = [leaf for leaf, _ in self.arguments if self.backend.arrays.is_array(leaf)]
+        tokens = [math.prod(leaf.shape) for leaf in arrays if kind(leaf.dtype) == "int"]
         return int(max([self.arguments.rows(), *tokens]) + max(axes, default=0))
 
     @cached_property
@@ -108,6 +133,11 @@ class Side:
     def _parts(self, n: int) -> list[tuple[Any, ...]]:
         rows = groups(self.arguments.rows(), n, None)
         return [self.arguments.cut(start, size, []) for start, size in starts(rows)]
+
+    @property
+    def lock(self) -> Lock:
+        """What is held while this framework runs Python code of the user's, which need not be safe in two threads."""
+        return _LOCKS[self.framework]
 
     @property
     def label(self) -> str:
@@ -205,15 +235,15 @@ class Side:
     ) -> Report:
         """The Report of the leaves of two trees, in the order of the left one.
 
-        A leaf that is a sum of what cancels may be apart by the rounding of what it is a sum of, for which the largest
-        leaf stands.
+        A leaf that is a sum of what cancels may be apart by 4 epsilons of what it is a sum of, for which the largest leaf
+        stands.
         """
         largest = max((float(np.abs(leaf).max(initial=0)) for leaf in right.values()), default=0.0)
         report = compare(
             left,
             right,
             rtol=self.limit(names, reduction),
-            atol=tolerances.limit(self.dtype, 1) * largest if np.isfinite(largest) else 0.0,
+            atol=4 * tolerances.epsilon(self.dtype) * largest if np.isfinite(largest) else 0.0,
             rules=rules,
             names=names,
             check_dtype=check_dtype,
@@ -260,14 +290,17 @@ def _as_dtype(leaf: Any, dtype: str) -> Any:
 
 def numpy_dtype(dtype: str) -> Any:
     """NumPy's dtype of this name, also of those that it has by extension."""
-    import ml_dtypes
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        import ml_dtypes
 
-    return np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+        return np.dtype(getattr(ml_dtypes, dtype))
 
 
 def is_float(dtype: Any) -> bool:
     """Whether it is a float, also one that NumPy has by extension."""
-    return dtype.kind == "f" or dtype.name in ("bfloat16",) or dtype.name.startswith("float8")
+    return tolerances.epsilon(dtype.name) > 0 and dtype.kind != "c"
 
 
 def _check_finite(given: dict[str, Any], backend: Backend) -> None:
@@ -285,18 +318,23 @@ def _check_finite(given: dict[str, Any], backend: Backend) -> None:
                     )
 
 
-def divisor(problem: Problem, weight: float) -> float:
+def divisor_of(problem: Problem, weight: float) -> float:
     """What the gradient of the whole batch is divided by: its weight for a sum that is normalised, else 1.
 
-    Raises FuncgaError for a fold that has no such number.
+    A sum over nothing is 0 and stays so. Raises FuncgaError for a fold that has no such number.
     """
-    fold = problem.fold
-    if not isinstance(fold, Fold) or fold.name not in _DIVISORS:
+    return (weight or 1) if named(problem.fold) == "per_weight()" else 1
+
+
+def named(fold: Any) -> str:
+    """A stock fold as it is written. Raises FuncgaError for another one."""
+    name = _NAMES.get(fold.name) if isinstance(fold, Fold) else None
+    if name is None:
         raise FuncgaError(
             f"fold is {fold!r}, and parity knows what the whole batch's gradient is for mean(), per_weight() and "
             f"sum(). Compare with one of them."
         )
-    return weight if _DIVISORS[fold.name] else 1
+    return name
 
 
-_DIVISORS = {"weighted, by_weight": False, "sum, by_weight": True, "sum, identity": False}
+_NAMES = {"weighted, by_weight": "mean()", "sum, by_weight": "per_weight()", "sum, identity": "sum()"}

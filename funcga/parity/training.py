@@ -77,9 +77,10 @@ class _Run:
 
     def _micro_batch(self, start: int, size: int) -> Any:
         _, *batch = self.side.arguments.cut(start, size, [])
-        loss, grads = self.side.compiled(self.params, *batch)
         weight = self.side.weight((self.params, *batch), size)
-        self.params, self.state = self.step(grads, self.state, self.params, weight)
+        with self.side.lock:
+            loss, grads = self.side.compiled(self.params, *batch)
+            self.params, self.state = self.step(grads, self.state, self.params, weight)
         return loss
 
     def _step(self, grads: Any, state: Any, params: Any, weight: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from funcga.comparison.rows import Row
 from funcga.parity.run import Compared, Findings
-from funcga.parity.sides import FRAMEWORKS
+from funcga.parity.sides import named
 from funcga.parity.training import Trajectory
 
 
@@ -20,16 +20,17 @@ class Verdict(NamedTuple):
 def verdict(findings: Findings) -> Verdict:
     """The Verdict. The first sentence is on the first cause that is found: what comes after may be its consequence."""
     causes = [*_fold(findings), *_accumulation(findings), *_model(findings), *_rounding(findings), *_training(findings)]
-    return Verdict(False, causes) if causes else Verdict(True, [_agreement(findings)])
+    return Verdict(findings.ok, [_agreement(findings)] if findings.ok else causes)
 
 
 def _fold(findings: Findings) -> Iterator[str]:
-    for compared in findings.of("fold"):
-        if not compared.ok:
-            yield (
-                f"The fold itself is wrong: {compared.what} ({compared.dtype}) differ by {_worst(compared)}. "
-                f"This would be a bug of funcga; the gradients that it was given are the same."
-            )
+    wrong = _unexplained(findings, "fold")
+    if wrong:
+        worst = _most(wrong)
+        yield (
+            f"The fold itself is wrong: {worst.what} ({worst.dtype}) differ by {_worst(worst)}. "
+            f"This would be a bug of funcga; the gradients that it was given are the same."
+        )
 
 
 def _accumulation(findings: Findings) -> Iterator[str]:
@@ -38,28 +39,25 @@ def _accumulation(findings: Findings) -> Iterator[str]:
     if not wrong:
         return
     worst = _most(wrong)
-    both = len(sides) == sum(getattr(findings.problem, f"{name}_loss") is not None for name in FRAMEWORKS)
+    both = len(sides) == len(findings.problem.frameworks)
     where = "this loss" if both else f"the loss of {sides[0]}"
     yield (
-        f"Accumulation is not exact for {where} with {_named(findings)}: over n = {worst.n} micro-batches "
+        f"Accumulation is not exact for {where} with {named(findings.problem.fold)}: over n = {worst.n} micro-batches "
         f"({worst.dtype}) it differs from the full batch by {_worst(worst)}."
     )
     for cause in {cause.name: cause for _, cause in findings.mistakes}.values():  # mostly the same in both frameworks
         yield f"{cause.what} To mend it: {cause.fix}"
 
 
-def _named(findings: Findings) -> str:
-    """The fold as it is written."""
-    name = getattr(findings.problem.fold, "name", "")
-    return {"weighted, by_weight": "mean()", "sum, by_weight": "per_weight()", "sum, identity": "sum()"}.get(name, name)
-
-
 def _model(findings: Findings) -> Iterator[str]:
-    precise = [compared for compared in findings.of("model") if compared.dtype == findings.finest]
-    wrong = [compared for compared in precise if not compared.ok]
+    wrong = _unexplained(findings, "model")
     if not wrong:
         return
-    yield f"The models differ, in {findings.finest}: {_where(precise)}. {_how(wrong)}"
+    finest = wrong[-1].dtype  # in the order of the run, which ends with float64
+    wrong = [compared for compared in wrong if compared.dtype == finest]
+    where = _where([compared for compared in findings.of("model") if compared.dtype == finest])
+    text = f"The models differ, in {finest}: {where}. {_how(wrong)}"
+    yield text if finest == findings.finest else f"{text} In {findings.finest} they agree, so it is no mere rounding."
 
 
 def _where(compared: list[Compared]) -> str:
@@ -117,7 +115,7 @@ def _rounding(findings: Findings) -> Iterator[str]:
         worst = _most(wrong)
         yield (
             f"{worst.what} ({worst.dtype}) differs by {_worst(worst)}, which is more than rounding explains in sums of "
-            f"{findings.reduction} terms, and more than in the other framework: something in this loss computes in "
+            f"{findings.reduction} terms, and more than rounded arguments would do: something in this loss computes in "
             f"less than {worst.dtype}."
         )
 
@@ -156,7 +154,7 @@ def _agreement(findings: Findings) -> str:
         text += "; what is left in less precision is rounding"
     large = [c for c in findings.of("rounding") if not c.ok]
     if large:
-        text += f", which this loss makes large: {_worst(_most(large))}, in both frameworks alike"
+        text += f", which this loss makes large: {_worst(_most(large))}, as it does that of its arguments"
     grown = [t for t in findings.trajectories if not t.ok]
     if grown:
         text += (
