@@ -25,14 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         options = _parser().parse_args(arguments)
-        return int(options.run(options))
-    except SystemExit as stop:  # argparse, after --help
-        return int(stop.code or 0)
-    except Exception as error:
+    except SystemExit:  # argparse, after --help
+        return 0
+    except FuncgaError as error:
         return _refused(error, debug="--debug" in arguments)
+    try:
+        return int(options.run(options))
+    except (Exception, SystemExit) as error:  # a user's code may leave as well
+        return _refused(error, options.debug)
 
 
-def _refused(error: Exception, debug: bool) -> int:
+def _refused(error: BaseException, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     if isinstance(error, FuncgaError):
@@ -79,9 +82,9 @@ def _add_parity(commands: Any) -> None:
     )
     parity.add_argument(
         "--dtype", type=_dtypes, default="float32,float64",
-        help="of float64, float32, bfloat16, float16; with float64 the others are compared (default: float32,float64)",
+        help="of float64, float32, bfloat16 and float16, which are compared with float64 (default: float32,float64)",
     )  # fmt: skip
-    parity.add_argument("--device", default=None, help="where both compute: cpu, cuda, cuda:1 (default: cpu)")
+    parity.add_argument("--device", default="cpu", help="where both compute: cpu, cuda, cuda:1 (default: cpu)")
     parity.add_argument(
         "--ranks", type=_counts, default=(),
         help="also over these numbers of replicas, such as 2 or 2,4: processes in torch, devices in JAX",
@@ -90,7 +93,7 @@ def _add_parity(commands: Any) -> None:
     parity.add_argument("--seed", type=_whole, default="0", help="of the problem, if it takes one (default: 0)")
     parity.add_argument("--json", type=_file, metavar="FILE", help="write everything that was found to FILE")
     parity.add_argument("--html", type=_file, metavar="FILE", help="write the report with its pictures as a page")
-    parity.add_argument("--plot", type=_file, metavar="FILE", help="write the pictures: .png, .svg or .pdf")
+    parity.add_argument("--plot", type=_picture, metavar="FILE", help="write the pictures: .png, .svg or .pdf")
     parity.set_defaults(run=_parity)
 
 
@@ -104,7 +107,7 @@ def _add_verify(commands: Any) -> None:
         "all of them: its losses are verified in both frameworks.",
     )
     verify.add_argument("grad_fn", metavar="FILE.py:grad_fn", help="a gradient function, or a funcga.Problem")
-    verify.add_argument("--args", default="args", metavar="NAME", help="of its arguments in the file (default: args)")
+    verify.add_argument("--args", default=None, metavar="NAME", help="of its arguments in the file (default: args)")
     verify.add_argument("--n", type=_counts, default=None, help="numbers of micro-batches (default: several)")
     verify.add_argument("--fold", choices=FOLDS, default=None, help="default: `fold` in the file, or mean")
     verify.add_argument("--weight", default=None, metavar="NAME", help="default: `weight` in the file, or rows")
@@ -124,6 +127,8 @@ def _dtypes(text: str) -> list[str]:
     names = [part.strip() for part in text.split(",")]
     if not {*DTYPES}.issuperset(names):
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DTYPES)}, and no list of them")
+    if {"bfloat16", "float16"} & {*names}:
+        names.append("float64")  # they tell little by themselves
     return [name for name in reversed(DTYPES) if name in names]
 
 
@@ -138,6 +143,12 @@ def _file(text: str) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is no file in a folder that exists")
     return path
+
+
+def _picture(text: str) -> Path:
+    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no picture: write FILE.png, FILE.svg or FILE.pdf")
+    return _file(text)
 
 
 def _check_installed(*modules: str) -> None:
@@ -156,7 +167,7 @@ _PACKAGES = {"sklearn": "scikit-learn"}
 def _is_found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:
+    except (ImportError, ValueError):  # ValueError: it is None in sys.modules
         return False
 
 

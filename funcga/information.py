@@ -25,7 +25,7 @@ def _version(package: str) -> str | None:
 
 def versions() -> dict[str, str]:
     """The versions of what the figures of a report depend on, by name."""
-    names = ("torch", "jax", "numpy")
+    names = ("torch", "jax", "jaxlib", "optax", "numpy")
     own = {"python": platform.python_version(), "funcga": __version__}
     return own | {name: found for name in names if (found := _version(name))}
 

@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import sys
 import traceback
+from inspect import ismodule
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ def load_object(where: str, default: str) -> Loaded:
 
 def _there(module: ModuleType, name: str, path: Path) -> str:
     """What the file has instead."""
-    names = [each for each in vars(module) if not each.startswith("_")]
+    names = [each for each, value in vars(module).items() if not each.startswith("_") and not ismodule(value)]
     close = difflib.get_close_matches(name, names, n=3) or names[-6:]
     return f"It has {', '.join(close)}: write {path}:{close[0]}." if close else "It defines nothing."
 

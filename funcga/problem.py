@@ -13,7 +13,7 @@ class Problem:
 
     params: a tree of float arrays: NumPy's, torch's or JAX's. batch: the arguments after params, a tuple of trees of
     arrays, split into micro-batches as `in_axes` says (default: each on axis 0). Floats of both are cast to every
-    dtype of the run; integers and bools stay as they are.
+    dtype of the run; integers are int64 in torch and, where they fit, int32 in JAX.
     torch_loss, jax_loss: `loss(params, *batch)` -> a real scalar in the dtype of its params; either may be None, and
     then the other one is compared with itself alone. JAX's is jitted.
     fold, weight: as of `accumulate`; weight has to be one function for both frameworks. For averages over tokens

@@ -18,14 +18,14 @@ def page(every: Sequence[Findings]) -> str:
     Raises FuncgaError where jinja2 or matplotlib is not installed.
     """
     try:
-        from jinja2 import Environment
+        from jinja2 import Environment, StrictUndefined
 
         from funcga.parity.pictures import picture
     except ImportError as error:
         raise FuncgaError(f"--html needs {error.name}, which is not installed: pip install 'funcga[parity]'") from error
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        files("funcga.parity").joinpath("page.html").read_text(encoding="utf-8")
-    )
+    template = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    ).from_string(files("funcga.parity").joinpath("page.html").read_text(encoding="utf-8"))
     problems = [
         {
             "findings": findings,
@@ -48,7 +48,10 @@ def page(every: Sequence[Findings]) -> str:
 
 def _svg(figure: Any) -> str:
     """The figure as an element of a page."""
+    import matplotlib
+
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text that can be searched
+        figure.savefig(text, format="svg", metadata={"Date": None})
     made = text.getvalue()
     return made[made.index("<svg") :]

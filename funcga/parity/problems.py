@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -141,6 +140,8 @@ def _digits(rows: int | None = None) -> tuple[Any, Any]:
 
 
 def _paragraphs(random: np.random.Generator) -> list[bytes]:
+    from pydoc_data.topics import topics  # which a slim Python may not have
+
     every = [part.strip().encode() for name in sorted(topics) for part in topics[name].split("\n\n")]
     short = [part for part in every if 2 <= len(part) <= _LENGTH]
     chosen = random.choice(len(short), _ROWS, replace=False)

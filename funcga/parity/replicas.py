@@ -16,6 +16,7 @@ import numpy as np
 
 from funcga.accumulation import accumulate
 from funcga.errors import FuncgaError
+from funcga.loading import blamed
 from funcga.parity.choice import Choice, chosen
 from funcga.parity.sides import Result, Side
 
@@ -51,7 +52,7 @@ def _launcher(framework: str, count: int) -> list[str]:
 
 
 def _reason(text: str) -> str:
-    own = [line for line in text.splitlines() if line.startswith("funcga: ")]
+    own = [line[line.index("funcga: ") :] for line in text.splitlines() if "funcga: " in line]
     return (own or text.strip().splitlines() or ["nothing was written"])[-1].removeprefix("funcga: ")
 
 
@@ -95,8 +96,8 @@ def main() -> None:
         problem = chosen(Choice(options.where, int(options.seed), options.name))
         side = Side(problem, options.framework, options.dtype, options.device or None)
         merged = _work(side, int(options.n), int(options.count))
-    except FuncgaError as error:
-        sys.exit(f"funcga: {error}")
+    except Exception as error:
+        sys.exit(f"funcga: {error if isinstance(error, FuncgaError) else blamed(error)}")
     if merged is not None:
         _write(Path(options.file), merged)
 

@@ -51,7 +51,7 @@ def _where(compared: Compared) -> str:
     path = compared.report.worst.path if compared.report.worst else ""
     if compared.micro_batch is not None:
         return f"{path}, micro-batch {compared.micro_batch + 1}"
-    return f"{path}, n = {compared.n}" if compared.cause == "accumulation" else path
+    return f"{path}, n={compared.n}" if compared.cause == "accumulation" else path
 
 
 def _of_training(findings: Findings) -> list[Line]:
@@ -100,7 +100,7 @@ def table(findings: Findings) -> Table:
     made = Table(title=Text(title(findings), style="bold"), title_justify="left", box=SIMPLE_HEAD, show_edge=False)
     made.pad_edge = False
     for heading in ("cause", "what is compared", *findings.dtypes, "worst at", ""):
-        made.add_column(heading, no_wrap=heading in ("cause", *findings.dtypes))
+        made.add_column(heading, no_wrap=heading in ("cause", *findings.dtypes), overflow="fold")
     last = ""
     for line in lines(findings):
         style = {"within": "green", "rounding": "yellow"}.get(line.status, "bold red")
@@ -136,11 +136,16 @@ def sentences(findings: Findings) -> Text:
 def conclusion(every: Sequence[Findings]) -> Text:
     """The last line: whether all problems are the same."""
     wrong = [findings.problem.name for findings in every if not findings.ok]
-    count = sum(len(c.report.rows) for f in every for c in f.compared)
-    count += sum(len(report.rows) for f in every for t in f.trajectories for report in t.reports)
     if wrong:
         return Text(f"Verdict: DIFFERENT: {', '.join(wrong)}.", "bold red")
-    return Text(f"Verdict: the same. All {count:,} differences of a leaf are within their limits.", "bold green")
+    reports = [c.report for f in every for c in f.compared]
+    reports += [report for f in every for t in f.trajectories for report in t.reports]
+    within = [row.ok for report in reports for row in report.rows]
+    if all(within):
+        text = f"All {len(within):,} differences of a leaf are within their limits."
+    else:
+        text = f"{sum(within):,} of {len(within):,} differences of a leaf are within their limits, the others rounding."
+    return Text(f"Verdict: the same. {text}", "bold green")
 
 
 def as_json(every: Sequence[Findings]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from funcga.backend import load
 from funcga.comparing import compare
 from funcga.comparison.report import Report
 from funcga.parity import folding
@@ -15,7 +16,7 @@ from funcga.parity.replicas import over_replicas
 from funcga.parity.sides import Result, Side
 from funcga.parity.training import Trajectory, train
 from funcga.problem import Problem
-from funcga.verification.verdict import Cause
+from funcga.verification.verdict import Verdict
 
 CAUSES = {
     "accumulation": "is the gradient of a framework, accumulated over n micro-batches, that of its own full batch?",
@@ -49,18 +50,12 @@ class Compared(NamedTuple):
         return self.report.ok
 
 
-class Finding(NamedTuple):
-    """What `verify` says of the loss of a framework, where accumulation is not exact."""
-
-    framework: str
-    cause: Cause
-
-
 class Findings(NamedTuple):
     """What the run of a problem found.
 
     dtypes: in which it ran. reduction: the terms of a sum, for the limits. rows, weights: of each micro-batch of the
-    largest n. losses: of the full batch, by dtype and framework. mistakes: where accumulation is not exact.
+    largest n. losses: of the full batch, by dtype and framework. verified: what `verify`
+    says of the framework, where accumulation is not exact.
     conditioning: how far the gradient in float64 moves if the arguments are rounded to each lesser dtype.
     """
 
@@ -72,7 +67,7 @@ class Findings(NamedTuple):
     losses: dict[str, dict[str, float]]
     compared: list[Compared]
     trajectories: list[Trajectory]
-    mistakes: list[Finding]
+    verified: dict[str, Verdict]
     conditioning: dict[str, float]
 
     def of(self, cause: str) -> list[Compared]:
@@ -143,6 +138,8 @@ class _Run:
     def __init__(self, problem: Problem, plan: Plan, choice: Choice):
         self.problem, self.plan, self.choice = problem, plan, choice
         self.frameworks = problem.frameworks
+        for name in self.frameworks:
+            load(name)  # before there are threads
         self.sides = {
             (name, dtype): Side(problem, name, dtype, plan.device) for dtype in plan.dtypes for name in self.frameworks
         }
@@ -186,7 +183,7 @@ class _Run:
             losses,
             compared,
             self._trained(),
-            self._mistakes(compared),
+            self._verified(compared),
             self._conditioning(),
         )
 
@@ -254,20 +251,22 @@ class _Run:
             return []
         work = {
             (dtype, optimizer): partial(
-                train, self.sides["torch", dtype], self.sides["jax", dtype], optimizer, self.most, self.plan.updates
+                train,
+                self.sides["torch", dtype],
+                self.sides["jax", dtype],
+                optimizer,
+                self.most,
+                self.plan.updates,
+                (self.full["torch", dtype].gradient, self.full["jax", dtype].gradient),
             )
             for dtype in self.plan.dtypes
             for optimizer in self.problem.optimizers
         }
         return list(self._all(work).values())
 
-    def _mistakes(self, compared: list[Compared]) -> list[Finding]:
+    def _verified(self, compared: list[Compared]) -> dict[str, Verdict]:
         dtype = self.plan.dtypes[-1]
         wrong = [c for c in compared if c.cause == "accumulation" and c.dtype == dtype and not c.ok]
         labels = {c.framework for c in wrong}
-        found = []
-        for name in self.frameworks:
-            side = self.sides[name, dtype]
-            if side.label in labels and self.full[name, dtype].is_finite:
-                found += [Finding(side.label, cause) for cause in side.verified(max(self.most, 2)).causes]
-        return found
+        sides = [self.sides[name, dtype] for name in self.frameworks if self.full[name, dtype].is_finite]
+        return {side.label: side.verified(max(self.most, 2)) for side in sides if side.label in labels}

@@ -17,7 +17,7 @@ from funcga.arguments import Arguments, groups, read_arguments, starts
 from funcga.backend import Backend, load, load_imported
 from funcga.comparing import compare
 from funcga.comparison import tolerances
-from funcga.comparison.report import Report, row
+from funcga.comparison.report import Report, Row, row
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.gradients import value_and_grad
@@ -185,7 +185,7 @@ class Side:
         """The params and the batch in this framework and dtype."""
         problem = self.problem
         with self.running():
-            params, *batch = (as_dtype(tree, self.dtype, self.backend) for tree in (problem.params, *problem.batch))
+            params, *batch = (as_dtype(tree, self.dtype, self) for tree in (problem.params, *problem.batch))
             _check_finite({"params": params, "batch": tuple(batch)}, self.backend)
             if self.framework == "jax" and problem.jax_params is not None:
                 params = match(params, problem.jax_params, rules=problem.rules)
@@ -235,8 +235,8 @@ class Side:
     ) -> Report:
         """The Report of the leaves of two trees, in the order of the left one.
 
-        A leaf that is a sum of what cancels may be apart by 4 epsilons of what it is a sum of, for which the largest leaf
-        stands.
+        A leaf that is a sum of what cancels may be apart by 4 epsilons of what it is a sum of, for which the largest
+        leaf stands; if it is 0 but for that, its difference is said relative to the largest leaf.
         """
         largest = max((float(np.abs(leaf).max(initial=0)) for leaf in right.values()), default=0.0)
         report = compare(
@@ -249,7 +249,8 @@ class Side:
             check_dtype=check_dtype,
         )
         places = {path: place for place, path in enumerate(left)}
-        return replace(report, rows=tuple(sorted(report.rows, key=lambda r: places.get(r.left_path, len(places)))))
+        rows = sorted(report.rows, key=lambda r: places.get(r.left_path, len(places)))
+        return replace(report, rows=tuple(_by_largest(row, largest, report.atol) for row in rows))
 
     def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
         """What `verify` says of the loss and the fold."""
@@ -268,11 +269,11 @@ class Side:
         return Result(divided.pop(""), divided)
 
 
-def as_dtype(tree: Any, dtype: str, backend: Backend) -> Any:
-    """The tree in NumPy arrays, its floats in a dtype. backend: what walks it if its arrays are NumPy's already."""
-    trees = (_owner(tree) or backend).trees
+def as_dtype(tree: Any, dtype: str, side: Side) -> Any:
+    """The tree in NumPy arrays, its floats in a dtype, its integers in the usual ones of a side's framework."""
+    trees = (_owner(tree) or side.backend).trees
     leaves, structure = trees.flatten(tree)
-    return trees.unflatten(structure, [_as_dtype(leaf, dtype) for leaf in leaves])
+    return trees.unflatten(structure, [_as_dtype(leaf, dtype, side.framework) for leaf in leaves])
 
 
 def _owner(tree: Any) -> Backend | None:
@@ -281,11 +282,16 @@ def _owner(tree: Any) -> Backend | None:
     return next(owners, None)
 
 
-def _as_dtype(leaf: Any, dtype: str) -> Any:
+def _as_dtype(leaf: Any, dtype: str, framework: str) -> Any:
     if not hasattr(leaf, "dtype"):
         return leaf
     array = interop.to_numpy(leaf)
-    return array.astype(numpy_dtype(dtype)) if is_float(array.dtype) else array
+    if is_float(array.dtype):
+        return array.astype(numpy_dtype(dtype))
+    if framework == "torch" and array.dtype == np.int32:
+        return array.astype(np.int64)  # as its losses and indices want them
+    fits = array.dtype == np.int64 and (abs(array) < 2**31).all()
+    return array.astype(np.int32) if framework == "jax" and fits else array
 
 
 def numpy_dtype(dtype: str) -> Any:
@@ -303,6 +309,13 @@ def is_float(dtype: Any) -> bool:
     return tolerances.epsilon(dtype.name) > 0 and dtype.kind != "c"
 
 
+def _by_largest(row: Row, largest: float, atol: float) -> Row:
+    """The row of a leaf that is 0 but for rounding with its difference relative to the largest leaf."""
+    if not row.largest <= atol < math.inf or row.status not in ("within", "beyond"):
+        return row
+    return replace(row, relative=row.absolute / largest if largest else 0.0, limit=atol / largest if largest else 0.0)
+
+
 def _check_finite(given: dict[str, Any], backend: Backend) -> None:
     """Raises FuncgaError, which says where, for NaN and infinities in the params or the batch."""
     for name, tree in given.items():
@@ -312,7 +325,7 @@ def _check_finite(given: dict[str, Any], backend: Backend) -> None:
                 if not finite.all():
                     first = tuple(map(int, np.argwhere(~finite)[0]))
                     raise FuncgaError(
-                        f"`{path}` is {leaf.dtype}{list(leaf.shape)}, of which {int((~finite).sum())} numbers are not "
+                        f"`{path}` is {leaf.dtype}{list(leaf.shape)}, of which {int((~finite).sum())} are not "
                         f"finite; the first is {leaf[first]} at {list(first)}. What is computed of them would be NaN "
                         f"in both frameworks: leave these rows out, or mask them with finite numbers."
                     )

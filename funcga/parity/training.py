@@ -2,8 +2,11 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from funcga.arguments import groups, starts
 from funcga.comparison.report import Report
+from funcga.comparison.tolerances import epsilon
 from funcga.parity.sides import Side
 from funcga.stepping import multi_steps
 
@@ -14,8 +17,9 @@ _WINDOW = 4  # the micro-batches of one update, at most
 class Trajectory(NamedTuple):
     """One optimizer in one dtype: its losses, and how far the parameters of two runs are apart after every update.
 
-    n: the micro-batches of an update. losses: of the left run, the mean over the micro-batches of every update.
-    reports: of the parameters after every update.
+    n: the micro-batches of an update, 4 at most. losses: of the left run, the mean over the micro-batches of every
+    update. reports: of the parameters after every update. aside: the parameters that are left out, as their gradient is
+    0 but for rounding, which Adam divides by itself.
     """
 
     optimizer: str
@@ -23,6 +27,7 @@ class Trajectory(NamedTuple):
     n: int
     losses: list[float]
     reports: list[Report]
+    aside: tuple[str, ...] = ()
 
     @property
     def parts(self) -> int | None:
@@ -40,17 +45,31 @@ class Trajectory(NamedTuple):
         return self.parts is None
 
 
-def train(left: Side, right: Side, optimizer: str, n: int, updates: int) -> Trajectory:
-    """The Trajectory of two sides on n micro-batches, a few for each update, in turn."""
+def train(left: Side, right: Side, optimizer: str, n: int, updates: int, gradients: tuple[Any, Any]) -> Trajectory:
+    """The Trajectory of two sides on n micro-batches, a few for each update, in turn.
+
+    gradients: of the full batch, those of each side by path.
+    """
+    aside = [_zeros(found, left.dtype) if "adam" in optimizer else () for found in gradients]
     runs = [_Run(side, optimizer, n) for side in (left, right)]
     names, rules = (left.label, right.label), left.problem.rules
     losses, reports = [], []
     for update in range(updates):
         (loss, params), (_, others) = (run.update(update) for run in runs)
+        params, others = (
+            {path: leaf for path, leaf in found.items() if path not in out}
+            for found, out in zip((params, others), aside, strict=True)
+        )
         losses.append(loss)
         # Every update adds the rounding of its gradient.
         reports.append(left.compared(params, others, names, left.reduction * (update + 1), rules))
-    return Trajectory(optimizer, left.dtype, runs[0].n, losses, reports)
+    return Trajectory(optimizer, left.dtype, runs[0].n, losses, reports, tuple(aside[0]))
+
+
+def _zeros(gradient: dict[str, Any], dtype: str) -> list[str]:
+    """The paths of the leaves that are 0 but for rounding."""
+    sizes = {path: float(np.abs(leaf).max(initial=0)) for path, leaf in gradient.items()}
+    return [path for path, size in sizes.items() if size <= 4 * epsilon(dtype) * max(sizes.values())]
 
 
 class _Run:

@@ -10,7 +10,7 @@ from rich.console import Console
 from funcga import folds
 from funcga.errors import FuncgaError
 from funcga.loading import Loaded, load_object
-from funcga.parity.sides import FRAMEWORKS, Side
+from funcga.parity.sides import Side
 from funcga.problem import Problem
 from funcga.verification.verdict import Verdict
 from funcga.verifying import verify
@@ -20,7 +20,7 @@ class Options(NamedTuple):
     """What the command line says. args, weight: names in the file; fold: of a stock one; None: as the file has it."""
 
     where: str
-    args: str
+    args: str | None
     n: Sequence[int] | None
     fold: str | None
     weight: str | None
@@ -44,8 +44,14 @@ def verify_file(options: Options) -> int:
 
 def _of_problem(problem: Problem, options: Options) -> dict[str, Verdict]:
     """A Verdict for each framework that the problem has a loss for."""
-    names = [name for name in FRAMEWORKS if getattr(problem, f"{name}_loss") is not None]
-    return {FRAMEWORKS[name]: Side(problem, name, "float64").verified(options.n, options.seed) for name in names}
+    given = [f"--{name}" for name in ("args", "fold", "weight") if getattr(options, name) is not None]
+    if given:
+        raise FuncgaError(
+            f"{given[0]} is for a gradient function, and {options.where} is a funcga.Problem, which has its own: leave "
+            f"it out."
+        )
+    sides = [Side(problem, name, "float64") for name in problem.frameworks]
+    return {side.label: side.verified(options.n, options.seed) for side in sides}
 
 
 def _of_function(loaded: Loaded, options: Options) -> dict[str, Verdict]:
@@ -55,9 +61,11 @@ def _of_function(loaded: Loaded, options: Options) -> dict[str, Verdict]:
             f"{options.where} is of type {type(loaded.value).__name__}. Give a gradient function, such as "
             f"grad_fn = funcga.value_and_grad(loss_fn), or a funcga.Problem."
         )
-    args = _named(loaded, options.args)
+    args = _named(loaded, options.args or "args")
     if not isinstance(args, tuple | list):
-        raise FuncgaError(f"`{options.args}` is of type {type(args).__name__}; it has to be a tuple: (params, batch).")
+        raise FuncgaError(
+            f"`{options.args or 'args'}` is of type {type(args).__name__}; it has to be a tuple: (params, batch)."
+        )
     given: dict[str, Any] = {
         name: getattr(loaded.module, name) for name in ("fold", "weight", "in_axes") if hasattr(loaded.module, name)
     }
