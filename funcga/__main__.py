@@ -1,7 +1,6 @@
 """The command line: `python -m funcga parity`, `verify` and `info`."""
 
 import argparse
-import importlib.util
 import sys
 import traceback
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from funcga.errors import FuncgaError
+from funcga.information import check_installed
 from funcga.loading import blamed
 
 PROBLEMS = ("digits", "cnn", "text", "batchnorm", "mixed")
@@ -151,40 +151,20 @@ def _picture(text: str) -> Path:
     return _file(text)
 
 
-def _check_installed(*modules: str) -> None:
-    """Raises FuncgaError that names the packages which are missing, and the extra that has them."""
-    missing = [_PACKAGES.get(module, module) for module in modules if not _is_found(module)]
-    if missing:
-        raise FuncgaError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and this command needs "
-            f"{'it' if len(missing) == 1 else 'them'}: pip install 'funcga[parity]'"
-        )
-
-
-_PACKAGES = {"sklearn": "scikit-learn"}
-
-
-def _is_found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # ValueError: it is None in sys.modules
-        return False
-
-
 def _parity(options: argparse.Namespace) -> int:
-    _check_installed("numpy", "rich")
+    check_installed("numpy", "rich")
     from funcga.parity.choice import choices
     from funcga.parity.command import Outputs, parity
     from funcga.parity.run import Plan
 
-    _check_installed(*(("matplotlib",) if options.plot else ()), *(("matplotlib", "jinja2") if options.html else ()))
+    check_installed(*(("matplotlib",) if options.plot else ()), *(("matplotlib", "jinja2") if options.html else ()))
     plan = Plan(options.dtype, sorted(options.n), options.updates, options.device, options.ranks)
     outputs = Outputs(options.json, options.html, options.plot)
     return parity(choices(options.problem, options.seed), plan, outputs)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    _check_installed("numpy", "rich")
+    check_installed("numpy", "rich")
     from funcga.verification.command import Options, verify_file
 
     o = options
@@ -192,7 +172,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
-    _check_installed("rich")
+    check_installed("rich")
     from funcga.information import show
 
     show()

@@ -1,4 +1,4 @@
-"""What is installed, in which versions, and on which devices it runs: `python -m funcga info`."""
+"""What is installed, in which versions, and on which devices it runs, as `python -m funcga info` shows it."""
 
 import importlib.metadata
 import importlib.util
@@ -6,6 +6,7 @@ import platform
 
 from funcga import __version__
 from funcga.backend import load
+from funcga.errors import FuncgaError
 
 PACKAGES = ("torch", "jax", "jaxlib", "optax", "numpy", "ml_dtypes", "rich", "matplotlib", "scikit-learn",
             "flax", "equinox", "transformers")  # fmt: skip
@@ -32,7 +33,7 @@ def versions() -> dict[str, str]:
 
 def devices() -> dict[str, list[str]]:
     """The devices of each framework that is installed, which this imports."""
-    return {name: load(name).handover.devices() for name in ("torch", "jax") if importlib.util.find_spec(name)}
+    return {name: load(name).handover.devices() for name in ("torch", "jax") if _is_found(name)}
 
 
 def show() -> None:
@@ -48,3 +49,23 @@ def show() -> None:
     for name, version in installed().items():
         made.add_row(name, version or "not installed", ", ".join(there.get(name, ())))
     Console(highlight=False).print(made)
+
+
+def check_installed(*modules: str) -> None:
+    """Raises FuncgaError that names the packages which are missing, and the extra that has them."""
+    missing = [_DISTRIBUTIONS.get(module, module) for module in modules if not _is_found(module)]
+    if missing:
+        raise FuncgaError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and this command needs "
+            f"{'it' if len(missing) == 1 else 'them'}: pip install 'funcga[parity]'"
+        )
+
+
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # ValueError: it is None in sys.modules
+        return False

@@ -22,7 +22,7 @@ TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.err
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
           "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "targets", "window",
           "transforms", "binding", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
-          "verification", "verifying", "__init__", "information", "loading", "parity", "__main__"]  # fmt: skip
+          "verification", "verifying", "__init__", "loading", "information", "parity", "__main__"]  # fmt: skip
 
 
 # Inside of these numbers are looked at, so that they import NumPy; and each is a layer as a whole.

@@ -166,7 +166,7 @@ def test_info(capsys):
         assert re.search(pattern, out), out
 
 
-@pytest.mark.parametrize("missing", ["rich", "matplotlib", "sklearn"])
+@pytest.mark.parametrize("missing", ["rich", "jinja2", "sklearn", "jax", "optax"])
 def test_a_missing_package_is_named(missing, tmp_path):
     code = (
         f"import sys; sys.modules[{missing!r}] = None; from funcga.__main__ import main; sys.exit(main(sys.argv[1:]))"

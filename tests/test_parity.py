@@ -130,6 +130,9 @@ def test_the_page_is_one_file_that_loads_nothing(digits):
     assert page.rstrip().endswith("</html>")
     assert page.count("<svg") == 1
     assert not re.search(r"""(src|href)=["'](?!#)|@import|url\((?!#)""", page)
+    figures = {html.escape(figure) for figure in re.findall(r"\S+ < \S+", digits[3])}
+    assert len(figures) > 10
+    assert all(f">{figure}</td>" in page for figure in figures)
     for text in (
         "Verdict: the same.",
         "hidden.weight",

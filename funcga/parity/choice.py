@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from funcga.errors import FuncgaError
+from funcga.information import check_installed
 from funcga.loading import load_object
 from funcga.parity.problems import PROBLEMS
 from funcga.parity.training import OPTIMIZERS
@@ -31,6 +32,7 @@ def chosen(choice: Choice) -> Problem:
     """
     where = choice.where
     if where in PROBLEMS:
+        check_installed("torch", "jax", "optax", "sklearn")
         return PROBLEMS[where](choice.seed)
     if ".py" not in where:
         raise FuncgaError(f"{where!r} is no problem: {', '.join(PROBLEMS)}, all, or one of your own, FILE.py:problem.")
@@ -43,6 +45,7 @@ def chosen(choice: Choice) -> Problem:
             f"one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...)."
         )
     problem = value if value.name else replace(value, name=name)
+    check_installed(*problem.frameworks, *(["optax"] if problem.jax_loss is not None else []))
     _check(problem)
     return problem
 

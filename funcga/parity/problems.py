@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from funcga import rules
-from funcga.errors import FuncgaError
 from funcga.folds import per_weight
 from funcga.problem import Problem
 
@@ -128,12 +127,7 @@ _EVEN = 1792
 
 
 def _digits(rows: int | None = None) -> tuple[Any, Any]:
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise FuncgaError(
-            "the built-in problems are on data of scikit-learn, which is not installed: pip install 'funcga[parity]'"
-        ) from error
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     images, labels = load_digits(return_X_y=True)
     return images[:rows] / 16, labels[:rows].astype(np.int32)
