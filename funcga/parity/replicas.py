@@ -37,13 +37,21 @@ def over_replicas(choice: Choice, side: Side, n: int, count: int) -> Merged:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.npz"
-        options = [*choice, side.framework, side.dtype, side.device or "", n, count, file]
+        options = [*choice, side.framework, side.dtype, side.device, n, count, file]
         command = [sys.executable, *_launcher(side.framework, count), "-m", __name__, *map(str, options)]
         environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(count), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, check=False, timeout=_TIMEOUT
+            )
+        except subprocess.TimeoutExpired as error:
+            raise FuncgaError(f"--ranks: {side.label} over {count} replicas took more than {_TIMEOUT} s.") from error
         if done.returncode or not file.exists():
             raise FuncgaError(f"--ranks: {side.label} over {count} replicas failed: {_reason(done.stderr)}")
         return _read(file)
+
+
+_TIMEOUT = 1800  # seconds
 
 
 def _launcher(framework: str, count: int) -> list[str]:
@@ -86,6 +94,11 @@ def _write(file: Path, merged: Merged) -> None:
     np.savez(file, **arrays)
 
 
+def _own_device(framework: str, device: str) -> str:
+    """The device of this process: on a machine with several GPUs every replica of torch has one of its own."""
+    return f"{device}:{os.environ['LOCAL_RANK']}" if (framework, device) == ("torch", "cuda") else device
+
+
 def main() -> None:
     """None; writes the Merged of a replica's side to a file, as the command line of this program says."""
     parser = argparse.ArgumentParser()
@@ -94,7 +107,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         problem = chosen(Choice(options.where, int(options.seed), options.name))
-        side = Side(problem, options.framework, options.dtype, options.device or None)
+        side = Side(problem, options.framework, options.dtype, _own_device(options.framework, options.device))
         merged = _work(side, int(options.n), int(options.count))
     except Exception as error:
         sys.exit(f"funcga: {error if isinstance(error, FuncgaError) else blamed(error)}")

@@ -55,7 +55,7 @@ class Side:
     problem: Problem
     framework: str
     dtype: str
-    device: str | None = None
+    device: str = "cpu"
 
     def full(self, rows: int | None = None) -> Result:
         """The loss and gradients of the whole batch, or its first rows, divided by hand: no fold has a part in it."""

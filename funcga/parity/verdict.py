@@ -165,8 +165,8 @@ def _aside(findings: Findings) -> Iterator[str]:
     if aside:
         names = ", ".join([*aside][:4]) + (" and others" if len(aside) > 4 else "")
         yield (
-            f"Left out of the training with Adam: {names}. The gradient there is 0 but for rounding, which Adam divides "
-            f"by itself, so that updates are noise in both frameworks."
+            f"Left out of the training with Adam: {names}. The gradient there is 0 but for rounding, which Adam "
+            f"divides by itself, so that updates are noise in both frameworks."
         )
 
 
