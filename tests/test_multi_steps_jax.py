@@ -1,6 +1,7 @@
 """`multi_steps` among optax's own: with every optimizer, inside and around every combinator, and under every transform."""
 
 from functools import cache, partial
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,9 @@ OPTIMIZERS |= {name: partial(getattr(contrib, name), 1e-2) for name in WITH_RATE
 OPTIMIZERS |= {name: getattr(contrib, name) for name in WITHOUT.split()}
 
 
+SCANNED = {"adamw", "lbfgs", "schedule_free_adamw", "dog"}  # of each kind one; it is the same step
+
+
 def bowl(params):
     return sum(jnp.sum((leaf - 1) ** 2) for leaf in jax.tree.leaves(params))
 
@@ -115,6 +119,9 @@ def descend(tx, extra=()):
         return (optax.apply_updates(params, updates), state), None
 
     carry, jitted = (PARAMS, tx.init(PARAMS)), jax.jit(step)
+    # What scan asks of a carry, without compiling it.
+    types = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+    assert types(jax.eval_shape(step, carry, GRADS[0])[0]) == types(jax.eval_shape(lambda: carry))
     for noise in GRADS:
         carry, _ = jitted(carry, noise)
     yield carry[0]
@@ -127,11 +134,11 @@ def descend(tx, extra=()):
 def test_every_optimizer_of_optax_does_what_it_does_in_optaxs_own_multisteps(name):
     extra = {"polyak_sgd": ["value"], "momo": ["value"], "momo_adam": ["value"], "lbfgs": ["value", "grad", "value_fn"]}
     extra = extra.get(name, [])
-    stepped, scanned = descend(multi_steps(OPTIMIZERS[name](), 4), extra)
+    stepped, *scanned = islice(descend(multi_steps(OPTIMIZERS[name](), 4), extra), 2 if name in SCANNED else 1)
     expected = next(descend(optaxs(OPTIMIZERS[name](), 4), extra))
     assert not same(expected, PARAMS)
     assert difference(JAX, stepped, expected) < 2e-6
-    assert difference(JAX, scanned, expected) < 2e-6
+    assert all(difference(JAX, params, expected) < 2e-6 for params in scanned)
 
 
 @standard

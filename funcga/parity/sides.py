@@ -79,9 +79,8 @@ class Side:
 
     def _full(self, args: tuple[Any, ...], rows: int) -> Result:
         divisor = divisor_of(self.problem, float(self.weight(args, rows)))
-        with self.lock:
-            work = self.own.prepared(self.compiled, args)
-        return self.result(work(), divisor)
+        with self.lock:  # the same program for `nearby`, so that it is compiled once
+            return self.result(self.compiled(*args), divisor)
 
     def accumulated(self, n: int) -> Result:
         """The loss and gradients, accumulated over n micro-batches."""
