@@ -277,6 +277,18 @@ def test_the_worst_is_what_is_furthest_from_its_limit(mixed):
     assert funcga.compare(bad, {"a": a, "b": a.astype("bfloat16")}).worst.path == "a"  # a smaller limit
 
 
+def test_atol_is_part_of_the_limit_that_is_told():
+    right = {"w": np.array([4.0]), "b": np.array([1e-9]), "zeros": np.zeros(1)}
+    left = {"w": np.array([4 + 2e-14]), "b": np.array([1.5e-9]), "zeros": np.array([2e-9])}
+    report = funcga.compare(left, right, atol=1e-8)
+    assert report.verdict.endswith("are close; the worst, `zeros`, has abs 2.0e-9, where 1.0e-8 is the limit.")
+    assert [row.allowed for row in report.rows] == pytest.approx([2.5e-9, 10, math.inf])
+    assert str(report).splitlines()[2].split()[3:6] == ["5.0e-10", "5.0e-1", "1.0e+01"]
+    del left["zeros"], right["zeros"]
+    assert funcga.compare(left, right, atol=1e-8).verdict.endswith("`b`, has rel 5.0e-1, where 1.0e+01 is the limit.")
+    assert only(left["b"], right["b"]).allowed == tolerances.limit("float64")
+
+
 def test_assert_close_shows_the_worst_leaves(mixed):
     assert funcga.compare(np.ones(2), np.ones(2)).assert_close() is None
     with pytest.raises(AssertionError) as raised:

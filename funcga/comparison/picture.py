@@ -40,7 +40,7 @@ _BAD = {"beyond": "X", "nan": "*", "inf": "P", "shape": "s", "dtype": "D", "miss
 
 def _draw_rows(axes: Any, rows: Sequence[Row]) -> None:
     """Leaves from top to bottom; what is 0 stands at the left edge, what has no size at the right one."""
-    sizes = [size for row in rows for size in (row.relative, row.limit) if 0 < size < math.inf]
+    sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]
     low, high = (min(sizes) / 10, max(sizes) * 10) if sizes else (1e-9, 1.0)
     axes.set_xscale("log")
     axes.set_xlim(low / 3, high * 3)
@@ -53,7 +53,7 @@ def _draw_rows(axes: Any, rows: Sequence[Row]) -> None:
             shown = [max(size, low) if math.isfinite(size) else high for size, _ in found]
             color = "tab:blue" if status in _FINE else "tab:red"
             axes.plot(shown, [k for _, k in found], mark, label=f"{status} ({len(found)})", color=color)
-    limits = [(row.limit, k) for k, row in enumerate(rows) if row.limit > 0]
+    limits = [(row.allowed, k) for k, row in enumerate(rows) if 0 < row.allowed < math.inf]
     if limits:
         axes.plot(*zip(*limits, strict=True), marker=4, markersize=9, color="k", linestyle="none", label="limit")
     if rows:

@@ -19,7 +19,8 @@ class Row:
     path: dotted, as the right tree spells it; left_path: as the left tree does, before a rule renamed it.
     shapes, dtypes: of the left, after a rule permuted its axes, and the right; None where a leaf is missing.
     absolute: the largest |left - right|. relative: that over the largest |right| of the leaf.
-    limit: of the relative difference: a leaf is close if absolute <= atol + limit * largest |right|.
+    limit: of the relative difference, and atol, what the absolute one may be besides: a leaf is close if
+    absolute <= atol + limit * largest |right|.
     ulps: the largest distance in units in the last place, of floats of one dtype.
     cosine: of the angle between the leaves as vectors, in float64; None if one is zero.
     index, values: where it differs most, and (left, right) there; None where nothing does.
@@ -44,6 +45,7 @@ class Row:
     infs: tuple[int, int]
     status: str
     largest: float = 0.0
+    atol: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -57,11 +59,19 @@ class Row:
         return left and right and tolerances.coarser(left, right)
 
     @property
+    def allowed(self) -> float:
+        """What `relative` may be: the limit, and atol over the largest |right|; infinite if that is 0, and atol not."""
+        if not self.atol:
+            return self.limit
+        return self.limit + self.atol / self.largest if self.largest else math.inf
+
+    @property
     def badness(self) -> tuple[bool, float]:
-        """To sort by: what is not close first, then how many times the limit it is away."""
-        if math.isnan(self.relative):
+        """To sort by: what is not close first, then how many times what is allowed it is away."""
+        if not math.isfinite(self.absolute):
             return not self.ok, math.inf
-        return not self.ok, self.relative / self.limit if self.limit else self.relative
+        allowed = self.atol + self.limit * self.largest  # of a leaf of zeros nothing is relative
+        return not self.ok, self.absolute / allowed if allowed else self.relative
 
 
 def row(
@@ -84,14 +94,14 @@ def row(
     if limit is None:
         limit = tolerances.limit(tolerances.coarser(*(dtype or "" for dtype in dtypes)), reduction)
     made = Row(path, path if left_path is None else left_path, shapes, dtypes, math.inf, math.inf, limit, None, None,
-               None, None, (0, 0), (0, 0), "")  # fmt: skip
+               None, None, (0, 0), (0, 0), "", atol=atol)  # fmt: skip
     if left is None or right is None:
         return replace(made, status="missing" if left is None else "extra")
     if not _is_array(left) or not _is_array(right):
         return _of_objects(made, left, right)
     if shapes[0] != shapes[1]:
         return replace(made, status="shape")
-    return _of_arrays(made, left, right, difference(left, right), atol, check_dtype)
+    return _of_arrays(made, left, right, difference(left, right), check_dtype)
 
 
 def _as_array(leaf: Any) -> Any:
@@ -117,7 +127,7 @@ def _of_objects(made: Row, left: Any, right: Any) -> Row:
     return replace(made, status=status, values=(repr(left), repr(right)))
 
 
-def _of_arrays(made: Row, left: Any, right: Any, found: Difference, atol: float, check_dtype: bool) -> Row:
+def _of_arrays(made: Row, left: Any, right: Any, found: Difference, check_dtype: bool) -> Row:
     index = None if found.place is None else tuple(map(int, np.unravel_index(found.place, right.shape)))
     return replace(
         made,
@@ -130,7 +140,7 @@ def _of_arrays(made: Row, left: Any, right: Any, found: Difference, atol: float,
         nans=found.nans,
         infs=found.infs,
         largest=found.scale,
-        status=_status(made, found, atol, check_dtype),
+        status=_status(made, found, check_dtype),
     )
 
 
@@ -139,7 +149,7 @@ def _number(element: Any) -> Any:
     return element.item() if element.dtype.kind in "biufc" else float(element)
 
 
-def _status(made: Row, found: Difference, atol: float, check_dtype: bool) -> str:
+def _status(made: Row, found: Difference, check_dtype: bool) -> str:
     if check_dtype and made.dtypes[0] != made.dtypes[1]:
         return "dtype"
     if any(found.nans):
@@ -148,4 +158,4 @@ def _status(made: Row, found: Difference, atol: float, check_dtype: bool) -> str
         return "inf"
     if found.absolute == 0:
         return "equal"
-    return "within" if found.absolute <= atol + made.limit * found.scale else "beyond"
+    return "within" if found.absolute <= made.atol + made.limit * found.scale else "beyond"
