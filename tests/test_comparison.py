@@ -109,6 +109,29 @@ def test_integers_are_exact(dtype):
     assert row("", high, high).limit == 0
 
 
+@pytest.mark.parametrize(("left", "right", "apart"), [
+    (np.uint64(2**64 - 1), -1, 2.0**64),
+    (np.uint64(2**64 - 1), np.uint64(2**64 - 2), 1),
+    (2**53 + 1, 2.0**53, 1),
+    (2.0**53, np.uint64(2**53 + 1), 1),
+    (2**53 + 1, complex(2**53), 1),
+    (np.uint64(2**64 - 1), 2.0**64, 1),
+    (np.int8(-1), np.uint8(255), 256),
+    (True, -1, 2),
+])  # fmt: skip
+def test_integers_are_exact_beside_other_dtypes(left, right, apart):
+    for a, b in ((left, right), (right, left)):
+        found = only(a, b, check_dtype=False)
+        assert (found.absolute, found.status == "equal") == (apart, False)
+    assert only(2**53, 2.0**53, check_dtype=False).status == "equal"
+
+
+def test_integers_of_more_than_64_bits():
+    assert only(2**64, 2**64).status == "equal"
+    assert only(2**64, 2**64 + 1).status == "beyond"
+    assert only(2**64, 1).status == "dtype"
+
+
 def test_not_a_number_is_never_close():
     nan = np.array([1, np.nan, 3], "float32")
     found = row("", nan, nan)
@@ -158,6 +181,7 @@ def test_limits_come_from_the_dtype_and_the_sum():
     assert tolerances.limit("float64", 10_000) == 4 * 2**-52 * 100
     assert tolerances.limit("bfloat16") == 4 * 2**-7 * math.sqrt(32) == tolerances.limit("bfloat16", 10**6)
     assert tolerances.limit("float16", 10**12) == 4 * 2**-23 * 10**6
+    assert tolerances.limit("float8_e4m3fn") == tolerances.limit("float8_e5m2") == tolerances.MOST < 1
     assert tolerances.limit("int32") == tolerances.limit("bool") == 0
     for dtype in FLOATS:
         assert tolerances.epsilon(dtype) == float(ml_dtypes.finfo(native(dtype)).eps)
@@ -170,7 +194,9 @@ def test_the_report_says_where_its_limits_come_from():
         "int64 0 (exact), and abs 1e-09 more."
     )
     assert "float32 4.8e-06 (4 eps x sqrt(100) terms)" in funcga.compare(tree, tree, reduction=100).tolerance
-    assert "float16 2 (4 eps x sqrt(16777216000000) terms in float32)" in tolerances.reason("float16", 2**24 * 10**6)
+    assert tolerances.reason("float16", 2**24 * 10**6) == (
+        "float16 0.5 (the most, as 4 eps x sqrt(16777216000000) terms in float32 is more)"
+    )
     assert funcga.compare(tree, tree, rtol=0.001).tolerance == "rel may be 0.001, as rtol= says."
 
 
@@ -239,9 +265,20 @@ def test_numbers_and_other_leaves():
 
 def test_a_single_array_and_none():
     assert only(jnp.ones(2), torch.ones(2)).path == ""
-    assert funcga.compare(None, None).ok
-    assert funcga.compare(None, None).worst is None
-    assert funcga.compare({}, {}).verdict == "left and right have no leaves."
+
+
+def test_where_nothing_is_compared_nothing_is_close():
+    left_out = [funcga.Rule(".*", None)]
+    for report in (
+        funcga.compare({}, {}),
+        funcga.compare({"p": None}, {"q": None}),
+        funcga.compare({"p": np.ones(2)}, {}, rules=left_out),
+    ):
+        assert (report.ok, report.worst) == (False, None)
+        with pytest.raises(AssertionError) as raised:
+            report.assert_close()
+        assert str(raised.value) == report.verdict
+    assert report.verdict == ("Nothing was compared: left and right have no leaves, or only what the rules leave out.")
 
 
 def mixed_report():

@@ -105,6 +105,8 @@ def row(
 
 
 def _as_array(leaf: Any) -> Any:
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
+        return leaf  # of which NumPy makes an object
     return np.asarray(leaf) if isinstance(leaf, np.generic | bool | int | float | complex) else leaf
 
 
