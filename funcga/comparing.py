@@ -27,7 +27,7 @@ def compare(
     left, right: trees of torch, JAX or NumPy arrays, on any device, in any containers: nested or flat dicts such as
     state dicts, flax variables, nnx states, equinox modules, or single arrays. Their leaves are matched by dotted path,
     those of the left renamed and transposed by `rules` (see `funcga.rules`). None and functions are no leaves; a Python
-    number is a 0-d array of 64 bits; other leaves are compared by `==`.
+    number is a 0-d array of 64 bits; other leaves, and arrays of texts or dates, are compared by `==`.
 
     A leaf is close if |left - right| <= atol + limit * max|right|, in every element. The limit comes from the coarser
     of the two dtypes and from `reduction`, the number of terms in the longest sum that the values come from (default:

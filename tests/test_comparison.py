@@ -263,6 +263,45 @@ def test_numbers_and_other_leaves():
     assert only(torch.ones((), requires_grad=True), np.float32(1)).status == "equal"
 
 
+def test_arrays_of_texts_and_dates_are_equal_or_not():
+    texts, dates = np.array(["a", "b"]), np.array(["2020-01-01", "2021-01-01"], "datetime64[D]")
+    for array, other in (
+        (texts, ["a", "bc"]),
+        (dates, ["2020-01-01", "2021-01-02"]),
+        (texts.astype("S"), [b"a", b"c"]),
+    ):
+        assert only(array, array.copy()).status == "equal"
+        found = only(array, np.array(other, array.dtype.kind if array is not dates else array.dtype))
+        assert (found.status, found.index) == ("beyond", (1,))
+        assert str(only(array, array[:1]).status) == "shape"
+    assert found.values == ("b'b'", "b'c'")
+    assert only(texts, texts.astype("S")).status == only(dates, dates.astype("datetime64[s]")).status == "dtype"
+    assert only(texts, np.ones(2)).status == "dtype"
+    assert only(dates, dates.astype("datetime64[s]"), check_dtype=False).status == "equal"
+    assert only(np.array("a"), np.array("b")).index == ()
+    assert "! beyond" in str(funcga.compare(texts, np.array(["a", "c"])))
+
+
+def test_a_matrix_is_an_array():
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix([[1.0, 2.0], [3.0, 4.0]])
+    assert only(matrix, np.array(matrix)).status == "equal"
+    assert only(matrix, np.array([[1.0, 2.0], [4.0, 4.0]])).index == (1, 0)
+
+
+@pytest.mark.parametrize(("leaf", "text"), [
+    (np.array([1, "a"], object), r"`k` is object\[2\], whose elements are no numbers. Pass numbers, x.astype\('float64'\)"),
+    (np.ma.array([1.0, 2.0], mask=[0, 1]), r"`k` is float64\[2\], masked, .* Pass x.filled\(0\), or .* x.compressed\(\)"),
+    (np.zeros(2, "f4, i4"), r"`k` is void64\[2\], structured, .* Pass its fields: x\['f0'\]"),
+    (np.zeros(2, "V3"), r"`k` is void24\[2\], whose elements are no numbers"),
+])  # fmt: skip
+def test_arrays_that_cannot_be_compared(leaf, text):
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.compare({"k": leaf}, {"k": leaf})
+    with pytest.raises(funcga.FuncgaError, match=r"^the array is "):
+        funcga.compare(leaf, leaf)
+
+
 def test_a_single_array_and_none():
     assert only(jnp.ones(2), torch.ones(2)).path == ""
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from funcga.comparison import tolerances
 from funcga.comparison.differences import Difference, difference
+from funcga.errors import FuncgaError
 
 Shape = tuple[int, ...]
 
@@ -87,9 +88,10 @@ def row(
 ) -> Row:
     """The Row of two NumPy arrays or numbers, or of other leaves, which are compared by `==`; None: it is missing.
 
-    limit: of the relative difference; by default that of the coarser dtype and of sums of `reduction` terms.
+    limit: of the relative difference; by default that of the coarser dtype and of sums of `reduction` terms. Raises
+    FuncgaError for arrays without numbers or text in them: masked, structured, or of Python objects.
     """
-    left, right = _as_array(left), _as_array(right)
+    left, right = _as_array(left, path), _as_array(right, path)
     shapes, dtypes = (_shape(left), _shape(right)), (_dtype(left), _dtype(right))
     if limit is None:
         limit = tolerances.limit(tolerances.coarser(*(dtype or "" for dtype in dtypes)), reduction)
@@ -101,13 +103,41 @@ def row(
         return _of_objects(made, left, right)
     if shapes[0] != shapes[1]:
         return replace(made, status="shape")
+    if not _has_numbers(left) or not _has_numbers(right):
+        return _of_texts(made, left, right, check_dtype)
     return _of_arrays(made, left, right, difference(left, right), check_dtype)
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(leaf: Any, path: str) -> Any:
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
         return leaf  # of which NumPy makes an object
-    return np.asarray(leaf) if isinstance(leaf, np.generic | bool | int | float | complex) else leaf
+    if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
+        return leaf
+    array = np.asarray(leaf)  # of a matrix too, which no reshape makes flat
+    why = _unfit(leaf, array)
+    if why:
+        spelled = f"{array.dtype.name}[{', '.join(map(str, array.shape))}]"
+        raise FuncgaError(f"{f'`{path}`' if path else 'the array'} is {spelled}, {why}.")
+    return array
+
+
+def _unfit(leaf: Any, array: Any) -> str:
+    """Why an array cannot be compared, and what to pass instead; nothing if it can."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "masked, and what is under a mask has no value. Pass x.filled(0), or the elements alone: x.compressed()"
+    if array.dtype.names:
+        return f"structured, and has no one number in a place. Pass its fields: x[{array.dtype.names[0]!r}]"
+    if array.dtype.kind == "O" or not (_has_numbers(array) or array.dtype.kind in _ORDERLY):
+        return "whose elements are no numbers. Pass numbers, x.astype('float64'), or a list, whose items are leaves"
+    return ""
+
+
+_ORDERLY = "USTMm"
+"""The kinds of dtypes that are equal or not: texts, bytes, dates and times."""
+
+
+def _has_numbers(array: Any) -> bool:
+    return array.dtype.kind in "biufc" or array.dtype.type.__module__ == "ml_dtypes"
 
 
 def _is_array(leaf: Any) -> bool:
@@ -127,6 +157,17 @@ def _of_objects(made: Row, left: Any, right: Any) -> Row:
         return replace(made, status="equal", absolute=0.0, relative=0.0)
     status = "beyond" if type(left) is type(right) else "dtype"
     return replace(made, status=status, values=(repr(left), repr(right)))
+
+
+def _of_texts(made: Row, left: Any, right: Any, check_dtype: bool) -> Row:
+    """The Row of arrays one of which holds no numbers, which are equal or not."""
+    if left.dtype.kind != right.dtype.kind or (check_dtype and left.dtype != right.dtype and left.dtype.kind in "Mm"):
+        return replace(made, status="dtype")
+    apart = np.atleast_1d(left != right)
+    if not apart.any():
+        return replace(made, status="equal", absolute=0.0, relative=0.0)
+    index = tuple(map(int, np.unravel_index(int(np.argmax(apart)), right.shape)))
+    return replace(made, status="beyond", index=index, values=(str(left[index]), str(right[index])))
 
 
 def _of_arrays(made: Row, left: Any, right: Any, found: Difference, check_dtype: bool) -> Row:
