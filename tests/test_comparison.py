@@ -417,6 +417,10 @@ def test_the_picture(mixed, tmp_path):
     funcga.compare({}, {}).plot(tmp_path / "empty.png")
     with pytest.raises(funcga.FuncgaError, match=r"cannot write '.*report\.docx': name a \.png, \.svg or \.pdf file"):
         mixed.plot(tmp_path / "report.docx")
+    with pytest.raises(
+        funcga.FuncgaError, match=r"cannot write '.*none/r\.png': No such file .* in a folder that exists"
+    ):
+        mixed.plot(tmp_path / "none" / "r.png")
 
 
 @pytest.mark.parametrize(("module", "call", "what"), [
@@ -457,6 +461,8 @@ class Placed:
 @pytest.mark.parametrize(("tree", "text"), [
     (torch.nn.Linear(1, 1), r"left is the module Linear, which is no tree .* dict\(module.named_parameters\(\)\)"),
     ({"m": torch.nn.Linear(1, 1)}, r"`m` of left is the module Linear"),
+    (torch.nn.Linear(1, 1).parameters(), r"left is a generator, .* dict\(module.named_parameters\(\)\) instead of module.p"),
+    ({"m": {"a": 1}.values()}, r"`m` of left is a dict_values, whose items have no paths. .* or a list of the items"),
     ({"w": Placed()}, r"`w` of left is a DTensor, of which this process holds a part. .*tensor.full_tensor\(\)"),
     ({"a.b": 1, "a": {"b": 2}}, "two leaves of left have the path `a.b`, as a key with a dot in it and as nested keys"),
 ])  # fmt: skip
@@ -475,6 +481,8 @@ def test_leaves_without_numbers(leaf, text):
         funcga.compare({"k": leaf}, {"k": leaf})
     with pytest.raises(funcga.FuncgaError, match=text):
         funcga.match({"k": leaf}, {"k": torch.ones(2)})
+    with pytest.raises(funcga.FuncgaError, match=text.replace("`k`", "^the array")):
+        funcga.compare(leaf, leaf)
 
 
 def test_leaves_that_are_zero_but_for_rounding():

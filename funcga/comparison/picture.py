@@ -12,7 +12,7 @@ from funcga.errors import FuncgaError
 def draw(rows: Sequence[Row], names: tuple[str, str], caption: str, file: str | PathLike[str]) -> None:
     """None; writes the picture, whose marks can be told apart without their colours, in the format of the suffix.
 
-    Raises FuncgaError if matplotlib is not installed, or does not know the suffix.
+    Raises FuncgaError if matplotlib is not installed, or does not know the suffix, or the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot, which keeps every figure
@@ -31,7 +31,12 @@ def draw(rows: Sequence[Row], names: tuple[str, str], caption: str, file: str | 
     suffix = str(file).rpartition(".")[2].lower()
     if suffix not in canvas.get_supported_filetypes():
         raise FuncgaError(f"report.plot cannot write {str(file)!r}: name a .png, .svg or .pdf file.")
-    figure.savefig(file, dpi=120)
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise FuncgaError(
+            f"report.plot cannot write {str(file)!r}: {error.strerror}. Name a file in a folder that exists."
+        ) from error
 
 
 _FINE = {"equal": "|", "within": "o"}
