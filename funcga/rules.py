@@ -135,9 +135,9 @@ def _permuted(array: Any, rule: Rule, pair: Pair) -> Any:
     axes = rule.axes if isinstance(rule.axes, tuple) else AXES[rule.axes](count)
     if len(axes) != count:
         raise FuncgaError(
-            f"Rule({rule.pattern!r}, ..., axes={rule.axes!r}) permutes {len(axes)} axes, and `{pair.left}` is "
-            f"{array.dtype}[{', '.join(map(str, array.shape))}]. Make the pattern narrower, or write another rule for "
-            f"this leaf before it."
+            f"Rule({rule.pattern!r}, ..., axes={rule.axes!r}) permutes {len(axes)} axes, and `{pair.left}`, which "
+            f"these rules call `{pair.right}`, is {array.dtype}[{', '.join(map(str, array.shape))}]. Make the pattern "
+            f"narrower, or write another rule for this leaf before it."
         )
     return array.transpose(axes)
 

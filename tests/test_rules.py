@@ -144,6 +144,22 @@ def test_match_copies_and_keeps_dtypes_and_order(x64):
     assert funcga.match({"x.y": torch.ones(2)}, {"x": {"y": jnp.zeros(2), "z": None}})["x"]["z"] is None
 
 
+def test_what_stands_for_a_tensor_becomes_one():
+    with torch.device("meta"):
+        like = torch.nn.Linear(3, 2)
+    moved = funcga.match({"weight": array(2, 3), "bias": array(2)}, like.state_dict())
+    np.testing.assert_array_equal(moved["weight"].numpy(), array(2, 3))
+
+
+def test_a_tree_of_numpy_stays_one():
+    given = {"0.weight": torch.ones(2, 3)}
+    moved = funcga.match(given, {"0": {"kernel": np.zeros((3, 2)), "name": "a"}}, rules=torch_to_flax)
+    assert moved["0"]["name"] == "a"
+    assert type(moved["0"]["kernel"]) is np.ndarray
+    moved["0"]["kernel"] += 1
+    assert given["0.weight"].sum() == 6
+
+
 def test_compare_by_rules_says_both_names():
     w = array(3, 3)
     left = {"fc": {"weight": w}}
@@ -203,12 +219,13 @@ def test_two_leaves_that_end_up_as_one():
 def test_axes_that_a_leaf_has_not():
     rule = Rule("a", "b", axes=(1, 0))
     assert refusal(lambda: funcga.compare({"a": np.ones(3)}, {"b": np.ones(3)}, rules=[rule])) == (
-        "Rule('a', ..., axes=(1, 0)) permutes 2 axes, and `a` is float64[3]. Make the pattern narrower, or write another "
+        "Rule('a', ..., axes=(1, 0)) permutes 2 axes, and `a`, which these rules call `b`, is float64[3]. Make the pattern narrower, or write another "
         "rule for this leaf before it."
     )
     flat = Rule("a", "b", axes="oi->io")
-    assert "Rule('a', ..., axes='oi->io') permutes 2 axes, and `a` is float64[3]" in refusal(
-        lambda: funcga.match({"a": np.ones(3)}, {"b": torch.ones(3)}, rules=[flat])
+    assert (
+        "Rule('a', ..., axes='oi->io') permutes 2 axes, and `a`, which these rules call `b`, is float64[3]"
+        in refusal(lambda: funcga.match({"a": np.ones(3)}, {"b": torch.ones(3)}, rules=[flat]))
     )
 
 
