@@ -18,8 +18,8 @@ def match(tree: Any, like: Any, *, rules: Iterable[Rule] = ()) -> Any:
 
     like: a tree of arrays of torch, JAX or NumPy; or of what stands for arrays, jax.ShapeDtypeStruct, as jax.eval_shape
     makes it, and tensors on torch's meta device, for which real arrays come back; what else it holds is
-    kept. rules: what the leaves of `tree` are called in `like`, and how their axes lie there (see `funcga.rules`). Dtypes
-    are those of `tree`, shapes those of `like`. Raises FuncgaError, which names the paths, if one is missing or
+    kept. rules: what the leaves of `tree` are called in `like`, and how their axes lie there (see `funcga.rules`).
+    Dtypes are those of `tree`, shapes those of `like`. Raises FuncgaError, which names the paths, if one is missing or
     new, or has another shape.
 
     >>> params = funcga.match(module.state_dict(), model.init(key, x), rules=funcga.rules.torch_to_flax)

@@ -158,6 +158,16 @@ def test_complex_numbers():
     assert row("", left, np.array([1 + 1j, complex(np.inf, 2)])).status == "inf"
 
 
+@pytest.mark.parametrize("dtype", ["longdouble", "clongdouble"])
+def test_longdouble_is_compared_as_float64(dtype):
+    array = np.array([1, 3], dtype)
+    report = funcga.compare(array / 3, array / 3 + np.array(2e-16, dtype))
+    assert report.rows[0].limit == tolerances.limit("float64")
+    assert report.ok
+    assert only(array, array * (1 + 1e-12)).status == "beyond"
+    json.dumps(funcga.compare(array, array + 1).as_dict(), allow_nan=False)
+
+
 def test_edges():
     assert row("", np.zeros((0, 3)), np.zeros((0, 3))).status == "equal"
     assert row("", np.zeros(2), np.zeros(2)).relative == 0

@@ -160,6 +160,31 @@ def test_a_tree_of_numpy_stays_one():
     assert given["0.weight"].sum() == 6
 
 
+@pytest.mark.parametrize(("axes", "text"), [
+    (lambda a: 1 / 0, "raised ZeroDivisionError: division by zero"),
+    (lambda a: None, "returned a NoneType, which is no array of NumPy"),
+])  # fmt: skip
+def test_a_function_for_axes_that_is_none(axes, text):
+    rules = [Rule(".*", "b", axes=axes)]
+    assert refusal(lambda: funcga.compare({"a": np.ones((2, 3))}, {"b": np.ones(3)}, rules=rules)) == (
+        f"the function axes= of Rule('.*', ...), called with `a`, float64[2, 3], {text}. Write a function from one array "
+        f"of NumPy to another: axes=lambda array: array.reshape(4, 2, 3)."
+    )
+
+
+def test_two_names_are_swapped_through_a_third():
+    assert right_of(["a", "b"], ["a", "b"], [Rule("a", "tmp"), Rule("b", "a"), Rule("tmp", "b")]) == ["b", "a"]
+
+
+def test_rules_that_multiply():
+    rules = [Rule("(.*)", rf"{letter}\1") for letter in "abcdefghijklmnopqr"]
+    assert refusal(lambda: right_of(["w"], ["v"], rules)) == (
+        "these rules can call `w` more than 4096 names, as each may be left out. Make the pattern '(.*)', and others that "
+        "match much, narrower."
+    )
+    assert right_of(["w"], ["lkjihgfedcbaw"], rules[:12]) == ["lkjihgfedcbaw"]
+
+
 def test_compare_by_rules_says_both_names():
     w = array(3, 3)
     left = {"fc": {"weight": w}}
@@ -232,6 +257,9 @@ def test_axes_that_a_leaf_has_not():
 @pytest.mark.parametrize(("arguments", "text"), [
     (("(", "a"), r"Rule('(', 'a') is no regular expression with its replacement: "),
     (("a", r"\1"), r"invalid group reference 1"),
+    ((3, "b"), "Rule(3, 'b') is no regular expression with its replacement: the pattern is no text"),
+    (("a", "b", (True, False)), "axes=(True, False)): these are no axes"),
+    (("a", "b", (0.0, 1.0)), "axes=(0.0, 1.0)): these are no axes"),
     (("a", 3), "Rule('a', 3) is no regular expression with its replacement: "),
     (("a", "b", "oihw"), "Rule('a', ..., axes='oihw'): these are no axes. Write 'oi->io', 'io->oi', a permutation"),
     (("a", "b", (0, 2)), "axes=(0, 2)): these are no axes"),

@@ -27,7 +27,10 @@ class Difference(NamedTuple):
 
 
 def difference(left: Any, right: Any) -> Difference:
-    """The Difference of two NumPy arrays of one shape, in float64, or complex128; 0 only if they are equal exactly."""
+    """The Difference of two NumPy arrays of one shape, in float64 or complex128, to which longdoubles are rounded.
+
+    Of integers it is exact, and beside floats it is 0 only if both are equal exactly.
+    """
     ordered = left.dtype == right.dtype and _bits(left.dtype) is not None
     worst, place, ulps = 0.0, None, 0.0
     scales, nans, infs = (0.0, 0.0), (0, 0), (0, 0)

@@ -189,7 +189,9 @@ def _of_arrays(made: Row, left: Any, right: Any, found: Difference, check_dtype:
 
 def _number(element: Any) -> Any:
     """An element as Python's own bool, int, float or complex."""
-    return element.item() if element.dtype.kind in "biufc" else float(element)
+    if element.dtype.kind in "biu":
+        return element.item()
+    return complex(element) if element.dtype.kind == "c" else float(element)  # item() of a longdouble is itself
 
 
 def _status(made: Row, found: Difference, check_dtype: bool) -> str:
