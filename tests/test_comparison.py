@@ -371,6 +371,9 @@ def test_atol_is_part_of_the_limit_that_is_told():
     assert [row.allowed for row in report.rows] == pytest.approx([2.5e-9, 10, math.inf])
     assert str(report).splitlines()[2].split()[3:6] == ["5.0e-10", "5.0e-1", "1.0e+01"]
     del left["zeros"], right["zeros"]
+    parity_report = pytest.importorskip("funcga.parity.report", exc_type=ImportError)
+    assert parity_report.against(funcga.compare(left, right, atol=1e-8)) == "5.0e-1 < 1e+01"
+    assert parity_report.against(funcga.compare(left["b"], right["b"], rtol=0, atol=1e-8)) == "5.0e-1 < 1e+01"
     assert funcga.compare(left, right, atol=1e-8).verdict.endswith("`b`, has rel 5.0e-1, where 1.0e+01 is the limit.")
     assert only(left["b"], right["b"]).allowed == tolerances.limit("float64")
 

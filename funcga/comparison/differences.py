@@ -39,7 +39,7 @@ def difference(left: Any, right: Any) -> Difference:
         scales = max(scales[0], _largest(x)), max(scales[1], _largest(y))
         nans = nans[0] + _count(np.isnan(x)), nans[1] + _count(np.isnan(y))
         infs = infs[0] + _count(np.isinf(x)), infs[1] + _count(np.isinf(y))
-        apart = _between(a, b)
+        apart = _between(a, b, x, y)
         most = int(np.argmax(apart))  # the first NaN, if there is one
         if not (math.isnan(worst) or apart[most] <= worst):
             worst, place = float(apart[most]), start + most
@@ -71,14 +71,14 @@ def _count(mask: Any) -> int:
     return int(np.count_nonzero(mask))
 
 
-def _between(left: Any, right: Any) -> Any:
-    """|left - right| of every element in float64, without what their conversion to it would hide."""
+def _between(left: Any, right: Any, x: Any, y: Any) -> Any:
+    """|left - right| of every element in float64, and what is hidden where they are converted to it, as x and y."""
     kinds = left.dtype.kind, right.dtype.kind
     if all(kind in "biu" for kind in kinds):
         return _between_whole(left, right)
-    apart = _apart(_wide(left), _wide(right))
+    apart = _apart(x, y)
     if any(kind in "iu" for kind in kinds):
-        hidden = (apart == 0) & (np.abs(_wide(right)) >= 2.0**53)
+        hidden = (apart == 0) & (np.abs(y) >= 2.0**53)
         pairs = zip(left[hidden].tolist(), right[hidden].tolist(), strict=True)
         apart[hidden] = [abs(_whole(a) - _whole(b)) for a, b in pairs]
     return apart
