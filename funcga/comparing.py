@@ -27,14 +27,15 @@ def compare(
     left, right: trees of torch, JAX or NumPy arrays, on any device, in any containers: nested or flat dicts such as
     state dicts, flax variables, nnx states, equinox modules, or single arrays. Their leaves are matched by dotted path,
     those of the left renamed and transposed by `rules` (see `funcga.rules`). None and functions are no leaves; a Python
-    number is a 0-d array of 64 bits; other leaves are compared by `==`.
+    number is a 0-d array of 64 bits; other leaves, and arrays of texts or dates, are compared by `==`.
 
     A leaf is close if |left - right| <= atol + limit * max|right|, in every element. The limit comes from the coarser
     of the two dtypes and from `reduction`, the number of terms in the longest sum that the values come from (default:
-    256), as 4 eps sqrt(reduction): what rounding alone explains; integers and booleans are equal or not. `rtol` is a
-    limit for all leaves instead. A gradient that would be 0 but for rounding, such as that of a bias before a
-    normalisation, is close to no other relatively: give an `atol`. Infinities of one sign in the same place are equal,
-    NaN is never close. With check_dtype=False only values count.
+    256), as 4 eps sqrt(reduction): what rounding alone explains, and 0.5 at most; integers and booleans are equal or
+    not. `rtol` is a limit for all leaves instead. A gradient that would be 0 but for rounding, such as that of a bias
+    before a normalisation, is close to no other relatively: give an `atol`. Infinities of one sign in the same place
+    are equal, NaN is never close. With check_dtype=False only values count. Where there is no leaf to compare, nothing
+    is close.
 
     `report.ok`, `report.assert_close()` and `print(report)` say whether they are close; `report.rows`, `.worst`,
     `.as_dict()` and `.plot("report.png")` how far they are apart. Raises FuncgaError for what cannot be compared.

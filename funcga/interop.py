@@ -216,7 +216,7 @@ class _Walked(NamedTuple):
 
 def _walked(tree: Any, target: Backend | None) -> _Walked:
     """The tree as a framework has it that knows all its containers; if none does, as the one that finds most arrays."""
-    loaded = load_imported() or [_installed()]
+    loaded = load_imported() or [installed()]
     found = []
     for backend in loaded:
         walked = _walked_by(backend, tree, loaded)
@@ -230,7 +230,7 @@ def _walked(tree: Any, target: Backend | None) -> _Walked:
     return max(found, key=fitness)
 
 
-def _installed() -> Backend:
+def installed() -> Backend:
     """Any framework that there is, to walk a tree of NumPy's arrays."""
     return load("torch" if find_spec("torch") else "jax")
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-from funcga.backend import Backend, backend_of
+from funcga.backend import Backend, backend_of, load_imported
 from funcga.errors import FuncgaError
-from funcga.interop import to_jax, to_torch
+from funcga.interop import installed, to_jax, to_torch
 from funcga.paths import as_numpy, by_path, paths_and_leaves
 from funcga.prefixes import paths_apart
 from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
@@ -16,15 +16,17 @@ from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
 def match(tree: Any, like: Any, *, rules: Iterable[Rule] = ()) -> Any:
     """The arrays of `tree`, copied, in the containers and the framework of `like`, matched by dotted path.
 
-    like: a tree of arrays of torch or JAX, or of jax.ShapeDtypeStruct, as jax.eval_shape makes it; what else it holds
-    is kept. rules: what the leaves of `tree` are called in `like`, and how their axes lie there (see `funcga.rules`).
+    like: a tree of arrays of torch, JAX or NumPy; or of what stands for arrays, jax.ShapeDtypeStruct, as jax.eval_shape
+    makes it, and tensors on torch's meta device, for which real arrays come back; what else it holds is
+    kept. rules: what the leaves of `tree` are called in `like`, and how their axes lie there (see `funcga.rules`).
     Dtypes are those of `tree`, shapes those of `like`. Raises FuncgaError, which names the paths, if one is missing or
     new, or has another shape.
 
     >>> params = funcga.match(module.state_dict(), model.init(key, x), rules=funcga.rules.torch_to_flax)
     """
-    backend = backend_of([like], lambda: ["like"])
-    is_array = backend.arrays.is_array
+    is_of_numpy = _is_of_numpy(like)
+    backend = (load_imported() or [installed()])[-1] if is_of_numpy else backend_of([like], lambda: ["like"])
+    is_array = _is_numpy if is_of_numpy else backend.arrays.is_array
     expected = {path: leaf for path, leaf in by_path(like, "like").items() if is_array(leaf)}
     given = {path: leaf for path, leaf in by_path(tree, "tree").items() if hasattr(leaf, "shape")}
     matched = {pair.right: pair for pair in pairs(given, expected, as_rules(rules))}
@@ -34,6 +36,15 @@ def match(tree: Any, like: Any, *, rules: Iterable[Rule] = ()) -> Any:
     found = {path: _permuted(given[pair.left], pair, expected[path], backend) for path, pair in matched.items()}
     leaves = [found.get(path, leaf) for path, leaf in paths_and_leaves(like, backend.trees.children)]
     return backend.trees.unflatten(backend.trees.flatten(like)[1], leaves)
+
+
+def _is_of_numpy(like: Any) -> bool:
+    arrays = [leaf for leaf in by_path(like, "like").values() if hasattr(leaf, "shape")]
+    return bool(arrays) and all(map(_is_numpy, arrays))
+
+
+def _is_numpy(leaf: Any) -> bool:
+    return type(leaf).__module__ == "numpy" and hasattr(leaf, "shape")
 
 
 def _unmatched(missing: list[str], new: list[str]) -> FuncgaError:
@@ -61,7 +72,10 @@ def _permuted(leaf: Any, pair: Pair, like: Any, backend: Backend) -> Any:
             f"`{pair.left}` is {array.dtype}{list(shape)} and `{pair.right}` of `like` is "
             f"{backend.arrays.describe(like)}: the shapes differ. {_advice(pair, shape, wanted)}"
         )
-    return backend.arrays.placed({"torch": to_torch, "jax": to_jax}[backend.name](array), like)
+    if _is_numpy(like):
+        return array.copy()
+    made = {"torch": to_torch, "jax": to_jax}[backend.name](array)
+    return made if getattr(like, "is_meta", False) else backend.arrays.placed(made, like)
 
 
 def _advice(pair: Pair, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:

@@ -1,7 +1,7 @@
 """Dotted paths: the leaves of any tree by one spelling, so that trees of different frameworks and containers match."""
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MappingView
 from typing import Any
 
 from funcga.backend import load_imported
@@ -17,7 +17,7 @@ def by_path(tree: Any, name: str) -> dict[str, Any]:
     A flat dict {"hidden.weight": array} has the same paths as the nested one; dicts keep their order. None and
     functions, as equinox modules hold for an activation, are no leaves; a box with a `.value` alone, as flax puts
     around a parameter, is its value. Raises FuncgaError, which calls the tree by `name`, for a torch module, a DTensor,
-    and two leaves of one path.
+    an iterator or a view of a dict, and two leaves of one path.
     """
     found: dict[str, Any] = {}
     for path, leaf in paths_and_leaves(tree, _walk(tree)):
@@ -38,7 +38,7 @@ def _walk(tree: Any) -> Children:
     Unlike in a fold, a tree may hold arrays of several frameworks, or of NumPy alone: it is only looked at.
     """
     loaded = load_imported()
-    owners = [backend for backend in loaded if any(map(backend.arrays.owns, backend.trees.flatten(tree)[0]))]
+    owners = [b for b in loaded if any(map(b.arrays.owns, b.trees.flatten(tree, _is_pathless)[0]))]
     backend = [*loaded, *owners][-1] if loaded else None
 
     def children(node: Any) -> list[tuple[str, Any]] | None:
@@ -48,9 +48,14 @@ def _walk(tree: Any) -> Children:
             fields = getattr(node, "_fields", None)
             keys = [f".{name}" for name in fields] if fields else [f"[{i}]" for i in range(len(node))]
             return list(zip(keys, node, strict=True))
-        return backend.trees.children(node) if backend else None
+        return backend.trees.children(node) if backend and not _is_pathless(node) else None
 
     return children
+
+
+def _is_pathless(node: Any) -> bool:
+    """Whether a node gives its items one by one, without saying what they are called."""
+    return isinstance(node, Iterator | MappingView)
 
 
 def _check(leaf: Any, path: str, name: str) -> None:
@@ -58,6 +63,12 @@ def _check(leaf: Any, path: str, name: str) -> None:
         raise FuncgaError(
             f"{_where(path, name)} is the module {type(leaf).__name__}, which is no tree of arrays. Pass its "
             f"parameters, dict(module.named_parameters()), or its buffers too: module.state_dict()."
+        )
+    if _is_pathless(leaf):
+        raise FuncgaError(
+            f"{_where(path, name)} is a {type(leaf).__name__}, whose items have no paths. Pass a dict: "
+            f"dict(module.named_parameters()) instead of module.parameters(), tree instead of tree.values(); or a list "
+            f"of the items."
         )
     if hasattr(leaf, "full_tensor"):
         raise FuncgaError(
@@ -97,15 +108,15 @@ def as_numpy(leaf: Any, path: str) -> Any:
 
     Raises FuncgaError for what has no numbers: a random key of JAX, and what stands for an array without being one.
     """
-    dtype = str(getattr(leaf, "dtype", ""))
+    dtype, where = str(getattr(leaf, "dtype", "")), f"`{path}`" if path else "the array"
     if dtype.startswith("key<"):
         raise FuncgaError(
-            f"`{path}` is {dtype}{list(leaf.shape)}, a random key, which has no numbers. Take its bits, "
+            f"{where} is {dtype}{list(leaf.shape)}, a random key, which has no numbers. Take its bits, "
             f"jax.random.key_data(key), or leave it out: the parameters alone, not the whole state."
         )
     if dtype and (not hasattr(leaf, "__array__") or getattr(leaf, "is_meta", False)):
         raise FuncgaError(
-            f"`{path}` is {type(leaf).__name__} {dtype.removeprefix('torch.')}{list(leaf.shape)}, which stands for an "
+            f"{where} is {type(leaf).__name__} {dtype.removeprefix('torch.')}{list(leaf.shape)}, which stands for an "
             f"array and has no numbers. Pass the arrays themselves."
         )
     owned = any(backend.arrays.owns(leaf) for backend in load_imported())

@@ -18,7 +18,8 @@ class Rule:
     "oi->io" takes [out, in, *spatial] to [*spatial, in, out]: the linear and convolutional layers of torch to those of
     flax; "io->oi" is the way back.
 
-    Raises FuncgaError for a pattern or axes that are none.
+    Names are swapped through a third: Rule("a", "tmp"), Rule("b", "a"), Rule("tmp", "b"), as each rule is tried on what
+    those before it made. Raises FuncgaError for a pattern or axes that are none.
 
     >>> rules = [funcga.Rule(r"fc1\.(.*)", r"Dense_0.\1"), *funcga.rules.torch_to_flax]
     """
@@ -29,6 +30,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         try:
+            if not isinstance(self.pattern, str):
+                raise TypeError("the pattern is no text")
             # The replacement's groups are looked up only where something matches, and this matches.
             re.sub(f"{self.pattern}|$", self.replacement or "", "")
         except (re.error, IndexError, TypeError) as error:
@@ -45,7 +48,7 @@ class Rule:
 
 def _is_axes(axes: Any) -> bool:
     if isinstance(axes, tuple):
-        return sorted(axes, key=str) == list(range(len(axes)))
+        return all(type(axis) is int for axis in axes) and sorted(axes) == [*range(len(axes))]
     return axes is None or callable(axes) or axes in ("oi->io", "io->oi")
 
 
@@ -73,7 +76,7 @@ def pairs(lefts: Iterable[str], rights: Iterable[str], rules: Sequence[Rule]) ->
 
     Each rule is tried in order on what those before it have made of the path, and may be left out; the first path that
     the right tree has wins, where an earlier rule goes before a later one, and a rule before none. Raises FuncgaError
-    if two leaves end up as one.
+    if two leaves end up as one, or one can end up as more than can be looked through.
     """
     there = {*rights}
     found: dict[str, Pair] = {}
@@ -102,6 +105,10 @@ def _is_left_out(path: str, rules: Sequence[Rule]) -> bool:
     return any(rule.replacement is None and re.fullmatch(rule.pattern, path) for rule in rules)
 
 
+_MOST = 4096
+"""The spellings of one path that are looked through: k rules that match it can make 2**k."""
+
+
 def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
     """All that the rules can make of a path, the first choice first, and those of them that are used."""
     found: dict[str, tuple[Rule, ...]] = {path: ()}
@@ -112,6 +119,11 @@ def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
             if match and rule.replacement is not None:
                 made.setdefault(match.expand(rule.replacement), (*used, rule))
             made.setdefault(before, used)
+        if len(made) > _MOST:
+            raise FuncgaError(
+                f"these rules can call `{path}` more than {_MOST} names, as each may be left out. Make the pattern "
+                f"{rule.pattern!r}, and others that match much, narrower."
+            )
         found = made
     return found
 
@@ -119,7 +131,7 @@ def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
 def permuted(array: Any, pair: Pair) -> Any:
     """The left array of a pair, of NumPy, with its axes as the right one has them.
 
-    Raises FuncgaError if it has not the axes that a rule permutes.
+    Raises FuncgaError if it has not the axes that a rule permutes, or the rule's function fails or makes no array.
     """
     for rule in pair.rules:
         array = _permuted(array, rule, pair)
@@ -130,16 +142,31 @@ def _permuted(array: Any, rule: Rule, pair: Pair) -> Any:
     if rule.axes is None:
         return array
     if not isinstance(rule.axes, str | tuple):
-        return rule.axes(array)
+        return _made(array, rule.axes, rule, pair)
     count = len(array.shape)
     axes = rule.axes if isinstance(rule.axes, tuple) else AXES[rule.axes](count)
     if len(axes) != count:
         raise FuncgaError(
-            f"Rule({rule.pattern!r}, ..., axes={rule.axes!r}) permutes {len(axes)} axes, and `{pair.left}` is "
-            f"{array.dtype}[{', '.join(map(str, array.shape))}]. Make the pattern narrower, or write another rule for "
-            f"this leaf before it."
+            f"Rule({rule.pattern!r}, ..., axes={rule.axes!r}) permutes {len(axes)} axes, and `{pair.left}`, which "
+            f"these rules call `{pair.right}`, is {array.dtype}[{', '.join(map(str, array.shape))}]. Make the pattern "
+            f"narrower, or write another rule for this leaf before it."
         )
     return array.transpose(axes)
+
+
+def _made(array: Any, function: Callable[[Any], Any], rule: Rule, pair: Pair) -> Any:
+    what = (
+        f"the function axes= of Rule({rule.pattern!r}, ...), called with `{pair.left}`, "
+        f"{array.dtype}[{', '.join(map(str, array.shape))}],"
+    )
+    how = "Write a function from one array of NumPy to another: axes=lambda array: array.reshape(4, 2, 3)."
+    try:
+        found = function(array)
+    except Exception as error:
+        raise FuncgaError(f"{what} raised {type(error).__name__}: {error}. {how}") from error
+    if type(found).__module__ != "numpy" or not hasattr(found, "transpose"):
+        raise FuncgaError(f"{what} returned a {type(found).__name__}, which is no array of NumPy. {how}")
+    return found
 
 
 AXES: dict[str, Callable[[int], tuple[int, ...]]] = {

@@ -109,6 +109,29 @@ def test_integers_are_exact(dtype):
     assert row("", high, high).limit == 0
 
 
+@pytest.mark.parametrize(("left", "right", "apart"), [
+    (np.uint64(2**64 - 1), -1, 2.0**64),
+    (np.uint64(2**64 - 1), np.uint64(2**64 - 2), 1),
+    (2**53 + 1, 2.0**53, 1),
+    (2.0**53, np.uint64(2**53 + 1), 1),
+    (2**53 + 1, complex(2**53), 1),
+    (np.uint64(2**64 - 1), 2.0**64, 1),
+    (np.int8(-1), np.uint8(255), 256),
+    (True, -1, 2),
+])  # fmt: skip
+def test_integers_are_exact_beside_other_dtypes(left, right, apart):
+    for a, b in ((left, right), (right, left)):
+        found = only(a, b, check_dtype=False)
+        assert (found.absolute, found.status == "equal") == (apart, False)
+    assert only(2**53, 2.0**53, check_dtype=False).status == "equal"
+
+
+def test_integers_of_more_than_64_bits():
+    assert only(2**64, 2**64).status == "equal"
+    assert only(2**64, 2**64 + 1).status == "beyond"
+    assert only(2**64, 1).status == "dtype"
+
+
 def test_not_a_number_is_never_close():
     nan = np.array([1, np.nan, 3], "float32")
     found = row("", nan, nan)
@@ -135,6 +158,16 @@ def test_complex_numbers():
     assert row("", left, np.array([1 + 1j, complex(np.inf, 2)])).status == "inf"
 
 
+@pytest.mark.parametrize("dtype", ["longdouble", "clongdouble"])
+def test_longdouble_is_compared_as_float64(dtype):
+    array = np.array([1, 3], dtype)
+    report = funcga.compare(array / 3, array / 3 + np.array(2e-16, dtype))
+    assert report.rows[0].limit == tolerances.limit("float64")
+    assert report.ok
+    assert only(array, array * (1 + 1e-12)).status == "beyond"
+    json.dumps(funcga.compare(array, array + 1).as_dict(), allow_nan=False)
+
+
 def test_edges():
     assert row("", np.zeros((0, 3)), np.zeros((0, 3))).status == "equal"
     assert row("", np.zeros(2), np.zeros(2)).relative == 0
@@ -158,6 +191,7 @@ def test_limits_come_from_the_dtype_and_the_sum():
     assert tolerances.limit("float64", 10_000) == 4 * 2**-52 * 100
     assert tolerances.limit("bfloat16") == 4 * 2**-7 * math.sqrt(32) == tolerances.limit("bfloat16", 10**6)
     assert tolerances.limit("float16", 10**12) == 4 * 2**-23 * 10**6
+    assert tolerances.limit("float8_e4m3fn") == tolerances.limit("float8_e5m2") == tolerances.MOST < 1
     assert tolerances.limit("int32") == tolerances.limit("bool") == 0
     for dtype in FLOATS:
         assert tolerances.epsilon(dtype) == float(ml_dtypes.finfo(native(dtype)).eps)
@@ -170,7 +204,9 @@ def test_the_report_says_where_its_limits_come_from():
         "int64 0 (exact), and abs 1e-09 more."
     )
     assert "float32 4.8e-06 (4 eps x sqrt(100) terms)" in funcga.compare(tree, tree, reduction=100).tolerance
-    assert "float16 2 (4 eps x sqrt(16777216000000) terms in float32)" in tolerances.reason("float16", 2**24 * 10**6)
+    assert tolerances.reason("float16", 2**24 * 10**6) == (
+        "float16 0.5 (the most, as 4 eps x sqrt(16777216000000) terms in float32 is more)"
+    )
     assert funcga.compare(tree, tree, rtol=0.001).tolerance == "rel may be 0.001, as rtol= says."
 
 
@@ -237,11 +273,61 @@ def test_numbers_and_other_leaves():
     assert only(torch.ones((), requires_grad=True), np.float32(1)).status == "equal"
 
 
+def test_arrays_of_texts_and_dates_are_equal_or_not():
+    texts, dates = np.array(["a", "b"]), np.array(["2020-01-01", "2021-01-01"], "datetime64[D]")
+    for array, other in (
+        (texts, ["a", "bc"]),
+        (dates, ["2020-01-01", "2021-01-02"]),
+        (texts.astype("S"), [b"a", b"c"]),
+    ):
+        assert only(array, array.copy()).status == "equal"
+        found = only(array, np.array(other, array.dtype.kind if array is not dates else array.dtype))
+        assert (found.status, found.index) == ("beyond", (1,))
+        assert str(only(array, array[:1]).status) == "shape"
+    assert found.values == ("b'b'", "b'c'")
+    assert only(texts, texts.astype("S")).status == only(dates, dates.astype("datetime64[s]")).status == "dtype"
+    assert only(texts, np.ones(2)).status == "dtype"
+    assert only(dates, dates.astype("datetime64[s]"), check_dtype=False).status == "equal"
+    assert only(np.array("a"), np.array("b")).index == ()
+    assert "! beyond" in str(funcga.compare(texts, np.array(["a", "c"])))
+
+
+def test_a_matrix_is_an_array():
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix([[1.0, 2.0], [3.0, 4.0]])
+    assert only(matrix, np.array(matrix)).status == "equal"
+    assert only(matrix, np.array([[1.0, 2.0], [4.0, 4.0]])).index == (1, 0)
+
+
+@pytest.mark.parametrize(("leaf", "text"), [
+    (np.array([1, "a"], object), r"`k` is object\[2\], whose elements are no numbers. Pass numbers, x.astype\('float64'\)"),
+    (np.ma.array([1.0, 2.0], mask=[0, 1]), r"`k` is float64\[2\], masked, .* Pass x.filled\(0\), or .* x.compressed\(\)"),
+    (np.zeros(2, "f4, i4"), r"`k` is void64\[2\], structured, .* Pass its fields: x\['f0'\]"),
+    (np.zeros(2, "V3"), r"`k` is void24\[2\], whose elements are no numbers"),
+])  # fmt: skip
+def test_arrays_that_cannot_be_compared(leaf, text):
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.compare({"k": leaf}, {"k": leaf})
+    with pytest.raises(funcga.FuncgaError, match=r"^the array is "):
+        funcga.compare(leaf, leaf)
+
+
 def test_a_single_array_and_none():
     assert only(jnp.ones(2), torch.ones(2)).path == ""
-    assert funcga.compare(None, None).ok
-    assert funcga.compare(None, None).worst is None
-    assert funcga.compare({}, {}).verdict == "left and right have no leaves."
+
+
+def test_where_nothing_is_compared_nothing_is_close():
+    left_out = [funcga.Rule(".*", None)]
+    for report in (
+        funcga.compare({}, {}),
+        funcga.compare({"p": None}, {"q": None}),
+        funcga.compare({"p": np.ones(2)}, {}, rules=left_out),
+    ):
+        assert (report.ok, report.worst) == (False, None)
+        with pytest.raises(AssertionError) as raised:
+            report.assert_close()
+        assert str(raised.value) == report.verdict
+    assert report.verdict == ("Nothing was compared: left and right have no leaves, or only what the rules leave out.")
 
 
 def mixed_report():
@@ -275,6 +361,21 @@ def test_the_worst_is_what_is_furthest_from_its_limit(mixed):
     assert funcga.compare({"a": a + 1, "b": a + 2}, {"a": a, "b": a}).worst.path == "b"
     bad = {"a": a + np.float32(0.01), "b": a.astype("bfloat16") + native("bfloat16").type(0.25)}
     assert funcga.compare(bad, {"a": a, "b": a.astype("bfloat16")}).worst.path == "a"  # a smaller limit
+
+
+def test_atol_is_part_of_the_limit_that_is_told():
+    right = {"w": np.array([4.0]), "b": np.array([1e-9]), "zeros": np.zeros(1)}
+    left = {"w": np.array([4 + 2e-14]), "b": np.array([1.5e-9]), "zeros": np.array([2e-9])}
+    report = funcga.compare(left, right, atol=1e-8)
+    assert report.verdict.endswith("are close; the worst, `zeros`, has abs 2.0e-9, where 1.0e-8 is the limit.")
+    assert [row.allowed for row in report.rows] == pytest.approx([2.5e-9, 10, math.inf])
+    assert str(report).splitlines()[2].split()[3:6] == ["5.0e-10", "5.0e-1", "1.0e+01"]
+    del left["zeros"], right["zeros"]
+    parity_report = pytest.importorskip("funcga.parity.report", exc_type=ImportError)
+    assert parity_report.against(funcga.compare(left, right, atol=1e-8)) == "5.0e-1 < 1e+01"
+    assert parity_report.against(funcga.compare(left["b"], right["b"], rtol=0, atol=1e-8)) == "5.0e-1 < 1e+01"
+    assert funcga.compare(left, right, atol=1e-8).verdict.endswith("`b`, has rel 5.0e-1, where 1.0e+01 is the limit.")
+    assert only(left["b"], right["b"]).allowed == tolerances.limit("float64")
 
 
 def test_assert_close_shows_the_worst_leaves(mixed):
@@ -329,6 +430,10 @@ def test_the_picture(mixed, tmp_path):
     funcga.compare({}, {}).plot(tmp_path / "empty.png")
     with pytest.raises(funcga.FuncgaError, match=r"cannot write '.*report\.docx': name a \.png, \.svg or \.pdf file"):
         mixed.plot(tmp_path / "report.docx")
+    with pytest.raises(
+        funcga.FuncgaError, match=r"cannot write '.*none/r\.png': No such file .* in a folder that exists"
+    ):
+        mixed.plot(tmp_path / "none" / "r.png")
 
 
 @pytest.mark.parametrize(("module", "call", "what"), [
@@ -369,6 +474,8 @@ class Placed:
 @pytest.mark.parametrize(("tree", "text"), [
     (torch.nn.Linear(1, 1), r"left is the module Linear, which is no tree .* dict\(module.named_parameters\(\)\)"),
     ({"m": torch.nn.Linear(1, 1)}, r"`m` of left is the module Linear"),
+    (torch.nn.Linear(1, 1).parameters(), r"left is a generator, .* dict\(module.named_parameters\(\)\) instead of module.p"),
+    ({"m": {"a": 1}.values()}, r"`m` of left is a dict_values, whose items have no paths. .* or a list of the items"),
     ({"w": Placed()}, r"`w` of left is a DTensor, of which this process holds a part. .*tensor.full_tensor\(\)"),
     ({"a.b": 1, "a": {"b": 2}}, "two leaves of left have the path `a.b`, as a key with a dot in it and as nested keys"),
 ])  # fmt: skip
@@ -387,6 +494,8 @@ def test_leaves_without_numbers(leaf, text):
         funcga.compare({"k": leaf}, {"k": leaf})
     with pytest.raises(funcga.FuncgaError, match=text):
         funcga.match({"k": leaf}, {"k": torch.ones(2)})
+    with pytest.raises(funcga.FuncgaError, match=text.replace("`k`", "^the array")):
+        funcga.compare(leaf, leaf)
 
 
 def test_leaves_that_are_zero_but_for_rounding():

@@ -144,6 +144,47 @@ def test_match_copies_and_keeps_dtypes_and_order(x64):
     assert funcga.match({"x.y": torch.ones(2)}, {"x": {"y": jnp.zeros(2), "z": None}})["x"]["z"] is None
 
 
+def test_what_stands_for_a_tensor_becomes_one():
+    with torch.device("meta"):
+        like = torch.nn.Linear(3, 2)
+    moved = funcga.match({"weight": array(2, 3), "bias": array(2)}, like.state_dict())
+    np.testing.assert_array_equal(moved["weight"].numpy(), array(2, 3))
+
+
+def test_a_tree_of_numpy_stays_one():
+    given = {"0.weight": torch.ones(2, 3)}
+    moved = funcga.match(given, {"0": {"kernel": np.zeros((3, 2)), "name": "a"}}, rules=torch_to_flax)
+    assert moved["0"]["name"] == "a"
+    assert type(moved["0"]["kernel"]) is np.ndarray
+    moved["0"]["kernel"] += 1
+    assert given["0.weight"].sum() == 6
+
+
+@pytest.mark.parametrize(("axes", "text"), [
+    (lambda a: 1 / 0, "raised ZeroDivisionError: division by zero"),
+    (lambda a: None, "returned a NoneType, which is no array of NumPy"),
+])  # fmt: skip
+def test_a_function_for_axes_that_is_none(axes, text):
+    rules = [Rule(".*", "b", axes=axes)]
+    assert refusal(lambda: funcga.compare({"a": np.ones((2, 3))}, {"b": np.ones(3)}, rules=rules)) == (
+        f"the function axes= of Rule('.*', ...), called with `a`, float64[2, 3], {text}. Write a function from one array "
+        f"of NumPy to another: axes=lambda array: array.reshape(4, 2, 3)."
+    )
+
+
+def test_two_names_are_swapped_through_a_third():
+    assert right_of(["a", "b"], ["a", "b"], [Rule("a", "tmp"), Rule("b", "a"), Rule("tmp", "b")]) == ["b", "a"]
+
+
+def test_rules_that_multiply():
+    rules = [Rule("(.*)", rf"{letter}\1") for letter in "abcdefghijklmnopqr"]
+    assert refusal(lambda: right_of(["w"], ["v"], rules)) == (
+        "these rules can call `w` more than 4096 names, as each may be left out. Make the pattern '(.*)', and others that "
+        "match much, narrower."
+    )
+    assert right_of(["w"], ["lkjihgfedcbaw"], rules[:12]) == ["lkjihgfedcbaw"]
+
+
 def test_compare_by_rules_says_both_names():
     w = array(3, 3)
     left = {"fc": {"weight": w}}
@@ -203,18 +244,22 @@ def test_two_leaves_that_end_up_as_one():
 def test_axes_that_a_leaf_has_not():
     rule = Rule("a", "b", axes=(1, 0))
     assert refusal(lambda: funcga.compare({"a": np.ones(3)}, {"b": np.ones(3)}, rules=[rule])) == (
-        "Rule('a', ..., axes=(1, 0)) permutes 2 axes, and `a` is float64[3]. Make the pattern narrower, or write another "
+        "Rule('a', ..., axes=(1, 0)) permutes 2 axes, and `a`, which these rules call `b`, is float64[3]. Make the pattern narrower, or write another "
         "rule for this leaf before it."
     )
     flat = Rule("a", "b", axes="oi->io")
-    assert "Rule('a', ..., axes='oi->io') permutes 2 axes, and `a` is float64[3]" in refusal(
-        lambda: funcga.match({"a": np.ones(3)}, {"b": torch.ones(3)}, rules=[flat])
+    assert (
+        "Rule('a', ..., axes='oi->io') permutes 2 axes, and `a`, which these rules call `b`, is float64[3]"
+        in refusal(lambda: funcga.match({"a": np.ones(3)}, {"b": torch.ones(3)}, rules=[flat]))
     )
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
     (("(", "a"), r"Rule('(', 'a') is no regular expression with its replacement: "),
     (("a", r"\1"), r"invalid group reference 1"),
+    ((3, "b"), "Rule(3, 'b') is no regular expression with its replacement: the pattern is no text"),
+    (("a", "b", (True, False)), "axes=(True, False)): these are no axes"),
+    (("a", "b", (0.0, 1.0)), "axes=(0.0, 1.0)): these are no axes"),
     (("a", 3), "Rule('a', 3) is no regular expression with its replacement: "),
     (("a", "b", "oihw"), "Rule('a', ..., axes='oihw'): these are no axes. Write 'oi->io', 'io->oi', a permutation"),
     (("a", "b", (0, 2)), "axes=(0, 2)): these are no axes"),

@@ -27,7 +27,10 @@ class Difference(NamedTuple):
 
 
 def difference(left: Any, right: Any) -> Difference:
-    """The Difference of two NumPy arrays of one shape, in float64, or complex128; of integers it is exact."""
+    """The Difference of two NumPy arrays of one shape, in float64 or complex128, to which longdoubles are rounded.
+
+    Of integers it is exact, and beside floats it is 0 only if both are equal exactly.
+    """
     ordered = left.dtype == right.dtype and _bits(left.dtype) is not None
     worst, place, ulps = 0.0, None, 0.0
     scales, nans, infs = (0.0, 0.0), (0, 0), (0, 0)
@@ -36,7 +39,7 @@ def difference(left: Any, right: Any) -> Difference:
         scales = max(scales[0], _largest(x)), max(scales[1], _largest(y))
         nans = nans[0] + _count(np.isnan(x)), nans[1] + _count(np.isnan(y))
         infs = infs[0] + _count(np.isinf(x)), infs[1] + _count(np.isinf(y))
-        apart = _gaps(a, b).astype(np.float64) if _are_whole(a, b) else _apart(x, y)
+        apart = _between(a, b, x, y)
         most = int(np.argmax(apart))  # the first NaN, if there is one
         if not (math.isnan(worst) or apart[most] <= worst):
             worst, place = float(apart[most]), start + most
@@ -68,6 +71,32 @@ def _count(mask: Any) -> int:
     return int(np.count_nonzero(mask))
 
 
+def _between(left: Any, right: Any, x: Any, y: Any) -> Any:
+    """|left - right| of every element in float64, and what is hidden where they are converted to it, as x and y."""
+    kinds = left.dtype.kind, right.dtype.kind
+    if all(kind in "biu" for kind in kinds):
+        return _between_whole(left, right)
+    apart = _apart(x, y)
+    if any(kind in "iu" for kind in kinds):
+        hidden = (apart == 0) & (np.abs(y) >= 2.0**53)
+        pairs = zip(left[hidden].tolist(), right[hidden].tolist(), strict=True)
+        apart[hidden] = [abs(_whole(a) - _whole(b)) for a, b in pairs]
+    return apart
+
+
+def _whole(number: Any) -> int:
+    """A number whose fraction is zero as Python's int, of any size."""
+    return int(number.real)
+
+
+def _between_whole(left: Any, right: Any) -> Any:
+    apart = _gaps(left, right).astype(np.float64)
+    if left.dtype != right.dtype:  # the gap from below 0 to 2**64 needs 65 bits
+        across = (left < 0) != (right < 0)
+        apart[across] = np.abs(_wide(left[across]) - _wide(right[across]))
+    return apart
+
+
 def _apart(left: Any, right: Any) -> Any:
     """|left - right| of every element: infinite where infinities do not match, NaN where a NaN is."""
     with np.errstate(invalid="ignore", over="ignore"):
@@ -77,10 +106,6 @@ def _apart(left: Any, right: Any) -> Any:
     apart[~matched & (np.isinf(left) | np.isinf(right))] = math.inf
     apart[np.isnan(left) | np.isnan(right)] = math.nan
     return apart
-
-
-def _are_whole(left: Any, right: Any) -> bool:
-    return left.dtype.kind in "biu" and right.dtype.kind in "biu"
 
 
 def _gaps(left: Any, right: Any) -> Any:

@@ -12,7 +12,7 @@ from funcga.errors import FuncgaError
 def draw(rows: Sequence[Row], names: tuple[str, str], caption: str, file: str | PathLike[str]) -> None:
     """None; writes the picture, whose marks can be told apart without their colours, in the format of the suffix.
 
-    Raises FuncgaError if matplotlib is not installed, or does not know the suffix.
+    Raises FuncgaError if matplotlib is not installed, or does not know the suffix, or the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot, which keeps every figure
@@ -31,7 +31,12 @@ def draw(rows: Sequence[Row], names: tuple[str, str], caption: str, file: str | 
     suffix = str(file).rpartition(".")[2].lower()
     if suffix not in canvas.get_supported_filetypes():
         raise FuncgaError(f"report.plot cannot write {str(file)!r}: name a .png, .svg or .pdf file.")
-    figure.savefig(file, dpi=120)
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise FuncgaError(
+            f"report.plot cannot write {str(file)!r}: {error.strerror}. Name a file in a folder that exists."
+        ) from error
 
 
 _FINE = {"equal": "|", "within": "o"}
@@ -40,7 +45,7 @@ _BAD = {"beyond": "X", "nan": "*", "inf": "P", "shape": "s", "dtype": "D", "miss
 
 def _draw_rows(axes: Any, rows: Sequence[Row]) -> None:
     """Leaves from top to bottom; what is 0 stands at the left edge, what has no size at the right one."""
-    sizes = [size for row in rows for size in (row.relative, row.limit) if 0 < size < math.inf]
+    sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]
     low, high = (min(sizes) / 10, max(sizes) * 10) if sizes else (1e-9, 1.0)
     axes.set_xscale("log")
     axes.set_xlim(low / 3, high * 3)
@@ -53,7 +58,7 @@ def _draw_rows(axes: Any, rows: Sequence[Row]) -> None:
             shown = [max(size, low) if math.isfinite(size) else high for size, _ in found]
             color = "tab:blue" if status in _FINE else "tab:red"
             axes.plot(shown, [k for _, k in found], mark, label=f"{status} ({len(found)})", color=color)
-    limits = [(row.limit, k) for k, row in enumerate(rows) if row.limit > 0]
+    limits = [(row.allowed, k) for k, row in enumerate(rows) if 0 < row.allowed < math.inf]
     if limits:
         axes.plot(*zip(*limits, strict=True), marker=4, markersize=9, color="k", linestyle="none", label="limit")
     if rows:

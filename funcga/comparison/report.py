@@ -31,8 +31,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether both trees have the same leaves, and each of them is equal or within its limit."""
-        return all(row.ok for row in self.rows)
+        """Whether both trees have the same leaves, one at least, and each of them is equal or within its limit."""
+        return bool(self.rows) and all(row.ok for row in self.rows)
 
     @property
     def worst(self) -> Row | None:
@@ -50,7 +50,10 @@ class Report:
         """One sentence: how many leaves are not close, of how many, and which is the worst."""
         worst, total, of = self.worst, len(self.rows), f"leaves of {self.names[0]} and {self.names[1]}"
         if worst is None:
-            return f"{self.names[0]} and {self.names[1]} have no leaves."
+            return (
+                f"Nothing was compared: {self.names[0]} and {self.names[1]} have no leaves, or only what the rules "
+                f"leave out."
+            )
         close, where = sum(row.ok for row in self.rows), f"`{worst.path}`" if worst.path else "the array"
         summary = table.summary(worst, self.names)
         if close == total:
@@ -69,6 +72,8 @@ class Report:
 
     def assert_close(self) -> None:
         """None if `ok`. Raises AssertionError, which shows the worst leaves, if not."""
+        if not self.rows:
+            raise AssertionError(self.verdict)
         if not self.ok:
             worst = [row for row in sorted(self.rows, key=lambda row: row.badness, reverse=True) if not row.ok]
             more = f"\n... and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""

@@ -1,5 +1,7 @@
 """The rows of a report as a table, in plain text and for rich, which is imported when it is asked for."""
 
+import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +52,7 @@ def _cells(row: Row) -> list[str]:
         _pair(row.dtypes, str),
         figure(row.absolute),
         figure(row.relative),
-        figure(row.limit),
+        figure(row.allowed),
         "" if row.ulps is None else f"{row.ulps:.3g}",
         "" if row.cosine is None else f"{row.cosine:.6g}",
         "" if row.index is None or row.values is None else f"{_shape(row.index)}: {_values(row.values)}",
@@ -76,15 +78,17 @@ def _counts(row: Row) -> str:
     return f" ({counts[0]} and {counts[1]})" if counts else ""
 
 
-def figure(value: float) -> str:
-    """A figure in few characters."""
-    return "0" if value == 0 else f"{value:.1e}"
+def figure(value: float, digits: int = 1) -> str:
+    """A figure in few characters, with so many digits after the point: `8.6e-7`."""
+    return "0" if value == 0 else re.sub(r"e-0?", "e-", f"{value:.{digits}e}")
 
 
 def summary(row: Row, names: tuple[str, str]) -> str:
     """What is to be said of a row, in half a sentence."""
     if row.ok or row.status == "beyond":
-        return f"has rel {figure(row.relative)}, where {figure(row.limit)} is the limit"
+        if math.isinf(row.allowed):  # nothing is relative to zeros
+            return f"has abs {figure(row.absolute)}, where {figure(row.atol)} is the limit"
+        return f"has rel {figure(row.relative)}, where {figure(row.allowed)} is the limit"
     if row.status in ("nan", "inf"):
         what = {"nan": "NaN", "inf": "infinities that do not match"}[row.status]
         counts = _counts(row).strip(" ()")

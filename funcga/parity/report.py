@@ -1,7 +1,6 @@
 """The report: a table and a verdict for each problem, and the same as JSON."""
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from funcga.comparison.report import Report
+from funcga.comparison.table import figure as figure
 from funcga.information import versions
 from funcga.parity.run import CAUSES, Compared, Findings
 from funcga.parity.training import Trajectory
@@ -85,14 +85,8 @@ def against(report: Report) -> str:
         return ""
     if row.status not in ("equal", "within", "beyond"):
         return row.status
-    slack = report.atol * row.relative / row.absolute if row.absolute else 0.0  # as a part of the leaf, as the rest is
-    limit = f" {'<' if row.ok else '>'} {figure(row.limit + slack, 0)}" if row.limit else ""
+    limit = f" {'<' if row.ok else '>'} {figure(row.allowed, 0)}" if row.allowed else ""
     return f"{figure(row.relative)}{limit}"
-
-
-def figure(value: float, digits: int = 1) -> str:
-    """A difference in a few characters."""
-    return "0" if value == 0 else re.sub(r"e-0?", "e-", f"{value:.{digits}e}")
 
 
 def table(findings: Findings) -> Table:
