@@ -81,15 +81,17 @@ class Report:
             raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}{self._advice()}")
 
     def _advice(self) -> str:
-        """What to do if every leaf that is not close is as far away as rounding of the largest one is."""
+        """What to do if every leaf that is not close is itself as small as rounding of the largest one is."""
         beyond = [row for row in self.rows if not row.ok]
-        allowed = max((row.limit * row.largest for row in self.rows), default=0.0)
-        if not allowed or any(row.status != "beyond" or row.absolute > allowed for row in beyond):
+        largest = max(row.largest for row in self.rows)
+        rounding = [4 * tolerances.epsilon(row.dtype or "") * largest for row in beyond]
+        small = [row.absolute + row.largest <= most for row, most in zip(beyond, rounding, strict=True)]
+        if not all(small):
             return ""
-        atol = f"{1.1 * allowed:.1e}"  # not less when rounded
+        atol = f"{1.1 * max(row.absolute for row in beyond):.1e}"  # not less when rounded
         return (
-            f"\nAll of these differences are below {atol}, the limit of the largest leaf: if such a leaf is 0 but for "
-            f"rounding, as the gradient of a bias before a normalisation is, give atol={atol}."
+            f"\nWhat is not close is 0 but for rounding, beside the largest leaf, {largest:.1e}; the gradient of a bias "
+            f"before a normalisation is, for instance. If that is what it has to be, give atol={atol}."
         )
 
     def table(self) -> "Table":
