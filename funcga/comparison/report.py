@@ -90,8 +90,8 @@ class Report:
             return ""
         atol = f"{1.1 * max(row.absolute for row in beyond):.1e}"  # not less when rounded
         return (
-            f"\nWhat is not close is 0 but for rounding, beside the largest leaf, {largest:.1e}; the gradient of a bias "
-            f"before a normalisation is, for instance. If that is what it has to be, give atol={atol}."
+            f"\nWhat is not close is 0 but for rounding, beside the largest leaf, {largest:.1e}, as the gradient of a "
+            f"bias before a normalisation is. If that is what it has to be, give atol={atol}."
         )
 
     def table(self) -> "Table":
