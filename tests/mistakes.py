@@ -355,6 +355,7 @@ MISTAKES = {
     "a mean as weight": ((TORCH,), case(token_mean, without=("lengths", "labels"), weight=lambda b: b["mask"].mean()), ["weight not additive"], "weight=lambda batch: batch['mask'].sum()"),
     "a weight for a mean over rows": ((TORCH,), case(row_mean, weight=count_mask), ["wrong weight"], "drop weight="),
     "another weight": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"][:, 1:]).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
+    "a weight that is 0": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"] == -100).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
     "L2 in a sum": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], "weight_decay="),
     "L2 in a sum, under mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p)), ["sum under mean", "regulariser"], "per_weight"),
     "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], "in_axes=(None, 0, None)"),

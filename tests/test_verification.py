@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -191,14 +192,32 @@ def test_carried_state_is_a_note():
     )
 
 
-def test_nothing_is_changed():
-    grad_fn, (params, x, y) = regress(loss=lambda p, x, y: mistakes.regression(p, x, y) * float(np.random.rand()))
-    before = [t.clone() for t in (*params.values(), x, y)]
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+def states():
+    """Where in its block of 624 words NumPy's generator is belongs to its state."""
+    key, place = np.random.get_state()[1:3]
+    return torch.get_rng_state().tolist(), key.tolist(), place, random.getstate()
+
+
+@pytest.mark.parametrize("draws", [True, False], ids=["always", "at the first call alone"])
+def test_nothing_is_changed(draws):
+    """Also where what draws numbers is found by no two calls, since only the first one draws any."""
+    calls = []
+
+    def loss(params, x, y):
+        if draws or not calls:
+            factor = float(np.random.rand() + random.random())
+        calls.append(1)
+        return mistakes.regression(params, F.dropout(x, 0.5, draws or len(calls) == 1), y) * (factor if draws else 1)
+
+    grad_fn, (params, x, y) = regress(loss=loss)
+    arrays = [*params.values(), x, y]
+    before, drawn = [t.clone() for t in arrays], states()
     funcga.verify(grad_fn, params, x, y)
-    assert all(torch.equal(a, b) for a, b in zip(before, (*params.values(), x, y), strict=True))
-    assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1:] == (np.random.get_state()[1].tolist(), random.getstate())
+    assert all(torch.equal(a, b) for a, b in zip(before, arrays, strict=True))
+    assert states() == drawn
+
+
+def test_no_variable_of_the_loss_is_changed():
     frozen = mistakes.divided_by_global.__globals__["accumulation_steps"]
     verified(TORCH, mistakes.MISTAKES["/ n, a global"][1])
     assert mistakes.accumulation_steps == frozen == 4
