@@ -155,6 +155,7 @@ def neighbours(params, x, y):
     return (h[1:] * h[:-1]).mean()
 
 
+N4 = {"n": 4}
 accumulation_steps = 4
 config = types.SimpleNamespace(micro_batches=4, dim=4)
 settings = {"accum": 4}
@@ -180,14 +181,6 @@ def divided_by_literal(params, x, y):
     return regression(params, x, y) / 4
 
 
-def times_literal(params, x, y):
-    return 0.25 * regression(params, x, y)
-
-
-def divided_by_argument(scale, params, x, y):
-    return scale * regression(params, x, y)
-
-
 def divided_in_a_closure():
     n = 4
 
@@ -202,6 +195,63 @@ def divided_in_a_helper():
         return value / num_micro
 
     return lambda params, x, y: scaled(regression(params, x, y))
+
+
+def divided_by(**names):
+    """Losses that divide by this one global each: what `drop` must name, and the loss."""
+    for name, value in names.items():
+        spelled = f"lambda p, x, y: regression(p, x, y) / {name}"
+        root = name.split(".")[0].split("[")[0]
+        yield name, eval(spelled, {"regression": regression, root: value})
+
+
+class Objective:
+    grad_accum = 4
+
+    def __call__(self, params, x, y):
+        return regression(params, x, y) / self.grad_accum
+
+    def method(self, params, x, y):
+        return regression(params, x, y) / self.grad_accum
+
+
+def divided_by_keyword(params, x, y, accumulation_steps):
+    return regression(params, x, y) / accumulation_steps
+
+
+NAMES = "acc acc_steps grad_acc_steps ga_steps GRAD_ACC update_freq every_k iter_size virtual_batch".split()
+NESTED = types.SimpleNamespace(train=types.SimpleNamespace(accumulation_steps=4))
+
+# What each is divided by, as the line must say, and the loss; n is 4.
+DIVIDED = {
+    **dict(divided_by(**{name: 4 for name in NAMES}, accum=torch.tensor(4), grad_accum=np.int64(4))),
+    **dict(divided_by(**{"cfg.train.accumulation_steps": NESTED, 'cfg["train"]["accum"]': {"train": {"accum": 4}}})),
+    "self.grad_accum": Objective().method,
+    "self.grad_accum ": Objective(),
+    "accumulation_steps": divided_by_keyword,
+}
+
+
+def steps_of_time(params, x, y):
+    return regression(params, x, y) / clock.steps
+
+
+def mean_over_channels(params, x, y):
+    return ((x @ params["w"] - y[:, None]) ** 2).sum() / len(x) / 3
+
+
+k, clock = 4, types.SimpleNamespace(steps=4)
+
+# (loss, options, what the note says): right, though a number equals n.
+EQUAL_TO_N = [
+    (lambda p, x, y: 0.25 * regression(p, x, y), N4, "`* 0.25`"),
+    (lambda p, x, y: regression(p, x, y) / k, N4, "`/ k`"),
+    (steps_of_time, N4, "`/ clock.steps`"),
+    (lambda p, x, y: ((x @ p["w"]) ** 2).sum(1).mean() / 3, {"n": 3}, "`/ 3`"),
+    (mean_over_channels, {"n": 3}, "`/ 3`"),
+    (lambda p, x, y: (((x @ p["w"]) ** 2).sum(1) / 4).mean(), N4, "`/ 4`"),
+    (lambda p, x, y: regression_sum(p, x, y) / 12, {"n": 12, "fold": funcga.sum()}, "`/ 12`"),
+]
 
 
 class Trainer:
@@ -337,7 +387,6 @@ BOTH = (TORCH, JAX)
 SUM = {"fold": funcga.sum()}
 COUNTED = {"fold": funcga.per_weight(), "weight": count_mask}
 BY_LABELS = 'weight=lambda batch: (batch["labels"] != -100).sum()'.replace('"', "'")
-N4 = {"n": 4}
 
 # name: (kits, case, the causes that it must be given, all of them, what is in the first one's fix)
 MISTAKES = {
@@ -385,7 +434,6 @@ MISTAKES = {
     "/ n, an entry": ((TORCH,), two_args(divided_by_entry, N4), ["divided by n"], 'drop `/ settings["accum"]`'),
     "/ n, a default": ((TORCH,), two_args(divided_by_default, N4), ["divided by n"], "drop `/ n`"),
     "/ n, a literal": ((TORCH,), two_args(divided_by_literal, N4), ["divided by n"], "drop `/ 4`"),
-    "* 1/n, a literal": ((TORCH,), two_args(times_literal, N4), ["divided by n"], "drop `* 0.25`"),
     "/ n, a closure": ((TORCH,), two_args(divided_in_a_closure(), N4), ["divided by n"], "drop `/ n`"),
     "/ n, a helper": ((TORCH,), two_args(divided_in_a_helper(), N4), ["divided by n"], "drop `/ num_micro`"),
     "/ n, a method": ((TORCH,), two_args(Trainer().loss, N4), ["divided by n"], "drop `/ self.accumulate_grad_batches`"),

@@ -52,6 +52,23 @@ def test_a_right_loss_is_not_accused(kit, name):
     assert not verdict.causes
 
 
+@pytest.mark.parametrize("name", mistakes.DIVIDED)
+def test_a_division_is_found_wherever_its_number_is(name):
+    grad_fn, args = regress(loss=mistakes.DIVIDED[name], rows=5)
+    keywords = {name: 4} if name == "accumulation_steps" else {}
+    verdict = funcga.verify(grad_fn, *args, n=4, **keywords)
+    assert [cause.fix for cause in verdict.causes] == [f"drop `/ {name.strip()}` from the loss"], str(verdict)
+
+
+@pytest.mark.parametrize("case", mistakes.EQUAL_TO_N, ids=[case[2] for case in mistakes.EQUAL_TO_N])
+def test_a_number_that_equals_n_is_a_note(case):
+    loss, options, said = case
+    grad_fn, args = regress(loss=loss)
+    verdict = funcga.verify(grad_fn, *args, **options)
+    assert verdict.ok, str(verdict)
+    assert [note.partition(": ")[0] for note in verdict.notes] == [f"the whole loss has the factor {said}"]
+
+
 def activated(h, kind):
     return {"linear": h, "rational": h / (1 + h**2), "square": h**2}[kind]
 

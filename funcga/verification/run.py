@@ -143,11 +143,11 @@ def _verdict(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: l
     why = diagnose(probe, splits, seen, limit, random)
     late = None if why else written_later(probe, whole, limit)
     causes += [late] if late else why
-    already = divided(probe, n, limit)
+    already, doubts = divided(probe, n, limit)
     if already and any(cause.name == "mean under sum" for cause in causes):
         causes = [cause for cause in causes if cause.name != "mean under sum"]
     causes += already
-    notes += _notes(probe, splits.carried)
+    notes += [*doubts, *_notes(probe, splits.carried)]
     return Verdict(not causes, tuple(causes), tuple(splits.rows), dtype, tuple(notes))
 
 
