@@ -59,7 +59,7 @@ def _variants(function: Any, n: int | None, depth: int) -> Iterator[Variant]:
             yield _variant(name, value, types.MethodType(function.__func__, owner), n)
     elif isinstance(function, types.FunctionType):
         yield from _of_function(function, n, depth)
-    elif hasattr(function, "loss_fn") and is_dataclass(function):  # a GradientFunction, or a pure_loss
+    elif is_dataclass(function) and hasattr(function, "loss_fn"):  # a GradientFunction, or a pure_loss
         for variant in _variants(function.loss_fn, n, depth + 1):
             yield variant._replace(function=replace(function, loss_fn=variant.function))
     elif callable(getattr(function, "__wrapped__", None)):  # jitted

@@ -14,8 +14,10 @@ from funcga.prefixes import leaf_paths
 from funcga.program import Program, check_callable, check_count
 from funcga.verification.diagnosis import diagnose
 from funcga.verification.inspection import divided, per_example, unused
+from funcga.verification.magnitude import fitted
 from funcga.verification.naming import is_linear
 from funcga.verification.probe import Probe, as_numbers, is_moments, random_states, restore
+from funcga.verification.remainder import without_remainder
 from funcga.verification.repetition import impurities, written_later
 from funcga.verification.splits import compare, uneven
 from funcga.verification.tolerance import limit_of
@@ -110,7 +112,8 @@ def _precise(
         probe.values(probe.every)
     except Exception as error:  # something is in another dtype that meets them
         first, *_ = str(error).splitlines() or [""]
-        return None, f"raised {type(error).__name__}: {first[:160]}"
+        said = first.rpartition("please report a bug to PyTorch. ")[2]  # which is none
+        return None, f"raised {type(error).__name__}: {said[:160]}"
     return probe, ""
 
 
@@ -128,10 +131,11 @@ def _verdict(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: l
             f"it computes in less than float64 somewhere, so differences below {limit.relative:.0e} are taken for "
             f"rounding, and cannot be seen"
         )
-    random = np.random.default_rng(seed)
     if _is_weightless(probe, whole):
         return _without_weight(probe, ns, n, seed, notes)
+    random = np.random.default_rng(seed)
     parts = uneven(probe, random)
+    limit, small = fitted(probe, limit, max(seen.eps, *_own_eps(probe), 2.0**-52), parts)
     found, folds = per_example(probe, parts[0])
     causes += found
     if found and probe.threaded:
@@ -140,14 +144,14 @@ def _verdict(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: l
         probe = _replaced(probe, fold=folds)
     causes += unused(probe)
     splits = compare(probe, ns, limit, parts)
-    why = diagnose(probe, splits, seen, limit, random)
+    why, remainder = without_remainder(probe, splits, diagnose(probe, splits, seen, limit, random), limit)
     late = None if why else written_later(probe, whole, limit)
     causes += [late] if late else why
     already, doubts = divided(probe, n, limit)
     if already and any(cause.name == "mean under sum" for cause in causes):
         causes = [cause for cause in causes if cause.name != "mean under sum"]
     causes += already
-    notes += [*doubts, *_notes(probe, splits.carried)]
+    notes += [*small, *remainder, *doubts, *_notes(probe, splits.carried)]
     return Verdict(not causes, tuple(causes), tuple(splits.rows), dtype, tuple(notes))
 
 
