@@ -24,7 +24,7 @@ def diagnose(probe: Probe, splits: Splits, seen: Seen, limit: Limit, random: np.
         return [_by_place(probe, splits, seen)]
     causes: dict[str, Cause] = {}
     pairs = [*_pairs(probe, splits, random)]
-    loss = _loss(probe)
+    loss = loss_of(probe)
     for leaves in grouped(probe, failed):
         for cause in _explained(probe, leaves, pairs, splits, limit, loss):
             causes.setdefault(cause.name, cause)
@@ -96,7 +96,7 @@ def _grows(loss: Callable[[Rows], float], rows: Rows) -> bool:
     return False
 
 
-def _loss(probe: Probe) -> Callable[[Rows], float] | None:
+def loss_of(probe: Probe) -> Callable[[Rows], float] | None:
     """The value of the loss for some rows: from the output, or from the function whose gradient it is."""
     whole = probe.values(probe.every)
     scalars = [i for i, leaf in enumerate(whole) if leaf is not None and leaf.ndim == 0 and is_linear(probe.folds[i])]
