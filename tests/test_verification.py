@@ -202,6 +202,34 @@ def test_batch_norm_is_found_by_its_path():
     assert "`1` (BatchNorm1d, in training mode)" in verified(TORCH, made).causes[0].evidence
 
 
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("gradients that are rounding", "which may be rounding and nothing else: whether the fold is right"),
+        ("a value that cancels", "though every gradient agrees: that is rounding"),
+    ],
+)
+def test_what_cannot_be_told_is_a_note(name, note):
+    assert note in verified(TORCH, mistakes.RIGHT[name][1]).notes[0]
+
+
+def test_batch_norm_comes_first_only_where_there_is_one():
+    with_one, without = (verified(TORCH, mistakes.MISTAKES[name][1]) for name in ("BatchNorm1d", "load balancing"))
+    assert [verdict.causes[0].fix.startswith("module.eval()") for verdict in (with_one, without)] == [True, False]
+
+
+def refused_by_torch(params, x, y):
+    if x.dtype == torch.float64:
+        raise RuntimeError("!x INTERNAL ASSERT FAILED at 'a.cpp':1, please report a bug to PyTorch. Expected float")
+    return mistakes.regression(params, x, y)
+
+
+def test_a_note_leaves_out_where_torch_asserts():
+    grad_fn, args = regress(loss=refused_by_torch)
+    note = "not in float64, in which the call raised RuntimeError: Expected float"
+    assert funcga.verify(grad_fn, *args).notes[0] == note
+
+
 def test_carried_state_is_a_note():
     verdict = verified(TORCH, mistakes.RIGHT["state"][1])
     assert verdict.notes[0].startswith(

@@ -18,7 +18,7 @@ from funcga.verification.magnitude import fitted
 from funcga.verification.naming import is_linear
 from funcga.verification.probe import Probe, as_numbers, is_moments, random_states, restore
 from funcga.verification.remainder import without_remainder
-from funcga.verification.repetition import impurities, written_later
+from funcga.verification.repetition import impurities, written, written_later
 from funcga.verification.splits import compare, uneven
 from funcga.verification.tolerance import limit_of
 from funcga.verification.verdict import Cause, Verdict
@@ -119,6 +119,9 @@ def _precise(
 
 def _verdict(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: list[str]) -> Verdict:
     dtype = "float64" if probe.precise else "the arguments' own dtypes"
+    wrote = written(probe)
+    if wrote is not None:
+        return Verdict(False, (wrote,), (), dtype, ("nothing else was looked at: there is no gradient",))
     whole = probe.values(probe.every)
     _check_gradient(probe, whole)
     seen, causes = impurities(probe)
