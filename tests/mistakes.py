@@ -219,7 +219,17 @@ def divided_by_keyword(params, x, y, accumulation_steps):
     return regression(params, x, y) / accumulation_steps
 
 
-NAMES = ("acc", "acc_steps", "grad_acc_steps", "ga_steps", "GRAD_ACC", "update_freq", "every_k", "iter_size", "virtual_batch")
+NAMES = (
+    "acc",
+    "acc_steps",
+    "grad_acc_steps",
+    "ga_steps",
+    "GRAD_ACC",
+    "update_freq",
+    "every_k",
+    "iter_size",
+    "virtual_batch",
+)
 NESTED = types.SimpleNamespace(train=types.SimpleNamespace(accumulation_steps=4))
 
 # What each is divided by, as the line must say, and the loss; n is 4.
@@ -498,7 +508,7 @@ MISTAKES |= {
     "an epsilon in a count": ((TORCH,), two_args(masked, {"weight": lambda x, m: (m**2).sum()}), ["small remainder"], ".clamp(min=1)"),
     "a count of squares": ((TORCH,), two_args(by_squares), ["uneven tokens"], "weight=lambda x, m: (m ** 2).sum()"),
     "a count not found": ((TORCH,), two_args(by_uneven_weights), ["uneven tokens"], "weight=lambda x, m: (m != -100).sum()"),
-    "a count on axis 1": ((TORCH,), transposed_mask, ["uneven tokens"], "weight=lambda batch: batch['m'].sum()"),
+    "a count on axis 1": ((TORCH,), transposed_mask, ["uneven tokens"], "weight=lambda b: b['m'].sum()"),
     "the largest of all rows": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]) ** 2).sum(1).max()), ["batch statistics"], "one row each"),
     "max() of a loss": ((TORCH,), two_args(regression, {"fold": funcga.max()}), ["not decomposable"], "fold=funcga.mean()"),
     "rows by keyword": ((TORCH,), by_keyword, ["not decomposable"], "pass `y` by position"),
@@ -662,7 +672,7 @@ RIGHT = {
     "attention": ((TORCH,), attended),
     "gradients that cancel": ((TORCH,), cancelling),
     "gradients that are rounding": ((TORCH,), two_args(shifted_softmax)),
-    "a value that cancels": ((TORCH,), two_args(lambda p, x, y: regression(p, x, y) + 1e9 - 1e9)),
+    "a value that cancels": ((TORCH,), two_args(lambda p, x, y: regression(p, x, y) + 2e10 - 2e10, {"n": (3, 5)})),
     "tied weights": ((TORCH,), two_args(tied)),
     "keys of rows": ((JAX,), keys_of_rows(False)),
     "keys by index": ((JAX,), keys_of_rows(True)),

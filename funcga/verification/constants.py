@@ -6,34 +6,23 @@ doubled the whole output must be halved, or doubled. Only then is it accused, an
 for: that a temperature or a number of channels equals n is no mistake.
 """
 
-import copy
 import dis
 import functools
-import inspect
-import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
-from numbers import Real
 from typing import Any, NamedTuple
 
-# A count of micro-batches whatever its value; what is one if its value is the n that is asked for, unless the batch has
-# this size as well; and what may be one then.
-_SURE = re.compile(
-    r"accum|micro_?b|num_micro|n_micro|grad_?steps|grad_?acc|(^|_)acc_?steps|(^|_)ga_?steps|update_?freq|every_?k|"
-    r"iter_?size|virtual_?batch",
-    re.IGNORECASE,
-)
-_USUAL = re.compile(r"^(n|acc|ACC|gas?|GAS?)$")
-_LIKELY = re.compile(r"^(n|k|steps?|n_?steps|num_?steps)$|chunk|split|batches", re.IGNORECASE)
-_DEPTH, _NESTED = 8, 3
+from funcga.verification.suspects import doubled, doubt_of, names_in, number_of, of_object
+
+_DEPTH = 8
 
 
 class Variant(NamedTuple):
     """A function in which one number, which it calls by this name, is doubled.
 
-    doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or the place, is a usual one for it;
-    2 if it merely equals n.
+    doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or the place, is usual for it; 2 if
+    it merely equals n.
     """
 
     name: str
@@ -55,16 +44,17 @@ def _variants(function: Any, n: int | None, depth: int) -> Iterator[Variant]:
     elif isinstance(function, types.MethodType):
         for variant in _variants(function.__func__, n, depth + 1):
             yield variant._replace(function=types.MethodType(variant.function, function.__self__))
-        for name, value, owner in _of_object("self", function.__self__, function.__func__.__code__, n):
+        for name, value, owner in of_object("self", function.__self__, function.__func__.__code__, n):
             yield _variant(name, value, types.MethodType(function.__func__, owner), n)
     elif isinstance(function, types.FunctionType):
         yield from _of_function(function, n, depth)
     elif is_dataclass(function) and hasattr(function, "loss_fn"):  # a GradientFunction, or a pure_loss
-        for variant in _variants(function.loss_fn, n, depth + 1):
-            yield variant._replace(function=replace(function, loss_fn=variant.function))
+        made: Any = function
+        for variant in _variants(made.loss_fn, n, depth + 1):
+            yield variant._replace(function=replace(made, loss_fn=variant.function))
     elif callable(getattr(function, "__wrapped__", None)):  # jitted
         yield from _variants(function.__wrapped__, n, depth + 1)
-    elif isinstance(getattr(type(function), "__call__", None), types.FunctionType):  # an object that is called
+    elif isinstance(getattr(type(function), "__call__", None), types.FunctionType):  # noqa: B004 - its code is read
         yield from _variants(types.MethodType(type(function).__call__, function), n, depth + 1)
 
 
@@ -73,12 +63,12 @@ def _of_partial(function: Any, n: int | None, depth: int) -> Iterator[Variant]:
         yield variant._replace(function=functools.partial(variant.function, *function.args, **function.keywords))
     code = getattr(function.func, "__code__", None)
     for key, value in function.keywords.items():
-        for name, number, doubled in _doubled(key, value, code, n):
-            made = functools.partial(function.func, *function.args, **function.keywords | {key: doubled})
+        for name, number, twice in doubled(key, value, code, n):
+            made = functools.partial(function.func, *function.args, **function.keywords | {key: twice})
             yield _variant(name, number, made, n)
     for i, (name, value) in enumerate(zip(getattr(code, "co_varnames", ()), function.args, strict=False)):
-        for spelled, number, doubled in _doubled(name, value, code, n):
-            args = (*function.args[:i], doubled, *function.args[i + 1 :])
+        for spelled, number, twice in doubled(name, value, code, n):
+            args = (*function.args[:i], twice, *function.args[i + 1 :])
             yield _variant(spelled, number, functools.partial(function.func, *args, **function.keywords), n)
 
 
@@ -98,10 +88,10 @@ def _of_function(function: types.FunctionType, n: int | None, depth: int) -> Ite
             yield found._replace(function=_rebuilt(function, closure=tuple(cells)))
     if not own:
         return
-    for name in sorted(_names(code) & function.__globals__.keys()):
+    for name in sorted(names_in(code) & function.__globals__.keys()):
         value = function.__globals__[name]
         foreign = (getattr(value, "__module__", None) or "").startswith(("torch", "jax", "numpy", "funcga"))
-        if (foreign and _number(value) is None) or isinstance(value, types.ModuleType | type):
+        if (foreign and number_of(value) is None) or isinstance(value, types.ModuleType | type):
             continue
         for found in _changed(name, value, code, n, depth, own):
             made = _rebuilt(function, names={**function.__globals__, name: found.function})
@@ -113,88 +103,29 @@ def _of_function(function: types.FunctionType, n: int | None, depth: int) -> Ite
 def _changed(name: str, value: Any, code: types.CodeType, n: int | None, depth: int, own: bool) -> Iterator[Variant]:
     """Variants of which `function` is the value of a variable of a function, with a number of it doubled."""
     if own:
-        for spelled, number, doubled in _doubled(name, value, code, n):
-            yield _variant(spelled, number, doubled, n)
+        for spelled, number, twice in doubled(name, value, code, n):
+            yield _variant(spelled, number, twice, n)
     if callable(value) and not isinstance(value, type):
         for variant in _variants(value, n, depth + 1):
             is_literal = variant.name == repr(variant.value)  # whose function may return a part of the loss
             yield variant._replace(doubt=2) if own and is_literal else variant
 
 
-def _doubled(name: str, value: Any, code: types.CodeType | None, n: int | None) -> Iterator[tuple[str, float, Any]]:
-    """(name, number, the value with that number doubled)."""
-    if _is_suspect(name, value, n):
-        yield name, float(value), 2 * value
-    elif code is not None and not callable(value):
-        yield from _of_object(name, value, code, n)
-
-
-def _of_object(
-    name: str, value: Any, code: types.CodeType, n: int | None, depth: int = 0
-) -> Iterator[tuple[str, float, Any]]:
-    """The same for the entries of a dict, and the attributes of an object, which the code names."""
-    for key, part in _parts(value, code):
-        spelled = f'{name}["{key}"]' if isinstance(value, dict) else f"{name}.{key}"
-        if _is_suspect(key, part, n):
-            yield spelled, float(part), _with(value, key, 2 * part)
-        elif depth < _NESTED and not callable(part):
-            for deeper, number, made in _of_object(spelled, part, code, n, depth + 1):
-                yield deeper, number, _with(value, key, made)
-
-
-def _parts(value: Any, code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((key, value[key]) for key in value if isinstance(key, str) and key in _texts(code))
-    elif hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | type):
-        found = ((key, inspect.getattr_static(value, key, None)) for key in sorted(_names(code)))
-        yield from ((key, part) for key, part in found if part is not None)
-
-
-def _with(value: Any, key: str, part: Any) -> Any:
-    """A copy with another entry or attribute; an attribute of the class becomes one of the copy."""
-    if isinstance(value, dict):
-        return {**value, key: part}
-    made = copy.copy(value)
-    object.__setattr__(made, key, part)
-    return made
-
-
-def _number(value: Any) -> float | None:
-    """The value of a number or of an array without axes."""
-    if isinstance(value, bool) or not (isinstance(value, Real) or getattr(value, "shape", None) == ()):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):  # a key, a complex number, one that is not known yet
-        return None
-
-
-def _is_suspect(name: str, value: Any, n: int | None) -> bool:
-    number = _number(value)
-    if number is None or not 0 < number < float("inf"):
-        return False
-    count = number if number > 1 else 1 / number
-    if abs(count - round(count)) > 1e-6 or count < 2:
-        return False
-    return bool(_SURE.search(name)) or (round(count) == n and bool(_USUAL.search(name) or _LIKELY.search(name)))
-
-
 def _variant(name: str, value: float, function: Any, n: int | None) -> Variant:
-    last = re.findall(r"\w+", name)[-1]
-    return Variant(name, value, function, 0 if _SURE.search(last) else 1 if _USUAL.search(last) and value == n else 2)
+    return Variant(name, value, function, doubt_of(name, value, n))
 
 
 def _of_defaults(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
     defaults = function.__defaults__ or ()
     first = function.__code__.co_argcount - len(defaults)
     for i, value in enumerate(defaults):
-        for name, number, doubled in _doubled(function.__code__.co_varnames[first + i], value, None, n):
-            made = _rebuilt(function, defaults=(*defaults[:i], doubled, *defaults[i + 1 :]))
+        for name, number, twice in doubled(function.__code__.co_varnames[first + i], value, None, n):
+            made = _rebuilt(function, defaults=(*defaults[:i], twice, *defaults[i + 1 :]))
             yield _variant(name, number, made, n)
     for key, value in (function.__kwdefaults__ or {}).items():
-        for name, number, doubled in _doubled(key, value, None, n):
+        for name, number, twice in doubled(key, value, None, n):
             made = _rebuilt(function)
-            made.__kwdefaults__ = {**(function.__kwdefaults__ or {}), key: doubled}
+            made.__kwdefaults__ = {**(function.__kwdefaults__ or {}), key: twice}
             yield _variant(name, number, made, n)
 
 
@@ -218,16 +149,6 @@ def _divides_all(code: types.CodeType, value: float) -> bool:
         for a, b, c in triples
         if a.opname.startswith("LOAD_")
     )
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*inner)
-
-
-def _texts(code: types.CodeType) -> set[str]:
-    inner = [_texts(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return {const for const in code.co_consts if isinstance(const, str)}.union(*inner)
 
 
 def _rebuilt(

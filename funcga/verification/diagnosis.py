@@ -165,7 +165,7 @@ def _ways_out(probe: Probe, splits: Splits, limit: Limit) -> tuple[str, str]:
         )
     if other:
         return (
-            f": the fold of {probe.paths[other[0]]} takes neither sums nor means, which is what a loss and gradients are",
+            f": the fold of {probe.paths[other[0]]} takes neither sums nor means, as a loss and gradients need",
             "fold=funcga.mean(), or a tree of folds with another one for such an output alone",
         )
     if limit.relative > 1e-3:

@@ -164,7 +164,10 @@ def _mean(case: Case) -> Cause:
             "masked, and micro-batches are weighed by their rows."
         )
         if count is None:
-            what += " The line shows the form; no expression of the batch was found that counts what the loss counts. A mean by weights counts their sum."
+            what += (
+                " The line shows the form; no expression of the batch was found that counts what the loss counts. A "
+                "mean by weights counts their sum."
+            )
         return Cause("uneven tokens", what, line, evidence)
     if equal:
         what = "The loss is a mean over rows, and weight= counts something else."
@@ -229,7 +232,9 @@ def _by_steps(case: Case) -> Cause:
 def _statistics(case: Case) -> Cause:
     named = case.probe.own.batch_normalisers(case.probe.program.grad_fn)
     modules = f"; in the loss are {', '.join(named[:3])}" if named else ""
-    by_row = "write the loss as a sum or a mean of terms of one row each, pass in the statistics, or freeze layers that "
+    by_row = (
+        "write the loss as a sum or a mean of terms of one row each, pass in the statistics, or freeze layers that "
+    )
     by_row += "normalise over rows (module.eval(), or LayerNorm); else n=1"
     return Cause(
         "batch statistics",
@@ -249,10 +254,10 @@ def _negatives(case: Case) -> Cause:
         "in-batch negatives",
         "Every row is compared with the other rows of its micro-batch, as in a contrastive loss: fewer rows are "
         "another, easier loss, and no fold makes up for it.",
-        "n=1; or a gradient cache, in two passes: the embeddings of all rows, and the gradients of the loss by them, then "
-        "sum(embedding(params, x) * those gradients), which folds by fold=funcga.sum(). Candidates that are passed whole, "
-        "in_axes=(None, 0, None), are constants: that is another gradient, without the part through the candidates, and "
-        "needs the index of each row's positive split with the rows",
+        "n=1; or a gradient cache, in two passes: the embeddings of all rows and the gradients of the loss by them, "
+        "then sum(embedding(params, x) * those gradients), under fold=funcga.sum(). Candidates that are passed whole, "
+        "in_axes=(None, 0, None), are constants: that is another gradient, without the part through the candidates, "
+        "and the index of each row's positive is to be split with the rows",
         f"{case.where} of groups of rows is no mean of those of the groups, and the loss grows as a logarithm if all "
         f"rows are repeated",
     )

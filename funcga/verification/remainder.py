@@ -14,16 +14,16 @@ _SMALL = 1e-5
 _VAGUE = {"batch statistics", "coupled rows", "in-batch negatives", "other normaliser", "not decomposable"}
 
 
-def without_remainder(
-    probe: Probe, splits: Splits, causes: list[Cause], limit: Limit
-) -> tuple[list[Cause], list[str]]:
+def without_remainder(probe: Probe, splits: Splits, causes: list[Cause], limit: Limit) -> tuple[list[Cause], list[str]]:
     """These causes, or in their place what explains a very small difference: one cause, or a note."""
     worst = max((math.inf if row.error else row.relative for row in splits.rows), default=0.0)
     if not limit.relative < worst <= _SMALL or not {cause.name for cause in causes} <= _VAGUE:
         return causes, []
     loose = limit._replace(relative=10 * worst)
     failed = [i for i in splits.failed if is_linear(probe.folds[i])]
-    if len(failed) < len(splits.failed) or not all(_is_right(probe, leaves, splits, loose) for leaves in grouped(probe, failed)):
+    if len(failed) < len(splits.failed) or not all(
+        _is_right(probe, leaves, splits, loose) for leaves in grouped(probe, failed)
+    ):
         return causes, []
     whole = probe.values(probe.every)
     if not any(whole[i].ndim for i in failed) and any(leaf is not None and leaf.ndim for leaf in whole):
