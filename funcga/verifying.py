@@ -43,11 +43,11 @@ def verify(
     leaves, plus a floor; up to 1e-9 is rounding, in float64. Where a loss computes in float32 it is 1e-4, plus a tenth;
     in 16 bits 8 epsilons, plus a half. The floor is 8 epsilons over that limit: 2e-6 in float64, 0.01 in float32, 1 in
     16 bits. If all gradients are below it, it is multiplied by the largest, unless this is below 8 eps**0.75 of the
-    loss: then a note says that nothing can be told. A mistake that is smaller than that for these arguments is not seen.
+    loss: then a note says that nothing can be told. A mistake that is smaller for these arguments is not seen.
 
-    No argument is changed, and the global random generators are put back, whatever the loss draws. What the loss itself draws,
-    prints or keeps, it does several times. Raises FuncgaError for bad input: what `accumulate` refuses, fewer than two
-    rows or than n, NaN among the arguments, a gradient that is not finite.
+    No argument is changed, and the global random generators are put back, whatever the loss draws. What it prints or
+    keeps, it does several times. Raises FuncgaError for bad input: what `accumulate` refuses, fewer than two rows or
+    than n, NaN among the arguments, a gradient that is not finite.
 
     >>> funcga.verify(funcga.value_and_grad(loss_fn), params, batch, n=4).assert_exact()
     """

@@ -92,7 +92,7 @@ def right_losses(draw):
     }
     kinds = [draw(st.sampled_from(["linear", "rational", "square"])) for _ in range(depth)]
     kind = draw(st.sampled_from(["row mean", "token mean", "token sum", "row sum", "sum"]))
-    scale = draw(st.sampled_from([1, 0.5, 0.25, 3, 1 / 3]))
+    scale = draw(st.sampled_from([1, 0.5, 0.25, 3, 1 / 3, 1e-9]))
     temperature = draw(st.sampled_from([1, 2, 4, 0.1]))
     penalty, side = draw(st.sampled_from([0, 1e-2, 10])), draw(st.booleans())
 

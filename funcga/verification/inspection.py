@@ -149,8 +149,8 @@ def _division(variant: Variant, summed: bool) -> Cause:
 
 def _doubt(variant: Variant) -> str:
     return (
-        f"the whole loss has the factor `{_operation(variant)}`: if it stands for the number of micro-batches, drop it: "
-        f"the fold divides by what was folded; if it merely equals n, all is well"
+        f"the whole loss has the factor `{_operation(variant)}`: if it stands for the number of micro-batches, drop it "
+        f"(the fold divides by what was folded); if it merely equals n, all is well"
     )
 
 

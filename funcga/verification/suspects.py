@@ -85,6 +85,7 @@ def doubt_of(name: str, value: float, n: int | None) -> int:
 
 
 def names_in(code: types.CodeType) -> set[str]:
+    """The globals and attributes that the code, and functions inside of it, name."""
     inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return set(code.co_names).union(*inner)
 
