@@ -34,15 +34,20 @@ def verify(
     loss is. The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
     "wrong weight", "weight not additive", "divided by n", "regulariser", "other normaliser", "batch statistics",
     "in-batch negatives", "coupled rows", "row order", "randomness", "state", "per-example output", "params unused",
-    "by steps", and "not decomposable" where none of them explains what was seen.
+    "by steps", "small remainder" for what is exact but for less than 1e-5, such as an epsilon in a count, and
+    "not decomposable" where none of them explains what was seen. A note tells what may be wrong, or could not be looked
+    at, and leaves `.ok` as it is: that the loss is divided by a number which equals n, maybe by chance, that its value
+    alone differs by less than 1e-5, or that every gradient is as small as rounding.
 
     A difference is relative to the largest of what was added up to a leaf, plus a thousandth of the largest of all
-    leaves; up to 1e-9 is rounding, in float64. Where a loss computes in float32 it is 1e-4, plus a tenth; in 16 bits 8
-    epsilons, plus a half. A mistake that is smaller than that for these arguments is not seen.
+    leaves, plus a floor; up to 1e-9 is rounding, in float64. Where a loss computes in float32 it is 1e-4, plus a tenth;
+    in 16 bits 8 epsilons, plus a half. The floor is 8 epsilons over that limit: 2e-6 in float64, 0.01 in float32, 1 in
+    16 bits. If all gradients are below it, it is multiplied by the largest, unless this is below 8 eps**0.75 of the
+    loss: then a note says that nothing can be told. A mistake that is smaller for these arguments is not seen.
 
-    No argument is changed, and the global random generators are left as they were. What the loss itself draws,
-    prints or keeps, it does several times. Raises FuncgaError for bad input: what `accumulate` refuses, fewer than two
-    rows or than n, NaN among the arguments, a gradient that is not finite.
+    No argument is changed, and the global random generators are put back, whatever the loss draws. What it prints or
+    keeps, it does several times. Raises FuncgaError for bad input: what `accumulate` refuses, fewer than two rows or
+    than n, NaN among the arguments, a gradient that is not finite.
 
     >>> funcga.verify(funcga.value_and_grad(loss_fn), params, batch, n=4).assert_exact()
     """

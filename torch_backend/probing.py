@@ -64,6 +64,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
+def is_write(error: Exception) -> bool:
+    """Whether an error says that a function writes to what it closes over, which a transform forbids."""
+    return "mutate a captured Tensor" in str(error)
+
+
 def batch_normalisers(function: Callable[..., Any]) -> list[str]:
     """What normalises over the batch among what the function closes over, by path and type."""
     return [

@@ -2,31 +2,33 @@
 
 Such a loss is as wrong for one micro-batch as for n, so no comparison of the two shows it. Its code is looked at: the
 numbers that it reads under a name that speaks of accumulation, or that are the n which is asked for. With one of them
-doubled the whole output must be halved, or doubled; only then is it accused.
+doubled the whole output must be halved, or doubled. Only then is it accused, and only if its name says what it stands
+for: that a temperature or a number of channels equals n is no mistake.
 """
 
-import copy
+import dis
 import functools
-import re
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple
 
-# A count of micro-batches whatever its value; and what is one only if its value is the n that is asked for.
-_SURE = re.compile(r"accum|micro_?b|num_micro|n_micro|grad_?steps", re.IGNORECASE)
-_LIKELY = re.compile(
-    r"^(n|k|steps?|n_?steps|num_?steps|ga|gas)$|chunk|split|(n|num|number)_?(of_?)?(mini)?_?batches", re.IGNORECASE
-)
+from funcga.verification.suspects import doubled, doubt_of, names_in, number_of, of_object
+
 _DEPTH = 8
 
 
 class Variant(NamedTuple):
-    """A function in which one number, which it calls by this name, is doubled."""
+    """A function in which one number, which it calls by this name, is doubled.
+
+    doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or the place, is usual for it; 2 if
+    it merely equals n.
+    """
 
     name: str
     value: float
     function: Callable[..., Any]
+    doubt: int
 
 
 def variants(function: Any, n: int | None) -> Iterator[Variant]:
@@ -42,30 +44,32 @@ def _variants(function: Any, n: int | None, depth: int) -> Iterator[Variant]:
     elif isinstance(function, types.MethodType):
         for variant in _variants(function.__func__, n, depth + 1):
             yield variant._replace(function=types.MethodType(variant.function, function.__self__))
-        for name, value, owner in _of_object("self", function.__self__, function.__func__.__code__, n):
-            yield Variant(name, value, types.MethodType(function.__func__, owner))
+        for name, value, owner in of_object("self", function.__self__, function.__func__.__code__, n):
+            yield _variant(name, value, types.MethodType(function.__func__, owner), n)
     elif isinstance(function, types.FunctionType):
         yield from _of_function(function, n, depth)
-    elif hasattr(function, "loss_fn"):  # a GradientFunction, or a pure_loss
-        for variant in _variants(function.loss_fn, n, depth + 1):
-            yield variant._replace(function=replace(function, loss_fn=variant.function))
+    elif is_dataclass(function) and hasattr(function, "loss_fn"):  # a GradientFunction, or a pure_loss
+        made: Any = function
+        for variant in _variants(made.loss_fn, n, depth + 1):
+            yield variant._replace(function=replace(made, loss_fn=variant.function))
     elif callable(getattr(function, "__wrapped__", None)):  # jitted
         yield from _variants(function.__wrapped__, n, depth + 1)
+    elif isinstance(getattr(type(function), "__call__", None), types.FunctionType):  # noqa: B004 - its code is read
+        yield from _variants(types.MethodType(type(function).__call__, function), n, depth + 1)
 
 
 def _of_partial(function: Any, n: int | None, depth: int) -> Iterator[Variant]:
     for variant in _variants(function.func, n, depth + 1):
         yield variant._replace(function=functools.partial(variant.function, *function.args, **function.keywords))
+    code = getattr(function.func, "__code__", None)
     for key, value in function.keywords.items():
-        for name, number, doubled in _doubled(key, value, None, n):
-            yield Variant(
-                name, number, functools.partial(function.func, *function.args, **function.keywords | {key: doubled})
-            )
-    names = getattr(getattr(function.func, "__code__", None), "co_varnames", ())
-    for i, (name, value) in enumerate(zip(names, function.args, strict=False)):
-        for spelled, number, doubled in _doubled(name, value, None, n):
-            args = (*function.args[:i], doubled, *function.args[i + 1 :])
-            yield Variant(spelled, number, functools.partial(function.func, *args, **function.keywords))
+        for name, number, twice in doubled(key, value, code, n):
+            made = functools.partial(function.func, *function.args, **function.keywords | {key: twice})
+            yield _variant(name, number, made, n)
+    for i, (name, value) in enumerate(zip(getattr(code, "co_varnames", ()), function.args, strict=False)):
+        for spelled, number, twice in doubled(name, value, code, n):
+            args = (*function.args[:i], twice, *function.args[i + 1 :])
+            yield _variant(spelled, number, functools.partial(function.func, *args, **function.keywords), n)
 
 
 def _of_function(function: types.FunctionType, n: int | None, depth: int) -> Iterator[Variant]:
@@ -78,76 +82,51 @@ def _of_function(function: types.FunctionType, n: int | None, depth: int) -> Ite
             value = cell.cell_contents
         except ValueError:  # not set yet
             continue
-        for spelled, number, changed in _changed(name, value, code, n, depth, own):
+        for found in _changed(name, value, code, n, depth, own):
             cells = [*(function.__closure__ or ())]
-            cells[i] = types.CellType(changed)
-            yield Variant(spelled, number, _rebuilt(function, closure=tuple(cells)))
+            cells[i] = types.CellType(found.function)
+            yield found._replace(function=_rebuilt(function, closure=tuple(cells)))
     if not own:
         return
-    for name in sorted(_names(code) & function.__globals__.keys()):
+    for name in sorted(names_in(code) & function.__globals__.keys()):
         value = function.__globals__[name]
         foreign = (getattr(value, "__module__", None) or "").startswith(("torch", "jax", "numpy", "funcga"))
-        if foreign or isinstance(value, types.ModuleType | type):
+        if (foreign and number_of(value) is None) or isinstance(value, types.ModuleType | type):
             continue
-        for spelled, number, changed in _changed(name, value, code, n, depth, own):
-            yield Variant(spelled, number, _rebuilt(function, names={**function.__globals__, name: changed}))
+        for found in _changed(name, value, code, n, depth, own):
+            made = _rebuilt(function, names={**function.__globals__, name: found.function})
+            yield found._replace(function=made)
     yield from _of_defaults(function, n)
     yield from _of_literals(function, n)
 
 
-def _changed(
-    name: str, value: Any, code: types.CodeType, n: int | None, depth: int, own: bool
-) -> Iterator[tuple[str, float, Any]]:
-    """(name, number, the value with that number doubled) for a variable of a function."""
+def _changed(name: str, value: Any, code: types.CodeType, n: int | None, depth: int, own: bool) -> Iterator[Variant]:
+    """Variants of which `function` is the value of a variable of a function, with a number of it doubled."""
     if own:
-        yield from _doubled(name, value, code, n)
+        for spelled, number, twice in doubled(name, value, code, n):
+            yield _variant(spelled, number, twice, n)
     if callable(value) and not isinstance(value, type):
         for variant in _variants(value, n, depth + 1):
-            yield variant.name, variant.value, variant.function
+            is_literal = variant.name == repr(variant.value)  # whose function may return a part of the loss
+            yield variant._replace(doubt=2) if own and is_literal else variant
 
 
-def _doubled(name: str, value: Any, code: types.CodeType | None, n: int | None) -> Iterator[tuple[str, float, Any]]:
-    if _is_suspect(name, value, n):
-        yield name, value, 2 * value
-    elif code is not None and not callable(value):
-        yield from _of_object(name, value, code, n)
-
-
-def _of_object(name: str, value: Any, code: types.CodeType, n: int | None) -> Iterator[tuple[str, float, Any]]:
-    """The same for the entries of a dict, and the attributes of an object, which the code names."""
-    if isinstance(value, dict):
-        for key in [key for key in value if isinstance(key, str) and key in _texts(code)]:
-            if _is_suspect(key, value[key], n):
-                yield f'{name}["{key}"]', value[key], {**value, key: 2 * value[key]}
-    elif hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | type):
-        for key in [key for key in vars(value) if key in _names(code)]:
-            number = vars(value)[key]
-            if _is_suspect(key, number, n):
-                made = copy.copy(value)
-                object.__setattr__(made, key, 2 * number)
-                yield f"{name}.{key}", number, made
-
-
-def _is_suspect(name: str, value: Any, n: int | None) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value in (0, 1):
-        return False
-    count = value if value > 1 else 1 / value if value > 0 else 0
-    if abs(count - round(count)) > 1e-6 or count < 2:
-        return False
-    return bool(_SURE.search(name)) or (n is not None and round(count) == n and bool(_LIKELY.search(name)))
+def _variant(name: str, value: float, function: Any, n: int | None) -> Variant:
+    return Variant(name, value, function, doubt_of(name, value, n))
 
 
 def _of_defaults(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
     defaults = function.__defaults__ or ()
     first = function.__code__.co_argcount - len(defaults)
     for i, value in enumerate(defaults):
-        for name, number, doubled in _doubled(function.__code__.co_varnames[first + i], value, None, n):
-            yield Variant(name, number, _rebuilt(function, defaults=(*defaults[:i], doubled, *defaults[i + 1 :])))
+        for name, number, twice in doubled(function.__code__.co_varnames[first + i], value, None, n):
+            made = _rebuilt(function, defaults=(*defaults[:i], twice, *defaults[i + 1 :]))
+            yield _variant(name, number, made, n)
     for key, value in (function.__kwdefaults__ or {}).items():
-        for name, number, doubled in _doubled(key, value, None, n):
+        for name, number, twice in doubled(key, value, None, n):
             made = _rebuilt(function)
-            made.__kwdefaults__ = {**(function.__kwdefaults__ or {}), key: doubled}
-            yield Variant(name, number, made)
+            made.__kwdefaults__ = {**(function.__kwdefaults__ or {}), key: twice}
+            yield _variant(name, number, made, n)
 
 
 def _of_literals(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
@@ -157,17 +136,19 @@ def _of_literals(function: types.FunctionType, n: int | None) -> Iterator[Varian
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and n is not None and n >= 3 and (value == n or (value and abs(1 / value - n) < 1e-6)):
             consts = (*code.co_consts[:i], 2 * value, *code.co_consts[i + 1 :])
-            yield Variant(repr(value), value, _rebuilt(function, code=code.replace(co_consts=consts)))
+            made = _rebuilt(function, code=code.replace(co_consts=consts))
+            yield Variant(repr(value), value, made, 1 if _divides_all(code, value) else 2)
 
 
-def _names(code: types.CodeType) -> set[str]:
-    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*inner)
-
-
-def _texts(code: types.CodeType) -> set[str]:
-    inner = [_texts(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return {const for const in code.co_consts if isinstance(const, str)}.union(*inner)
+def _divides_all(code: types.CodeType, value: float) -> bool:
+    """Whether what is returned is something divided by this literal, at once."""
+    found = [*dis.get_instructions(code)]
+    triples = zip(found, found[1:], found[2:], strict=False)
+    return any(
+        a.argval == value and b.argrepr == "/" and c.opname == "RETURN_VALUE"
+        for a, b, c in triples
+        if a.opname.startswith("LOAD_")
+    )
 
 
 def _rebuilt(

@@ -24,18 +24,33 @@ class Count(NamedTuple):
 
 
 def counts(probe: Probe) -> Iterator[Count]:
-    """The counts that people write, of every leaf that is split on its first axis: simplest first."""
+    """The counts that people write, of every leaf that is split: simplest first."""
+    for values, spelled, axis, parameters in _leaves(probe):
+        for expression, select in _selections(values, spelled, axis == 0):
+            yield Count(parameters, expression, partial(_total, select))
+
+
+def form(probe: Probe) -> str:
+    """The form of the argument of accumulate where no count was found: of labels, if there are any."""
+    found = [(np.equal(v, np.round(v)).all(), spelled, parameters) for v, spelled, _, parameters in _leaves(probe)]
+    chosen = next((leaf for leaf in found if leaf[0]), found[-1] if found else None)
+    if chosen is None:
+        return 'weight=lambda batch: (batch["labels"] != -100).sum()'
+    return f"weight=lambda {chosen[2]}: ({chosen[1]} != -100).sum()"
+
+
+def _leaves(probe: Probe) -> Iterator[tuple[Any, str, int, str]]:
+    """(numbers with their rows first, how a lambda calls them, the axis of the rows, the lambda's parameters)."""
     names = _parameters(probe)
     for (root, path), (leaf, axis) in zip(probe.arguments.paths(), probe.arguments, strict=True):
         if axis is None or axis is CARRY or leaf is None:
             continue
         values = as_numbers(leaf, probe.backend)
-        if values is None or np.iscomplexobj(values) or axis % values.ndim != 0:
+        if values is None or np.iscomplexobj(values):
             continue
         argument = path[: len(path) - len(path.removeprefix(_argument(root, path)))]
         spelled = names[argument] + path[len(argument) :]
-        for expression, select in _selections(values, spelled):
-            yield Count(", ".join(names.values()), expression, partial(_total, select))
+        yield np.moveaxis(values, axis, 0), spelled, axis % values.ndim, ", ".join(names.values())
 
 
 def _total(select: Any, rows: Rows) -> float:
@@ -58,15 +73,16 @@ def _parameters(probe: Probe) -> dict[str, str]:
     return {argument: name or next(free) for argument, name in found.items()}
 
 
-def _selections(values: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """(expression, what each element counts) of an array whose rows are on its first axis."""
+def _selections(values: Any, name: str, shifts: bool) -> Iterator[tuple[str, Any]]:
+    """(expression, what each element counts) of an array whose rows are on its first axis, there and in the batch."""
     whole = np.equal(values, np.round(values)).all() and values.size > 0
     if not whole:
         if (values >= 0).all():
             yield f"{name}.sum()", values
             yield f"({name} != 0).sum()", values != 0
+        yield f"({name} ** 2).sum()", values**2
         return
-    for spelled, part in _shifted(values, name):
+    for spelled, part in _shifted(values, name) if shifts else [(name, values)]:
         if set(np.unique(part)) <= {0, 1} or (part >= 0).all():
             yield f"{spelled}.sum()", part
         if set(np.unique(part)) <= {0, 1}:

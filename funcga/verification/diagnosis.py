@@ -24,18 +24,18 @@ def diagnose(probe: Probe, splits: Splits, seen: Seen, limit: Limit, random: np.
         return [_by_place(probe, splits, seen)]
     causes: dict[str, Cause] = {}
     pairs = [*_pairs(probe, splits, random)]
-    loss = _loss(probe)
-    for leaves in _groups(probe, failed):
+    loss = loss_of(probe)
+    for leaves in grouped(probe, failed):
         for cause in _explained(probe, leaves, pairs, splits, limit, loss):
             causes.setdefault(cause.name, cause)
         if causes and probe.values(probe.every)[leaves[0]].ndim:
             break  # the value of the loss fails for the same reasons
     if not causes and (splits.failed or any(row.error for row in splits.rows)):
-        causes[""] = _unexplained(probe, splits)
+        causes[""] = _unexplained(probe, splits, limit)
     return [*causes.values()]
 
 
-def _groups(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
+def grouped(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
     """The leaves that are looked at together: arrays under one fold in one part of the output, or one scalar."""
     whole = probe.values(probe.every)
 
@@ -96,7 +96,7 @@ def _grows(loss: Callable[[Rows], float], rows: Rows) -> bool:
     return False
 
 
-def _loss(probe: Probe) -> Callable[[Rows], float] | None:
+def loss_of(probe: Probe) -> Callable[[Rows], float] | None:
     """The value of the loss for some rows: from the output, or from the function whose gradient it is."""
     whole = probe.values(probe.every)
     scalars = [i for i, leaf in enumerate(whole) if leaf is not None and leaf.ndim == 0 and is_linear(probe.folds[i])]
@@ -142,7 +142,7 @@ def _by_place(probe: Probe, splits: Splits, seen: Seen) -> Cause:
     )
 
 
-def _unexplained(probe: Probe, splits: Splits) -> Cause:
+def _unexplained(probe: Probe, splits: Splits, limit: Limit) -> Cause:
     error = next((row for row in splits.rows if row.error), None)
     worst = max(splits.rows, key=lambda row: -1 if math.isnan(row.relative) else row.relative)
     if not splits.failed and error is not None:
@@ -150,9 +150,35 @@ def _unexplained(probe: Probe, splits: Splits) -> Cause:
     else:
         leaf = probe.paths[splits.failed[0]] if splits.failed else worst.leaf
         evidence = f"{worst.split}: {leaf} differs by {worst.relative:.1e}, limit {worst.limit:.0e}"
-    return Cause(
-        "not decomposable",
-        "Micro-batches do not give the result of the whole batch, and none of the usual mistakes explains it.",
+    what, fix = _ways_out(probe, splits, limit)
+    return Cause("not decomposable", f"Micro-batches do not give the result of the whole batch{what}.", fix, evidence)
+
+
+def _ways_out(probe: Probe, splits: Splits, limit: Limit) -> tuple[str, str]:
+    """(what, fix) of a difference that no kind of loss explains."""
+    whole = [key for key, value in probe.kwargs.items() if _has_rows(probe, value)]
+    other = [i for i in splits.failed if not is_linear(probe.folds[i])]
+    if whole:
+        return (
+            f": `{whole[0]}` has {probe.rows} rows as well, and keyword arguments are passed whole to every one",
+            f"pass `{whole[0]}` by position, after the parameters",
+        )
+    if other:
+        return (
+            f": the fold of {probe.paths[other[0]]} takes neither sums nor means, as a loss and gradients need",
+            "fold=funcga.mean(), or a tree of folds with another one for such an output alone",
+        )
+    if limit.relative > 1e-3:
+        return (
+            ", and in 16 bits rounding hides which mistake it is",
+            "run verify with the parameters, the batch and the loss in float32, and do what it says there",
+        )
+    return (
+        ", and none of the usual mistakes explains it",
         "write the loss as a sum or a mean of terms of one row each; where that is impossible, n=1",
-        evidence,
     )
+
+
+def _has_rows(probe: Probe, value: Any) -> bool:
+    leaves = probe.backend.trees.flatten(value)[0]
+    return any(getattr(leaf, "shape", ())[:1] == (probe.rows,) for leaf in leaves)

@@ -1,6 +1,7 @@
 """Inspection: mistakes that give the same result for one micro-batch as for n, or none."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from funcga.accumulation import accumulate
 from funcga.arguments import CARRY
 from funcga.folds import Fold, concat
 from funcga.prefixes import leaf_paths
-from funcga.verification.constants import variants
+from funcga.verification.constants import Variant, variants
 from funcga.verification.naming import is_linear
 from funcga.verification.probe import Probe, Rows
 from funcga.verification.tolerance import Limit
@@ -102,39 +103,59 @@ def _gradients(probe: Probe) -> list[int]:
     return found
 
 
-def divided(probe: Probe, n: int | None, limit: Limit) -> list[Cause]:
-    """A loss that is divided by the number of micro-batches already."""
+def divided(probe: Probe, n: int | None, limit: Limit) -> tuple[list[Cause], list[str]]:
+    """A loss that is divided by the number of micro-batches already: the cause, or a note where n may be chance."""
     averaged = [i for i, fold in enumerate(probe.folds) if is_linear(fold)]
     whole = probe.values(probe.every)
     averaged = [i for i in averaged if whole[i] is not None and np.any(whole[i])]
     averaged = [i for i in averaged if i in _gradients(probe)] or averaged
     if not averaged:
-        return []
-    for name, value, function in variants(probe.program.grad_fn, n):
+        return [], []
+    grad_fn, sizes = partial(probe.program.grad_fn, **probe.kwargs), _sizes(probe)
+    for variant in sorted(variants(grad_fn, n), key=lambda variant: variant.doubt):
         try:
-            step = accumulate(function, 1, fold=probe.plain, in_axes=probe.program.in_axes)
-            found = probe.numbers(step(*probe.gathered(probe.every), **probe.kwargs))
+            step = accumulate(variant.function, 1, fold=probe.plain, in_axes=probe.program.in_axes)
+            found = probe.numbers(step(*probe.gathered(probe.every)))
         except Exception:  # with this number the function is another one
             continue
-        if _scaled(whole, found, averaged, 0.5 if value > 1 else 2.0, limit):
-            sign = "/" if value > 1 else "*"
+        if _scaled(whole, found, averaged, 0.5 if variant.value > 1 else 2.0, limit):
             summed = any(probe.folds[i].normalizer.apply is normalizers.identity.apply for i in averaged)
-            fold = " and write fold=funcga.mean(), the default" if summed else ""
-            doubt = ", if it stands for the number of micro-batches" if name == repr(value) else ""
-            return [
-                Cause(
-                    "divided by n",
-                    "The loss is divided by the number of micro-batches already. The fold divides by what was folded, "
-                    "so gradients are n times too small, for every n."
-                    if not summed
-                    else "The loss is divided by the number of micro-batches, which is right for this n alone, and "
-                    "only if all are equal.",
-                    f"drop `{sign} {name}` from the loss{fold}{doubt}",
-                    f"with {name} = {2 * value:g} instead of {value:g} all of the output is "
-                    f"{'half' if value > 1 else 'twice'} as large",
-                )
-            ]
-    return []
+            sure = variant.doubt == 0 or (variant.doubt == 1 and variant.value not in sizes)
+            return ([_division(variant, summed)], []) if sure else ([], [_doubt(variant)])
+    return [], []
+
+
+def _sizes(probe: Probe) -> set[int]:
+    """The sizes of all axes of the arrays that are split: a loss may well divide by one of them."""
+    split = [leaf for leaf, axis in probe.arguments if axis is not None and axis is not CARRY]
+    return {size for leaf in split for size in getattr(leaf, "shape", ())}
+
+
+def _division(variant: Variant, summed: bool) -> Cause:
+    fold = " and write fold=funcga.mean(), the default" if summed else ""
+    doubt = ", if it stands for the number of micro-batches" if variant.name == repr(variant.value) else ""
+    return Cause(
+        "divided by n",
+        "The loss is divided by the number of micro-batches, which is right for this n alone, and only if all are "
+        "equal."
+        if summed
+        else "The loss is divided by the number of micro-batches already. The fold divides by what was folded, so "
+        "gradients are n times too small, for every n.",
+        f"drop `{_operation(variant)}` from the loss{fold}{doubt}",
+        f"with {variant.name} = {2 * variant.value:g} instead of {variant.value:g} all of the output is "
+        f"{'half' if variant.value > 1 else 'twice'} as large",
+    )
+
+
+def _doubt(variant: Variant) -> str:
+    return (
+        f"the whole loss has the factor `{_operation(variant)}`: if it stands for the number of micro-batches, drop it "
+        f"(the fold divides by what was folded); if it merely equals n, all is well"
+    )
+
+
+def _operation(variant: Variant) -> str:
+    return f"{'/' if variant.value > 1 else '*'} {variant.name}"
 
 
 def _scaled(before: Sequence[Any], after: Sequence[Any], leaves: Sequence[int], factor: float, limit: Limit) -> bool:

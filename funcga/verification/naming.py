@@ -8,7 +8,7 @@ import numpy as np
 
 from funcga import monoids, normalizers, reducers
 from funcga.folds import Fold
-from funcga.verification.counting import Count, matching
+from funcga.verification.counting import Count, form, matching
 from funcga.verification.probe import Probe, Rows
 from funcga.verification.responses import Responses
 from funcga.verification.tolerance import Limit, relative, scales_of
@@ -98,7 +98,7 @@ def _weight(case: Case) -> list[Cause]:
     a, b, both = case.weights()
     if abs(a + b - both) <= 1e-6 * max(a + b, both):
         return []
-    fix = 'count, do not average: weight=lambda batch: (batch["labels"] != -100).sum()'
+    fix = f"count, do not average: {form(case.probe)}"
     if case.found.kind.name == "mean":
         count = None if _fits(case, len) else _count(case)
         fix = count.line if count else fix
@@ -158,13 +158,16 @@ def _mean(case: Case) -> Cause:
         drop = ", and drop weight=" if equal and weight is not None else ""
         return Cause(f"mean under {case.name[:-2]}", what, line + drop, evidence)
     if weight is None:
-        line = count.line if count else 'weight=lambda batch: (batch["labels"] != -100).sum()'
+        line = count.line if count else form(case.probe)
         what = (
             "The loss is a mean over something of which rows have different numbers, such as tokens that are not "
             "masked, and micro-batches are weighed by their rows."
         )
         if count is None:
-            what += " The line shows the form; no expression of the batch was found that counts what the loss counts."
+            what += (
+                " The line shows the form; no expression of the batch was found that counts what the loss counts. A "
+                "mean by weights counts their sum."
+            )
         return Cause("uneven tokens", what, line, evidence)
     if equal:
         what = "The loss is a mean over rows, and weight= counts something else."
@@ -229,12 +232,18 @@ def _by_steps(case: Case) -> Cause:
 def _statistics(case: Case) -> Cause:
     named = case.probe.own.batch_normalisers(case.probe.program.grad_fn)
     modules = f"; in the loss are {', '.join(named[:3])}" if named else ""
+    by_row = (
+        "write the loss as a sum or a mean of terms of one row each, pass in the statistics, or freeze layers that "
+    )
+    by_row += "normalise over rows (module.eval(), or LayerNorm); else n=1"
     return Cause(
         "batch statistics",
         "The loss depends on statistics over the rows that it sees together, as BatchNorm in training mode, a "
-        "variance, a load-balancing loss or a mean over pairs of rows does. A micro-batch has other statistics, and no "
-        "fold makes up for it.",
-        "module.eval(), GroupNorm or LayerNorm instead of BatchNorm, or statistics that are passed in; else n=1",
+        "variance, a maximum or root over rows, a load-balancing loss or a mean over pairs of rows does. A micro-batch "
+        "has other statistics, and no fold makes up for it.",
+        "module.eval(), GroupNorm or LayerNorm instead of BatchNorm, or statistics that are passed in; else n=1"
+        if named
+        else by_row,
         f"{case.where} of groups of rows is no mean of those of the groups, and it stays, or settles, if all rows are "
         f"repeated{modules}",
     )
@@ -245,7 +254,10 @@ def _negatives(case: Case) -> Cause:
         "in-batch negatives",
         "Every row is compared with the other rows of its micro-batch, as in a contrastive loss: fewer rows are "
         "another, easier loss, and no fold makes up for it.",
-        "pass the candidates whole, computed from the whole batch beforehand: in_axes=(None, 0, None); else n=1",
+        "n=1; or a gradient cache, in two passes: the embeddings of all rows and the gradients of the loss by them, "
+        "then sum(embedding(params, x) * those gradients), under fold=funcga.sum(). Candidates that are passed whole, "
+        "in_axes=(None, 0, None), are constants: that is another gradient, without the part through the candidates, "
+        "and the index of each row's positive is to be split with the rows",
         f"{case.where} of groups of rows is no mean of those of the groups, and the loss grows as a logarithm if all "
         f"rows are repeated",
     )

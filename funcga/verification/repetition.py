@@ -109,6 +109,24 @@ def _difference(a: Seen, b: Seen) -> str:
     return f"two calls with the same arguments differ by {worst:.1e}, relative to the largest element"
 
 
+def written(probe: Probe) -> Cause | None:
+    """State that a loss writes to where its framework raises: a gradient of it cannot even be computed."""
+    try:
+        probe.values(probe.every)
+    except Exception as error:
+        if not probe.own.is_write(error):
+            raise
+        named = ", ".join(probe.own.batch_normalisers(probe.program.grad_fn)[:3])
+        return Cause(
+            "state",
+            "The loss writes to tensors that it closes over, as BatchNorm in training mode does to its running "
+            "statistics, and torch.func computes no gradient of that.",
+            "module.eval(); or torch_backend.pure_loss(module, loss_fn), which leaves the buffers of the module alone",
+            f"the call raised {type(error).__name__}{named and f'; in the loss are {named}'}",
+        )
+    return None
+
+
 def written_later(probe: Probe, first: list[Any], limit: Any) -> Cause | None:
     """State that shows only after calls with other rows."""
     again = probe.call(probe.every)

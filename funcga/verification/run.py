@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from funcga import normalizers
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
 from funcga.gradients import OwningGradient
@@ -13,12 +14,14 @@ from funcga.prefixes import leaf_paths
 from funcga.program import Program, check_callable, check_count
 from funcga.verification.diagnosis import diagnose
 from funcga.verification.inspection import divided, per_example, unused
+from funcga.verification.magnitude import fitted
 from funcga.verification.naming import is_linear
-from funcga.verification.probe import Probe, as_numbers, is_moments
-from funcga.verification.repetition import impurities, written_later
+from funcga.verification.probe import Probe, as_numbers, is_moments, random_states, restore
+from funcga.verification.remainder import without_remainder
+from funcga.verification.repetition import impurities, written, written_later
 from funcga.verification.splits import compare, uneven
 from funcga.verification.tolerance import limit_of
-from funcga.verification.verdict import Verdict
+from funcga.verification.verdict import Cause, Verdict
 
 
 def run(
@@ -49,14 +52,18 @@ def run(
     _check_finite((args, kwargs), backend)
     ns = given or [min(3, rows)]
     explicit = given[0] if len(given) == 1 else None
-    own = Probe(program, backend, args, kwargs, precise=False).own
-    with own.precision("float64"):
-        probe, why = _precise(program, backend, args, kwargs)
-        if probe is not None:
-            return _verdict(probe, ns, explicit, seed, [])
-    with own.precision("own"):
-        probe = Probe(program, backend, args, kwargs, precise=False)
-        return _verdict(probe, ns, explicit, seed, [f"not in float64, in which the call {why}"])
+    asked = Probe(program, backend, args, kwargs, precise=False)
+    states = random_states(asked)
+    try:
+        with asked.own.precision("float64"):
+            probe, why = _precise(program, backend, args, kwargs)
+            if probe is not None:
+                return _verdict(probe, ns, explicit, seed, [])
+        with asked.own.precision("own"):
+            probe = Probe(program, backend, args, kwargs, precise=False)
+            return _verdict(probe, ns, explicit, seed, [f"not in float64, in which the call {why}"])
+    finally:
+        restore(asked, states)
 
 
 def _given(n: Any) -> list[int]:
@@ -105,12 +112,16 @@ def _precise(
         probe.values(probe.every)
     except Exception as error:  # something is in another dtype that meets them
         first, *_ = str(error).splitlines() or [""]
-        return None, f"raised {type(error).__name__}: {first[:160]}"
+        said = first.rpartition("please report a bug to PyTorch. ")[2]  # which is none
+        return None, f"raised {type(error).__name__}: {said[:160]}"
     return probe, ""
 
 
 def _verdict(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: list[str]) -> Verdict:
     dtype = "float64" if probe.precise else "the arguments' own dtypes"
+    wrote = written(probe)
+    if wrote is not None:
+        return Verdict(False, (wrote,), (), dtype, ("nothing else was looked at: there is no gradient",))
     whole = probe.values(probe.every)
     _check_gradient(probe, whole)
     seen, causes = impurities(probe)
@@ -123,25 +134,54 @@ def _verdict(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: l
             f"it computes in less than float64 somewhere, so differences below {limit.relative:.0e} are taken for "
             f"rounding, and cannot be seen"
         )
+    if _is_weightless(probe, whole):
+        return _without_weight(probe, ns, n, seed, notes)
     random = np.random.default_rng(seed)
     parts = uneven(probe, random)
+    limit, small = fitted(probe, limit, max(seen.eps, *_own_eps(probe), 2.0**-52), parts)
     found, folds = per_example(probe, parts[0])
     causes += found
     if found and probe.threaded:
         return Verdict(False, tuple(causes), (), dtype, (*notes, "nothing else was looked at"))
     if found:
-        probe = _with_folds(probe, folds)
+        probe = _replaced(probe, fold=folds)
     causes += unused(probe)
     splits = compare(probe, ns, limit, parts)
-    why = diagnose(probe, splits, seen, limit, random)
+    why, remainder = without_remainder(probe, splits, diagnose(probe, splits, seen, limit, random), limit)
     late = None if why else written_later(probe, whole, limit)
     causes += [late] if late else why
-    already = divided(probe, n, limit)
+    already, doubts = divided(probe, n, limit)
     if already and any(cause.name == "mean under sum" for cause in causes):
         causes = [cause for cause in causes if cause.name != "mean under sum"]
     causes += already
-    notes += _notes(probe, splits.carried)
+    notes += [*small, *remainder, *doubts, *_notes(probe, splits.carried)]
     return Verdict(not causes, tuple(causes), tuple(splits.rows), dtype, tuple(notes))
+
+
+def _is_weightless(probe: Probe, whole: Sequence[Any]) -> bool:
+    """Whether all rows together weigh nothing, where a fold weighs a value that is not zero."""
+    if probe.program.weight is None or probe.weigh(probe.every) != 0:
+        return False
+    by_weight = [fold.normalizer.apply is normalizers.by_weight.apply for fold in probe.folds]
+    return any(
+        weighs and leaf is not None and bool(np.any(leaf)) for weighs, leaf in zip(by_weight, whole, strict=True)
+    )
+
+
+def _without_weight(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: list[str]) -> Verdict:
+    """The Verdict for a weight that is 0 everywhere; what it should be is what there is to say without it."""
+    verdict = _verdict(_replaced(probe, weight=None), ns, n, seed, notes)
+    line = next((cause.fix for cause in verdict.causes if cause.name == "uneven tokens"), None)
+    cause = Cause(
+        "wrong weight",
+        "weight= is 0 for the whole batch, though the loss is not: every micro-batch is left out, and all results are "
+        "zero.",
+        line or "drop weight=: by default a micro-batch weighs as many as it has rows",
+        f"weight is 0 for all {probe.rows} rows",
+    )
+    rest = [cause for cause in verdict.causes if cause.name != "uneven tokens"]
+    said = "the splits are those without weight="
+    return replace(verdict, ok=False, causes=(cause, *rest), notes=(*verdict.notes, said))
 
 
 def _own_eps(probe: Probe) -> list[float]:
@@ -149,8 +189,9 @@ def _own_eps(probe: Probe) -> list[float]:
     return [0.0, *(names.get(name, 0.0) for name in probe.dtypes)]
 
 
-def _with_folds(probe: Probe, folds: Any) -> Probe:
-    made = Probe(replace(probe.program, fold=folds), probe.backend, probe.args, probe.kwargs, probe.precise)
+def _replaced(probe: Probe, **changes: Any) -> Probe:
+    """The Probe of another program."""
+    made = Probe(replace(probe.program, **changes), probe.backend, probe.args, probe.kwargs, probe.precise)
     made.values(made.every)
     return made
 

@@ -43,8 +43,9 @@ class Measured(NamedTuple):
 class Verdict:
     """What `verify` found. `str(verdict)` is a short text for people.
 
-    ok: no cause was found, and every split gives the result of the whole batch. rows: a Measured for each split.
-    dtype: in which the arguments were; notes: what else is to be known, such as what could not be looked at.
+    ok: no cause was found: every split gives the result of the whole batch, but for what a note says. rows: a Measured
+    for each split. dtype: in which the arguments were; notes: what else is to be known, such as what could not be
+    looked at.
     """
 
     ok: bool
