@@ -64,7 +64,7 @@ def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int
     if len(devices) < len(rows):
         raise FuncgaError(f"{len(rows)} replicas need as many devices, and JAX has {len(devices)}.")
     mesh = jax.make_mesh((len(rows),), ("replicas",), devices=devices[: len(rows)])
-    everywhere = jax.NamedSharding(mesh, jax.P())
+    everywhere = jax.NamedSharding(mesh, jax.P())  # type: ignore[no-untyped-call]
     args = jax.tree.map(lambda leaf: jax.device_put(leaf, everywhere), arguments.cut(0, sum(rows), []))
     # Models may start a scan from zeros, which are of no replica.
     return replicated(step(across="replicas"), mesh, check_vma=False)(*args)
