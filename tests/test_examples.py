@@ -33,7 +33,7 @@ def test_the_example_prints_what_it_says(name):
     tool, *arguments = re.search(rf"^    (\w+ .*examples/{name}\.py.*)$", path.read_text(), re.M)[1].split()
     command = [*RUN[tool], *arguments]
     if tool == "torchrun":
-        command[len(RUN[tool]) : len(RUN[tool])] = ["--master-port", str(29500 + os.getpid() % 1000)]
+        command[len(RUN[tool]) : len(RUN[tool])] = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
