@@ -7,10 +7,10 @@ import tempfile
 # Several processes run at a time, so one thread each: those of OpenMP would wait for each other by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
-from tests.kits import JAX, TORCH  # noqa: E402
+from tests.kits import JAX, TORCH
 
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
