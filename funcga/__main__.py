@@ -77,9 +77,7 @@ def _add_parity(commands: Any) -> None:
         "problem", nargs="?", default="all", metavar="FILE.py:problem | name",
         help="a funcga.Problem of your own, or a function that returns one; or a built-in one (default: all of them)",
     )  # fmt: skip
-    parity.add_argument(
-        "--n", type=_counts, default="2,8", help="numbers of micro-batches, such as 1,2,4,8 (default: 2,8)"
-    )
+    parity.add_argument("--n", type=_counts, default="8", help="numbers of micro-batches, such as 1,2,4,8 (default: 8)")
     parity.add_argument(
         "--dtype", type=_dtypes, default="float32,float64",
         help="of float64, float32, bfloat16 and float16, which are compared with float64 (default: float32,float64)",
