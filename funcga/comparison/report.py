@@ -40,6 +40,11 @@ class Report:
         return max(self.rows, key=lambda row: row.badness, default=None)
 
     @property
+    def badness(self) -> tuple[bool, float]:
+        """How far the worst row is from its limit, to sort by."""
+        return self.worst.badness if self.worst else (False, 0.0)
+
+    @property
     def most(self) -> float:
         """The largest relative difference; NaN if there is one, and 0 without leaves."""
         every = [row.relative for row in self.rows]

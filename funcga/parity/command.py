@@ -56,19 +56,20 @@ def _console() -> Console:
 def _write_all(every: Sequence[Findings], outputs: Outputs) -> None:
     if outputs.json is not None:
         text = json.dumps(report.as_json(every), indent=1, allow_nan=False) + "\n"
-        _write("--json", outputs.json, lambda file: file.write_text(text, encoding="utf-8"))
+        write_file("--json", outputs.json, lambda file: file.write_text(text, encoding="utf-8"))
     if outputs.html is not None:
         from funcga.parity.page import page
 
         made = page(every)
-        _write("--html", outputs.html, lambda file: file.write_text(made, encoding="utf-8"))
+        write_file("--html", outputs.html, lambda file: file.write_text(made, encoding="utf-8"))
     if outputs.plot is not None:
         from funcga.parity.pictures import picture
 
-        _write("--plot", outputs.plot, picture(every).savefig)
+        write_file("--plot", outputs.plot, picture(every).savefig)
 
 
-def _write(option: str, file: Path, write: Callable[[Path], Any]) -> None:
+def write_file(option: str, file: Path, write: Callable[[Path], Any]) -> None:
+    """None; has the file written that an option names. Raises FuncgaError if it cannot be."""
     try:
         write(file)
     except OSError as error:

@@ -41,10 +41,10 @@ def lines(findings: Findings) -> list[Line]:
 def _of_cause(findings: Findings, cause: str) -> Iterator[Line]:
     for what in dict.fromkeys(compared.what for compared in findings.of(cause)):
         kind = [compared for compared in findings.of(cause) if compared.what == what]
-        worst = {c.dtype: c for c in sorted(kind, key=lambda c: badness(c.report))}  # the last one of each dtype
+        worst = {c.dtype: c for c in sorted(kind, key=lambda c: c.report.badness)}  # the last one of each dtype
         figures = {dtype: against(c.report) for dtype, c in worst.items()}
         status = _status(findings, kind)
-        yield Line(cause, what, figures, _where(max(worst.values(), key=lambda c: badness(c.report))), status)
+        yield Line(cause, what, figures, _where(max(worst.values(), key=lambda c: c.report.badness)), status)
 
 
 def _where(compared: Compared) -> str:
@@ -71,11 +71,6 @@ def _status(findings: Findings, kind: Sequence[Compared | Trajectory]) -> str:
     if all(found.ok for found in kind):
         return "within"
     return "rounding" if all(found.ok or findings.is_explained(found) for found in kind) else "BEYOND"
-
-
-def badness(report: Report) -> tuple[bool, float]:
-    """How far a report's worst leaf is from its limit, to sort by."""
-    return report.worst.badness if report.worst else (False, 0.0)
 
 
 def against(report: Report) -> str:

@@ -197,7 +197,7 @@ def _agreement(findings: Findings) -> str:
 
 
 def _most(compared: list[Compared]) -> Compared:
-    return max(compared, key=lambda c: c.report.worst.badness if c.report.worst else (False, 0.0))
+    return max(compared, key=lambda c: c.report.badness)
 
 
 def _worst(compared: Compared) -> str:

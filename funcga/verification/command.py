@@ -10,6 +10,7 @@ from rich.console import Console
 from funcga import folds
 from funcga.errors import FuncgaError
 from funcga.loading import Loaded, load_object
+from funcga.parity.command import write_file
 from funcga.parity.sides import Side
 from funcga.problem import Problem
 from funcga.verification.verdict import Verdict
@@ -38,7 +39,9 @@ def verify_file(options: Options) -> int:
     for name, verdict in verdicts.items():
         console.print(f"{name}:", verdict)
     if options.json is not None:
-        _write(options.json, verdicts)
+        found = {name: verdict.as_dict() for name, verdict in verdicts.items()}
+        text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+        write_file("--json", options.json, lambda file: file.write_text(text, encoding="utf-8"))
     return 0 if all(verdict.ok for verdict in verdicts.values()) else 1
 
 
@@ -85,11 +88,3 @@ def _named(loaded: Loaded, name: str) -> Any:
             f"has: args = (params, batch). --args NAME and --weight NAME say other names."
         )
     return getattr(loaded.module, name)
-
-
-def _write(file: Path, verdicts: dict[str, Verdict]) -> None:
-    found = {name: verdict.as_dict() for name, verdict in verdicts.items()}
-    try:
-        file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise FuncgaError(f"--json: {file} cannot be written: {error.strerror}") from error
