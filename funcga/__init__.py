@@ -31,6 +31,8 @@ from funcga.interop import shares_memory as shares_memory
 from funcga.interop import to_jax as to_jax
 from funcga.interop import to_numpy as to_numpy
 from funcga.interop import to_torch as to_torch
+from funcga.loss_scaling import LossScaledState as LossScaledState
+from funcga.loss_scaling import loss_scaled as loss_scaled
 from funcga.matching import match as match
 from funcga.monoids import Monoid as Monoid
 from funcga.normalizers import Moments as Moments

@@ -16,12 +16,12 @@ from funcga.backend import Arrays, Gradients, Handover, Loop, Replicas, Transfor
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
-TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
-         "funcga.program", "funcga.reducers", "funcga.tally", "funcga.transforms", "funcga.window", "funcga"}  # fmt: skip
+TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.loss_scaling", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
+         "funcga.program", "funcga.reducers", "funcga.scales", "funcga.tally", "funcga.transforms", "funcga.window", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
-          "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "targets", "window",
-          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
+          "outputs", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "targets", "window",
+          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "loss_scaling", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
           "verification", "verifying", "__init__", "loading", "information", "parity", "__main__"]  # fmt: skip
 
 

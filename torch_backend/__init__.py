@@ -4,6 +4,7 @@ import torch
 
 from funcga.accumulator import AccumulatorState
 from funcga.backend import Backend
+from funcga.loss_scaling import LossScaledState
 from funcga.tally import Tally
 from funcga.window import Dropped, MultiStepsState, Parts, Window
 from torch_backend import arrays, gradients, handover, loop, replicas, transforms, trees
@@ -37,5 +38,5 @@ BACKEND = Backend("torch", trees, arrays, handover, gradients, loop, replicas, t
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(
-    [AccumulatorState, Dropped, MultiStepsState, Number, OptimizerState, Parts, Tally, Window]
+    [AccumulatorState, Dropped, LossScaledState, MultiStepsState, Number, OptimizerState, Parts, Tally, Window]
 )

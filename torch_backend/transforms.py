@@ -84,6 +84,19 @@ def finite(leaves: list[Any]) -> Any:
 
 
 @_untracked
+def unscaled(leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
+    """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
+    factor = 1.0 / arrays.scalar(scale)
+    found = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
+    given = [leaf for leaf in found if leaf is not None]
+    if donate and given:
+        torch._foreach_mul_(given, factor)
+        return found
+    products = iter(torch._foreach_mul(given, factor) if given else ())
+    return [leaf if leaf is None else next(products) for leaf in found]
+
+
+@_untracked
 def add(
     folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool
 ) -> tuple[list[Any], bool]:
