@@ -24,6 +24,7 @@ from funcga.folds import mean as mean
 from funcga.folds import min as min
 from funcga.folds import moments as moments
 from funcga.folds import per_weight as per_weight
+from funcga.folds import ratio as ratio
 from funcga.folds import sum as sum
 from funcga.gradients import grad as grad
 from funcga.gradients import value_and_grad as value_and_grad
@@ -31,6 +32,8 @@ from funcga.interop import shares_memory as shares_memory
 from funcga.interop import to_jax as to_jax
 from funcga.interop import to_numpy as to_numpy
 from funcga.interop import to_torch as to_torch
+from funcga.learning_rates import linear_scaling as linear_scaling
+from funcga.learning_rates import sqrt_scaling as sqrt_scaling
 from funcga.loss_scaling import LossScaledState as LossScaledState
 from funcga.loss_scaling import loss_scaled as loss_scaled
 from funcga.matching import match as match

@@ -72,6 +72,19 @@ def sum(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
     return Fold(replace(reducers.sum, dtype=dtype), replace(normalizers.identity, dtype=out_dtype))
 
 
+def ratio(*, out_dtype: Any = None) -> Fold:
+    """`sum(v[0]) / sum(v[1])`: a metric with a denominator of its own, such as accuracy, [correct, counted].
+
+    A leaf has numerator and denominator along its axis 0, [2, ...], and the result is of shape [...]. As integers they
+    are summed exactly. The weight of the micro-batch has no part in it; a denominator of 0 gives 0.
+
+    out_dtype: of the result (default: the leaf's own, float32 for integers).
+
+    >>> loss, {"accuracy": jnp.stack([correct.sum(), correct.size])}
+    """
+    return Fold(reducers.pairs, replace(normalizers.ratio, dtype=out_dtype))
+
+
 def max() -> Fold:
     """The elementwise maximum over micro-batches; NaN if any of them is."""
     return Fold(reducers.max, normalizers.identity)

@@ -69,11 +69,22 @@ def bind(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> Lea
         result = _named(normalizer.dtype, arrays)
     else:
         result = own if arrays.kind(own) == arrays.kind(accumulator) else accumulator
+        if normalizer.divides and arrays.kind(result) == "int":
+            result = arrays.as_dtype("float32")
     return LeafFold(fold, accumulator, result, arrays)
 
 
-def check_axis(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> None:
-    """Raises FuncgaError if the leaf lacks the axis that the fold collects along."""
+_STACKED = {2: "xp.stack([correct, counted]), with funcga.ratio()"}
+
+
+def check_shape(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> None:
+    """Raises FuncgaError if the leaf lacks the axis that the fold collects along, or the numbers that it works on."""
+    count = fold.reducer.stacked
+    if count is not None and tuple(like.shape[:1]) != (count,):
+        raise FuncgaError(
+            f"{where()} is {arrays.describe(like)}: its fold works on {count} numbers that stand along axis 0. Stack "
+            f"them: {_STACKED[count]}."
+        )
     axis = fold.reducer.monoid.axis
     if axis is not None and not -len(like.shape) <= axis < len(like.shape):
         raise FuncgaError(

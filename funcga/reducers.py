@@ -29,6 +29,7 @@ class Reducer:
     dtype: Any = None
     kinds: tuple[str, ...] = _NUMBERS
     linear: bool = False
+    stacked: int | None = None
 
 
 def _scale(xp: Any, value: Any, weight: Any) -> Any:
@@ -55,6 +56,8 @@ def _mark(xp: Any, value: Any, weight: Any) -> tuple[Any, Any]:
 weighted = Reducer(_scale, monoids.sum, kinds=("float", "complex"), linear=True)
 # The sum, `sum(v)`, whatever the weights.
 sum = Reducer(_keep, monoids.sum)
+# The same of pairs, [2, ...].
+pairs = Reducer(_keep, monoids.sum, stacked=2)
 # The elementwise maximum and minimum.
 max = Reducer(_keep, monoids.max, kinds=("bool", "int", "float"))
 min = Reducer(_keep, monoids.min, kinds=("bool", "int", "float"))

@@ -19,8 +19,8 @@ FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.loss_scaling", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
          "funcga.program", "funcga.reducers", "funcga.scales", "funcga.tally", "funcga.transforms", "funcga.window", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
-LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
-          "outputs", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "targets", "window",
+LAYERS = ["errors", "backend", "learning_rates", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
+          "outputs", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "targets", "streaming", "accumulator", "window",
           "transforms", "binding", "windowing", "dropping", "widening", "stepping", "loss_scaling", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
           "verification", "verifying", "__init__", "loading", "information", "parity", "__main__"]  # fmt: skip
 
@@ -203,6 +203,7 @@ ALONE = {
 }
 HELPERS = {
     "state_specs": "jax.shard_map is told how a state lies on the devices; each torch process has its own",
+    "seeded": "torch has random numbers from generators that are global; in JAX a key is an argument",
     "unmerged": "jax_backend.replicated runs a step on all devices at once; torch replicas are processes",
     "in_transform": "torch must not write to the tensors of a running torch.func transform; JAX has no in-place writes",
 }

@@ -16,6 +16,9 @@ from torch_backend.clipping import clip_grad_value as clip_grad_value
 from torch_backend.modules import pure_loss as pure_loss
 from torch_backend.optimizer_state import OptimizerState
 from torch_backend.optimizers import from_optimizer as from_optimizer
+from torch_backend.randomness import example_keys as example_keys
+from torch_backend.randomness import sampled as sampled
+from torch_backend.randomness import seeded as seeded
 from torch_backend.replicas import Replicas as Replicas
 from torch_backend.slots import Number
 from torch_backend.updates import apply_updates as apply_updates
@@ -28,10 +31,13 @@ __all__ = [
     "chain",
     "clip_grad_norm",
     "clip_grad_value",
+    "example_keys",
     "from_optax",
     "from_optimizer",
     "module_value_and_grad",
     "pure_loss",
+    "sampled",
+    "seeded",
 ]
 
 BACKEND = Backend("torch", trees, arrays, handover, gradients, loop, replicas, transforms)
