@@ -45,8 +45,9 @@ def loss_scaled(
     step, with `unscale_`, `step` and `update` in one; what stands in tx, as clipping, sees gradients in their own size.
 
     Inside of `multi_steps`, or after `accumulate`, a window has one scale, is looked at once, and is used or skipped as
-    a whole: leave its `drop` alone, which would hide from the scale what is not finite. The gradients of a window must
-    all come with the scale of the state. On a CUDA device the host waits once an update, as GradScaler does.
+    a whole: leave its `drop` alone, which would hide from the scale what is not finite. (A window that is skipped is an
+    update of zeros to `multi_steps`.) The gradients of a window must all come with the scale of the state. On a CUDA
+    device the host waits once an update, as GradScaler does.
 
     tx: any pair of functions (init, update). What it sees, gradients and params, has floats of less than 32 bits as
         float32, and so have its state and the updates.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import funcga
+import jax_backend
 import torch_backend
 from tests.kits import JAX, TORCH, counted
 
@@ -301,3 +302,24 @@ def test_what_is_missing_or_of_another(kit):
         "the state is of type tuple, and that of loss_scaled is a LossScaledState: state = tx.init(params); "
         "updates, state = tx.update(grads, state, params)."
     )
+
+
+def test_replicas_in_jax_skip_a_window_together():
+    """One of four overflows: the merged gradient does, and all of them back off."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = funcga.multi_steps(funcga.loss_scaled(optax.sgd(1.0), init_scale=8.0), 2, across="data")
+    gradient = funcga.grad(lambda w, x: (w * x).mean(), scaled=True)
+    specs, whole, cut = jax_backend.state_specs(tx), jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+
+    def step(w, state, x):
+        grads = gradient(jax.lax.pcast(w, "data", to="varying"), x, loss_scale=state.inner.scale)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(whole, specs, cut), out_specs=(whole, specs)))
+    w, x = jnp.ones(()), jnp.arange(8.0)
+    state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=whole, out_specs=specs))(w)
+    for i in range(4):
+        w, state = step(w, state, x.at[6].set(jnp.inf) if i == 1 else x)
+        assert (float(w), float(state.inner.scale)) == ((1, 8) if i == 0 else (1, 4) if i < 3 else (1 - 3.5, 4))
+    assert int(state.inner.skipped) == 1
