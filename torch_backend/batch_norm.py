@@ -4,7 +4,7 @@ Only torch has this file: layers of torch keep their statistics in themselves, i
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
@@ -184,8 +184,7 @@ def _watched(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def too_few_rows(error: ValueError, module: nn.Module) -> TooFewRowsError | None:
-    """The refusal to raise for torch's error about a BatchNorm layer with one value per channel; None for others."""
+def _too_few_rows(error: ValueError, module: nn.Module) -> TooFewRowsError | None:
     if "more than 1 value per channel" not in str(error):
         return None
     for frame, _ in walk_tb(error.__traceback__):
@@ -199,3 +198,14 @@ def too_few_rows(error: ValueError, module: nn.Module) -> TooFewRowsError | None
                 f"use its running statistics: module.eval()."
             )
     return None
+
+
+def called(loss_fn: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`loss_fn(module, *args, **kwargs)`. Raises FuncgaError where torch does for one value per channel of BatchNorm."""
+    try:
+        return loss_fn(module, *args, **kwargs)
+    except ValueError as error:
+        refusal = _too_few_rows(error, module)
+        if refusal is None:
+            raise
+        raise refusal from error

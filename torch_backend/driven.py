@@ -22,6 +22,7 @@ from funcga.outputs import Outputs
 from funcga.program import Program
 from torch_backend import arrays
 from torch_backend.backward import autocasting, holds, is_alone
+from torch_backend.batch_norm import called
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import detached
 from torch_backend.groups import groups_of
@@ -88,7 +89,7 @@ class Driven:
         masks = isinstance(weight, torch.Tensor) or not weight
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             with _masked(self.gradient.module, weight, self) if masks else _NOTHING:
-                output = self.gradient.loss_fn(self.gradient.module, *args, **kwargs)
+                output = called(self.gradient.loss_fn, self.gradient.module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
         del output
         if self.parts.has_aux:

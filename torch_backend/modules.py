@@ -13,7 +13,7 @@ from torch import nn
 
 from funcga.errors import FuncgaError
 from torch_backend import arrays
-from torch_backend.batch_norm import Watch, too_few_rows
+from torch_backend.batch_norm import Watch, called
 from torch_backend.guards import check_module_and_loss, check_not_wrapped
 
 
@@ -148,16 +148,7 @@ class PureLoss:
     ) -> Any:
         """The loss, on copies of the module's own buffers, made again where the last micro-batch wrote to them."""
         _refill(buffers, tables, copies)
-        return self._called(*args, **kwargs)
-
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.loss_fn(self.module, *args, **kwargs)
-        except ValueError as error:
-            refusal = too_few_rows(error, self.module)
-            if refusal is None:
-                raise
-            raise refusal from error
+        return called(self.loss_fn, self.module, *args, **kwargs)
 
     def _watched(
         self,
@@ -171,7 +162,7 @@ class PureLoss:
         """(loss, statistics), on copies of the module's own buffers."""
         _refill(buffers, tables, copies)
         with watch.micro_batch():
-            output = self._called(*args, **kwargs)
+            output = called(self.loss_fn, self.module, *args, **kwargs)
         return _with_state(output, watch.statistics())
 
     def _threaded(
@@ -181,7 +172,7 @@ class PureLoss:
         tensors = _checked(given, buffers, "buffers")
         copies = {id(slot.held): tensors.get(id(slot.held), slot.held).detach().clone() for slot in buffers}
         _fill(buffers, copies)
-        output = self._called(*args, **kwargs)
+        output = called(self.loss_fn, self.module, *args, **kwargs)
         # a copy, as a checkpoint runs the forward pass again when the loss is already there
         found = {slot.name: slot.table[slot.key].detach().clone() for slot in buffers}
         return _with_state(output, {name: found[name] for name in given})
