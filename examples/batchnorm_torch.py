@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 import funcga
 import torch_backend
 
-
 RUNNING = ("1.running_mean", "1.running_var")
 
 

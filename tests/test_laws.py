@@ -12,7 +12,6 @@ from tests import oracle, problems
 from tests.kits import JAX, TORCH
 
 
-
 def pooled_of_any_value():
     """pooled() with a lift that makes its leaf of any value v: |v| items of mean v and variance v * v."""
     lift = lambda xp, v, weight: funcga.reducers.pooled.lift(xp, xp.stack((abs(v), v, v * v)), weight)

@@ -179,7 +179,8 @@ def _watched(module: nn.Module) -> dict[str, Any]:
     if not found:
         raise FuncgaError(
             f"statistics=True, and {type(module).__name__} has no BatchNorm layer that would update running "
-            f"statistics: one in train mode, with track_running_stats=True. Call module.train(), or leave statistics=True out."
+            f"statistics: one in train mode, with track_running_stats=True. Call module.train(), or leave "
+            f"statistics=True out."
         )
     return found
 
@@ -201,7 +202,7 @@ def _too_few_rows(error: ValueError, module: nn.Module) -> TooFewRowsError | Non
 
 
 def called(loss_fn: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`loss_fn(module, *args, **kwargs)`. Raises FuncgaError where torch does for one value per channel of BatchNorm."""
+    """`loss_fn(module, *args, **kwargs)`. Raises FuncgaError for one value per channel of a BatchNorm layer."""
     try:
         return loss_fn(module, *args, **kwargs)
     except ValueError as error:

@@ -179,8 +179,8 @@ class PureLoss:
 
 
 _UNWATCHED = (
-    "pure_loss(..., statistics=True) is in a function that torch.compile compiles, where layers cannot be watched. Call "
-    "the step without torch.compile; the module itself may be compiled. Or thread the buffers: buffers=True."
+    "pure_loss(..., statistics=True) is in a function that torch.compile compiles, where layers cannot be watched. "
+    "Call the step without torch.compile; the module itself may be compiled. Or thread the buffers: buffers=True."
 )
 
 
