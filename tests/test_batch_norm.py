@@ -120,6 +120,23 @@ def test_in_a_stream_in_torch_func_and_beside_aux():
     unchanged.check()
 
 
+def test_frozen_statistics_are_the_module_s_own_for_every_micro_batch():
+    """A loss that also normalises by them: what one micro-batch writes does not reach the next."""
+    module, x, y = made()
+
+    def both(module, x, y):
+        first = entropy(module, x, y)
+        module[1].eval()
+        second = module(x).square().mean()
+        module[1].train()
+        return first + second
+
+    loss = torch_backend.pure_loss(module, both)
+    value = funcga.accumulate(funcga.value_and_grad(loss), microbatch_size=4)(parameters(module), x, y)[0]
+    apart = [len(part) * loss(parameters(module), part, t) for part, t in zip(x.split(4), y.split(4), strict=True)]
+    torch.testing.assert_close(value, (sum(apart) / len(x)).detach(), rtol=1e-13, atol=0)
+
+
 @pytest.mark.parametrize("reenter", [False, True])
 def test_checkpoints_run_the_layers_again_and_disturb_nothing(reenter):
     module, x, y = made()

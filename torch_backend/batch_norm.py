@@ -91,7 +91,7 @@ class Watch:
         self.open = False
 
     @contextmanager
-    def entered(self) -> Iterator["Watch"]:
+    def watching(self) -> Iterator["Watch"]:
         """The watch itself, while the layers are watched."""
         momenta = [layer.momentum for layer in self.layers.values()]
         hooks: list[Any] = []

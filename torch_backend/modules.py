@@ -126,7 +126,7 @@ class PureLoss:
             if self.buffers:
                 yield partial(self._threaded, buffers)
             elif self.statistics:
-                with Watch(self.module).entered() as watch:
+                with Watch(self.module).watching() as watch:
                     yield partial(self._watched, watch, buffers, states, {})
             else:
                 yield partial(self._isolated, buffers, states, {})
@@ -146,7 +146,7 @@ class PureLoss:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The loss, on copies of the module's own buffers, made again where the last micro-batch wrote to them."""
+        """The loss, on copies of the module's own buffers."""
         _refill(buffers, tables, copies)
         return called(self.loss_fn, self.module, *args, **kwargs)
 
@@ -243,12 +243,16 @@ def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> list[torch
 
 
 def _refill(slots: list[_Slot], tables: "list[_Table]", copies: dict[int, tuple[Any, int]]) -> None:
-    """Puts copies where the module's own buffers are, new ones where the last micro-batch wrote to them."""
+    """Puts copies where the module's own buffers are, new ones in each layer that the last micro-batch wrote to.
+
+    All of the layer's, as the kernel of BatchNorm writes to running statistics without telling autograd.
+    """
     for table in tables:
         table.restore()
-    for slot in slots:
-        copy, version = copies.get(id(slot.held), (None, 0))
-        if copy is None or copy._version != version:
+    held = [(slot, *copies.get(id(slot.held), (None, 0))) for slot in slots]
+    written = {id(slot.table) for slot, copy, version in held if copy is None or copy._version != version}
+    for slot, copy, _ in held:
+        if id(slot.table) in written:
             copy = slot.held.detach().clone()
             copies[id(slot.held)] = copy, copy._version
         slot.table[slot.key] = copy
