@@ -253,6 +253,11 @@ def test_refusals():
             "what the BatchNorm layer `1` saw of the micro-batch is not known: it ran and did not update its running "
             "statistics, as a forward pass of your own may not. Use that of torch.nn.BatchNorm, or thread",
         ),
+        (
+            lambda: step(module, lambda m, x, y: F.cross_entropy(m[2:](m[1].forward(m[0](x))), y)),
+            "what the BatchNorm layer `1` saw of the micro-batch is not known: it ran without its hooks, as one does "
+            "whose forward() is called by name, or that was compiled by itself. Call the layer as it is, layer(x), or",
+        ),
         (lambda: buffers([]), "the pooled statistics are of type list; they are a dict of a layer's name to a Pooled"),
         (
             lambda: buffers({"11": good["1"]}),

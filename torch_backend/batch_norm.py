@@ -147,8 +147,8 @@ class Watch:
         wrote = ran if batches is None else batches._version > 0  # the kernel's own writes do not count as versions
         if ran != wrote:
             why = (
-                "it ran without its hooks, as a layer does that torch.compile has compiled. Use the module as it was "
-                "before, `module._orig_mod`"
+                "it ran without its hooks, as one does whose forward() is called by name, or that was compiled by "
+                "itself. Call the layer as it is, layer(x)"
                 if wrote
                 else "it ran and did not update its running statistics, as a forward pass of your own may not. Use "
                 "that of torch.nn.BatchNorm"
