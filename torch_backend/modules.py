@@ -37,8 +37,8 @@ def pure_loss(
         fold `pooled()`, which makes of them what the layers saw of the window, as if of one batch; with
         `running_buffers` the running statistics are updated once a window. For layers in train mode that have running
         statistics. Each micro-batch is still normalised by its own, so that the gradient is not that of the whole
-        batch, and what a layer behind another BatchNorm sees depends on n. Meanwhile loss_fn must not read the running ones. Not
-        in torch.compile, though the module may be compiled.
+        batch, and what a layer behind another BatchNorm sees depends on n. Meanwhile loss_fn must not read the
+        running ones. Not in torch.compile, though the module may be compiled.
 
     It works in torch.func and torch.compile. In `accumulate` and `stream` over `funcga.grad(loss)` the parameters are
     put into the module once for a window; other threads that use the module through a pure_loss wait until then. Give
