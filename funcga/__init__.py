@@ -24,6 +24,7 @@ from funcga.folds import mean as mean
 from funcga.folds import min as min
 from funcga.folds import moments as moments
 from funcga.folds import per_weight as per_weight
+from funcga.folds import pooled as pooled
 from funcga.folds import ratio as ratio
 from funcga.folds import sum as sum
 from funcga.gradients import grad as grad
@@ -40,12 +41,15 @@ from funcga.matching import match as match
 from funcga.monoids import Monoid as Monoid
 from funcga.normalizers import Moments as Moments
 from funcga.normalizers import Normalizer as Normalizer
+from funcga.normalizers import Pooled as Pooled
 from funcga.problem import Problem as Problem
 from funcga.reducers import Reducer as Reducer
 from funcga.replicas import check_replicas as check_replicas
 from funcga.rules import Rule as Rule
 from funcga.state_dicts import from_state_dict as from_state_dict
 from funcga.state_dicts import to_state_dict as to_state_dict
+from funcga.statistics import batch_moments as batch_moments
+from funcga.statistics import running_statistics as running_statistics
 from funcga.stepping import multi_steps as multi_steps
 from funcga.streaming import stream as stream
 from funcga.streaming import windows as windows

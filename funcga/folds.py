@@ -33,7 +33,8 @@ class Fold:
         """The names of its parts, as in `weighted, by_weight`; that of the function for a part of your own."""
         lift, monoid, apply = self.reducer.lift, self.reducer.monoid, self.normalizer.apply
         parts = [(k, r) for k, r in vars(reducers).items() if isinstance(r, Reducer)]
-        reducer = [k for k, r in parts if r.lift is lift and r.monoid is monoid]
+        stacked = self.reducer.stacked
+        reducer = [k for k, r in parts if (r.lift, r.monoid, r.stacked) == (lift, monoid, stacked)]
         if lift is reducers.concat().lift and monoid.axis is not None:
             reducer = [f"concat({monoid.axis})"]
         ends = [k for k, part in vars(normalizers).items() if isinstance(part, Normalizer) and part.apply is apply]
@@ -102,6 +103,21 @@ def moments(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
     Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
     """
     return Fold(replace(reducers.moments, dtype=dtype), replace(normalizers.moments, dtype=out_dtype))
+
+
+def pooled(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
+    """`Pooled(count, mean, variance)` of all items of the micro-batches together, as if they had been one batch.
+
+    For leaves [3, ...]: the count, mean and population variance of one micro-batch, stacked on axis 0 as
+    `batch_moments` does. The counts are the weights, `weight=` has none here; a count of 0 adds nothing, not even a
+    NaN. In float32 a count is exact up to 2**24; beyond that it is rounded, as the mean is.
+
+    dtype, out_dtype: of the accumulator and of the result, as for `mean`.
+    Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+
+    >>> leaf = torch.stack((torch.full((3,), float(len(x))), x.mean(0), x.var(0, correction=0)))
+    """
+    return Fold(replace(reducers.pooled, dtype=dtype), replace(normalizers.pooled, dtype=out_dtype))
 
 
 def concat(axis: int = 0) -> Fold:

@@ -74,18 +74,17 @@ def bind(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> Lea
     return LeafFold(fold, accumulator, result, arrays)
 
 
-_STACKED = {2: "xp.stack([correct, counted]), with funcga.ratio()"}
+_STACKS = {2: "xp.stack([correct, counted]) for ratio()", 3: "funcga.batch_moments makes them for pooled()"}
 
 
 def check_shape(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> None:
-    """Raises FuncgaError if the leaf lacks the axis that the fold collects along, or the numbers that it works on."""
-    count = fold.reducer.stacked
-    if count is not None and tuple(like.shape[:1]) != (count,):
+    """Raises FuncgaError if the leaf lacks the axis that the fold collects along, or is not the stack that it takes."""
+    axis, stacked = fold.reducer.monoid.axis, fold.reducer.stacked
+    if stacked is not None and like.shape[:1] != (stacked,):
         raise FuncgaError(
-            f"{where()} is {arrays.describe(like)}: its fold works on {count} numbers that stand along axis 0. Stack "
-            f"them: {_STACKED[count]}."
+            f"{where()} is {arrays.describe(like)}, and the fold `{fold.name}` takes leaves of {stacked} arrays that "
+            f"are stacked on axis 0: {_STACKS.get(stacked, 'stack them')}."
         )
-    axis = fold.reducer.monoid.axis
     if axis is not None and not -len(like.shape) <= axis < len(like.shape):
         raise FuncgaError(
             f"{where()} is {arrays.describe(like)}: it has no axis {axis} for concat(axis={axis}) to collect along. "

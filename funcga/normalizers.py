@@ -32,6 +32,14 @@ class Moments(NamedTuple):
     variance: Any
 
 
+class Pooled(NamedTuple):
+    """Count, mean and population variance, sum((x - mean)**2) / count, of all that was counted: arrays of one shape."""
+
+    count: Any
+    mean: Any
+    variance: Any
+
+
 def _divide(xp: Any, reduced: Any, total: Any) -> Any:
     if isinstance(reduced, tuple):
         return tuple(_divide(xp, part, total) for part in reduced)
@@ -49,6 +57,11 @@ def _spread(xp: Any, reduced: Any, tally: Any) -> Moments:
     return Moments(mean, deviation / xp.where(weight > 0, weight, 1))
 
 
+def _pool(xp: Any, reduced: Any, tally: Any) -> Pooled:
+    count, mean, deviation = reduced
+    return Pooled(count, mean, deviation / xp.where(count > 0, count, 1))
+
+
 def _first(xp: Any, reduced: Any, tally: Any) -> Any:
     return reduced[0]
 
@@ -61,6 +74,7 @@ by_steps = Normalizer(lambda xp, reduced, tally: _divide(xp, reduced, tally.step
 ratio = Normalizer(_quotient, kinds=("int", "float"), divides=True)
 # Nothing: the reduced value itself.
 identity = Normalizer(lambda xp, reduced, tally: reduced)
-# `Moments` of what reducers.moments holds, and the value of what reducers.carry holds.
+# `Moments` of what reducers.moments holds, `Pooled` of reducers.pooled, and the value of what reducers.carry holds.
 moments = Normalizer(_spread)
+pooled = Normalizer(_pool)
 carry = Normalizer(_first)

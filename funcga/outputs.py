@@ -210,7 +210,7 @@ def _bind(
         if kind not in known:
             known[kind] = bind(fold, leaf, partial(leaf_path, value, i, backend), backend.arrays)
         folds[i] = known[kind]
-        if shaped and (fold.reducer.stacked or fold.reducer.monoid.axis is not None):
+        if shaped and (fold.reducer.monoid.axis is not None or fold.reducer.stacked is not None):
             check_shape(fold, leaf, partial(leaf_path, value, i, backend), backend.arrays)
     return Outputs(
         structure=structure,

@@ -346,6 +346,6 @@ def test_a_ratio_of_no_pair_is_refused(kit):
             kit.arrays(np.zeros((), "float32")), kit.arrays(np.ones((6,), "float32"))
         )
     assert str(error.value) == (
-        "output is float32[3]: its fold works on 2 numbers that stand along axis 0. Stack them: "
-        "xp.stack([correct, counted]), with funcga.ratio()."
+        "output is float32[3], and the fold `pairs, ratio` takes leaves of 2 arrays that are stacked on axis 0: "
+        "xp.stack([correct, counted]) for ratio()."
     )

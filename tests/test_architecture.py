@@ -17,9 +17,9 @@ from funcga.backend import Arrays, Gradients, Handover, Loop, Replicas, Transfor
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.loss_scaling", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
-         "funcga.program", "funcga.reducers", "funcga.scales", "funcga.tally", "funcga.transforms", "funcga.window", "funcga"}  # fmt: skip
+         "funcga.program", "funcga.reducers", "funcga.scales", "funcga.statistics", "funcga.tally", "funcga.transforms", "funcga.window", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
-LAYERS = ["errors", "backend", "learning_rates", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
+LAYERS = ["errors", "backend", "learning_rates", "prefixes", "monoids", "reducers", "normalizers", "folds", "statistics", "tally", "weights", "leaves",
           "outputs", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "targets", "streaming", "accumulator", "window",
           "transforms", "binding", "windowing", "dropping", "widening", "stepping", "loss_scaling", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
           "verification", "verifying", "__init__", "loading", "information", "parity", "__main__"]  # fmt: skip
@@ -181,6 +181,7 @@ ALONE = {
     "buckets": "torch sends pieces of memory that it lays out; XLA lays out what a collective sends",
     "reduction": "torch sends while it computes; in JAX a psum stands after the loop",
     "tail": "the same: what rides along, as bytes; in JAX that is `bits`",
+    "batch_norm": "torch layers keep running statistics in themselves; in JAX they are an argument and a result",
     "buffers": "torch adds in place; XLA does so by itself",
     "backward": "torch adds where autograd computes; XLA fuses the two by itself",
     "engine": "torch has autograd beside torch.func; JAX has one way to a gradient",
@@ -279,8 +280,8 @@ def test_public_names_have_docstrings_and_types():
 
 def test_the_contract_is_there():
     names = """accumulate stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy shares_memory FuncgaError CARRY
-               Fold Reducer Monoid mean per_weight sum max min moments concat carry reducers normalizers compare match Rule
-               rules verify Problem multi_steps"""
+               Fold Reducer Monoid mean per_weight sum max min moments pooled concat carry reducers normalizers compare match Rule
+               rules verify Problem multi_steps batch_moments running_statistics"""
     assert not [name for name in names.split() if not hasattr(funcga, name)]
     parameters = list(inspect.signature(funcga.accumulate).parameters.values())
     assert [p.name for p in parameters] == ["grad_fn", "n", "microbatch_size", "fold", "weight", "in_axes", "across"]

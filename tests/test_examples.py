@@ -15,6 +15,8 @@ PRINTS = {  # what the output has to hold, and how often
     "ddp_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
     "fsdp2_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
     "replicas_jax": (r"each update: one all-reduce of [\d,]+ bytes, in 0 loops", 1),
+    "batchnorm_torch": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),
+    "batchnorm_jax": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),
     "multi_steps_torch": (r"update [1-7]: loss 0\.|to 1e-5: True$", 8),
     "multi_steps_jax": (r"updates 60.*(?:loss 0\.00\d|params to 1e-4: True)$", 2),
     "gpt2_torch": (r"^29 of 29 leaves of accumulated and transformers are close", 1),
@@ -22,7 +24,13 @@ PRINTS = {  # what the output has to hold, and how often
     "equinox_jax": (r"^7 of 7 leaves of accumulated and whole are close", 1),
     "parity_torch_flax": (r"^rel may be 1e-12.*\n9 of 9 leaves of torch and flax are close", 1),
 }
-NEEDS = {"gpt2_torch": "transformers", "flax_jax": "flax", "equinox_jax": "equinox", "parity_torch_flax": "flax"}
+NEEDS = {
+    "gpt2_torch": "transformers",
+    "flax_jax": "flax",
+    "batchnorm_jax": "flax",
+    "equinox_jax": "equinox",
+    "parity_torch_flax": "flax",
+}
 
 
 @pytest.mark.parametrize("name", PRINTS)

@@ -9,6 +9,7 @@ from funcga.tally import Tally
 from funcga.window import Dropped, MultiStepsState, Parts, Window
 from torch_backend import arrays, gradients, handover, loop, replicas, transforms, trees
 from torch_backend.assignment import assign_grads as assign_grads
+from torch_backend.batch_norm import running_buffers as running_buffers
 from torch_backend.bridge import from_optax as from_optax
 from torch_backend.chaining import chain as chain
 from torch_backend.clipping import clip_grad_norm as clip_grad_norm
@@ -36,6 +37,7 @@ __all__ = [
     "from_optimizer",
     "module_value_and_grad",
     "pure_loss",
+    "running_buffers",
     "sampled",
     "seeded",
 ]

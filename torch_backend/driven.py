@@ -23,6 +23,7 @@ from funcga.program import Program
 from funcga.scales import scaled_loss
 from torch_backend import arrays
 from torch_backend.backward import autocasting, holds, is_alone
+from torch_backend.batch_norm import called
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import detached
 from torch_backend.groups import groups_of
@@ -90,7 +91,7 @@ class Driven:
         scale, kwargs = self.parts.read_scale(kwargs, self.backend)
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             with _masked(self.gradient.module, weight, self) if masks else _NOTHING:
-                output = self.gradient.loss_fn(self.gradient.module, *args, **kwargs)
+                output = called(self.gradient.loss_fn, self.gradient.module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
             differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
         del output

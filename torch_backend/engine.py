@@ -21,7 +21,7 @@ from funcga.outputs import Outputs
 from funcga.program import Program
 from funcga.scales import scaled_loss
 from torch_backend import arrays, trees
-from torch_backend.backward import Backward, autocasting, check_no_backward
+from torch_backend.backward import Backward, autocasting, check_no_backward, check_not_reentrant
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.guards import GradsWatch, modules_in
 from torch_backend.modules import PureLoss, own_parameter
@@ -82,6 +82,9 @@ class Engine:
             aux = detached(aux)
         if begins:
             self._bind(loss.detach(), aux, found, arguments, weight)
+            if not {"reenters", "known"} & {*self.program.compiled}:
+                check_not_reentrant(differentiated)
+                self.program.compiled["known"] = True
         self.backward.check_untouched()
         self.backward(
             differentiated, weight, moving, None if self.reduction is None or not last else self.reduction.ready
