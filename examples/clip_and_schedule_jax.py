@@ -18,7 +18,7 @@ clip = optax.clip_by_global_norm(1.0)
 sgd = optax.sgd(optax.cosine_decay_schedule(0.5, decay_steps=9))  # of three updates an epoch
 
 key_x, key_y, key_w = jax.random.split(jax.random.key(0), 3)
-x = jax.random.normal(key_x, (20, 3)) * jnp.arange(1, 21)[:, None] / 4  # later rows have larger gradients
+x = jax.random.normal(key_x, (20, 3)) * jnp.linspace(0.25, 5, 20)[:, None]  # later rows have larger gradients
 y = jax.random.normal(key_y, (20, 2))
 start = jax.random.normal(key_w, (3, 2))
 

@@ -4,34 +4,27 @@
 
 What a transform does it does to what it is given, so the order is seen: clipping is inside of `multi_steps`, or after
 the fold. By hand it is easily done after each backward pass, where it clips what has been added up so far, again and
-again, and in DDP before the gradients are averaged.
+again: the last micro-batches then count more than the first ones.
 """
 
 import torch
-from sentences import count_tokens, microbatch, summed_loss
+from torch.nn.functional import mse_loss
 
 import funcga
 import torch_backend
 
-MAX_NORM, LR = 1.0, 0.08
-loader = [microbatch(2 * i, 2) for i in range(8)]
+MAX_NORM, LR = 1.0, 0.1
 
 
-def mean_loss(module, tokens, labels):
-    """The mean over the tokens of a micro-batch."""
-    return summed_loss(module, tokens, labels) / count_tokens(tokens, labels)
-
-
-def started():
-    """The module before it has learned anything."""
-    torch.manual_seed(0)
-    return torch.nn.Linear(1, 2, bias=False)
+def loss_fn(module, x, y):
+    """The mean over the rows."""
+    return mse_loss(module(x), y)
 
 
 def stepped(module, loader, n):
     """The norms before clipping; the module has had an update for every n micro-batches."""
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
-    step = funcga.stream(funcga.grad(torch_backend.pure_loss(module, mean_loss)), weight=count_tokens)
+    step = funcga.stream(funcga.grad(torch_backend.pure_loss(module, loss_fn)))
     norms = []
     for window in funcga.windows(loader, n):
         torch_backend.assign_grads(module, step(dict(module.named_parameters()), window))
@@ -41,29 +34,38 @@ def stepped(module, loader, n):
 
 
 def transformed(module, loader, n):
-    """The parameters after the same updates, without an object that changes; the loader divides by n."""
+    """The parameters after the same updates, without an object that changes."""
     sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=LR)
     tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(MAX_NORM), sgd), n)
-    gradient = funcga.grad(torch_backend.pure_loss(module, mean_loss))
+    gradient = funcga.grad(torch_backend.pure_loss(module, loss_fn))
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     state = tx.init(params)
-    for batch in loader:
-        updates, state = tx.update(gradient(params, *batch), state, params, weight=count_tokens(*batch))
-        if tx.has_updated(state):
-            params = torch_backend.apply_updates(params, updates)
+    for window in funcga.windows(loader, n):
+        for x, y in window:
+            state = tx.accumulate(gradient(params, x, y), state, weight=len(x))
+        updates, state = tx.flush(state, params)
+        params = torch_backend.apply_updates(params, updates)
     return params
 
 
+def made():
+    """A module, and data; later rows have larger gradients."""
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2), torch.randn(16, 3) * torch.linspace(1, 4, 16)[:, None], torch.randn(16, 2)
+
+
 def main():
-    """Both, and one batch for each window."""
-    module, whole = started(), started()
+    """Both, against two batches of eight rows."""
+    (module, x, y), (whole, *_) = made(), made()
+    loader = list(zip(x.split(2), y.split(2), strict=True))
+    params = transformed(module, loader, 4)
     norms = stepped(module, loader, 4)
     print("norms of the windows:", ", ".join(f"{norm:.3f}" for norm in norms))
 
-    stepped(whole, [microbatch(0, 8), microbatch(8, 8)], 1)
+    stepped(whole, zip(x.split(8), y.split(8), strict=True), 1)
     funcga.compare(module.state_dict(), whole.state_dict()).assert_close()
-    funcga.compare(transformed(started(), loader, 4), whole.state_dict()).assert_close()
-    print("clipped at 1, the weights are those of two batches: with optimizer.step(), and as transforms")
+    funcga.compare(params, whole.state_dict()).assert_close()
+    print(f"clipped at {MAX_NORM}, the weights are those of two batches: with optimizer.step(), and as transforms")
 
 
 if __name__ == "__main__":

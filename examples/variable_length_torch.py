@@ -27,7 +27,7 @@ def trained(microbatches, loss_fn, **how):
     step = funcga.stream(funcga.grad(torch_backend.pure_loss(module, loss_fn)), **how)
     torch_backend.assign_grads(module, step(dict(module.named_parameters()), microbatches))
     torch.optim.SGD(module.parameters(), lr=0.08).step()
-    return [round(w, 4) for w in module.weight.flatten().tolist()]
+    return module.weight.detach().flatten()
 
 
 def one_by_one(size, rows=8):
@@ -36,13 +36,18 @@ def one_by_one(size, rows=8):
         yield microbatch(first, size)
 
 
+def shown(weights):
+    """The weights, rounded."""
+    return [round(w, 4) for w in weights.tolist()]
+
+
 def main():
     """The loss as a sum and as a mean, and the mean of means."""
     by_sum = {"fold": funcga.per_weight(), "weight": count_tokens}
-    print(f"a sum, divided by the tokens: {trained(one_by_one(4), summed_loss, **by_sum)}")
-    print(f"means, weighed by the tokens: {trained(one_by_one(4), mean_loss, weight=count_tokens)}")
-    print(f"one batch: {trained(one_by_one(8), mean_loss)}")
-    print(f"wrong, means that all count the same: {trained(one_by_one(4), mean_loss, weight=lambda *_: 1)}")
+    print(f"a sum, divided by the tokens: {shown(trained(one_by_one(4), summed_loss, **by_sum))}")
+    print(f"means, weighed by the tokens: {shown(trained(one_by_one(4), mean_loss, weight=count_tokens))}")
+    print(f"one batch: {shown(trained(one_by_one(8), mean_loss))}")
+    print(f"wrong, means that all count the same: {shown(trained(one_by_one(4), mean_loss, weight=lambda *_: 1))}")
 
 
 if __name__ == "__main__":

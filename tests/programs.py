@@ -19,27 +19,41 @@ EXAMPLES = ROOT / "examples"
 @contextmanager
 def as_a_program():
     """What runs inside finds what a program finds that was just started, and leaves nothing behind but imports."""
-    path, modules, wide, dtype = sys.path[:], set(sys.modules), jax.config.jax_enable_x64, torch.get_default_dtype()
+    wide, dtype = jax.config.jax_enable_x64, torch.get_default_dtype()
     states = random.getstate(), np.random.get_state()
-    sys.path.insert(0, str(EXAMPLES))
     gc.freeze()  # what a program does not have takes it no time to collect
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng([]), jax.numpy_dtype_promotion("standard"):
+        with (
+            beside_the_examples(),
+            warnings.catch_warnings(),
+            torch.random.fork_rng([]),
+            jax.numpy_dtype_promotion("standard"),
+        ):
             warnings.simplefilter("default")
             yield
     finally:
         gc.unfreeze()
-        sys.path[:] = path
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_default_dtype(dtype)
         jax.config.update("jax_enable_x64", wide)
+
+
+@contextmanager
+def beside_the_examples():
+    """What runs inside imports what lies beside the examples; no other module is called `sentences` afterwards."""
+    path, modules = sys.path[:], set(sys.modules)
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
         for name in set(sys.modules) - modules:
             if Path(getattr(sys.modules[name], "__file__", None) or "").parent == EXAMPLES:
-                del sys.modules[name]  # so that nothing else is called `sentences`
+                del sys.modules[name]
 
 
 def example(name):
-    """The module of an example, whose functions a test calls."""
-    with as_a_program():
+    """The module of an example, made anew, whose functions a test calls."""
+    with beside_the_examples():
         return importlib.import_module(name)
