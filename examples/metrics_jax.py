@@ -26,7 +26,7 @@ def loss_and_metrics(params, x, labels):
     logits = x @ params
     right = (logits.argmax(1) == labels).sum()
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    return loss, {"logits": logits, "right": right, "rows": jnp.array(len(x))}
+    return loss, {"logits": logits, "right": right, "rows": len(x)}
 
 
 counts = {"logits": funcga.concat(), "right": funcga.sum(), "rows": funcga.sum()}
