@@ -19,7 +19,7 @@ RUN = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "python": [s
 PRINTS = {  # what the output has to hold, and how often
     "replicas_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
     "ddp_torch": (r"weights \[0\.2117, 0\.3172\], effective batch size 16|what is left, effective batch size 7", 4),
-    "fsdp_torch": (r"^fsdp[12].*weights \[0\.2117, 0\.3172\]", 4),
+    "fsdp_torch": (r"fsdp[12], rank \d: loss [\d.]+, weights \[0\.2117, 0\.3172\]", 4),
     "replicas_jax": (r"each update: one all-reduce of [\d,]+ bytes, in 0 loops", 1),
     "basic_torch": (r": the weight is 2\.04000$", 3),
     "basic_jax": (r": the weight is 2\.04000$|: 0\.079, 0\.678, 1\.713$", 4),
