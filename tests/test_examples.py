@@ -1,22 +1,50 @@
 """Every example runs as its first lines say, and prints what they say."""
 
 import os
+import random
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import jax
 import pytest
+import torch
 
-ROOT = Path(__file__).parent.parent
+from tests.programs import EXAMPLES, ROOT, as_a_program
+
 RUN = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "python": [sys.executable]}
 PRINTS = {  # what the output has to hold, and how often
     "replicas_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
-    "ddp_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
-    "fsdp2_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
+    "ddp_torch": (r"weights \[0\.2117, 0\.3172\], effective batch size 16|what is left, effective batch size 7", 4),
+    "fsdp_torch": (r"fsdp[12], rank \d: loss [\d.]+, weights \[0\.2117, 0\.3172\]", 4),
     "replicas_jax": (r"each update: one all-reduce of [\d,]+ bytes, in 0 loops", 1),
     "batchnorm_torch": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),
     "batchnorm_jax": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),
+    "basic_torch": (r": the weight is 2\.04000$", 3),
+    "basic_jax": (r": the weight is 2\.04000$|: 0\.079, 0\.678, 1\.713$", 4),
+    "remainder_torch": (r"^the last window has the gradient of its three rows$|: 5 updates$", 2),
+    "variable_length_torch": (r": \[0\.0953, 0\.4337\]$|^wrong.*: \[0\.0775, 0\.4514\]$", 4),
+    "variable_length_jax": (r": \[0\.0953, 0\.4337\]$|^wrong.*: \[0\.0775, 0\.4514\]$", 3),
+    "clipping_torch": (r"^norms of the windows: 1\.901, 13\.245$|the weights are those of two batches", 2),
+    "clip_and_schedule_jax": (r"^updates 9: the parameters are those of whole batches$", 1),
+    "schedules_torch": (r": 12 updates, .* the same as a transform$", 3),
+    "adaptive_torch": (r": (4 .* 16|13 .* 5), same gradients$|^updates of \[72, 72, 16\] rows$", 3),
+    "adaptive_jax": (r"in micro-batches of 16$|: 2 updates$", 2),
+    "microbatched_forward_torch": (r"19 outputs, as from the whole batch$", 1),
+    "checkpointing_torch": (r"^eight micro-batches, .*, the same gradients$", 3),
+    "checkpointing_jax": (r"^eight micro-batches.*, the same gradients$", 2),
+    "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
+    "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
+    "metrics_jax": (r"accuracy 15/19, logits \(19, 4\)$", 1),
+    "mixed_precision_torch": (r"of 17 16 16 15 15 15 16 16 16 17 17 16$|: True$", 3),
+    "mixed_precision_jax": (r"^skipped 1, compiled 1 time$|^with a scale 100% of the gradient", 2),
+    "dropout_torch": (r"two runs: True$|^by example: 4 micro-batches are \de-08 from one$", 2),
+    "dropout_jax": (r"two runs: True$|^by example: 4 micro-batches are \de-0[78] from one$", 2),
+    "learning_rate_torch": (r"^0\.1 for 8 rows is 0\.40 for 32 rows, or 0\.20|^rows (?:32|16): .*, lr 0\.\d+$", 7),
+    "comparison_torch": (r"^averaged over batches: by steps; |^BatchNorm: batch statistics; ", 2),
     "multi_steps_torch": (r"update [1-7]: loss 0\.|to 1e-5: True$", 8),
     "multi_steps_jax": (r"updates 60.*(?:loss 0\.00\d|params to 1e-4: True)$", 2),
     "gpt2_torch": (r"^29 of 29 leaves of accumulated and transformers are close", 1),
@@ -32,23 +60,54 @@ NEEDS = {
     "parity_torch_flax": "flax",
 }
 
+APART = {"replicas_jax"}  # it says how many devices JAX has, which it takes before it has any
+
 
 @pytest.mark.parametrize("name", PRINTS)
-def test_the_example_prints_what_it_says(name):
+def test_the_example_prints_what_it_says(name, capsys):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    path = ROOT / "examples" / f"{name}.py"
+    path = EXAMPLES / f"{name}.py"
     tool, *arguments = re.search(rf"^    (\w+ .*examples/{name}\.py.*)$", path.read_text(), re.M)[1].split()
+    if tool == "python" and arguments == [f"examples/{name}.py"] and name not in APART:
+        with as_a_program():
+            runpy.run_path(str(path), run_name="__main__")
+        printed = capsys.readouterr().out
+    else:
+        printed = printed_apart(tool, arguments)
+    pattern, times = PRINTS[name]
+    assert len(re.findall(pattern, printed, re.M)) == times, printed
+
+
+def printed_apart(tool, arguments):
+    """What the program prints in processes of its own."""
     command = [*RUN[tool], *arguments]
     if tool == "torchrun":
         command[len(RUN[tool]) : len(RUN[tool])] = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    pattern, times = PRINTS[name]
-    assert len(re.findall(pattern, done.stdout, re.M)) == times, done.stdout
+    return done.stdout
+
+
+def test_an_example_leaves_nothing_behind():
+    before = torch.get_rng_state(), random.getstate(), torch.get_default_dtype(), sys.path[:]
+    with as_a_program():
+        import sentences
+
+        assert Path(sentences.__file__).parent == EXAMPLES
+        torch.manual_seed(1)
+        random.seed(1)
+        torch.set_default_dtype(torch.float64)
+        jax.config.update("jax_enable_x64", True)
+        assert warnings.filters[0][0] == "default"  # it is warned, and goes on
+        assert jax.numpy.ones(1).dtype == "float64"
+    assert "sentences" not in sys.modules
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), torch.get_default_dtype(), sys.path) == before[1:]
+    assert jax.numpy.ones(1).dtype == "float32"
 
 
 def test_every_example_is_here():
-    scripts = {path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()}
+    scripts = {path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()}
     assert scripts == set(PRINTS)
