@@ -1,0 +1,79 @@
+"""Train a causal language model on real text in JAX, with an optimizer of optax.
+
+    python examples/train_lm_jax.py
+    python examples/train_lm_jax.py --plot loss.png --checkpoint lm.npz --stop-after 90
+
+Micro-batches have different numbers of tokens and the last window of an epoch is shorter, yet all tokens of a window
+count the same; optax.MultiSteps weighs micro-batches alike, and leaves a shorter window waiting. Everything is a tree
+of arrays, which NumPy saves in the middle of a window: with `--resume` it ends as it would have, bit for bit.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.progress import track
+from training import PAD, options, order, paragraphs, plot
+
+import funcga
+
+
+def initialized(key, length, width=48, heads=4):
+    """The parameters of a transformer with one block: bytes in, logits of the next byte out."""
+    shapes = {"token": (256, width), "position": (length - 1, width), "qkv": (width, 3, heads, width // heads)}
+    shapes |= {"out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    keys = jax.random.split(key, len(shapes))
+    return {name: 0.1 * jax.random.normal(k, shapes[name]) for name, k in zip(shapes, keys, strict=True)}
+
+
+def mean_loss(params, tokens):
+    """The mean over the tokens that are to be predicted."""
+    x = params["token"][tokens[:, :-1]] + params["position"]
+    query, key, value = jnp.einsum("rld,dnhe->nrlhe", jax.nn.standardize(x), params["qkv"])
+    x += jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x.shape) @ params["out"]
+    x += jax.nn.gelu(jax.nn.standardize(x) @ params["up"]) @ params["down"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(jax.nn.standardize(x) @ params["token"].T, tokens[:, 1:])
+    return losses.mean(where=tokens[:, 1:] != PAD)
+
+
+def main(arguments=None):
+    """Trains, and prints the loss of the first and of the last update."""
+    args, texts = options(arguments, updates=40), paragraphs()
+    adamw = optax.adamw(optax.linear_schedule(1e-2, 0.0, args.updates))
+    tx = funcga.multi_steps(optax.chain(optax.clip_by_global_norm(1.0), adamw), 4)
+    mean = funcga.Accumulator(funcga.mean())
+
+    @jax.jit(donate_argnums=0)
+    def accumulate(run, tokens):
+        params, state, total, curve = run
+        loss, grads = jax.value_and_grad(mean_loss)(params, tokens)
+        count = (tokens[:, 1:] != PAD).sum()
+        return params, tx.accumulate(grads, state, weight=count), mean.update(total, loss, weight=count), curve
+
+    @jax.jit(donate_argnums=0)
+    def flush(run):
+        params, state, total, curve = run
+        updates, state = tx.flush(state, params)
+        loss = mean.finalize(total)
+        return optax.apply_updates(params, updates), state, mean.init(loss), curve.at[state.updates - 1].set(loss)
+
+    params = initialized(jax.random.key(0), texts.shape[1])
+    run, done = (params, tx.init(params), mean.init(jnp.zeros(())), jnp.zeros(args.updates)), 0
+    if args.resume:
+        run, done = funcga.from_state_dict((run, done), np.load(args.checkpoint))
+    steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
+    for indices, is_last in track(steps[done:], "training", len(steps), done, disable=not sys.stdout.isatty()):
+        run = accumulate(run, texts[indices])
+        run = flush(run) if is_last else run
+        done += 1
+        if args.checkpoint and (done % 25 == 0 or done == len(steps)):
+            np.savez(args.checkpoint, **funcga.to_numpy(funcga.to_state_dict((run, done))))
+    curve = run[-1][: run[1].updates]
+    plot(curve, args.plot)
+    print(f"loss {curve[0]:.3f} at the first update, {curve[-1]:.3f} at update {len(curve)}")
+
+
+if __name__ == "__main__":
+    main()
