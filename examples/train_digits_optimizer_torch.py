@@ -9,13 +9,10 @@ wrong. No state_dict() has the .grads, so that who stops in the middle of a wind
 like the rest: with `--resume` in place of `--stop-after 50` it ends as it would have, bit for bit.
 """
 
-import sys
-
 import torch
-from rich.progress import track
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import digits, options, order, plot
+from training import digits, options, order, plot, progress
 
 import funcga
 import torch_backend
@@ -45,25 +42,25 @@ def main(arguments=None):
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.updates)
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss, buffers=True), has_aux=True)
-    fold = funcga.Accumulator(((funcga.mean(), funcga.carry()), funcga.mean()))
+    mean = funcga.Accumulator(funcga.mean())
 
-    trained, window, curve, done = (module, optimizer, scheduler), fold.init(((torch.zeros(()), buffers), params)), [], 0
+    trained, window, curve, done = (module, optimizer, scheduler), mean.init((torch.zeros(()), params)), [], 0
     if args.resume:
         saved, window, curve, done = torch.load(args.checkpoint, weights_only=True)
         for each, state in zip(trained, saved, strict=True):
             each.load_state_dict(state)
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
-    for indices, is_last in track(steps[done:], "training", len(steps), done, disable=not sys.stdout.isatty()):
+    for indices, is_last in progress(steps, done):
         (loss, buffers), grads = gradient(params, buffers, x[indices], y[indices])
         module.load_state_dict(buffers, strict=False)
-        window = fold.update(window, ((loss, buffers), grads), weight=len(indices))
+        window = mean.update(window, (loss, grads), weight=len(indices))
         if is_last:
-            (loss, _), grads = fold.finalize(window)
+            loss, grads = mean.finalize(window)
             torch_backend.assign_grads(module, grads)
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
-            curve, window = [*curve, loss.item()], fold.init(((loss, buffers), params))
+            curve, window = [*curve, loss.item()], mean.init((loss, params))
         done += 1
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             torch.save(([each.state_dict() for each in trained], window, curve, done), args.checkpoint)

@@ -9,13 +9,10 @@ count the same: loops that divide by n get both wrong. Stopped in the middle of 
 these are part of the state: with `--resume` in place of `--stop-after 50` it ends as it would have, bit for bit.
 """
 
-import sys
-
 import torch
-from rich.progress import track
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import digits, options, order, plot
+from training import digits, options, order, plot, progress
 
 import funcga
 import torch_backend
@@ -52,7 +49,7 @@ def main(arguments=None):
     if args.resume:
         params, buffers, state, total, curve, done = torch.load(args.checkpoint, weights_only=True)
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
-    for indices, is_last in track(steps[done:], "training", len(steps), done, disable=not sys.stdout.isatty()):
+    for indices, is_last in progress(steps, done):
         (loss, buffers), grads = gradient(params, buffers, x[indices], y[indices])
         state = tx.accumulate(grads, state, weight=len(indices))
         total = mean.update(total, loss, weight=len(indices))

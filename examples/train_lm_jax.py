@@ -8,14 +8,11 @@ count the same; optax.MultiSteps weighs micro-batches alike, and leaves a shorte
 of arrays, which NumPy saves in the middle of a window: with `--resume` it ends as it would have, bit for bit.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.progress import track
-from training import PAD, options, order, paragraphs, plot
+from training import PAD, options, order, paragraphs, plot, progress
 
 import funcga
 
@@ -64,7 +61,7 @@ def main(arguments=None):
     if args.resume:
         run, done = funcga.from_state_dict((run, done), np.load(args.checkpoint))
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
-    for indices, is_last in track(steps[done:], "training", len(steps), done, disable=not sys.stdout.isatty()):
+    for indices, is_last in progress(steps, done):
         run = accumulate(run, texts[indices])
         run = flush(run) if is_last else run
         done += 1

@@ -8,13 +8,10 @@ count the same: `(loss / n).backward()` gets both wrong. No state_dict() has the
 of a window loses it. Here it is a tree, saved like the rest: what was resumed ends as it would have, bit for bit.
 """
 
-import sys
-
 import torch
-from rich.progress import track
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import PAD, options, order, paragraphs, plot
+from training import PAD, options, order, paragraphs, plot, progress
 
 import funcga
 import torch_backend
@@ -58,7 +55,7 @@ def main(arguments=None):
         for each, state in zip(trained, saved, strict=True):
             each.load_state_dict(state)
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
-    for indices, is_last in track(steps[done:], "training", len(steps), done, disable=not sys.stdout.isatty()):
+    for indices, is_last in progress(steps, done):
         tokens = texts[indices]
         window = mean.update(window, gradient(params, tokens), weight=(tokens[:, 1:] != PAD).sum())
         if is_last:

@@ -8,13 +8,10 @@ count the same: loops that divide by n get both wrong. Stopped in the middle of 
 these are part of the state, so that what was resumed ends as it would have, bit for bit.
 """
 
-import sys
-
 import torch
-from rich.progress import track
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import PAD, options, order, paragraphs, plot
+from training import PAD, options, order, paragraphs, plot, progress
 
 import funcga
 import torch_backend
@@ -56,7 +53,7 @@ def main(arguments=None):
     if args.resume:
         params, state, total, curve, done = torch.load(args.checkpoint, weights_only=True)
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
-    for indices, is_last in track(steps[done:], "training", len(steps), done, disable=not sys.stdout.isatty()):
+    for indices, is_last in progress(steps, done):
         tokens = texts[indices]
         count = (tokens[:, 1:] != PAD).sum()
         loss, grads = gradient(params, tokens)

@@ -1,6 +1,10 @@
-"""What the training scripts share: texts and digits as NumPy arrays, the order they come in, options and a plot."""
+"""What the training scripts share: texts and digits as NumPy arrays, in which order they come, and a command line.
+
+Nothing in here belongs to one framework: options, a progress bar and a picture of the losses.
+"""
 
 import argparse
+import sys
 from itertools import islice
 
 import numpy as np
@@ -59,6 +63,13 @@ def options(arguments=None, *, updates):
     if found.checkpoint is None and (found.resume or found.stop_after):
         parser.error("--resume and --stop-after need a --checkpoint PATH")
     return found
+
+
+def progress(steps, done):
+    """The steps that are not done yet, with a progress bar; without it where the output is no terminal."""
+    from rich.progress import track
+
+    return track(steps[done:], "training", len(steps), done, disable=not sys.stdout.isatty())
 
 
 def plot(curve, path):
