@@ -17,17 +17,10 @@ from training import digits, options, order, plot, progress
 import funcga
 
 
-def initialized(key):
+def initialized():
     """The parameters of two convolutions, BatchNorm and a linear layer."""
-    shapes = {
-        "conv1": (16, 1, 3, 3),
-        "conv2": (32, 16, 3, 3),
-        "scale": (32, 1, 1),
-        "shift": (32, 1, 1),
-        "out": (128, 10),
-    }
-    keys = jax.random.split(key, len(shapes))
-    return {name: 0.1 * jax.random.normal(k, shapes[name]) for name, k in zip(shapes, keys, strict=True)}
+    shapes = {"conv1": (16, 1, 3, 3), "conv2": (32, 16, 3, 3), "norm": (2, 32, 1, 1), "output": (128, 10)}
+    return {name: 0.1 * jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate(shapes.items())}
 
 
 def network(params, x, statistics=None):
@@ -35,8 +28,9 @@ def network(params, x, statistics=None):
     x = jax.nn.relu(jax.lax.conv(x[:, None], params["conv1"], (2, 2), "SAME"))
     x = jax.lax.conv(x, params["conv2"], (2, 2), "SAME")
     mean, var = statistics or (x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True))
-    x = jax.nn.relu((x - mean) * jax.lax.rsqrt(var + 1e-5) * (1 + params["scale"]) + params["shift"])
-    return x.reshape(len(x), -1) @ params["out"], (mean, var)
+    scale, shift = params["norm"]
+    x = jax.nn.relu((x - mean) * jax.lax.rsqrt(var + 1e-5) * (1 + scale) + shift)
+    return x.reshape(len(x), -1) @ params["output"], (mean, var)
 
 
 def mean_loss(params, running, x, y):
@@ -63,18 +57,17 @@ def main(arguments=None):
     def flush(run):
         params, running, state, total, curve = run
         updates, state = tx.flush(state, params)
-        params, loss = optax.apply_updates(params, updates), mean.finalize(total)
-        return params, running, state, mean.init(loss), curve.at[state.updates - 1].set(loss)
+        curve = curve.at[state.updates - 1].set(mean.finalize(total))
+        return optax.apply_updates(params, updates), running, state, mean.init(jnp.zeros(())), curve
 
-    params, running = initialized(jax.random.key(0)), (jnp.zeros((1, 32, 1, 1)), jnp.ones((1, 32, 1, 1)))
+    params, running = initialized(), (jnp.zeros((1, 32, 1, 1)), jnp.ones((1, 32, 1, 1)))
     run, done = (params, running, tx.init(params), mean.init(jnp.zeros(())), jnp.zeros(args.updates)), 0
     if args.resume:
         run, done = funcga.from_state_dict((run, done), np.load(args.checkpoint))
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
-    for indices, is_last in progress(steps, done):
+    for done, (indices, is_last) in enumerate(progress(steps, done), done + 1):
         run = accumulate(run, x[indices], y[indices])
         run = flush(run) if is_last else run
-        done += 1
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             np.savez(args.checkpoint, **funcga.to_numpy(funcga.to_state_dict((run, done))))
     params, running, state, _, curve = run

@@ -50,7 +50,7 @@ def main(arguments=None):
         for each, state in zip(trained, saved, strict=True):
             each.load_state_dict(state)
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
-    for indices, is_last in progress(steps, done):
+    for done, (indices, is_last) in enumerate(progress(steps, done), done + 1):
         (loss, buffers), grads = gradient(params, buffers, x[indices], y[indices])
         module.load_state_dict(buffers, strict=False)
         window = mean.update(window, (loss, grads), weight=len(indices))
@@ -61,7 +61,6 @@ def main(arguments=None):
             optimizer.step()
             scheduler.step()
             curve, window = [*curve, loss.item()], mean.init((loss, params))
-        done += 1
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             torch.save(([each.state_dict() for each in trained], window, curve, done), args.checkpoint)
     plot(curve, args.plot)

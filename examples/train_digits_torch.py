@@ -49,7 +49,7 @@ def main(arguments=None):
     if args.resume:
         params, buffers, state, total, curve, done = torch.load(args.checkpoint, weights_only=True)
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
-    for indices, is_last in progress(steps, done):
+    for done, (indices, is_last) in enumerate(progress(steps, done), done + 1):
         (loss, buffers), grads = gradient(params, buffers, x[indices], y[indices])
         state = tx.accumulate(grads, state, weight=len(indices))
         total = mean.update(total, loss, weight=len(indices))
@@ -57,7 +57,6 @@ def main(arguments=None):
             updates, state = tx.flush(state, params)
             params = torch_backend.apply_updates(params, updates)
             curve, total = [*curve, mean.finalize(total).item()], mean.init(loss)
-        done += 1
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             torch.save((params, buffers, state, total, curve, done), args.checkpoint)
     plot(curve, args.plot)

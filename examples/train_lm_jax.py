@@ -17,12 +17,11 @@ from training import PAD, options, order, paragraphs, plot, progress
 import funcga
 
 
-def initialized(key, length, width=48, heads=4):
+def initialized(length, width=48, heads=4):
     """The parameters of a transformer with one block: bytes in, logits of the next byte out."""
     shapes = {"token": (256, width), "position": (length - 1, width), "qkv": (width, 3, heads, width // heads)}
     shapes |= {"out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
-    keys = jax.random.split(key, len(shapes))
-    return {name: 0.1 * jax.random.normal(k, shapes[name]) for name, k in zip(shapes, keys, strict=True)}
+    return {name: 0.1 * jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate(shapes.items())}
 
 
 def mean_loss(params, tokens):
@@ -53,18 +52,17 @@ def main(arguments=None):
     def flush(run):
         params, state, total, curve = run
         updates, state = tx.flush(state, params)
-        loss = mean.finalize(total)
-        return optax.apply_updates(params, updates), state, mean.init(loss), curve.at[state.updates - 1].set(loss)
+        curve = curve.at[state.updates - 1].set(mean.finalize(total))
+        return optax.apply_updates(params, updates), state, mean.init(jnp.zeros(())), curve
 
-    params = initialized(jax.random.key(0), texts.shape[1])
+    params = initialized(texts.shape[1])
     run, done = (params, tx.init(params), mean.init(jnp.zeros(())), jnp.zeros(args.updates)), 0
     if args.resume:
         run, done = funcga.from_state_dict((run, done), np.load(args.checkpoint))
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
-    for indices, is_last in progress(steps, done):
+    for done, (indices, is_last) in enumerate(progress(steps, done), done + 1):
         run = accumulate(run, texts[indices])
         run = flush(run) if is_last else run
-        done += 1
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             np.savez(args.checkpoint, **funcga.to_numpy(funcga.to_state_dict((run, done))))
     curve = run[-1][: run[1].updates]

@@ -55,7 +55,7 @@ def main(arguments=None):
         for each, state in zip(trained, saved, strict=True):
             each.load_state_dict(state)
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
-    for indices, is_last in progress(steps, done):
+    for done, (indices, is_last) in enumerate(progress(steps, done), done + 1):
         tokens = texts[indices]
         window = mean.update(window, gradient(params, tokens), weight=(tokens[:, 1:] != PAD).sum())
         if is_last:
@@ -65,7 +65,6 @@ def main(arguments=None):
             optimizer.step()
             scheduler.step()
             curve, window = [*curve, loss.item()], mean.init((loss, params))
-        done += 1
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             torch.save(([each.state_dict() for each in trained], window, curve, done), args.checkpoint)
     plot(curve, args.plot)

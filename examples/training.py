@@ -28,8 +28,9 @@ def digits(rows=1437):
     """Handwritten digits to train with and to test: (x, y), (x, y); x: float32[rows, 8, 8], y: int32[rows]."""
     from sklearn.datasets import load_digits
 
-    x, y = load_digits(return_X_y=True)
-    x, y = (x.reshape(-1, 8, 8) / 16).astype(np.float32), y.astype(np.int32)
+    found = load_digits()
+    shuffled = np.random.default_rng(0).permutation(len(found.target))  # those of one writer stand together
+    x, y = (found.images[shuffled] / 16).astype(np.float32), found.target[shuffled].astype(np.int32)
     return (x[:rows], y[:rows]), (x[1437:], y[1437:])
 
 
