@@ -19,7 +19,7 @@ import funcga
 
 def initialized():
     """The parameters of two convolutions, BatchNorm and a linear layer."""
-    shapes = {"conv1": (16, 1, 3, 3), "conv2": (32, 16, 3, 3), "norm": (2, 32, 1, 1), "output": (128, 10)}
+    shapes = {"conv1": (8, 1, 3, 3), "conv2": (32, 8, 3, 3), "scale": (32, 1, 1), "bias": (32, 1, 1), "out": (128, 10)}
     return {name: 0.1 * jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate(shapes.items())}
 
 
@@ -28,9 +28,8 @@ def network(params, x, statistics=None):
     x = jax.nn.relu(jax.lax.conv(x[:, None], params["conv1"], (2, 2), "SAME"))
     x = jax.lax.conv(x, params["conv2"], (2, 2), "SAME")
     mean, var = statistics or (x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True))
-    scale, shift = params["norm"]
-    x = jax.nn.relu((x - mean) * jax.lax.rsqrt(var + 1e-5) * (1 + scale) + shift)
-    return x.reshape(len(x), -1) @ params["output"], (mean, var)
+    x = jax.nn.relu((x - mean) * jax.lax.rsqrt(var + 1e-5) * (1 + params["scale"]) + params["bias"])
+    return x.reshape(len(x), -1) @ params["out"], (mean, var)
 
 
 def mean_loss(params, running, x, y):
@@ -61,11 +60,11 @@ def main(arguments=None):
         return optax.apply_updates(params, updates), running, state, mean.init(jnp.zeros(())), curve
 
     params, running = initialized(), (jnp.zeros((1, 32, 1, 1)), jnp.ones((1, 32, 1, 1)))
-    run, done = (params, running, tx.init(params), mean.init(jnp.zeros(())), jnp.zeros(args.updates)), 0
+    run, start = (params, running, tx.init(params), mean.init(jnp.zeros(())), jnp.zeros(args.updates)), 0
     if args.resume:
-        run, done = funcga.from_state_dict((run, done), np.load(args.checkpoint))
+        run, start = funcga.from_state_dict((run, start), np.load(args.checkpoint))
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
-    for done, (indices, is_last) in enumerate(progress(steps, done), done + 1):
+    for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
         run = accumulate(run, x[indices], y[indices])
         run = flush(run) if is_last else run
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):

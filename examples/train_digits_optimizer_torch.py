@@ -44,13 +44,13 @@ def main(arguments=None):
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss, buffers=True), has_aux=True)
     mean = funcga.Accumulator(funcga.mean())
 
-    trained, window, curve, done = (module, optimizer, scheduler), mean.init((torch.zeros(()), params)), [], 0
+    trained, window, curve, start = (module, optimizer, scheduler), mean.init((torch.zeros(()), params)), [], 0
     if args.resume:
-        saved, window, curve, done = torch.load(args.checkpoint, weights_only=True)
+        saved, window, curve, start = torch.load(args.checkpoint, weights_only=True)
         for each, state in zip(trained, saved, strict=True):
             each.load_state_dict(state)
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
-    for done, (indices, is_last) in enumerate(progress(steps, done), done + 1):
+    for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
         (loss, buffers), grads = gradient(params, buffers, x[indices], y[indices])
         module.load_state_dict(buffers, strict=False)
         window = mean.update(window, (loss, grads), weight=len(indices))

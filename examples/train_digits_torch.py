@@ -45,11 +45,11 @@ def main(arguments=None):
 
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     buffers, state, total = dict(module.named_buffers()), tx.init(params), mean.init(torch.zeros(()))
-    curve, done = [], 0
+    curve, start = [], 0
     if args.resume:
-        params, buffers, state, total, curve, done = torch.load(args.checkpoint, weights_only=True)
+        params, buffers, state, total, curve, start = torch.load(args.checkpoint, weights_only=True)
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
-    for done, (indices, is_last) in enumerate(progress(steps, done), done + 1):
+    for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
         (loss, buffers), grads = gradient(params, buffers, x[indices], y[indices])
         state = tx.accumulate(grads, state, weight=len(indices))
         total = mean.update(total, loss, weight=len(indices))

@@ -56,11 +56,11 @@ def main(arguments=None):
         return optax.apply_updates(params, updates), state, mean.init(jnp.zeros(())), curve
 
     params = initialized(texts.shape[1])
-    run, done = (params, tx.init(params), mean.init(jnp.zeros(())), jnp.zeros(args.updates)), 0
+    run, start = (params, tx.init(params), mean.init(jnp.zeros(())), jnp.zeros(args.updates)), 0
     if args.resume:
-        run, done = funcga.from_state_dict((run, done), np.load(args.checkpoint))
+        run, start = funcga.from_state_dict((run, start), np.load(args.checkpoint))
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
-    for done, (indices, is_last) in enumerate(progress(steps, done), done + 1):
+    for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
         run = accumulate(run, texts[indices])
         run = flush(run) if is_last else run
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):

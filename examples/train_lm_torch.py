@@ -49,11 +49,11 @@ def main(arguments=None):
     mean = funcga.Accumulator(funcga.mean())
 
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    state, total, curve, done = tx.init(params), mean.init(torch.zeros(())), [], 0
+    state, total, curve, start = tx.init(params), mean.init(torch.zeros(())), [], 0
     if args.resume:
-        params, state, total, curve, done = torch.load(args.checkpoint, weights_only=True)
+        params, state, total, curve, start = torch.load(args.checkpoint, weights_only=True)
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
-    for done, (indices, is_last) in enumerate(progress(steps, done), done + 1):
+    for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
         tokens = texts[indices]
         count = (tokens[:, 1:] != PAD).sum()
         loss, grads = gradient(params, tokens)

@@ -66,11 +66,11 @@ def options(arguments=None, *, updates):
     return found
 
 
-def progress(steps, done):
-    """The steps that are not done yet, with a progress bar; without it where the output is no terminal."""
+def progress(steps, start):
+    """The steps from there on, with a progress bar if the output is a terminal."""
     from rich.progress import track
 
-    return track(steps[done:], "training", len(steps), done, disable=not sys.stdout.isatty())
+    return track(steps[start:], "training", len(steps), start, disable=not sys.stdout.isatty())
 
 
 def plot(curve, path):
