@@ -7,22 +7,37 @@ import runpy
 import subprocess
 import sys
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
-EXAMPLES = ROOT / "examples"
+from tests.programs import EXAMPLES, ROOT, as_a_program
+
 RUN = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "python": [sys.executable]}
 PRINTS = {  # what the output has to hold, and how often
     "replicas_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
-    "ddp_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
-    "fsdp2_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
+    "ddp_torch": (r"weights \[0\.2117, 0\.3172\], effective batch size 16|what is left, effective batch size 7", 4),
+    "fsdp_torch": (r"^fsdp[12].*weights \[0\.2117, 0\.3172\]", 4),
     "replicas_jax": (r"each update: one all-reduce of [\d,]+ bytes, in 0 loops", 1),
+    "basic_torch": (r": the weight is 2\.04000$", 3),
+    "basic_jax": (r": the weight is 2\.04000$|: 0\.079, 0\.678, 1\.713$", 4),
+    "remainder_torch": (r"^the last window has the gradient of its three rows$|: 5 updates$", 2),
+    "variable_length_torch": (r": \[0\.0953, 0\.4337\]$|^wrong.*: \[0\.0775, 0\.4514\]$", 4),
+    "variable_length_jax": (r": \[0\.0953, 0\.4337\]$|^wrong.*: \[0\.0775, 0\.4514\]$", 3),
+    "clipping_torch": (r"^norms of the windows: 1\.901, 13\.245$|the weights are those of two batches", 2),
+    "clip_and_schedule_jax": (r"^updates 9: the parameters are those of whole batches$", 1),
+    "schedules_torch": (r": 12 updates, .* the same as a transform$", 3),
+    "adaptive_torch": (r": (4 .* 16|13 .* 5), same gradients$|^updates of \[72, 72, 16\] rows$", 3),
+    "adaptive_jax": (r"in micro-batches of 16$|: 2 updates$", 2),
+    "microbatched_forward_torch": (r"19 outputs, as from the whole batch$", 1),
+    "checkpointing_torch": (r"^eight micro-batches, .*, the same gradients$", 3),
+    "checkpointing_jax": (r"^eight micro-batches.*, the same gradients$", 2),
+    "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
+    "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
+    "metrics_jax": (r"accuracy 14/19, logits \(19, 4\)$", 1),
+    "comparison_torch": (r"^averaged over batches: by steps; |^BatchNorm: batch statistics; ", 2),
     "multi_steps_torch": (r"update [1-7]: loss 0\.|to 1e-5: True$", 8),
     "multi_steps_jax": (r"updates 60.*(?:loss 0\.00\d|params to 1e-4: True)$", 2),
     "gpt2_torch": (r"^29 of 29 leaves of accumulated and transformers are close", 1),
@@ -49,27 +64,6 @@ def test_the_example_prints_what_it_says(name, capsys):
         printed = printed_apart(tool, arguments)
     pattern, times = PRINTS[name]
     assert len(re.findall(pattern, printed, re.M)) == times, printed
-
-
-@contextmanager
-def as_a_program():
-    """What runs inside finds what a program finds that was just started, and leaves nothing behind but imports."""
-    path, modules, wide, dtype = sys.path[:], set(sys.modules), jax.config.jax_enable_x64, torch.get_default_dtype()
-    states = random.getstate(), np.random.get_state()
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        with warnings.catch_warnings(), torch.random.fork_rng([]), jax.numpy_dtype_promotion("standard"):
-            warnings.simplefilter("default")
-            yield
-    finally:
-        sys.path[:] = path
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_default_dtype(dtype)
-        jax.config.update("jax_enable_x64", wide)
-        for name in set(sys.modules) - modules:
-            if Path(getattr(sys.modules[name], "__file__", None) or "").parent == EXAMPLES:
-                del sys.modules[name]  # so that nothing else is called `sentences`
 
 
 def printed_apart(tool, arguments):

@@ -1,0 +1,76 @@
+"""As few micro-batches as fit into memory, found by trying; and as many as make a batch of the size that is wanted.
+
+    python examples/adaptive_torch.py
+
+When memory runs out in the middle of a window, the window is replayed with more micro-batches: none of it is lost, none
+counted twice. A loop that catches the error, clears the gradients and goes on loses what it had added up, and the batch
+that failed, and the same batch fails again: it has as many rows. That memory runs out is played here, by a loss that
+raises torch's error for more rows than there is room for.
+
+For a batch of 64 rows, 64 // rows micro-batches are too few wherever that does not divide; a TargetWeight waits for 64.
+"""
+
+import torch
+from torch.nn.functional import mse_loss
+
+import funcga
+import torch_backend
+
+
+class Memory:
+    """Room for so many rows at a time, and how many rows each forward pass that fitted had."""
+
+    def __init__(self, rows):
+        self.rows, self.passes = rows, []
+
+    def loss(self, module, x, y):
+        """The mean over the rows, if they fit."""
+        if len(x) > self.rows:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. (played: {len(x)} rows, room for {self.rows})")
+        self.passes.append(len(x))
+        return mse_loss(module(x), y)
+
+
+def target_batches(module, loader, rows, lr=0.1):
+    """The parameters after updates of at least so many rows, and the rows of each update."""
+    gradient = funcga.grad(torch_backend.pure_loss(module, lambda module, x, y: mse_loss(module(x), y)))
+    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=lr), funcga.TargetWeight(rows))
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    state, sizes, size = tx.init(params), [], 0
+    for x, y in loader:
+        updates, state = tx.update(gradient(params, x, y), state, params, weight=len(x))
+        size += len(x)
+        if tx.has_updated(state):
+            params, sizes, size = torch_backend.apply_updates(params, updates), [*sizes, size], 0
+    if state.offered > 0:
+        updates, state = tx.flush(state, params)
+        params, sizes = torch_backend.apply_updates(params, updates), [*sizes, size]
+    return params, sizes
+
+
+def made(rows):
+    """A module, and data."""
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2), torch.randn(rows, 3), torch.randn(rows, 2)
+
+
+def main():
+    """A batch of 64 rows, with room for 20 of them and then for 5; and updates of 64 rows from batches of 24."""
+    module, x, y = made(64)
+    params, memory = dict(module.named_parameters()), Memory(64)
+    step = funcga.accumulate(funcga.grad(torch_backend.pure_loss(module, memory.loss)), n="auto")
+    whole = step(params, x, y)
+    for room in (20, 5):
+        memory.rows, memory.passes = room, []
+        funcga.compare(step(params, x, y), whole).assert_close()  # this call looks for n
+        memory.passes = []
+        step(params, x, y)  # and this one knows it
+        print(f"room for {room} rows: {len(memory.passes)} micro-batches of up to {max(memory.passes)}, same gradients")
+
+    module, x, y = made(160)
+    _, sizes = target_batches(module, zip(x.split(24), y.split(24), strict=True), rows=64)
+    print(f"updates of {sizes} rows")
+
+
+if __name__ == "__main__":
+    main()

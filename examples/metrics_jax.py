@@ -1,0 +1,45 @@
+"""Loss, accuracy, counts and the predictions for all rows beside the gradients, each with a fold of its own.
+
+    python examples/metrics_jax.py
+
+What is counted is added up and divided once, what has a row for each example is put together in the order of the batch,
+and the loss, a mean over rows, counts by its rows. By hand one averages the micro-batches' means, which is another
+number when the last micro-batch is shorter.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import funcga
+
+ROWS, CLASSES = 19, 4
+key_x, key_w, key_y = jax.random.split(jax.random.key(0), 3)
+x = jax.random.normal(key_x, (ROWS, 3))
+params = jax.random.normal(key_w, (3, CLASSES))
+labels = jnp.where(jax.random.bernoulli(key_y, 0.3, (ROWS,)), 0, (x @ params).argmax(1))  # some are wrong
+
+
+def loss_and_metrics(params, x, labels):
+    """The mean loss of a micro-batch; its logits, and how many of its rows are right."""
+    logits = x @ params
+    right = (logits.argmax(1) == labels).sum()
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return loss, {"logits": logits, "right": right, "rows": jnp.array(len(x))}
+
+
+counts = {"logits": funcga.concat(), "right": funcga.sum(), "rows": funcga.sum()}
+gradient = jax.value_and_grad(loss_and_metrics, has_aux=True)
+step = funcga.accumulate(gradient, microbatch_size=8, fold=((funcga.mean(), counts), funcga.mean()))
+
+
+def main():
+    """Nineteen rows, eight at a time, and at once."""
+    found = step(params, x, labels)
+    funcga.compare(found, jax.jit(gradient)(params, x, labels)).assert_close()
+    (loss, metrics), _grads = found
+    print(f"loss {loss:.4f}, accuracy {metrics['right']}/{metrics['rows']}, logits {metrics['logits'].shape}")
+
+
+if __name__ == "__main__":
+    main()

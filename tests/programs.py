@@ -1,0 +1,59 @@
+"""Examples as tests run them: in the test's own process, which afterwards is as it was."""
+
+import gc
+import importlib
+import random
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+@contextmanager
+def as_a_program():
+    """What runs inside finds what a program finds that was just started, and leaves nothing behind but imports."""
+    wide, dtype = jax.config.jax_enable_x64, torch.get_default_dtype()
+    states = random.getstate(), np.random.get_state()
+    gc.freeze()  # what a program does not have takes it no time to collect
+    try:
+        with (
+            beside_the_examples(),
+            warnings.catch_warnings(),
+            torch.random.fork_rng([]),
+            jax.numpy_dtype_promotion("standard"),
+        ):
+            warnings.simplefilter("default")
+            yield
+    finally:
+        gc.unfreeze()
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_default_dtype(dtype)
+        jax.config.update("jax_enable_x64", wide)
+
+
+@contextmanager
+def beside_the_examples():
+    """What runs inside imports what lies beside the examples; no other module is called `sentences` afterwards."""
+    path, modules = sys.path[:], set(sys.modules)
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
+            if Path(getattr(sys.modules[name], "__file__", None) or "").parent == EXAMPLES:
+                del sys.modules[name]
+
+
+def example(name):
+    """The module of an example, made anew, whose functions a test calls."""
+    with beside_the_examples():
+        return importlib.import_module(name)

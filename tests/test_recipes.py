@@ -1,0 +1,494 @@
+"""The recipes of examples/ against what guides write by hand: equal where that is right, and by how much it is wrong."""
+
+import copy
+import weakref
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim import lr_scheduler
+
+import funcga
+from benchmarks.measure import PeakBytes
+from tests import handwritten
+from tests.kits import TORCH
+from tests.processes import processes
+from tests.programs import beside_the_examples, example
+
+with beside_the_examples():
+    from sentences import count_tokens, microbatch, summed_loss, window
+
+
+@pytest.fixture
+def double():
+    """Modules and data in float64, in both frameworks."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with jax.enable_x64(True):
+        yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True)
+def users_promotion():
+    """Examples are written for JAX as it comes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def apart(left, right):
+    """The largest difference."""
+    pairs = zip(TORCH.leaves(list(left)), TORCH.leaves(list(right)), strict=True)
+    return max(np.abs(a - b).max() for a, b in pairs)
+
+
+def tokenwise(reduction):
+    """A criterion on the outputs for a padded micro-batch, and its labels."""
+    return lambda out, labels: cross_entropy(out.flatten(0, 1), labels.flatten().long(), reduction=reduction)
+
+
+def weights(module):
+    return [p.detach() for p in module.parameters()]
+
+
+# --- one device, and the end of the loader
+
+
+def test_the_basic_loop(double):
+    ours, theirs = example("basic_torch"), example("basic_torch").started()
+    x, y = ours.data.tensors
+    loader = list(zip(x.split(2), y.split(2), strict=True))
+    handwritten.every_few(theirs, mse_loss, torch.optim.SGD(theirs.parameters(), lr=0.02), loader, 4)
+    assert theirs.weight.item() == pytest.approx(2.04, abs=1e-14)
+    assert ours.train(ours.started(), loader, 4).weight.item() == pytest.approx(2.04, abs=1e-14)
+    jaxs = example("basic_jax")
+    assert jaxs.weights(jaxs.split(jaxs.x, 2), 4)[-1] == pytest.approx(2.04, abs=1e-14)
+
+
+def test_micro_batches_of_different_sizes(double):
+    ours, theirs = example("basic_torch"), example("basic_torch").started()
+    x, y = ours.data.tensors
+    loader = list(zip(x.split(3), y.split(3), strict=True))
+    assert ours.train(ours.started(), loader, 3).weight.item() == pytest.approx(2.04, abs=1e-14)
+    handwritten.every_few(theirs, mse_loss, torch.optim.SGD(theirs.parameters(), lr=0.02), loader, 3)
+    assert theirs.weight.item() == pytest.approx(2.3156, abs=1e-4)
+
+
+def whole_windows(model, x, y, rows):
+    """The gradients of each window, of so many rows, at once."""
+    return [
+        torch.autograd.grad(mse_loss(model(a), b), model.parameters())
+        for a, b in zip(x.split(rows), y.split(rows), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("rows", "factor"), [(20, 0.5), (19, None)])
+def test_the_end_of_the_loader(double, rows, factor):
+    remainder = example("remainder_torch")
+    model, x, y, loader = remainder.made(rows)
+    *full, last = whole_windows(model, x, y, 8)
+
+    *found, ours = remainder.gradients(model, loader, 4)  # an iterator: it has no length
+    assert apart([*found, ours], [dict(enumerate(g)) for g in (*full, last)]) <= 1e-15
+
+    hand, loader = handwritten.Recorded(model), list(zip(x.split(2), y.split(2), strict=True))
+    handwritten.to_the_end(model, mse_loss, hand, loader, 4)
+    assert apart(hand.gradients[:-1], full) <= 1e-15
+    wrong = torch.cat([(a / b).flatten() for a, b in zip(hand.gradients[-1], last, strict=True)])
+    if factor:
+        assert torch.allclose(wrong, torch.full_like(wrong, factor), rtol=1e-12)
+    else:
+        assert (wrong - 1).abs().min() > 0.1
+
+
+def test_a_window_that_goes_on_in_the_next_epoch(double):
+    remainder = example("remainder_torch")
+    model, x, y, _ = remainder.made(20)
+    loader = list(zip(x.split(2), y.split(2), strict=True))
+    params, updates = remainder.over_epochs(model, loader, 4, epochs=2)
+    handwritten.every_few(model, mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), loader, 4, epochs=2)
+    assert updates == 5
+    assert apart(params.values(), weights(model)) <= 1e-15
+
+
+def test_the_end_of_the_loader_in_jax(double):
+    basic = example("basic_jax")
+    loader = basic.split(jnp.linspace(0.0, 5.0, 22), 2)
+    *_, before, after = basic.weights(loader, 4)
+    rows = [jnp.concatenate(parts) for parts in zip(*loader[8:], strict=True)]
+    exact = -0.02 * jax.grad(basic.loss_fn)(before, *rows)
+    assert abs(after - before - exact) <= 1e-15
+    hand = -0.02 * sum(jax.grad(basic.loss_fn)(before, *micro) / 4 for micro in loader[8:])
+    assert abs(hand - 0.75 * exact) <= 1e-15
+
+
+# --- samples of different lengths
+
+RIGHT, NAIVE = [0.0953, 0.4337], [0.0775, 0.4514]
+
+
+def seeded(dtype=torch.float64):
+    """The module of Accelerate's guide: made in float32, as that is where its figures come from."""
+    torch.manual_seed(0)
+    return torch.nn.Linear(1, 2, bias=False, dtype=torch.float32).to(dtype)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_sentences_of_different_lengths(size):
+    ours, model = example("variable_length_torch"), seeded(torch.float32)
+    loader = [microbatch(i, min(size, 8 - i)) for i in range(0, 8, size)]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.08)
+    handwritten.fetched_ahead(model, tokenwise("sum"), sgd, loader, len(loader))
+    assert model.weight.flatten().tolist() == pytest.approx(RIGHT, abs=6e-5)
+    for loss, how in ((summed_loss, {"fold": funcga.per_weight()}), (ours.mean_loss, {})):
+        found = ours.trained(iter(loader), loss, weight=count_tokens, **how)
+        assert apart([found], [model.weight.flatten()]) <= 1e-7
+
+
+def test_the_average_of_means_is_another_one():
+    ours, model = example("variable_length_torch"), seeded(torch.float32)
+    loader = list(ours.one_by_one(4))
+    handwritten.every_few(model, tokenwise("mean"), torch.optim.SGD(model.parameters(), lr=0.08), loader, 2)
+    assert model.weight.flatten().tolist() == pytest.approx(NAIVE, abs=6e-5)
+    found = ours.trained(loader, ours.mean_loss, weight=count_tokens)
+    assert apart([found], [model.weight.flatten()]) == pytest.approx(0.0178, abs=1e-4)
+
+
+def test_nothing_is_fetched_ahead():
+    ours = example("variable_length_torch")
+
+    def one_at_a_time():
+        for first in range(0, 8, 2):
+            tokens, labels = microbatch(first, 2)
+            there = weakref.ref(tokens)
+            yield tokens, labels
+            del tokens, labels
+            assert there() is None
+
+    for how in ({"fold": funcga.per_weight()}, {}):
+        loss = summed_loss if how else ours.mean_loss
+        found = ours.trained(one_at_a_time(), loss, weight=count_tokens, **how)
+        assert found.tolist() == pytest.approx(RIGHT, abs=6e-5)
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_sentences_in_jax(n):
+    ours = example("variable_length_jax")
+    by_sum = ours.trained(ours.summed_loss, n, fold=funcga.per_weight(), weight=ours.count_tokens)
+    by_mean = ours.trained(ours.mean_loss, n, weight=ours.count_tokens)
+    assert by_sum.tolist() == pytest.approx(RIGHT, abs=6e-5)
+    assert by_mean.tolist() == pytest.approx(RIGHT, abs=6e-5)
+    naive = ours.trained(ours.mean_loss, n, weight=lambda *_: 1)
+    assert float(abs(naive - by_sum).max()) == pytest.approx({2: 0.0178, 8: 0.0286}[n], abs=1e-4)
+
+
+# --- wrapped modules, and metrics of all replicas
+
+
+def replicas(group):
+    """Weights: by hand averaged, by hand with the tokens of all, and driven by funcga; metrics of two updates."""
+    rank, micro = torch.distributed.get_rank(), window(torch.distributed.get_rank(), 2, n=2, size=4)
+    items = sum(count_tokens(*m) for m in micro)
+    torch.distributed.all_reduce(items)
+    found = []
+    for criterion, total in ((tokenwise("mean"), None), (tokenwise("sum"), items)):
+        model = torch.nn.parallel.DistributedDataParallel(seeded(torch.float32))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.08)
+        handwritten.in_ddp(model, criterion, sgd, micro, total)
+        found.append(model.module.weight.flatten().tolist())
+    trainer = example("ddp_torch").Trainer(seeded(torch.float32), 10.0)
+    rows = [trainer.update(micro)[1]]
+    found.append(trainer.module.module.weight.flatten().tolist())
+    rows.append(trainer.update([microbatch(16, 4), microbatch(20, 1)] if rank == 0 else [microbatch(21, 2)])[1])
+    metrics = example("metrics_torch").train(seeded(torch.float32), micro + micro[:1], 2, across=group)
+    return found, rows, metrics
+
+
+def test_replicas():
+    (found, rows, metrics), (other, _, others) = processes(2).run(replicas)
+    naive, right, ours = found
+    assert other == found
+    assert right == pytest.approx([0.2117, 0.3172], abs=6e-5)
+    assert ours == pytest.approx(right, abs=1e-7)
+    assert abs(naive[0] - right[0]) == pytest.approx(0.0495, abs=1e-4)
+    assert rows == [16, 7]  # by hand both are 2 replicas x 2 micro-batches x 4 rows
+    alone = example("metrics_torch")
+    window = [microbatch(4 * i, 4) for i in range(4)]
+    updates, epoch = alone.train(seeded(torch.float32), window + window[:2], 4)
+    for found in (metrics, others):
+        funcga.compare(found, (updates, epoch)).assert_close()
+    assert [int(u["tokens"]) for u in updates] == [136, 36]
+
+
+# --- what is done to the gradient of a window
+
+
+def test_clipping_after_accumulation(double):
+    ours, ends = example("clipping_torch"), []
+    start, x, y = ours.made()
+    loader = list(zip(x.split(2), y.split(2), strict=True))
+    for each in (False, True):
+        model = copy.deepcopy(start)
+        sgd = torch.optim.SGD(model.parameters(), lr=ours.LR)
+        norms = handwritten.clipped(model, mse_loss, sgd, loader, 4, ours.MAX_NORM, each=each)
+        ends.append((weights(model), norms))
+    (right, norms), (wrong, _) = ends
+    model = copy.deepcopy(start)
+    assert ours.stepped(model, loader, 4) == pytest.approx(norms, abs=1e-14)
+    assert min(norms) > ours.MAX_NORM
+    assert apart(weights(model), right) <= 1e-15
+    assert apart(ours.transformed(start, loader, 4).values(), right) <= 1e-15
+    assert apart(wrong, right) == pytest.approx(0.0090, abs=1e-4)
+
+
+def test_clipping_and_schedule_in_jax(double):
+    ours = example("clip_and_schedule_jax")
+    tx = optax.chain(ours.clip, ours.sgd)
+    expected = ours.whole(tx)
+    found, state = ours.trained(funcga.multi_steps(tx, ours.N))
+    assert abs(found - expected).max() <= 1e-14
+    assert state.updates == 9
+
+    params, state = ours.start, tx.init(ours.start)
+    for _ in range(ours.EPOCHS):
+        for first in range(0, 20, 2 * ours.N):
+            rows = [slice(i, i + 2) for i in range(first, min(first + 2 * ours.N, 20), 2)]
+            grads = [ours.clip.update(jax.grad(ours.loss_fn)(params, ours.x[r], ours.y[r]), ())[0] for r in rows]
+            updates, state = tx.update(sum(grads) / len(grads), state)
+            params = optax.apply_updates(params, updates)
+    assert float(abs(params - expected).max()) == pytest.approx(0.1017, abs=1e-4)
+
+
+def by_hand(schedules, make, epochs, each):
+    model, loader = schedules.made()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    n, scheduler = schedules.N, make(sgd)
+    rates = handwritten.scheduled(model, mse_loss, sgd, scheduler, loader[:8], n, epochs, each=each)
+    return rates, weights(model)
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "CosineAnnealingLR"])
+def test_a_schedule_of_updates(double, name):
+    schedules = example("schedules_torch")
+    make, (model, loader) = schedules.BY_UPDATE[name], schedules.made()
+    rates, expected = by_hand(schedules, make, schedules.EPOCHS, each=False)
+    params = schedules.transformed(model, loader[:8], make)
+    assert schedules.stepped(model, loader[:8], by_update=make) == rates
+    assert apart(weights(model), expected) <= 1e-14
+    assert apart(params.values(), expected) <= 1e-14
+
+
+def test_a_schedule_of_micro_batches(double):
+    schedules = example("schedules_torch")
+    cosine, one_cycle = schedules.BY_UPDATE["CosineAnnealingLR"], schedules.BY_UPDATE["OneCycleLR"]
+    right, _ = by_hand(schedules, cosine, 2, each=False)
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before"):  # which torch sees itself
+        wrong, _ = by_hand(schedules, cosine, 2, each=True)
+    assert right == pytest.approx([0.1, 0.0983, 0.0933, 0.0854], abs=1e-4)
+    assert wrong == pytest.approx([0.0854, 0.0371, 0.0017, 0.0146], abs=1e-4)  # through after 3 of 12 updates
+    with pytest.raises(ValueError, match="Tried to step 13 times"), pytest.warns(UserWarning, match="before"):
+        by_hand(schedules, one_cycle, 2, each=True)
+
+
+def test_a_schedule_of_epochs(double):
+    schedules = example("schedules_torch")
+    model, loader = schedules.made()
+    params = schedules.transformed(model, loader, schedules.BY_EPOCH["StepLR"](schedules.UPDATES))
+    rates = schedules.stepped(model, loader, by_epoch=schedules.BY_EPOCH["StepLR"](1))
+    assert rates == [0.1] * 3 + [0.05] * 3 + [0.025] * 3 + [0.0125] * 3
+    assert apart(params.values(), weights(model)) <= 1e-14
+
+
+# --- memory
+
+
+def test_memory_that_runs_out_in_the_middle(double):
+    adaptive = example("adaptive_torch")
+    model, x, y = adaptive.made(48)
+    whole = torch.autograd.grad(mse_loss(model(x), y), model.parameters())
+    memory = adaptive.Memory(48)
+    loss_fn = adaptive.torch_backend.pure_loss(model, memory.loss)
+    step = funcga.accumulate(funcga.grad(loss_fn), n="auto")
+    for room in (48, 12, 5):
+        memory.rows = room
+        assert apart(step(dict(model.named_parameters()), x, y).values(), whole) <= 1e-15
+
+    # by hand: batches of 12, where the third and the sixth have no room
+    hand, seen = handwritten.Recorded(model), []
+
+    def criterion(model, inputs, targets):
+        seen.append(len(inputs))
+        memory.rows = 5 if len(seen) in (3, 4) else 12
+        return memory.loss(model, inputs, targets)
+
+    steps = handwritten.adaptive(model, criterion, hand, list(zip(x.split(8), y.split(8), strict=True)))
+    assert steps == 4
+    assert len(hand.gradients) == 2  # of the first two batches: what came then was lost, or is never used
+    batch = torch.autograd.grad(mse_loss(model(x[8:16]), y[8:16]), model.parameters())
+    assert apart(hand.gradients[1], batch) <= 1e-15
+
+
+def test_a_batch_size_that_is_wanted(double):
+    adaptive = example("adaptive_torch")
+    model, x, y = adaptive.made(160)
+    params, sizes = adaptive.target_batches(model, zip(x.split(24), y.split(24), strict=True), rows=64)
+    assert sizes == [72, 72, 16]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for a, b in zip(x.split(sizes), y.split(sizes), strict=True):
+        sgd.zero_grad()
+        mse_loss(model(a), b).backward()
+        sgd.step()
+    assert apart(params.values(), weights(model)) <= 1e-15
+    assert 64 // 24 * 24 == 48  # by hand
+
+
+def test_memory_in_jax(double):
+    adaptive, sizes = example("adaptive_jax"), []
+    step = funcga.accumulate(jax.grad(adaptive.with_room_for(20, sizes)), n="auto")
+    found = step(adaptive.start, adaptive.x, adaptive.y)
+    assert abs(found - jax.grad(adaptive.loss_fn)(adaptive.start, adaptive.x, adaptive.y)).max() <= 1e-15
+    assert max(sizes) == 16
+
+    loader = [(adaptive.x[i : i + 10], adaptive.y[i : i + 10]) for i in range(0, 50, 10)]
+    w, updates = adaptive.target_batches(loader, 24)
+    expected = adaptive.start
+    for rows in (slice(0, 30), slice(30, 50)):
+        expected = expected - 0.1 * jax.grad(adaptive.loss_fn)(expected, adaptive.x[rows], adaptive.y[rows])
+    assert updates == 2
+    assert abs(w - expected).max() <= 1e-15
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "other"])
+def test_checkpoints(double, kind):
+    ours = example("checkpointing_torch")
+    peaks = []
+    for which, n in (("no", 1), ("no", 8), (kind, 8)):
+        ours.gradients(which, n)
+        with PeakBytes() as peak:
+            grads, kept = ours.gradients(which, n)
+        peaks.append((kept, peak.bytes))
+        if n == 1:
+            whole = grads
+    assert apart(grads.values(), whole.values()) <= 1e-15
+    torch.manual_seed(0)
+    model, x, y = ours.Net(32, kind), torch.randn(64, 32), torch.randn(64, 32)
+    hand = handwritten.Recorded(model)
+    handwritten.every_few(model, mse_loss, hand, list(zip(x.split(8), y.split(8), strict=True)), 8)
+    assert apart(grads.values(), hand.gradients[0]) <= 1e-15
+    (once, _), (accumulated, before), (both, after) = peaks
+    assert accumulated <= once / 7
+    assert both <= accumulated / 2
+    assert after < before  # with all that the step creates, measured from the outside
+
+
+def test_checkpoints_in_jax():
+    ours = example("checkpointing_jax")
+    (whole, most), (_, accumulated), (grads, both) = (
+        ours.gradients(layer, n) for layer, n in ((ours.layer, 1), (ours.layer, 8), (jax.checkpoint(ours.layer), 8))
+    )
+    funcga.compare(grads, whole).assert_close()
+    assert accumulated < most / 4
+    assert both < accumulated / 2
+
+
+def test_sums_of_16_bits():
+    ours, w = example("bfloat16_torch"), torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    for x in torch.ones(1024, dtype=torch.bfloat16):
+        (w * x).sum().backward()
+    assert w.grad.item() == 256
+    assert ours.sum_of_ones(1024) == 1024
+
+
+def test_autocast():
+    ours = example("bfloat16_torch")
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(16, 4), torch.randn(64, 16), torch.randn(64, 4)
+    for a, b in zip(x.split(8), y.split(8), strict=True):
+        (ours.autocast_loss(model, a, b) / 8).backward()
+    grads = ours.gradients(model, x, y, 8)
+    assert apart(grads.values(), [p.grad for p in model.parameters()]) <= 1e-6
+
+
+# --- outputs and metrics
+
+
+@pytest.mark.parametrize("size", [1, 8, 19, 30])
+def test_a_forward_pass_in_chunks(double, size):
+    ours = example("microbatched_forward_torch")
+    model, inputs, targets = ours.made()
+    loss, outputs = handwritten.in_chunks(model, cross_entropy, inputs, targets, size)
+    (value, found), grads = ours.forward_in_chunks(model, inputs, targets, size)
+    assert value.item() == pytest.approx(loss, abs=1e-15)
+    assert apart([found, ours.predictions(model, inputs, size)], [outputs] * 2) <= 1e-15
+    assert apart(grads.values(), [p.grad for p in model.parameters()]) <= 1e-15
+
+
+def test_metrics(double):
+    ours, model = example("metrics_torch"), seeded()
+    loader = [microbatch(2 * i, 2) for i in range(10)]
+    updates, epoch = ours.train(copy.deepcopy(model), loader, 4)
+
+    hand, found = handwritten.Metrics(4), []
+    for tokens, labels in loader[:4]:  # no update changes the module before
+        total, counts = ours.loss_and_counts(model, tokens, labels)
+        found.append(hand.update((total / counts["tokens"]).item(), counts["right"].item(), counts["tokens"].item()))
+    (loss, accuracy) = found[-1]
+    assert found[:3] == [None] * 3
+    whole, counts = ours.loss_and_counts(model, *microbatch(0, 8))
+    assert updates[0]["loss"].item() == pytest.approx((whole / 36).item(), abs=1e-15)
+    assert updates[0]["right"] / updates[0]["tokens"] == accuracy == counts["right"].item() / 36
+    assert abs(loss - whole.item() / 36) == pytest.approx(0.1025, abs=1e-4)
+
+    assert [int(u["tokens"]) for u in updates] == [36, 100, 74]
+    mean = sum(u["loss"] * u["tokens"] for u in updates) / 210
+    assert epoch["loss"].item() == pytest.approx(mean.item(), abs=1e-15)
+    assert (int(epoch["right"]), int(epoch["tokens"])) == (sum(int(u["right"]) for u in updates), 210)
+    assert float(abs(sum(u["loss"] for u in updates) / 3 - mean)) == pytest.approx(
+        0, abs=1e-9
+    )  # the mean of means again
+
+
+def test_metrics_in_jax(double):
+    ours = example("metrics_jax")
+    (loss, metrics), grads = ours.step(ours.params, ours.x, ours.labels)
+    (whole, expected), full = ours.gradient(ours.params, ours.x, ours.labels)
+    assert abs(loss - whole) <= 1e-15
+    assert abs(grads - full).max() <= 1e-15
+    assert abs(metrics["logits"] - expected["logits"]).max() <= 1e-15
+    assert (int(metrics["right"]), int(metrics["rows"])) == (int(expected["right"]), 19)
+    chunks = [slice(0, 8), slice(8, 16), slice(16, 19)]
+    naive = sum(ours.loss_and_metrics(ours.params, ours.x[c], ours.labels[c])[0] for c in chunks) / 3
+    assert float(abs(naive - whole)) == pytest.approx(0.0366, abs=1e-4)
+
+
+# --- is it the same as one large batch?
+
+
+def test_accumulation_against_one_large_batch(double):
+    ours = example("comparison_torch")
+    model, inputs, targets = ours.made()
+    hand = partial(handwritten.difference, model, cross_entropy, (inputs, targets))
+    cut = lambda sizes: list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
+    assert hand(cut([4, 4, 4, 4])) <= 1e-15
+    assert hand(cut([7, 5, 4])) == pytest.approx(0.0335, abs=1e-4)
+    report = ours.difference(model, inputs, targets, [7, 5, 4])
+    report.assert_close()
+    assert max(row.absolute for row in report.rows) <= 1e-15
+
+    ours.verdict(model, inputs, targets).assert_exact()
+    over_batches = funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)
+    assert [c.name for c in ours.verdict(model, inputs, targets, fold=over_batches).causes] == ["by steps"]
+    batchnorm = ours.made(torch.nn.BatchNorm1d(8))
+    assert [c.name for c in ours.verdict(*batchnorm).causes] == ["batch statistics"]
+    hidden = handwritten.difference(batchnorm[0], cross_entropy, batchnorm[1:], [(inputs, targets)] * 2)
+    assert hidden <= 1e-15
+
+
+def test_every_scheduler_of_the_guides_is_one_of_torch():
+    schedules = example("schedules_torch")
+    assert {*schedules.BY_UPDATE, *schedules.BY_EPOCH} <= set(lr_scheduler.__all__)
