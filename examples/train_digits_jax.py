@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from training import digits, options, order, plot, progress
+from training import digits, options, order, progress, report
 
 import funcga
 
@@ -40,7 +40,7 @@ def mean_loss(params, running, x, y):
 
 
 def main(arguments=None):
-    """Trains, and prints the loss of the first and of the last update, and how many test images are told right."""
+    """Trains, and says how the loss went and how many of the test images are told right."""
     args, ((x, y), (test_x, test_y)) = options(arguments, updates=48), digits()
     tx = funcga.multi_steps(optax.adamw(optax.linear_schedule(1e-2, 0.0, args.updates)), 4)
     mean = funcga.Accumulator(funcga.mean())
@@ -70,9 +70,9 @@ def main(arguments=None):
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             np.savez(args.checkpoint, **funcga.to_numpy(funcga.to_state_dict((run, done))))
     params, running, state, _, curve = run
-    plot(curve[: state.updates], args.plot)
-    right = (network(params, test_x, running)[0].argmax(1) == test_y).mean()
-    print(f"loss {curve[0]:.3f} at update 1, {curve[state.updates - 1]:.3f} at {state.updates}; accuracy {right:.3f}")
+    report(curve[: state.updates], args.plot)
+    accuracy = (network(params, test_x, running)[0].argmax(1) == test_y).mean()
+    print(f"accuracy {accuracy:.3f}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ like the rest: with `--resume` in place of `--stop-after 50` it ends as it would
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import digits, options, order, plot, progress
+from training import digits, options, order, progress, report
 
 import funcga
 import torch_backend
@@ -33,7 +33,7 @@ def mean_loss(module, x, y):
 
 
 def main(arguments=None):
-    """Trains, and prints the loss of the first and of the last update, and how many test images are told right."""
+    """Trains, and says how the loss went and how many of the test images are told right."""
     args, (train, test) = options(arguments, updates=48), digits()
     (x, y), (test_x, test_y) = [(torch.from_numpy(x), torch.from_numpy(y).long()) for x, y in (train, test)]
     torch.manual_seed(0)
@@ -63,9 +63,9 @@ def main(arguments=None):
             curve, window = [*curve, loss.item()], mean.init((loss, params))
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             torch.save(([each.state_dict() for each in trained], window, curve, done), args.checkpoint)
-    plot(curve, args.plot)
+    report(curve, args.plot)
     accuracy = (module.eval()(test_x).argmax(1) == test_y).float().mean()
-    print(f"loss {curve[0]:.3f} at the first update, {curve[-1]:.3f} at update {len(curve)}; accuracy {accuracy:.3f}")
+    print(f"accuracy {accuracy:.3f}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from training import PAD, options, order, paragraphs, plot, progress
+from training import PAD, options, order, paragraphs, progress, report
 
 import funcga
 
@@ -35,7 +35,7 @@ def mean_loss(params, tokens):
 
 
 def main(arguments=None):
-    """Trains, and prints the loss of the first and of the last update."""
+    """Trains, and says how the loss went."""
     args, texts = options(arguments, updates=40), paragraphs()
     adamw = optax.adamw(optax.linear_schedule(1e-2, 0.0, args.updates))
     tx = funcga.multi_steps(optax.chain(optax.clip_by_global_norm(1.0), adamw), 4)
@@ -65,9 +65,8 @@ def main(arguments=None):
         run = flush(run) if is_last else run
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             np.savez(args.checkpoint, **funcga.to_numpy(funcga.to_state_dict((run, done))))
-    curve = run[-1][: run[1].updates]
-    plot(curve, args.plot)
-    print(f"loss {curve[0]:.3f} at the first update, {curve[-1]:.3f} at update {len(curve)}")
+    _, state, _, curve = run
+    report(curve[: state.updates], args.plot)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ of a window loses it. Here it is a tree, saved like the rest: what was resumed e
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import PAD, options, order, paragraphs, plot, progress
+from training import PAD, options, order, paragraphs, progress, report
 
 import funcga
 import torch_backend
@@ -39,7 +39,7 @@ def mean_loss(module, tokens):
 
 
 def main(arguments=None):
-    """Trains, and prints the loss of the first and of the last update."""
+    """Trains, and says how the loss went."""
     args, texts = options(arguments, updates=40), torch.from_numpy(paragraphs()).long()
     torch.manual_seed(0)
     module = Transformer(texts.shape[1])
@@ -67,8 +67,7 @@ def main(arguments=None):
             curve, window = [*curve, loss.item()], mean.init((loss, params))
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             torch.save(([each.state_dict() for each in trained], window, curve, done), args.checkpoint)
-    plot(curve, args.plot)
-    print(f"loss {curve[0]:.3f} at the first update, {curve[-1]:.3f} at update {len(curve)}")
+    report(curve, args.plot)
 
 
 if __name__ == "__main__":

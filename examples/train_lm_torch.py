@@ -11,7 +11,7 @@ these are part of the state, so that what was resumed ends as it would have, bit
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import PAD, options, order, paragraphs, plot, progress
+from training import PAD, options, order, paragraphs, progress, report
 
 import funcga
 import torch_backend
@@ -39,7 +39,7 @@ def mean_loss(module, tokens):
 
 
 def main(arguments=None):
-    """Trains, and prints the loss of the first and of the last update."""
+    """Trains, and says how the loss went."""
     args, texts = options(arguments, updates=40), torch.from_numpy(paragraphs()).long()
     torch.manual_seed(0)
     module = Transformer(texts.shape[1])
@@ -64,8 +64,7 @@ def main(arguments=None):
             curve, total = [*curve, mean.finalize(total).item()], mean.init(loss)
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             torch.save((params, state, total, curve, done), args.checkpoint)
-    plot(curve, args.plot)
-    print(f"loss {curve[0]:.3f} at the first update, {curve[-1]:.3f} at update {len(curve)}")
+    report(curve, args.plot)
 
 
 if __name__ == "__main__":

@@ -73,12 +73,16 @@ def progress(steps, start):
     return track(steps[start:], "training", len(steps), start, disable=not sys.stdout.isatty())
 
 
-def plot(curve, path):
-    """Saves the losses of the updates as a picture, a PNG if the path ends so; without a path nothing."""
-    if path is None:
-        return
-    from matplotlib.figure import Figure
+def report(curve, picture):
+    """Prints the losses of the first and of the last update, and saves all of them as a picture, if it has a path."""
+    print(
+        f"loss {curve[0]:.3f} at the first update, {curve[-1]:.3f} at update {len(curve)}"
+        if len(curve)
+        else "no update"
+    )
+    if picture is not None:
+        from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    figure.subplots(subplot_kw={"xlabel": "update", "ylabel": "loss"}).plot(range(1, len(curve) + 1), curve)
-    figure.savefig(path)
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        figure.subplots(subplot_kw={"xlabel": "update", "ylabel": "loss"}).plot(range(1, len(curve) + 1), curve)
+        figure.savefig(picture)
