@@ -21,7 +21,8 @@ def initialized(length, width=48, heads=4):
     """The parameters of a transformer with one block: bytes in, logits of the next byte out."""
     shapes = {"token": (256, width), "position": (length - 1, width), "qkv": (width, 3, heads, width // heads)}
     shapes |= {"out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
-    return {name: 0.1 * jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate(shapes.items())}
+    random = np.random.default_rng(0)
+    return {name: jnp.asarray(0.1 * random.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
 
 
 def mean_loss(params, tokens):

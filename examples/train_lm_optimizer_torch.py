@@ -43,7 +43,7 @@ def main(arguments=None):
     args, texts = options(arguments, updates=40), torch.from_numpy(paragraphs()).long()
     torch.manual_seed(0)
     module = Transformer(texts.shape[1])
-    params = dict(module.named_parameters())
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}  # its own memory
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.updates)
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss))

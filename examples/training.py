@@ -70,7 +70,7 @@ def progress(steps, start):
     """The steps from there on, with a progress bar if the output is a terminal."""
     from rich.progress import track
 
-    return track(steps[start:], "training", len(steps), start, disable=not sys.stdout.isatty())
+    return track(steps[start:], "training", disable=not sys.stdout.isatty())
 
 
 def report(curve, picture):
