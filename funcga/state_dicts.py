@@ -43,7 +43,9 @@ def from_state_dict(like: Any, state_dict: Mapping[str, Any]) -> Any:
     backend = backend_of([like], lambda: ["like"])
     named = _named(like, backend)
     _check_paths([path for path, leaf in named if leaf is not None], [*state_dict])
-    given = {"torch": to_torch, "jax": to_jax}[backend.name](dict(state_dict))
+    numbers = {path for path, leaf in named if not backend.arrays.is_array(leaf)}  # NumPy's files make them 64 bits
+    arrays = {path: array for path, array in state_dict.items() if path not in numbers}
+    given = {**state_dict, **{"torch": to_torch, "jax": to_jax}[backend.name](arrays)}
     leaves = [leaf if leaf is None else _restored(path, given[path], leaf, backend) for path, leaf in named]
     return backend.trees.unflatten(backend.trees.flatten(like)[1], leaves)
 
@@ -64,7 +66,8 @@ def _some(paths: list[str]) -> str:
 def _restored(path: str, array: Any, like: Any, backend: Backend) -> Any:
     arrays = backend.arrays
     if not arrays.is_array(like):
-        return type(like)(to_numpy(array).item()) if arrays.is_array(array) else array
+        found = to_numpy(array)
+        return type(like)(found.item()) if hasattr(found, "item") else found
     if arrays.describe(array) != arrays.describe(arrays.as_array(like)):
         raise FuncgaError(
             f"{path} is {arrays.describe(array)} in the state dict and {arrays.describe(like)} in the tree to fill. "

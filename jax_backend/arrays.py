@@ -32,8 +32,8 @@ def as_array(leaf: Any) -> Any:
 
 
 def placed(array: jax.Array, like: Any) -> jax.Array:
-    """The array where another one of its shape lies."""
-    return jax.device_put(array, like.sharding) if isinstance(like, jax.Array) else array
+    """The array where another one of its shape lies; uncommitted, if that one is."""
+    return jax.device_put(array, like.sharding) if isinstance(like, jax.Array) and like.committed else array
 
 
 def describe(leaf: Any) -> str:

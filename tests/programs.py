@@ -20,7 +20,8 @@ EXAMPLES = ROOT / "examples"
 def as_a_program():
     """What runs inside finds what a program finds that was just started, and leaves nothing behind but imports."""
     wide, dtype = jax.config.jax_enable_x64, torch.get_default_dtype()
-    states = random.getstate(), np.random.get_state()
+    states, arguments = (random.getstate(), np.random.get_state()), sys.argv[1:]
+    sys.argv[1:] = []  # those of pytest
     gc.freeze()  # what a program does not have takes it no time to collect
     try:
         with (
@@ -33,6 +34,7 @@ def as_a_program():
             yield
     finally:
         gc.unfreeze()
+        sys.argv[1:] = arguments
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_default_dtype(dtype)

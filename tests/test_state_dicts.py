@@ -172,6 +172,26 @@ def test_arrays_go_where_the_others_lie():
     assert (restored["w"] == 1).all()
 
 
+def test_arrays_are_committed_to_a_device_only_if_the_others_are():
+    like = {"w": jax.numpy.zeros(3), "v": jax.device_put(np.zeros(3, "float32"), jax.devices()[1])}
+    restored = funcga.from_state_dict(like, funcga.to_numpy(funcga.to_state_dict(like)))
+    assert not restored["w"].committed
+    assert restored["v"].committed
+    assert restored["v"].devices() == {jax.devices()[1]}
+    everywhere = jax.device_put(np.ones(3, "float32"), jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P()))
+    assert ((restored["w"] + everywhere) == 1).all()
+
+
+def test_numbers_of_python_stay_what_they_are(kit):
+    like = {"state": tree(kit, 0), "done": 0, "rate": 0.0}
+    saved = {**funcga.to_numpy(funcga.to_state_dict(like)), "['done']": np.asarray(3), "['rate']": np.asarray(0.5)}
+    found = funcga.from_state_dict(like, saved)
+    assert (found["done"], found["rate"]) == (3, 0.5)
+    assert (type(found["done"]), type(found["rate"])) == (int, float)
+    assert funcga.from_state_dict(like, {**saved, "['done']": 4})["done"] == 4
+    assert difference(kit, found["state"], like["state"]) == 0
+
+
 def test_strides_are_those_of_the_tree_to_fill():
     like = {"w": torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), "t": torch.zeros(3, 2).T}
     saved = {"['w']": np.arange(96, dtype="float32").reshape(2, 3, 4, 4), "['t']": np.ones((2, 3), "float32")}
