@@ -9,13 +9,14 @@ have.
 """
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 import funcga
 
-key_x, key_y, key_w = jax.random.split(jax.random.key(0), 3)
-x, y = jax.random.normal(key_x, (64, 3)), jax.random.normal(key_y, (64, 2))
-start = jax.random.normal(key_w, (3, 2))
+random = np.random.default_rng(0)
+x, y, start = (jnp.asarray(random.normal(size=shape)) for shape in ((64, 3), (64, 2), (3, 2)))
 
 
 def loss_fn(w, x, y):

@@ -3,9 +3,9 @@
     python examples/adaptive_torch.py
 
 When memory runs out in the middle of a window, the window is replayed with more micro-batches: none of it is lost, none
-counted twice. A loop that catches the error, clears the gradients and goes on loses what it had added up, and the batch
-that failed, and the same batch fails again: it has as many rows. That memory runs out is played here, by a loss that
-raises torch's error for more rows than there is room for.
+counted twice. A loop that catches the error, clears the gradients and takes twice as many batches for an update loses
+what it had added up, and the batch that failed; the next one has as many rows, and sums grow with their number. That
+memory runs out is played here, by a loss that raises torch's error for more rows than there is room for.
 
 For a batch of 64 rows, 64 // rows micro-batches are too few wherever that does not divide; a TargetWeight waits for 64.
 """

@@ -8,14 +8,15 @@ rest is computed again in the backward pass. The temporary bytes are those of th
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import funcga
 
 WIDTH, LAYERS, ROWS = 32, 6, 64
 
-key_x, key_y, key_w = jax.random.split(jax.random.key(0), 3)
-x, y = jax.random.normal(key_x, (ROWS, WIDTH)), jax.random.normal(key_y, (ROWS, WIDTH))
-params = jax.random.normal(key_w, (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
+random = np.random.default_rng(0)
+x, y = (jnp.asarray(random.normal(size=(ROWS, WIDTH))) for _ in range(2))
+params = jnp.asarray(random.normal(size=(LAYERS, WIDTH, WIDTH)) / WIDTH**0.5)
 
 
 def layer(x, w):

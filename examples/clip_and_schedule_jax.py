@@ -9,6 +9,7 @@ The weights have to be those of an optimizer without accumulation that sees the 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import funcga
@@ -17,10 +18,9 @@ N, EPOCHS = 4, 3
 clip = optax.clip_by_global_norm(1.0)
 sgd = optax.sgd(optax.cosine_decay_schedule(0.5, decay_steps=9))  # of three updates an epoch
 
-key_x, key_y, key_w = jax.random.split(jax.random.key(0), 3)
-x = jax.random.normal(key_x, (20, 3)) * jnp.linspace(0.25, 5, 20)[:, None]  # later rows have larger gradients
-y = jax.random.normal(key_y, (20, 2))
-start = jax.random.normal(key_w, (3, 2))
+random = np.random.default_rng(0)
+x = jnp.asarray(random.normal(size=(20, 3)) * np.linspace(0.25, 5, 20)[:, None])  # later rows have larger gradients
+y, start = jnp.asarray(random.normal(size=(20, 2))), jnp.asarray(random.normal(size=(3, 2)))
 
 
 def loss_fn(params, x, y):
@@ -36,11 +36,11 @@ def trained(tx):
         updates, state = tx.update(jax.grad(loss_fn)(params, x, y), state, params, weight=len(x))
         return optax.apply_updates(params, updates), state
 
-    params, state = start, tx.init(start)
+    flush, state, params = jax.jit(tx.flush), tx.init(start), start
     for _ in range(EPOCHS):
         for i in range(0, 20, 2):
             params, state = step(params, state, x[i : i + 2], y[i : i + 2])
-        updates, state = jax.jit(tx.flush)(state, params)
+        updates, state = flush(state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 

@@ -36,8 +36,8 @@ def fsdp2(module):
     return wrapped, lambda: wrapped.weight.full_tensor().flatten().tolist()
 
 
-def main(wrap):
-    """One update."""
+def updated(wrap):
+    """The loss, and the weights after one update."""
     torch.manual_seed(0)
     module, weights = wrap(torch.nn.Linear(1, 2, bias=False))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.08)
@@ -49,12 +49,19 @@ def main(wrap):
     loss, grads = step(window(dist.get_rank(), dist.get_world_size(), n=2, size=4))
     torch_backend.assign_grads(module, grads)  # sharded, as the parameters are
     optimizer.step()
-    print(f"{wrap.__name__}, rank {dist.get_rank()}: loss {loss:.4f}, weights {[round(w, 4) for w in weights()]}")
+    return loss.item(), weights()
+
+
+def main():
+    """One update of each."""
+    for wrap in (fsdp1, fsdp2):
+        loss, weights = updated(wrap)
+        weights = [round(w, 4) for w in weights]
+        print(f"{wrap.__name__}, rank {dist.get_rank()}: loss {loss:.4f}, weights {weights}")
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    main(fsdp1)
-    main(fsdp2)
+    main()
     gc.collect()  # FSDP holds the group in a cycle, and gloo may abort a process that exits with it
     dist.destroy_process_group()

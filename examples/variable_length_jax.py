@@ -9,6 +9,7 @@ means, which is what a loop by hand adds up, gives each token of a short sentenc
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import funcga
@@ -16,9 +17,9 @@ import funcga
 PADDING = -100
 START = jnp.array([-0.00748682, 0.53644359])  # of torch.nn.Linear(1, 2), as seed 0 makes it
 
-length = jnp.arange(1, 9)
-tokens = jnp.where(length <= length[:, None], length, PADDING)  # [8, 8]: 1; 1, 2; 1, 2, 3; ...
-labels = jnp.where(tokens == PADDING, PADDING, tokens % 2)
+length = np.arange(1, 9)
+tokens = np.where(length <= length[:, None], length, PADDING)  # [8, 8]: 1; 1, 2; 1, 2, 3; ...
+labels = np.where(tokens == PADDING, PADDING, tokens % 2)
 
 
 def summed_loss(w, tokens, labels):

@@ -226,6 +226,10 @@ class Transforms(Protocol):
         """Whether every number is finite: a 0-d array."""
         ...
 
+    def unscaled(self, leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
+        """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
+        ...
+
     def add(
         self, folds: "Sequence[LeafFold | None]", held: list[Any], leaves: list[Any], weight: Any, donate: bool
     ) -> tuple[list[Any], bool]:

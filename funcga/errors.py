@@ -7,3 +7,7 @@ class FuncgaError(ValueError):
     Every refusal of bad input is one of these, raised before any work is done wherever that is possible; a call that
     fails has changed nothing. Errors that your own functions raise pass through untouched.
     """
+
+
+class TooFewRowsError(FuncgaError):
+    """A FuncgaError about a loss that cannot take a micro-batch of so few rows; with more of them it can."""

@@ -33,7 +33,8 @@ class Fold:
         """The names of its parts, as in `weighted, by_weight`; that of the function for a part of your own."""
         lift, monoid, apply = self.reducer.lift, self.reducer.monoid, self.normalizer.apply
         parts = [(k, r) for k, r in vars(reducers).items() if isinstance(r, Reducer)]
-        reducer = [k for k, r in parts if r.lift is lift and r.monoid is monoid]
+        stacked = self.reducer.stacked
+        reducer = [k for k, r in parts if (r.lift, r.monoid, r.stacked) == (lift, monoid, stacked)]
         if lift is reducers.concat().lift and monoid.axis is not None:
             reducer = [f"concat({monoid.axis})"]
         ends = [k for k, part in vars(normalizers).items() if isinstance(part, Normalizer) and part.apply is apply]
@@ -72,6 +73,19 @@ def sum(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
     return Fold(replace(reducers.sum, dtype=dtype), replace(normalizers.identity, dtype=out_dtype))
 
 
+def ratio(*, out_dtype: Any = None) -> Fold:
+    """`sum(v[0]) / sum(v[1])`: a metric with a denominator of its own, such as accuracy, [correct, counted].
+
+    A leaf has numerator and denominator along its axis 0, [2, ...], and the result is of shape [...]. As integers they
+    are summed exactly. The weight of the micro-batch has no part in it; a denominator of 0 gives 0.
+
+    out_dtype: of the result (default: the leaf's own, float32 for integers).
+
+    >>> loss, {"accuracy": jnp.stack([correct.sum(), correct.size])}
+    """
+    return Fold(reducers.pairs, replace(normalizers.ratio, dtype=out_dtype))
+
+
 def max() -> Fold:
     """The elementwise maximum over micro-batches; NaN if any of them is."""
     return Fold(reducers.max, normalizers.identity)
@@ -89,6 +103,21 @@ def moments(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
     Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
     """
     return Fold(replace(reducers.moments, dtype=dtype), replace(normalizers.moments, dtype=out_dtype))
+
+
+def pooled(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
+    """`Pooled(count, mean, variance)` of all items of the micro-batches together, as if they had been one batch.
+
+    For leaves [3, ...]: the count, mean and population variance of one micro-batch, stacked on axis 0 as
+    `batch_moments` does. The counts are the weights, `weight=` has none here; a count of 0 adds nothing, not even a
+    NaN. In float32 a count is exact up to 2**24; beyond that it is rounded, as the mean is.
+
+    dtype, out_dtype: of the accumulator and of the result, as for `mean`.
+    Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+
+    >>> leaf = torch.stack((torch.full((3,), float(len(x))), x.mean(0), x.var(0, correction=0)))
+    """
+    return Fold(replace(reducers.pooled, dtype=dtype), replace(normalizers.pooled, dtype=out_dtype))
 
 
 def concat(axis: int = 0) -> Fold:

@@ -9,6 +9,7 @@ from funcga.arguments import argument_names
 from funcga.backend import Backend, backend_of, load_imported
 from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
+from funcga.scales import check_loss_scale, scaled_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +20,7 @@ class GradientFunction:
     argnums: int | tuple[int, ...]
     has_aux: bool
     with_value: bool
+    scaled: bool = False
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -33,7 +35,7 @@ class GradientFunction:
             loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
             return (loss, aux) if self.has_aux else loss
 
-        made = transform(checked, self.argnums, self.has_aux)
+        made = self._scaling(backend) if self.scaled else transform(checked, self.argnums, self.has_aux)
 
         def gradient(*args: Any, **kwargs: Any) -> Any:
             for i in self.places(len(args)):
@@ -41,6 +43,33 @@ class GradientFunction:
             return made(*args, **kwargs)
 
         return gradient
+
+    def _scaling(self, backend: Backend) -> Callable[..., Any]:
+        """The framework's gradient function of the loss times `loss_scale`, whose value is the loss as it is."""
+
+        @functools.wraps(self.loss_fn, updated=())
+        def product(*args: Any, loss_scale: Any, **kwargs: Any) -> Any:
+            loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
+            return scaled_loss(loss, loss_scale, backend.arrays), (loss, aux)
+
+        transform = backend.gradients.value_and_grad(product, self.argnums, True)
+
+        def gradient(*args: Any, **kwargs: Any) -> Any:
+            scale, kwargs = self.read_scale(kwargs, backend)  # here, as inside of the transform the host sees nothing
+            (_, (loss, aux)), grads = transform(*args, loss_scale=scale, **kwargs)
+            return self.compose(loss, aux, grads if isinstance(self.argnums, tuple) else (grads,))
+
+        return gradient
+
+    def read_scale(self, kwargs: dict[str, Any], backend: Backend) -> tuple[Any, dict[str, Any]]:
+        """The loss scale of a call, and its other keyword arguments. Raises FuncgaError if there is none, or a bad one.
+
+        None, and all keyword arguments, if the gradients are not scaled.
+        """
+        if not self.scaled:
+            return None, kwargs
+        rest = {name: value for name, value in kwargs.items() if name != "loss_scale"}
+        return check_loss_scale(kwargs.get("loss_scale"), backend.arrays), rest
 
     def check_leaves(self, tree: Any, i: int, backend: Backend) -> None:
         """Raises FuncgaError if there is no gradient with respect to a leaf of the i-th argument."""
@@ -135,20 +164,26 @@ def _describe(output: Any, backend: Backend) -> str:
     return backend.arrays.describe(output)
 
 
-def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def grad(
+    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool = False
+) -> Callable[..., Any]:
     """A function that returns `grads`, or `(grads, aux)` with has_aux: what loss_fn's gradient is at its arguments.
 
     loss_fn returns a real scalar, or (scalar, aux) with has_aux. grads has the structure, shapes and dtypes of the
     argument `argnums`; a tuple of them for a tuple of argnums. Works on torch tensors and on JAX arrays, on its own
     and in `accumulate`, where arguments after the first are split: if one of them is in argnums, say in_axes as well.
 
+    scaled: for float16, whose smallest number is 6e-8. The function then takes one keyword argument more, `loss_scale`,
+        a finite number above 0 or a 0-d array of one: the backward pass begins with the loss times that, and the
+        gradients are those of the product. The value is the loss as it is. `loss_scaled` divides by it again.
+
     >>> gradient = funcga.grad(lambda w, x: ((x @ w) ** 2).mean())
     """
-    return _gradient_function(loss_fn, argnums, has_aux, with_value=False)
+    return _gradient_function(loss_fn, argnums, has_aux, False, scaled)
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool = False
 ) -> Callable[..., Any]:
     """A function that returns `(value, grads)`, or `((value, aux), grads)` with has_aux, in both frameworks.
 
@@ -156,11 +191,11 @@ def value_and_grad(
 
     >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
     """
-    return _gradient_function(loss_fn, argnums, has_aux, with_value=True)
+    return _gradient_function(loss_fn, argnums, has_aux, True, scaled)
 
 
 def _gradient_function(
-    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool, with_value: bool
+    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool, with_value: bool, scaled: bool
 ) -> Callable[..., Any]:
     if not callable(loss_fn):
         raise FuncgaError(f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(params, *batch) -> scalar.")
@@ -168,4 +203,4 @@ def _gradient_function(
     if not entries or any(type(entry) is not int for entry in entries):
         raise FuncgaError(f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0.")
     load_imported()
-    return GradientFunction(loss_fn, argnums, has_aux, with_value)
+    return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)

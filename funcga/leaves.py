@@ -69,12 +69,22 @@ def bind(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> Lea
         result = _named(normalizer.dtype, arrays)
     else:
         result = own if arrays.kind(own) == arrays.kind(accumulator) else accumulator
+        if normalizer.divides and arrays.kind(result) == "int":
+            result = arrays.as_dtype("float32")
     return LeafFold(fold, accumulator, result, arrays)
 
 
-def check_axis(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> None:
-    """Raises FuncgaError if the leaf lacks the axis that the fold collects along."""
-    axis = fold.reducer.monoid.axis
+_STACKS = {2: "xp.stack([correct, counted]) for ratio()", 3: "funcga.batch_moments makes them for pooled()"}
+
+
+def check_shape(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> None:
+    """Raises FuncgaError if the leaf lacks the axis that the fold collects along, or is not the stack that it takes."""
+    axis, stacked = fold.reducer.monoid.axis, fold.reducer.stacked
+    if stacked is not None and like.shape[:1] != (stacked,):
+        raise FuncgaError(
+            f"{where()} is {arrays.describe(like)}, and the fold `{fold.name}` takes leaves of {stacked} arrays that "
+            f"are stacked on axis 0: {_STACKS.get(stacked, 'stack them')}."
+        )
     if axis is not None and not -len(like.shape) <= axis < len(like.shape):
         raise FuncgaError(
             f"{where()} is {arrays.describe(like)}: it has no axis {axis} for concat(axis={axis}) to collect along. "

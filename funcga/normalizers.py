@@ -15,17 +15,27 @@ class Normalizer:
     """`apply(xp, reduced, tally)`: the result of a leaf from what was reduced, and how much of it there was.
 
     `tally.weight` and `tally.steps` are numbers, or 0-d arrays of the reduced dtype. `dtype` is that of the result;
-    None keeps the leaf's own. `kinds` are the kinds of accumulator dtype that it accepts.
+    None keeps the leaf's own. `kinds` are the kinds of accumulator dtype that it accepts. `divides` says that the
+    result of integers is a float32.
     """
 
     apply: Callable[[Any, Any, Any], Any]
     dtype: Any = None
     kinds: tuple[str, ...] = _ANY
+    divides: bool = False
 
 
 class Moments(NamedTuple):
     """Weighted mean and (population) variance over micro-batches: two arrays of the leaf's shape and dtype."""
 
+    mean: Any
+    variance: Any
+
+
+class Pooled(NamedTuple):
+    """Count, mean and population variance, sum((x - mean)**2) / count, of all that was counted: arrays of one shape."""
+
+    count: Any
     mean: Any
     variance: Any
 
@@ -38,9 +48,18 @@ def _divide(xp: Any, reduced: Any, total: Any) -> Any:
     return xp.where(total != 0, reduced / xp.where(total != 0, total, 1), 0)
 
 
+def _quotient(xp: Any, reduced: Any, tally: Any) -> Any:
+    return _divide(xp, reduced[0], reduced[1])
+
+
 def _spread(xp: Any, reduced: Any, tally: Any) -> Moments:
     weight, mean, deviation = reduced
     return Moments(mean, deviation / xp.where(weight > 0, weight, 1))
+
+
+def _pool(xp: Any, reduced: Any, tally: Any) -> Pooled:
+    count, mean, deviation = reduced
+    return Pooled(count, mean, deviation / xp.where(count > 0, count, 1))
 
 
 def _first(xp: Any, reduced: Any, tally: Any) -> Any:
@@ -51,8 +70,11 @@ def _first(xp: Any, reduced: Any, tally: Any) -> Any:
 by_weight = Normalizer(lambda xp, reduced, tally: _divide(xp, reduced, tally.weight), kinds=("float", "complex"))
 # By the number of micro-batches, whatever their weights.
 by_steps = Normalizer(lambda xp, reduced, tally: _divide(xp, reduced, tally.steps), kinds=("float", "complex"))
+# The first of a pair by the second.
+ratio = Normalizer(_quotient, kinds=("int", "float"), divides=True)
 # Nothing: the reduced value itself.
 identity = Normalizer(lambda xp, reduced, tally: reduced)
-# `Moments` of what reducers.moments holds, and the value of what reducers.carry holds.
+# `Moments` of what reducers.moments holds, `Pooled` of reducers.pooled, and the value of what reducers.carry holds.
 moments = Normalizer(_spread)
+pooled = Normalizer(_pool)
 carry = Normalizer(_first)

@@ -9,7 +9,7 @@ from funcga import reducers
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
-from funcga.leaves import LeafFold, bind, check_axis
+from funcga.leaves import LeafFold, bind, check_shape
 from funcga.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline, paths_apart
 
 
@@ -210,8 +210,8 @@ def _bind(
         if kind not in known:
             known[kind] = bind(fold, leaf, partial(leaf_path, value, i, backend), backend.arrays)
         folds[i] = known[kind]
-        if shaped and fold.reducer.monoid.axis is not None:
-            check_axis(fold, leaf, partial(leaf_path, value, i, backend), backend.arrays)
+        if shaped and (fold.reducer.monoid.axis is not None or fold.reducer.stacked is not None):
+            check_shape(fold, leaf, partial(leaf_path, value, i, backend), backend.arrays)
     return Outputs(
         structure=structure,
         folds=tuple(folds),

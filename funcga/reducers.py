@@ -21,7 +21,8 @@ class Reducer:
     `value` comes in the dtype of the accumulator: `dtype`, or that of the leaf with floats of less than 32 bits in
     float32. `weight` is a number, or a 0-d array of that dtype. `kinds` are the kinds of dtype that it accepts:
     'bool', 'int', 'float', 'complex', 'other'. `linear` says that lift(v, w) = w * v in the monoid of sums, so that a
-    weight which all micro-batches share can be taken out of the loop.
+    weight which all micro-batches share can be taken out of the loop. `stacked` is the length that axis 0 of a leaf
+    must have, where a leaf is several arrays, stacked.
     """
 
     lift: Callable[[Any, Any, Any], Any]
@@ -29,6 +30,7 @@ class Reducer:
     dtype: Any = None
     kinds: tuple[str, ...] = _NUMBERS
     linear: bool = False
+    stacked: int | None = None
 
 
 def _scale(xp: Any, value: Any, weight: Any) -> Any:
@@ -47,6 +49,11 @@ def _moments(xp: Any, value: Any, weight: Any) -> tuple[Any, Any, Any]:
     return filled, xp.where(filled > 0, value, 0), xp.zeros_like(value)
 
 
+def _unstack(xp: Any, value: Any, weight: Any) -> tuple[Any, Any, Any]:
+    count, mean, variance = value[0], value[1], value[2]
+    return count, xp.where(count > 0, mean, 0), xp.where(count > 0, variance * count, 0)
+
+
 def _mark(xp: Any, value: Any, weight: Any) -> tuple[Any, Any]:
     return value, xp.ones_like(value, dtype=xp.bool)
 
@@ -55,11 +62,15 @@ def _mark(xp: Any, value: Any, weight: Any) -> tuple[Any, Any]:
 weighted = Reducer(_scale, monoids.sum, kinds=("float", "complex"), linear=True)
 # The sum, `sum(v)`, whatever the weights.
 sum = Reducer(_keep, monoids.sum)
+# The same of pairs, [2, ...].
+pairs = Reducer(_keep, monoids.sum, stacked=2)
 # The elementwise maximum and minimum.
 max = Reducer(_keep, monoids.max, kinds=("bool", "int", "float"))
 min = Reducer(_keep, monoids.min, kinds=("bool", "int", "float"))
 # (total weight, weighted mean, weighted sum of squared deviations from it).
 moments = Reducer(_moments, monoids.moments, kinds=("float",))
+# (count, mean, sum of squared deviations from it), of leaves [3, ...] = (count, mean, variance); no weights.
+pooled = Reducer(_unstack, monoids.moments, kinds=("float",), stacked=3)
 # The last value.
 carry = Reducer(_mark, monoids.last, kinds=(*_NUMBERS, "other"))
 

@@ -9,6 +9,8 @@ from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.gradients import OwningGradient
 from funcga.program import Program, check_callable, check_count
+from funcga.targets import TargetWeight
+from funcga.weights import known_weight
 
 
 def stream(
@@ -100,20 +102,59 @@ def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
     yield from items
 
 
-def windows(iterable: Iterable[Any], n: int) -> Iterator[list[Any]]:
+def windows(
+    iterable: Iterable[Any], n: int | TargetWeight, *, weight: Callable[..., Any] | None = None
+) -> Iterator[list[Any]]:
     """Lists of n micro-batches in order, the last one shorter; nothing is dropped, and nothing is taken ahead.
 
-    Raises FuncgaError if n is not an int >= 1.
+    n: a number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w together, or more. Then
+        `weight(*item)` is what a micro-batch weighs, as for `stream`: its rows, for a target batch size, or its tokens.
+
+    Raises FuncgaError if n is no int >= 1 and no TargetWeight, and where a micro-batch weighs more than the target.
 
     >>> [len(window) for window in funcga.windows(range(10), 4)]
     [4, 4, 2]
+    >>> for window in funcga.windows(loader, funcga.TargetWeight(256), weight=lambda x, y: len(x)):
+    ...     loss, grads = step(params, window)
     """
-    n = check_count(n, "n")
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
         raise FuncgaError(f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a list.")
-    return _windows(iter(iterable), n)
+    if isinstance(n, TargetWeight):
+        if not callable(weight):
+            raise FuncgaError(
+                f"weight is {weight!r}, and n is a {n}: say what a micro-batch weighs, such as its rows, "
+                f"weight=lambda x, y: len(x)."
+            )
+        return _weighed(iter(iterable), n, weight)
+    if weight is not None:
+        raise FuncgaError(
+            f"weight is given, and n is {n!r}: a number of micro-batches, whatever they weigh. Write "
+            f"funcga.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."
+        )
+    return _windows(iter(iterable), check_count(n, "n", ", or funcga.TargetWeight(256)"))
 
 
 def _windows(items: Iterator[Any], n: int) -> Iterator[list[Any]]:
     while window := list(islice(items, n)):
+        yield window
+
+
+def _weighed(items: Iterator[Any], n: TargetWeight, weight: Callable[..., Any]) -> Iterator[list[Any]]:
+    window: list[Any] = []
+    total, updates = 0.0, 0
+    target = n.after(updates)
+    for item in items:
+        amount = known_weight(weight(*_spread(item)))
+        if amount > target:
+            raise FuncgaError(
+                f"a micro-batch weighs {amount:g}, and the target is {target:g}: an update cannot be of less than one "
+                f"micro-batch. Make them smaller, as by DataLoader(batch_size=...), or raise the target."
+            )
+        window.append(item)
+        total += amount
+        if total >= target:
+            yield window
+            window, total, updates = [], 0.0, updates + 1
+            target = n.after(updates)
+    if window:
         yield window

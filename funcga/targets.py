@@ -12,7 +12,7 @@ from funcga.program import check_count
 
 @dataclass(frozen=True)
 class TargetWeight:
-    """For `n` in `multi_steps`: a window is full when its micro-batches weigh this much together, or more.
+    """For `n` in `multi_steps` and `windows`: a window is full when its micro-batches weigh this much, or more.
 
     weight: a number > 0, such as a number of tokens, or a schedule of it: a function of the number of updates so far.
     Raises FuncgaError for a number that is not positive.
@@ -28,6 +28,13 @@ class TargetWeight:
             object.__setattr__(self, "weight", self.weight.item())
         if not callable(self.weight):
             _check_target(self.weight)
+
+    def after(self, updates: int) -> float:
+        """The weight of a window after so many updates. Raises FuncgaError if a schedule returns none."""
+        target: Any = self.weight(updates) if callable(self.weight) else self.weight
+        target = target.item() if getattr(target, "shape", None) == () else target
+        _check_target(target)
+        return float(target)
 
 
 def _check_target(weight: Any) -> None:

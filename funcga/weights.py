@@ -25,12 +25,22 @@ def check_weight(weight: Any, arrays: Arrays) -> Any:
                 f'such as the number of tokens: weight=lambda batch: (batch["labels"] != -100).sum()'
             )
         weight = arrays.scalar(weight)
-    if isinstance(weight, numbers.Number):
-        number: Any = weight
-        if not isinstance(weight, numbers.Real) or not 0 <= number <= _MOST:
-            raise FuncgaError(
-                f"the weight of a micro-batch is {weight!r}; it must be finite and at least 0, such as the number of "
-                f"rows or tokens in it."
-            )
-        return int(number) if isinstance(weight, numbers.Integral) else float(number)
-    return weight
+    return _checked(weight) if isinstance(weight, numbers.Number) else weight
+
+
+def known_weight(weight: Any) -> float:
+    """The weight as a Python number, for which a device is waited for.
+
+    Raises FuncgaError if it is no number, or negative, NaN or infinite.
+    """
+    return float(_checked(weight.item() if getattr(weight, "shape", None) == () else weight))
+
+
+def _checked(weight: Any) -> int | float:
+    number: Any = weight
+    if not isinstance(weight, numbers.Real) or not 0 <= number <= _MOST:
+        raise FuncgaError(
+            f"the weight of a micro-batch is {weight!r}; it must be finite and at least 0, such as the number of "
+            f"rows or tokens in it."
+        )
+    return int(number) if isinstance(weight, numbers.Integral) else float(number)

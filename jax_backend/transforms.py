@@ -129,6 +129,12 @@ def finite(leaves: list[Any]) -> Any:
     return kept
 
 
+def unscaled(leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
+    """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
+    wide = [leaf if leaf is None else leaf.astype(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
+    return [leaf if leaf is None else leaf * (1 / scale).astype(leaf.dtype) for leaf in wide]
+
+
 def add(
     folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool
 ) -> tuple[list[Any], bool]:

@@ -17,7 +17,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
-    "parity", "multi_steps_jax", "replicas_jax", "torch_backend", "examples", "accumulation", "bridge", "replicas",
+    "parity", "multi_steps_jax", "replicas_jax", "torch_backend", "examples", "recipes", "accumulation", "bridge", "replicas",
     "modules", "wrapped", "engine", "jax_backend", "placements", "laws", "replication_jax", "fitting", "teeth",
 )  # fmt: skip
 

@@ -58,10 +58,15 @@ def fetched_ahead(model, criterion, optimizer, loader, steps):
         optimizer.zero_grad()
 
 
-def in_ddp(model, criterion, optimizer, window, items=None):
-    """One update of a replica: synchronised once, averaged over the replicas, or by the tokens of all of them."""
+def in_replicas(model, criterion, optimizer, window, items=None):
+    """One update of DDP or FSDP: synchronised once, averaged over the replicas, or by the tokens of all of them."""
     for i, (inputs, targets) in enumerate(window):
-        with model.no_sync() if i < len(window) - 1 else contextlib.nullcontext():
+        last, context = i == len(window) - 1, contextlib.nullcontext()
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(last)
+        elif not last:
+            context = model.no_sync()
+        with context:
             loss = criterion(model(inputs), targets)
             loss = loss / len(window) if items is None else loss * torch.distributed.get_world_size() / items
             loss.backward()

@@ -24,6 +24,11 @@ def fold(name, values, weights):
     if name == "moments":
         mean = fold("mean", values, weights)
         return mean, fold("mean", [(v - mean) ** 2 for v in values], weights)
+    if name == "pooled":  # of |v| items each, of mean v and variance v * v
+        count = sum(np.abs(v) for v in values)
+        safe = np.where(count > 0, count, 1)
+        mean = sum(np.abs(v) * v for v in values) / safe
+        return count, mean, sum(np.abs(v) * (v * v + (v - mean) ** 2) for v in values) / safe
     if name == "concat":
         return np.concatenate(values)
     if name == "carry":

@@ -314,3 +314,38 @@ def test_a_copy_of_a_fold_is_the_fold(kit):
     fold = copy.deepcopy((funcga.sum(), funcga.carry()))
     one, x = kit.arrays(np.float32(1)), kit.arrays(np.ones(4, "float32"))
     assert [float(v) for v in step(fold)(one, x)] == [4, 5]
+
+
+def test_a_ratio_has_a_denominator_of_its_own(kit):
+    """Accuracy over tokens, where micro-batches are weighed by their rows and have different numbers of tokens."""
+    rng = np.random.default_rng(0)
+    correct, counted = rng.integers(0, 2, (7, 5)), rng.integers(0, 2, (7, 5))
+    pairs = kit.arrays(np.stack([correct * counted, counted], 1).astype("int32"))
+    grad_fn = lambda w, pairs: {"accuracy": pairs.sum((0, 2)), "each": pairs.sum(0) * 1}
+    if kit.name == "jax":
+        grad_fn = lambda w, pairs: {"accuracy": pairs.sum((0, 2), dtype="int32"), "each": pairs.sum(0, dtype="int32")}
+    found = funcga.accumulate(grad_fn, 3, fold=funcga.ratio())(kit.arrays(np.zeros((), "float32")), pairs)
+    assert dtypes(kit, found) == ["float32", "float32"]
+    np.testing.assert_allclose(kit.leaves(found["accuracy"])[0], (correct * counted).sum() / counted.sum(), rtol=1e-7)
+    np.testing.assert_allclose(kit.leaves(found["each"])[0], (correct * counted).sum(0) / counted.sum(0), rtol=1e-7)
+
+
+def test_a_ratio_of_nothing_is_zero_and_integers_are_exact(kit):
+    accumulator = funcga.Accumulator(funcga.ratio(out_dtype="float64" if kit.name == "torch" else "float32"))
+    pair = kit.arrays(np.array([0, 0], "int32"))
+    state = accumulator.init(pair)
+    assert float(accumulator.finalize(state)) == 0
+    state = accumulator.update(state, kit.arrays(np.array([2**24 + 1, 2**25], "int32")), weight=0)
+    state = accumulator.update(state, kit.arrays(np.array([2**24 - 1, 0], "int32")), weight=3)
+    assert float(accumulator.finalize(state)) == 1
+
+
+def test_a_ratio_of_no_pair_is_refused(kit):
+    with pytest.raises(funcga.FuncgaError) as error:
+        funcga.accumulate(lambda w, x: x[:3], 2, fold=funcga.ratio())(
+            kit.arrays(np.zeros((), "float32")), kit.arrays(np.ones((6,), "float32"))
+        )
+    assert str(error.value) == (
+        "output is float32[3], and the fold `pairs, ratio` takes leaves of 2 arrays that are stacked on axis 0: "
+        "xp.stack([correct, counted]) for ratio()."
+    )

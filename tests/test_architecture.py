@@ -16,12 +16,12 @@ from funcga.backend import Arrays, Gradients, Handover, Loop, Replicas, Transfor
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
-TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
-         "funcga.program", "funcga.reducers", "funcga.tally", "funcga.transforms", "funcga.window", "funcga"}  # fmt: skip
+TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.loss_scaling", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
+         "funcga.program", "funcga.reducers", "funcga.scales", "funcga.statistics", "funcga.tally", "funcga.transforms", "funcga.window", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
-LAYERS = ["errors", "backend", "prefixes", "monoids", "reducers", "normalizers", "folds", "tally", "weights", "leaves",
-          "outputs", "arguments", "gradients", "program", "fitting", "accumulation", "streaming", "accumulator", "targets", "window",
-          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
+LAYERS = ["errors", "backend", "learning_rates", "prefixes", "monoids", "reducers", "normalizers", "folds", "statistics", "tally", "weights", "leaves",
+          "outputs", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "targets", "streaming", "accumulator", "window",
+          "transforms", "binding", "windowing", "dropping", "widening", "stepping", "loss_scaling", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
           "verification", "verifying", "__init__", "loading", "information", "parity", "__main__"]  # fmt: skip
 
 
@@ -181,6 +181,7 @@ ALONE = {
     "buckets": "torch sends pieces of memory that it lays out; XLA lays out what a collective sends",
     "reduction": "torch sends while it computes; in JAX a psum stands after the loop",
     "tail": "the same: what rides along, as bytes; in JAX that is `bits`",
+    "batch_norm": "torch layers keep running statistics in themselves; in JAX they are an argument and a result",
     "buffers": "torch adds in place; XLA does so by itself",
     "backward": "torch adds where autograd computes; XLA fuses the two by itself",
     "engine": "torch has autograd beside torch.func; JAX has one way to a gradient",
@@ -203,6 +204,7 @@ ALONE = {
 }
 HELPERS = {
     "state_specs": "jax.shard_map is told how a state lies on the devices; each torch process has its own",
+    "seeded": "torch has random numbers from generators that are global; in JAX a key is an argument",
     "unmerged": "jax_backend.replicated runs a step on all devices at once; torch replicas are processes",
     "in_transform": "torch must not write to the tensors of a running torch.func transform; JAX has no in-place writes",
 }
@@ -278,8 +280,8 @@ def test_public_names_have_docstrings_and_types():
 
 def test_the_contract_is_there():
     names = """accumulate stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy shares_memory FuncgaError CARRY
-               Fold Reducer Monoid mean per_weight sum max min moments concat carry reducers normalizers compare match Rule
-               rules verify Problem multi_steps"""
+               Fold Reducer Monoid mean per_weight sum max min moments pooled concat carry reducers normalizers compare match Rule
+               rules verify Problem multi_steps batch_moments running_statistics"""
     assert not [name for name in names.split() if not hasattr(funcga, name)]
     parameters = list(inspect.signature(funcga.accumulate).parameters.values())
     assert [p.name for p in parameters] == ["grad_fn", "n", "microbatch_size", "fold", "weight", "in_axes", "across"]

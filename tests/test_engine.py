@@ -435,6 +435,19 @@ def blocks():
     return params, torch.randn(8, 4), loss_by
 
 
+def test_a_reentrant_checkpoint_that_no_parameter_leads_to_is_seen():
+    """Its input requires grad only to make it run: a pass to the parameters alone would leave it out, and give zeros."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+
+    def loss_fn(module, x):
+        hidden = checkpoint(module[0], x.detach().requires_grad_(), use_reentrant=True)
+        return module[1](hidden).sum()
+
+    step = funcga.accumulate(funcga.grad(torch_backend.pure_loss(module, loss_fn)), 2)
+    with pytest.raises(funcga.FuncgaError, match=r"use_reentrant=True and closes over .* use use_reentrant=False"):
+        step(dict(module.named_parameters()), torch.ones(4, 3))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant):
     params, x, loss_by = blocks()

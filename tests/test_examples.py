@@ -19,8 +19,10 @@ RUN = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "python": [s
 PRINTS = {  # what the output has to hold, and how often
     "replicas_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
     "ddp_torch": (r"weights \[0\.2117, 0\.3172\], effective batch size 16|what is left, effective batch size 7", 4),
-    "fsdp_torch": (r"^fsdp[12].*weights \[0\.2117, 0\.3172\]", 4),
+    "fsdp_torch": (r"fsdp[12], rank \d: loss [\d.]+, weights \[0\.2117, 0\.3172\]", 4),
     "replicas_jax": (r"each update: one all-reduce of [\d,]+ bytes, in 0 loops", 1),
+    "batchnorm_torch": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),
+    "batchnorm_jax": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),
     "basic_torch": (r": the weight is 2\.04000$", 3),
     "basic_jax": (r": the weight is 2\.04000$|: 0\.079, 0\.678, 1\.713$", 4),
     "remainder_torch": (r"^the last window has the gradient of its three rows$|: 5 updates$", 2),
@@ -36,7 +38,12 @@ PRINTS = {  # what the output has to hold, and how often
     "checkpointing_jax": (r"^eight micro-batches.*, the same gradients$", 2),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
     "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
-    "metrics_jax": (r"accuracy 14/19, logits \(19, 4\)$", 1),
+    "metrics_jax": (r"accuracy 15/19, logits \(19, 4\)$", 1),
+    "mixed_precision_torch": (r"of 17 16 16 15 15 15 16 16 16 17 17 16$|: True$", 3),
+    "mixed_precision_jax": (r"^skipped 1, compiled 1 time$|^with a scale 100% of the gradient", 2),
+    "dropout_torch": (r"two runs: True$|^by example: 4 micro-batches are \de-08 from one$", 2),
+    "dropout_jax": (r"two runs: True$|^by example: 4 micro-batches are \de-0[78] from one$", 2),
+    "learning_rate_torch": (r"^0\.1 for 8 rows is 0\.40 for 32 rows, or 0\.20|^rows (?:32|16): .*, lr 0\.\d+$", 7),
     "comparison_torch": (r"^averaged over batches: by steps; |^BatchNorm: batch statistics; ", 2),
     "multi_steps_torch": (r"update [1-7]: loss 0\.|to 1e-5: True$", 8),
     "multi_steps_jax": (r"updates 60.*(?:loss 0\.00\d|params to 1e-4: True)$", 2),
@@ -51,7 +58,13 @@ PRINTS = {  # what the output has to hold, and how often
     "equinox_jax": (r"^7 of 7 leaves of accumulated and whole are close", 1),
     "parity_torch_flax": (r"^rel may be 1e-12.*\n9 of 9 leaves of torch and flax are close", 1),
 }
-NEEDS = {"gpt2_torch": "transformers", "flax_jax": "flax", "equinox_jax": "equinox", "parity_torch_flax": "flax"}
+NEEDS = {
+    "gpt2_torch": "transformers",
+    "flax_jax": "flax",
+    "batchnorm_jax": "flax",
+    "equinox_jax": "equinox",
+    "parity_torch_flax": "flax",
+}
 
 APART = {"replicas_jax"}  # it says how many devices JAX has, which it takes before it has any
 

@@ -1,5 +1,7 @@
 """The laws, as properties: for every fold, dtype, weight, split, order and tree, against the NumPy oracle."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -9,7 +11,18 @@ import funcga
 from tests import oracle, problems
 from tests.kits import JAX, TORCH
 
-FOLDS = {**problems.FOLDS, "by_steps": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)}
+
+def pooled_of_any_value():
+    """pooled() with a lift that makes its leaf of any value v: |v| items of mean v and variance v * v."""
+    lift = lambda xp, v, weight: funcga.reducers.pooled.lift(xp, xp.stack((abs(v), v, v * v)), weight)
+    return funcga.Fold(replace(funcga.reducers.pooled, lift=lift, stacked=None), funcga.normalizers.pooled)
+
+
+FOLDS = {
+    **problems.FOLDS,
+    "by_steps": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps),
+    "pooled": pooled_of_any_value(),
+}
 COMMUTATIVE = [name for name in FOLDS if name not in ("concat", "carry")]
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 KITS = pytest.mark.parametrize("kit", [TORCH, JAX], ids=lambda kit: kit.name)
@@ -76,6 +89,8 @@ def magnitude(name, values, window_weights):
         return sum(tops) / (total or 1)
     if name == "by_steps":
         return sum(w * t for w, t in zip(window_weights, tops, strict=True)) / len(tops)
+    if name == "pooled":
+        return sum(tops) + max(tops) ** 2
     return max(tops) ** (2 if name == "moments" else 1)
 
 

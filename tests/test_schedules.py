@@ -118,6 +118,21 @@ def test_a_scheduler_may_say_something_for_each_group():
         assert {k: -u[0].item() for k, u in updates.items()} == {"w": 1 + count, "b": 10 + count, "v": 1 + count}
 
 
+def test_more_updates_than_were_planned():
+    params, short = {"w": torch.ones(2)}, functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=2)
+    tx = torch_backend.from_optimizer(optim.SGD, lr=0.1, scheduler=short)
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(params, state, params)
+    for _ in range(2):  # and again, with the same state
+        check_refused(
+            "OneCycleLR does not go on after update 3: Tried to step 3 times. The specified number of total steps is 2. "
+            "It is stepped once an update, and a last, shorter window is an update too. Plan for as many: "
+            "total_steps=epochs * math.ceil(len(loader) / n).",
+            tx.update, params, state, params,
+        )  # fmt: skip
+
+
 def test_what_is_no_schedule():
     params = {"w": torch.ones(2)}
     check_refused(
@@ -125,6 +140,12 @@ def test_what_is_no_schedule():
         "function that has its options. Keep optimizer.step() and scheduler.step(metric), and give the optimizer its "
         "gradients: torch_backend.assign_grads(params, grads).",
         torch_backend.from_optimizer(optim.SGD, scheduler=schedulers.ReduceLROnPlateau).init, params,
+    )  # fmt: skip
+    check_refused(
+        "scheduler is called with an optimizer and nothing else, and raised: OneCycleLR.__init__() missing 1 required "
+        "positional argument: 'max_lr'. Give it the other arguments before: "
+        "scheduler=functools.partial(torch.optim.lr_scheduler.OneCycleLR, ...).",
+        torch_backend.from_optimizer(optim.SGD, scheduler=schedulers.OneCycleLR).init, params,
     )  # fmt: skip
     check_refused(
         "scheduler returned None, which is no scheduler of torch.optim.lr_scheduler. Write scheduler=lambda optimizer: "

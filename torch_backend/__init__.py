@@ -4,10 +4,12 @@ import torch
 
 from funcga.accumulator import AccumulatorState
 from funcga.backend import Backend
+from funcga.loss_scaling import LossScaledState
 from funcga.tally import Tally
 from funcga.window import Dropped, MultiStepsState, Parts, Window
 from torch_backend import arrays, gradients, handover, loop, replicas, transforms, trees
 from torch_backend.assignment import assign_grads as assign_grads
+from torch_backend.batch_norm import running_buffers as running_buffers
 from torch_backend.bridge import from_optax as from_optax
 from torch_backend.chaining import chain as chain
 from torch_backend.clipping import clip_grad_norm as clip_grad_norm
@@ -15,6 +17,9 @@ from torch_backend.clipping import clip_grad_value as clip_grad_value
 from torch_backend.modules import pure_loss as pure_loss
 from torch_backend.optimizer_state import OptimizerState
 from torch_backend.optimizers import from_optimizer as from_optimizer
+from torch_backend.randomness import example_keys as example_keys
+from torch_backend.randomness import sampled as sampled
+from torch_backend.randomness import seeded as seeded
 from torch_backend.replicas import Replicas as Replicas
 from torch_backend.slots import Number
 from torch_backend.updates import apply_updates as apply_updates
@@ -27,15 +32,19 @@ __all__ = [
     "chain",
     "clip_grad_norm",
     "clip_grad_value",
+    "example_keys",
     "from_optax",
     "from_optimizer",
     "module_value_and_grad",
     "pure_loss",
+    "running_buffers",
+    "sampled",
+    "seeded",
 ]
 
 BACKEND = Backend("torch", trees, arrays, handover, gradients, loop, replicas, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(
-    [AccumulatorState, Dropped, MultiStepsState, Number, OptimizerState, Parts, Tally, Window]
+    [AccumulatorState, Dropped, LossScaledState, MultiStepsState, Number, OptimizerState, Parts, Tally, Window]
 )

@@ -10,7 +10,7 @@ its gradient in and frees it at once.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -231,15 +231,31 @@ class Reentered(Exception):  # noqa: N818 - a word to the caller, and no error
     """The loss has a checkpoint that runs a backward pass of its own, which a restricted one does not allow."""
 
 
-def _check_closed(loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Raises FuncgaError if an unrestricted backward pass would write to the `.grad` of others than the inputs."""
-    own, seen, waiting = {id(leaf) for leaf in inputs}, set(), [loss.grad_fn]
+def _nodes(loss: torch.Tensor) -> Iterator[Any]:
+    """The nodes of the loss's graph."""
+    seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [after for after, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [after for after, _ in node.next_functions]
+            yield node
+
+
+def check_not_reentrant(loss: torch.Tensor) -> None:
+    """Raises Reentered for a checkpoint that runs a backward pass of its own.
+
+    It may not lie on a way to any leaf, as where its input only requires grad to make it run: then a restricted pass
+    leaves it out without a word, and with it the gradients of the parameters inside.
+    """
+    if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(loss)):
+        raise Reentered
+
+
+def _check_closed(loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Raises FuncgaError if an unrestricted backward pass would write to the `.grad` of others than the inputs."""
+    own = {id(leaf) for leaf in inputs}
+    for node in _nodes(loss):
         if id(getattr(node, "variable", inputs[0])) not in own:
             raise FuncgaError(
                 "loss_fn has a checkpoint with use_reentrant=True and closes over a tensor that requires grad, other "

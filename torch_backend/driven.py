@@ -20,8 +20,10 @@ from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from funcga.program import Program
+from funcga.scales import scaled_loss
 from torch_backend import arrays
 from torch_backend.backward import autocasting, holds, is_alone
+from torch_backend.batch_norm import called
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import detached
 from torch_backend.groups import groups_of
@@ -86,17 +88,19 @@ class Driven:
         elif self.buffers is None:
             self.waiting.enter_context(self.driver.waiting(self.gradient.sync))
         masks = isinstance(weight, torch.Tensor) or not weight
+        scale, kwargs = self.parts.read_scale(kwargs, self.backend)
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             with _masked(self.gradient.module, weight, self) if masks else _NOTHING:
-                output = self.gradient.loss_fn(self.gradient.module, *args, **kwargs)
+                output = called(self.gradient.loss_fn, self.gradient.module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
+            differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
         del output
         if self.parts.has_aux:
             aux = detached(aux)
         if self.buffers is None:
             self.plan = self._planned(loss.detach(), aux, arguments)
             self.buffers = Buffers(self.plan.layout)
-        self._run(loss, self._cotangent(loss, weight))
+        self._run(differentiated, self._cotangent(differentiated, weight))
         return self.buffers.add(self._leaves(loss.detach(), aux), weight)
 
     def result(self, state: list[Any]) -> Any:

@@ -19,8 +19,9 @@ from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction
 from funcga.outputs import Outputs
 from funcga.program import Program
+from funcga.scales import scaled_loss
 from torch_backend import arrays, trees
-from torch_backend.backward import Backward, autocasting, check_no_backward
+from torch_backend.backward import Backward, autocasting, check_no_backward, check_not_reentrant
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.guards import GradsWatch, modules_in
 from torch_backend.modules import PureLoss, own_parameter
@@ -73,14 +74,21 @@ class Engine:
             found = {i: found[i] if i in found else self._leafy(args[i], i) for i in self.places}
             moving = [leaf for i in found if i not in self.whole for leaf in found[i].leaves if leaf is not None]
         called = [found[i].tree if i in found else arg for i, arg in enumerate(args)][self.first :]
+        scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             loss, aux = self.gradient.split(self.loss_fn(*called, **kwargs), self.backend)
+            differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
         if self.gradient.has_aux:
             aux = detached(aux)
         if begins:
             self._bind(loss.detach(), aux, found, arguments, weight)
+            if not {"reenters", "known"} & {*self.program.compiled}:
+                check_not_reentrant(differentiated)
+                self.program.compiled["known"] = True
         self.backward.check_untouched()
-        self.backward(loss, weight, moving, None if self.reduction is None or not last else self.reduction.ready)
+        self.backward(
+            differentiated, weight, moving, None if self.reduction is None or not last else self.reduction.ready
+        )
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state

@@ -13,10 +13,13 @@ from torch import nn
 
 from funcga.errors import FuncgaError
 from torch_backend import arrays
+from torch_backend.batch_norm import Watch, called
 from torch_backend.guards import check_module_and_loss, check_not_wrapped
 
 
-def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool = False) -> "PureLoss":
+def pure_loss(
+    module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool = False, statistics: bool = False
+) -> "PureLoss":
     """`loss(params, *batch)`, pure, from `loss_fn(module, *batch)`: its value where the module has these parameters.
 
     module: any module, in train or eval mode as it is at the time of a call. It is left as it was, its parameters,
@@ -29,13 +32,21 @@ def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool =
         `loss(params, buffers, *batch) -> (loss, buffers)`, or `(loss, (aux, buffers))`; `{name: tensor}` as
         `dict(module.named_buffers())`. To thread them through a window they are CARRY among the arguments and carry()
         among the folds; `module.load_state_dict(buffers, strict=False)` writes them back.
+    statistics: True, and what its BatchNorm layers see of a micro-batch is a result: `loss(params, *batch) ->
+        (loss, statistics)`, or `(loss, (aux, statistics))`; `{name of the layer: tensor [3, channels]}`, a leaf for the
+        fold `pooled()`, which makes of them what the layers saw of the window, as if of one batch; with
+        `running_buffers` the running statistics are updated once a window. For layers in train mode that have running
+        statistics. Each micro-batch is still normalised by its own, so that the gradient is not that of the whole
+        batch, and what a layer behind another BatchNorm sees depends on n. Meanwhile loss_fn must not read the
+        running ones. Not in torch.compile, though the module may be compiled.
 
     It works in torch.func and torch.compile. In `accumulate` and `stream` over `funcga.grad(loss)` the parameters are
     put into the module once for a window; other threads that use the module through a pure_loss wait until then. Give
     it to `funcga.grad` as it is if the module has checkpoints: they run it again in the backward pass, and find the
     parameters only then. More terms of the loss can be written in loss_fn, which has them as `module.parameters()`.
-    Raises FuncgaError for names that the module does not have, and for modules wrapped in DDP or FSDP, whose gradients
-    would silently not be reduced.
+    Raises FuncgaError for names that the module does not have, for modules wrapped in DDP or FSDP, whose gradients
+    would silently not be reduced, and for a micro-batch with one value per channel of a BatchNorm layer; with
+    statistics=True if there is no such layer, if one runs twice in a forward pass, or is a SyncBatchNorm.
 
     >>> loss = torch_backend.pure_loss(model, lambda model, x, y: F.cross_entropy(model(x), y))
     >>> step = funcga.accumulate(funcga.value_and_grad(loss), n=8)
@@ -45,10 +56,20 @@ def pure_loss(module: nn.Module, loss_fn: Callable[..., Any], *, buffers: bool =
     >>> fold = ((funcga.mean(), funcga.carry()), funcga.mean())
     >>> step = funcga.accumulate(gradient, n=8, in_axes=(None, funcga.CARRY, 0, 0), fold=fold)
     >>> (value, buffers), grads = step(dict(model.named_parameters()), dict(model.named_buffers()), x, y)
+
+    >>> gradient = funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn, statistics=True), has_aux=True)
+    >>> step = funcga.accumulate(gradient, n=8, fold=((funcga.mean(), funcga.pooled()), funcga.mean()))
+    >>> (value, statistics), grads = step(dict(model.named_parameters()), x, y)
+    >>> model.load_state_dict(torch_backend.running_buffers(model, statistics), strict=False)
     """
     check_module_and_loss(module, loss_fn, "pure_loss")
     check_not_wrapped(module)
-    return PureLoss(module, loss_fn, buffers, _Call(module))
+    if buffers and statistics:
+        raise FuncgaError(
+            "pure_loss was given buffers=True and statistics=True: running statistics are threaded from one "
+            "micro-batch to the next, or pooled over them all. Give one of the two."
+        )
+    return PureLoss(module, loss_fn, buffers, statistics, _Call(module))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +79,7 @@ class PureLoss:
     module: nn.Module
     loss_fn: Callable[..., Any]
     buffers: bool
+    statistics: bool
     call: "_Call"
 
     def __call__(self, params: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +91,8 @@ class PureLoss:
 
     def _traced(self, params: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """The same by functional_call, which torch.compile knows, also in a loop."""
+        if self.statistics:
+            raise FuncgaError(_UNWATCHED)
         parameters, buffers, _ = _walk(self.module)
         _checked(params, parameters, "parameters")
         given = dict(self.module.named_buffers())
@@ -80,7 +104,7 @@ class PureLoss:
         tensors = {f"module.{name}": tensor for name, tensor in params.items()}
         tensors |= {f"module.{name}": tensor.clone() for name, tensor in given.items()}
         output, after = torch.func.functional_call(self.call, tensors, (self.loss_fn, *args), kwargs)
-        return _with_buffers(output, {name: after[name] for name in own}) if self.buffers else output
+        return _with_state(output, {name: after[name] for name in own}) if self.buffers else output
 
     @contextmanager
     def entered(self, params: Mapping[str, torch.Tensor]) -> Iterator[Callable[..., Any]]:
@@ -99,10 +123,14 @@ class PureLoss:
             own = threading.get_ident()
             _PLACED.update({key: _Placed(own, held) for key, (_, held) in placed.items()})
         try:
+            states = [table for table in tables if table.is_buffers]
             if self.buffers:
                 yield partial(self._threaded, buffers)
+            elif self.statistics:
+                with Watch(self.module).watching() as watch:
+                    yield partial(self._watched, watch, buffers, states, {})
             else:
-                yield partial(self._isolated, buffers, [table for table in tables if table.is_buffers], {})
+                yield partial(self._isolated, buffers, states, {})
         finally:
             with _CHANGED:
                 for table in tables:
@@ -119,16 +147,24 @@ class PureLoss:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The loss, on copies of the module's own buffers, made again where the last micro-batch wrote to them."""
-        for table in tables:
-            table.restore()
-        for slot in buffers:
-            copy, version = copies.get(id(slot.held), (None, 0))
-            if copy is None or copy._version != version:
-                copy = slot.held.detach().clone()
-                copies[id(slot.held)] = copy, copy._version
-            slot.table[slot.key] = copy
-        return self.loss_fn(self.module, *args, **kwargs)
+        """The loss, on copies of the module's own buffers."""
+        _refill(buffers, tables, copies)
+        return called(self.loss_fn, self.module, *args, **kwargs)
+
+    def _watched(
+        self,
+        watch: Watch,
+        buffers: "list[_Slot]",
+        tables: "list[_Table]",
+        copies: dict[int, tuple[Any, int]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """(loss, statistics), on copies of the module's own buffers."""
+        _refill(buffers, tables, copies)
+        with watch.micro_batch():
+            output = called(self.loss_fn, self.module, *args, **kwargs)
+        return _with_state(output, watch.statistics())
 
     def _threaded(
         self, buffers: "list[_Slot]", given: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
@@ -137,16 +173,22 @@ class PureLoss:
         tensors = _checked(given, buffers, "buffers")
         copies = {id(slot.held): tensors.get(id(slot.held), slot.held).detach().clone() for slot in buffers}
         _fill(buffers, copies)
-        output = self.loss_fn(self.module, *args, **kwargs)
+        output = called(self.loss_fn, self.module, *args, **kwargs)
         # a copy, as a checkpoint runs the forward pass again when the loss is already there
         found = {slot.name: slot.table[slot.key].detach().clone() for slot in buffers}
-        return _with_buffers(output, {name: found[name] for name in given})
+        return _with_state(output, {name: found[name] for name in given})
 
 
-def _with_buffers(output: Any, buffers: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+_UNWATCHED = (
+    "pure_loss(..., statistics=True) is in a function that torch.compile compiles, where layers cannot be watched. "
+    "Call the step without torch.compile; the module itself may be compiled. Or thread the buffers: buffers=True."
+)
+
+
+def _with_state(output: Any, state: dict[str, torch.Tensor]) -> tuple[Any, Any]:
     if isinstance(output, tuple | list) and len(output) == 2:
-        return output[0], (output[1], buffers)
-    return output, buffers
+        return output[0], (output[1], state)
+    return output, state
 
 
 class _Call(nn.Module):
@@ -199,6 +241,22 @@ def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> list[torch
         slot.table[slot.key] = tensor
         placed.append(tensor)
     return placed
+
+
+def _refill(slots: list[_Slot], tables: "list[_Table]", copies: dict[int, tuple[Any, int]]) -> None:
+    """Puts copies where the module's own buffers are, new ones in each layer that the last micro-batch wrote to.
+
+    All of the layer's, as the kernel of BatchNorm writes to running statistics without telling autograd.
+    """
+    for table in tables:
+        table.restore()
+    held = [(slot, *copies.get(id(slot.held), (None, 0))) for slot in slots]
+    written = {id(slot.table) for slot, copy, version in held if copy is None or copy._version != version}
+    for slot, copy, _ in held:
+        if id(slot.table) in written:
+            copy = slot.held.detach().clone()
+            copies[id(slot.held)] = copy, copy._version
+        slot.table[slot.key] = copy
 
 
 def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str) -> dict[int, torch.Tensor]:

@@ -24,7 +24,8 @@ class Schedule:
 
     It is a function of its arguments, although a scheduler is not: the one that is kept goes forward to the count
     asked for, and another one begins at 0 where a count lies behind. Raises FuncgaError for schedulers that depend on
-    more than a count, as ReduceLROnPlateau does.
+    more than a count, as ReduceLROnPlateau does, for what cannot be made of an optimizer alone, and for a count that
+    the scheduler refuses, as OneCycleLR does after its total_steps.
     """
 
     def __init__(self, make: Callable[[Optimizer], Any]):
@@ -42,7 +43,11 @@ class Schedule:
         with self.lock:
             if self.running is None or self.running.count > count or self.running.began_with != options:
                 self.running = _Running(self.make, optimizer.defaults, options)
-            return self.running.forward(count)
+            try:
+                return self.running.forward(count)
+            except FuncgaError:
+                self.running = None  # it has gone further than it says
+                raise
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +60,10 @@ class _Running:
     def __init__(self, make: Callable[[Optimizer], Any], defaults: dict[str, Any], options: Options):
         self.began_with, self.count = options, 0
         self.optimizer = _OnlyOptions([{"params": [torch.zeros(1)], **_own(group)} for group in options], defaults)
-        self.scheduler = make(self.optimizer)
+        try:
+            self.scheduler = make(self.optimizer)
+        except TypeError as error:
+            raise FuncgaError(_not_made(make, error)) from error
         if not isinstance(self.scheduler, LRScheduler) or isinstance(self.scheduler, ReduceLROnPlateau):
             raise FuncgaError(_no_schedule(self.scheduler))
 
@@ -63,7 +71,10 @@ class _Running:
         """The options after `count` updates, not before those that it has seen."""
         while self.count < count:
             self.optimizer.step()  # which schedulers want to see called before their own
-            self.scheduler.step()
+            try:
+                self.scheduler.step()
+            except ValueError as error:
+                raise FuncgaError(_no_more(self.scheduler, self.count + 1, error)) from error
             self.count += 1
         groups = zip(self.optimizer.param_groups, self.began_with, strict=True)
         return [_own({name: group[name] for name in began}) for group, began in groups]
@@ -79,6 +90,21 @@ class _OnlyOptions(Optimizer):
 def _own(options: dict[str, Any]) -> dict[str, Any]:
     """The options, with tensors of their own: schedulers write into them."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+def _not_made(make: Any, error: TypeError) -> str:
+    name = getattr(make, "__name__", "CosineAnnealingLR") if isinstance(make, type) else "CosineAnnealingLR"
+    return (
+        f"scheduler is called with an optimizer and nothing else, and raised: {error}. Give it the other arguments "
+        f"before: scheduler=functools.partial(torch.optim.lr_scheduler.{name}, ...)."
+    )
+
+
+def _no_more(scheduler: Any, count: int, error: ValueError) -> str:
+    return (
+        f"{type(scheduler).__name__} does not go on after update {count}: {error}. It is stepped once an update, and a "
+        f"last, shorter window is an update too. Plan for as many: total_steps=epochs * math.ceil(len(loader) / n)."
+    )
 
 
 def _no_schedule(found: Any) -> str:

@@ -21,7 +21,7 @@ from torch_backend.guards import check_module_and_loss, wrapper_of
 
 
 def module_value_and_grad(
-    module: nn.Module, loss_fn: Callable[..., Any], *, has_aux: bool = False, sync: str = "last"
+    module: nn.Module, loss_fn: Callable[..., Any], *, has_aux: bool = False, sync: str = "last", scaled: bool = False
 ) -> "ModuleGradient":
     """`f(*batch) -> (value, {name: gradient})`, or `((value, aux), {name: gradient})`, of `loss_fn(module, *batch)`.
 
@@ -39,6 +39,7 @@ def module_value_and_grad(
         "every": in every micro-batch, n times the traffic; gradients stay sharded.
         "outer": for fully_shard with a mesh of two dimensions. Every micro-batch reduce-scatters over the inner one,
         and the last all-reduces the shards over the outer one.
+    scaled: f takes one keyword argument more, `loss_scale`, as in `funcga.value_and_grad`.
 
     The gradients are those of `dict(module.named_parameters())` that require grad, in the shapes that these have on
     this replica, DTensors for fully_shard; zeros where the loss does not depend on one. The parameters' `.grad`s, the
@@ -47,7 +48,7 @@ def module_value_and_grad(
 
     Every replica needs a micro-batch; with FSDP, whose forward passes communicate, and with sync="every", all need
     equally many. A stream holds one micro-batch more than otherwise, as it looks for the last. The weight is the
-    cotangent of a micro-batch's loss; scale a float16 loss down in loss_fn.
+    cotangent of a micro-batch's loss, which a loss in float16 may not hold: return it in float32.
     Raises FuncgaError for folds that are no sums, 16-bit sums where the fold promises 32, and what a wrapper cannot do.
 
     >>> model = nn.parallel.DistributedDataParallel(model)
@@ -64,7 +65,7 @@ def module_value_and_grad(
     driver = _driver(module)
     driver.check(sync)
     _check_covered(module, driver)
-    return ModuleGradient(module, loss_fn, has_aux, sync, driver)
+    return ModuleGradient(module, loss_fn, has_aux, sync, driver, scaled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,7 @@ class ModuleGradient(OwningGradient):
     has_aux: bool
     sync: str
     driver: Plain
+    scaled: bool = False
 
     @property
     def __signature__(self) -> inspect.Signature | None:
@@ -93,7 +95,7 @@ class ModuleGradient(OwningGradient):
     @property
     def parts(self) -> GradientFunction:
         """What splits the output of loss_fn, and composes that of a gradient function."""
-        return GradientFunction(self.loss_fn, 0, self.has_aux, with_value=True)
+        return GradientFunction(self.loss_fn, 0, self.has_aux, True, self.scaled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value and the gradients of one micro-batch on every replica, weighed by its rows."""

@@ -3,6 +3,7 @@
 import importlib
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -71,9 +72,8 @@ class Probe:
         return float(weight)
 
     def step(self, n: int) -> Callable[..., Any]:
-        """The accumulation of grad_fn over n micro-batches, with a mean where moments are asked for."""
-        of_moments = lambda fold: mean() if is_moments(fold) else fold
-        fold, p = self._mapped(of_moments), self.program
+        """The accumulation of grad_fn over n micro-batches, its leaves as grad_fn has them; of moments a mean."""
+        fold, p = self._mapped(_leaf_for_leaf), self.program
         return accumulate(p.grad_fn, n, fold=fold, weight=p.weight, in_axes=p.in_axes)
 
     @cached_property
@@ -107,9 +107,22 @@ def _plain(fold: Fold) -> Fold:
     return fold if keeps else sum()
 
 
+def _leaf_for_leaf(fold: Fold) -> Fold:
+    """The fold whose result has one leaf for each of grad_fn's output."""
+    if is_pooled(fold):
+        stack = lambda xp, reduced, tally: xp.stack(fold.normalizer.apply(xp, reduced, tally))
+        return replace(fold, normalizer=replace(fold.normalizer, apply=stack))
+    return mean() if is_moments(fold) else fold
+
+
 def is_moments(fold: Fold) -> bool:
     """Whether the result depends on the number of micro-batches by definition."""
-    return fold.reducer.monoid is monoids.moments
+    return fold.reducer.monoid is monoids.moments and not is_pooled(fold)
+
+
+def is_pooled(fold: Fold) -> bool:
+    """Whether a leaf has several arrays stacked on its axis 0, of which the result makes a tuple."""
+    return fold.reducer.lift is reducers.pooled.lift
 
 
 def copied(tree: Any, backend: Backend, precise: bool) -> Any:

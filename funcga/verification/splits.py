@@ -8,7 +8,7 @@ import numpy as np
 
 from funcga import monoids, normalizers, reducers
 from funcga.arguments import groups, starts
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, TooFewRowsError
 from funcga.folds import Fold
 from funcga.tally import Tally
 from funcga.verification.probe import Probe, Rows, is_moments
@@ -108,6 +108,8 @@ def _attempt(run: Callable[[], Any]) -> Any:
     """What it returns, or the type and first line of what it raises; errors of funcga's own are raised."""
     try:
         return run()
+    except TooFewRowsError as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
     except FuncgaError:
         raise
     except Exception as error:

@@ -1,0 +1,64 @@
+"""Dropout: noise that is reproducible, other in each micro-batch, and, if one likes, the same for every n.
+
+    python examples/dropout_torch.py
+
+Every example has a key, made of a seed and its index, which is one more argument that is split. `seeded` runs a loss
+with torch's generators seeded by the keys of its micro-batch: dropout, as modules have it, is then a pure function of
+its arguments. What is `sampled` belongs to the example alone, so that four micro-batches of 4 are dropped out as one
+of 16.
+
+What the usual loop gets wrong: it seeds once, and the noise then depends on n, on what was drawn before, and on
+whether a run was resumed; a seed set in every micro-batch makes all of a window draw the same.
+"""
+
+import torch
+
+import funcga
+import torch_backend
+
+ROWS, RATE = 16, 0.5
+
+
+def module():
+    """Two layers with dropout between them."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 32), torch.nn.ReLU(), torch.nn.Dropout(RATE), torch.nn.Linear(32, 1))
+
+
+def loss_fn(module, x, y):
+    """The mean square, with the module's own dropout."""
+    return torch.nn.functional.mse_loss(module(x), y)
+
+
+def loss_by_example(module, keys, x, y):
+    """The same, where what is dropped is drawn with the key of each example."""
+    kept = torch_backend.sampled(torch.rand, keys, (32,)) >= RATE
+    hidden = module[1](module[0](x))
+    return torch.nn.functional.mse_loss(module[3](torch.where(kept, hidden / (1 - RATE), 0)), y)
+
+
+def gradients(loss, n, seed=0):
+    """The gradient of the first layer, of 16 examples in n micro-batches."""
+    net = module()
+    step = funcga.accumulate(funcga.grad(torch_backend.pure_loss(net, loss)), n)
+    random = torch.Generator().manual_seed(1)
+    x, y = torch.randn(ROWS, 5, generator=random), torch.randn(ROWS, 1, generator=random)
+    keys = torch_backend.example_keys(seed, torch.arange(ROWS))
+    return step(dict(net.named_parameters()), keys, x, y)["0.weight"]
+
+
+def main():
+    """Prints what stays the same, and what does not."""
+    whole, own = torch_backend.seeded(loss_fn), loss_by_example
+    print("seeded: the same in two runs:", torch.equal(gradients(whole, 4), gradients(whole, 4)))
+    print(f"seeded: 4 micro-batches are {_apart(gradients(whole, 4), gradients(whole, 1)):.2f} from one")
+    print(f"by example: 4 micro-batches are {_apart(gradients(own, 4), gradients(own, 1)):.0e} from one")
+    print(f"by example: another seed is {_apart(gradients(own, 4), gradients(own, 4, seed=1)):.2f} away")
+
+
+def _apart(left, right):
+    return ((left - right).norm() / right.norm()).item()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Mixed precision: float16 with a dynamic loss scale that a window shares, and torch's GradScaler beside it.
+
+    python examples/mixed_precision_torch.py
+
+The loss is multiplied before the backward pass, so that small gradients survive in float16, and the optimizer divides
+again. A window has one scale: its gradients are looked at once, when all are added, and it is used or skipped as a
+whole. `funcga.loss_scaled` is GradScaler step for step, as a pure transform; what it wraps, clipping here, sees
+gradients in their own size. Who keeps optimizer.step() keeps GradScaler as well: `step` takes its scale.
+
+What the usual loop gets wrong: `unscale_` and the check belong at the end of a window. In every micro-batch they add
+gradients that are not divided yet to others that are. And `scaler.scale(loss / n)` begins its backward passes n times
+lower than the scale says: what such a run did is repeated with init_scale / n. In bfloat16, which reaches as far as
+float32, none of this is needed.
+"""
+
+import torch
+
+import funcga
+import torch_backend
+
+N, INTERVAL = 4, 3  # micro-batches in a window; updates in a row after which the scale grows
+
+
+def network():
+    """A small classifier."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+
+
+def loss_fn(module, x, y):
+    """The mean cross-entropy, with the matrices in float16."""
+    with torch.autocast(x.device.type, torch.float16):
+        return torch.nn.functional.cross_entropy(module(x), y)
+
+
+def batches(count=12):
+    """Batches of 16 rows; the fourth is so large that its gradients overflow in float16."""
+    random = torch.Generator().manual_seed(0)
+    for i in range(count):
+        x = torch.randn(16, 6, generator=random) * (1e4 if i == 3 else 1)
+        yield x, torch.randint(0, 3, (16,), generator=random)
+
+
+def functional(init_scale):
+    """Pure: the scale is in the state of the transform. Yields the scale and the parameters after every window."""
+    module = network()
+    adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-2)
+    clipped = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
+    tx = funcga.loss_scaled(clipped, init_scale=init_scale, growth_interval=INTERVAL)
+    step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), scaled=True), N)
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    state = tx.init(params)
+    for x, y in batches():
+        _loss, grads = step(params, x, y, loss_scale=state.scale)
+        updates, state = tx.update(grads, state, params)
+        params = torch_backend.apply_updates(params, updates)
+        yield state.scale.item(), params
+
+
+def stepped(init_scale):
+    """The same with optimizer.step() and torch's own GradScaler."""
+    module = network()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=INTERVAL)
+    step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), scaled=True), N)
+    for x, y in batches():
+        params = dict(module.named_parameters())
+        _loss, grads = step(params, x, y, loss_scale=scaler.scale(torch.ones(())))
+        torch_backend.assign_grads(module, grads)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        yield scaler.get_scale(), {name: parameter.detach().clone() for name, parameter in params.items()}
+
+
+def main():
+    """Trains in both ways, and compares."""
+    ours, theirs = list(functional(2.0**18)), list(stepped(2.0**18))
+    print("scale after every window: 2 to the power of", *[int(torch.tensor(scale).log2()) for scale, _ in ours])
+    print("the same as GradScaler's:", [scale for scale, _ in ours] == [scale for scale, _ in theirs])
+    apart = max((ours[-1][1][name] - parameter).abs().max().item() for name, parameter in theirs[-1][1].items())
+    print(f"the same parameters, to 1e-6: {apart < 1e-6}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""`loss_scaled`: a dynamic loss scale around an optimizer, for gradients in float16."""
+
+import numbers
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from funcga.backend import Backend, backend_of, load_imported
+from funcga.errors import FuncgaError
+from funcga.transforms import DonatingTransform, Transform, read_transform
+from funcga.widening import widened
+
+
+class LossScaledState(NamedTuple):
+    """The state of `loss_scaled`: a tree of arrays that passes through jit, scan, torch.save and checkpoints.
+
+    inner: the state of the wrapped transform. scale: what the next window's losses are to be multiplied by, a 0-d
+    float32 array. growth: how many updates there have been since the scale last changed; skipped: how many windows were
+    no update; 0-d int32 arrays. In torch they are on the CPU.
+    """
+
+    inner: Any
+    scale: Any
+    growth: Any
+    skipped: Any
+
+
+def loss_scaled(
+    tx: Any,
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> DonatingTransform:
+    """A transform that divides gradients by the loss scale that they come with, and lets tx make an update of them.
+
+    >>> tx = funcga.multi_steps(funcga.loss_scaled(optax.adamw(1e-3)), 8)
+    >>> gradient = funcga.value_and_grad(loss_fn, scaled=True)
+    >>> loss, grads = gradient(params, batch, loss_scale=state.inner.scale)
+    >>> updates, state = tx.update(grads, state, params)
+
+    If a gradient is not finite, the updates are zeros, the state of tx stays what it is, and the scale is multiplied by
+    backoff_factor; after growth_interval updates in a row, by growth_factor. That is torch.amp.GradScaler, step for
+    step, with `unscale_`, `step` and `update` in one; what stands in tx, as clipping, sees gradients in their own size.
+
+    Inside of `multi_steps`, or after `accumulate`, a window has one scale, is looked at once, and is used or skipped as
+    a whole: leave its `drop` alone, which would hide from the scale what is not finite. (A window that is skipped is an
+    update of zeros to `multi_steps`.) The gradients of a window must all come with the scale of the state. On a CUDA
+    device the host waits once an update, as GradScaler does.
+
+    tx: any pair of functions (init, update). What it sees, gradients and params, has floats of less than 32 bits as
+        float32, and so have its state and the updates.
+    init_scale: a finite number above 0; with a power of 2, and powers of 2 as factors, scaling loses nothing.
+    growth_factor: above 1. backoff_factor: between 0 and 1. growth_interval: at least 1.
+
+    Raises FuncgaError for other numbers, and for a state or gradients that are not its own.
+    Source: Micikevicius et al. (2018), "Mixed precision training".
+    """
+    _check("init_scale", init_scale, 0, float("inf"), "65536.0")
+    _check("growth_factor", growth_factor, 1, float("inf"), "2.0")
+    _check("backoff_factor", backoff_factor, 0, 1, "0.5")
+    if isinstance(growth_interval, bool) or not isinstance(growth_interval, int) or growth_interval < 1:
+        raise FuncgaError(
+            f"growth_interval is {growth_interval!r}: it must be an int, at least 1: growth_interval=2000."
+        )
+    read = read_transform(tx)
+    for backend in load_imported():
+        read = backend.transforms.imported(read)
+    functions = _Functions(read, float(init_scale), float(growth_factor), float(backoff_factor), growth_interval)
+    return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
+
+
+def _check(name: str, number: Any, above: float, below: float, example: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, numbers.Real) or not above < float(number) < below:
+        limits = f"a finite number above {above}" if below > 1 else f"a number between {above} and {below}"
+        raise FuncgaError(f"{name} is {number!r}: it must be {limits}, such as {name}={example}.")
+
+
+@dataclass(frozen=True, eq=False)
+class _Functions:
+    """The functions of one `loss_scaled`, and its choices."""
+
+    tx: Transform
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+
+    def __deepcopy__(self, memo: Any) -> "_Functions":
+        """Itself, as a function is its own copy."""
+        return self
+
+    def init(self, params: Any) -> LossScaledState:
+        """The state before the first update."""
+        backend = backend_of([params], lambda: ["params"])
+        arrays = backend.arrays
+        scale = arrays.cast(arrays.as_array(self.init_scale), arrays.as_dtype("float32"))
+        inner = self.tx.init(widened(backend.transforms.detached(params), backend))
+        return LossScaledState(inner, scale, arrays.integer(0), arrays.integer(0))
+
+    def update(self, grads: Any, state: LossScaledState, params: Any = None, **extra: Any) -> Any:
+        """(updates, state): zeros, and a smaller scale, if a gradient is not finite."""
+        return self._updated(grads, state, params, extra, donate=False)
+
+    def donated(self, grads: Any, state: LossScaledState, params: Any = None, **extra: Any) -> Any:
+        """The same, which may write to the gradients and the state."""
+        return self._updated(grads, state, params, extra, donate=True)
+
+    def _updated(self, grads: Any, state: Any, params: Any, extra: dict[str, Any], donate: bool) -> Any:
+        if not isinstance(state, LossScaledState):
+            raise FuncgaError(
+                f"the state is of type {type(state).__name__}, and that of loss_scaled is a LossScaledState: "
+                f"state = tx.init(params); updates, state = tx.update(grads, state, params)."
+            )
+        backend = backend_of([state.scale, grads], lambda: ["state", "grads"])
+        leaves, structure = backend.trees.flatten(grads)
+        good = backend.arrays.scalar(backend.transforms.finite(leaves))
+        run = partial(self._run, backend, structure, donate)
+        progress = state.inner, backend.arrays.as_array(False)
+        operands = leaves, state.scale, params, extra
+        updates, (inner, used) = backend.transforms.when(good, run, progress, operands, grads)
+        return updates, self._adjusted(state, inner, used, backend)
+
+    def _run(self, backend: Backend, structure: Any, donate: bool, progress: Any, operands: Any) -> tuple[Any, Any]:
+        """(updates, progress) of one update of the wrapped transform."""
+        inner, (leaves, scale, params, extra) = progress[0], operands
+        unscaled = backend.transforms.unscaled(leaves, scale, donate)
+        grads = backend.trees.unflatten(structure, unscaled)
+        update = self.tx.donated if donate and isinstance(self.tx, DonatingTransform) else self.tx.update
+        try:
+            updates, new = update(grads, inner, widened(backend.transforms.detached(params), backend), **extra)
+        except Exception:
+            if donate:  # the gradients are as good as before
+                backend.transforms.unscaled(unscaled, 1 / scale, donate)
+            raise
+        return updates, (backend.transforms.alike(new, inner), backend.arrays.as_array(True))
+
+    def _adjusted(self, state: LossScaledState, inner: Any, used: Any, backend: Backend) -> LossScaledState:
+        """The state after a window that was used, or not: its scale backs off, grows or stays."""
+        xp, zero = backend.arrays.xp, backend.arrays.integer(0)
+        growth = state.growth + 1
+        grown, smaller = state.scale * self.growth_factor, state.scale * self.backoff_factor
+        grows = (growth == self.growth_interval) & xp.isfinite(grown)
+        scale = xp.where(used, xp.where(grows, grown, state.scale), smaller)
+        growth = xp.where(used & (growth < self.growth_interval), growth, zero)
+        return LossScaledState(inner, scale, growth, state.skipped + backend.arrays.cast(~used, zero.dtype))

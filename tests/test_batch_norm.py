@@ -1,0 +1,382 @@
+"""BatchNorm in accumulation: running statistics merged once a window are those of one batch; by hand they are not."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad_and_value
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+import torch_backend
+from funcga import FuncgaError
+from tests.kits import LIMITS, TORCH, difference
+
+FOLD = ((funcga.mean(), funcga.pooled()), funcga.mean())
+
+
+def net(momentum=0.1, dims=2):
+    torch.manual_seed(0)
+    layers = (nn.Conv2d, nn.BatchNorm2d) if dims == 2 else (nn.Conv1d, nn.BatchNorm1d)
+    return nn.Sequential(layers[0](2, 3, 2), layers[1](3, momentum=momentum), nn.Flatten(), nn.LazyLinear(2)).double()
+
+
+def batch(rows=11, dims=2):
+    """Rows that get brighter: micro-batches differ by more than their rows do."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 2, *(4,) * dims, generator=generator, dtype=torch.float64)
+    return x + torch.linspace(0, 8, rows).double()[(slice(None),) + (None,) * (dims + 1)], torch.arange(rows) % 2
+
+
+def entropy(module, x, y):
+    return F.cross_entropy(module(x), y)
+
+
+def observing(module, n, loss_fn=entropy, stream=False, **options):
+    gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn, statistics=True), has_aux=True)
+    return funcga.stream(gradient, fold=FOLD) if stream else funcga.accumulate(gradient, n, fold=FOLD, **options)
+
+
+def parameters(module):
+    return dict(module.named_parameters())
+
+
+def buffers_after_one_batch(module, x):
+    whole = copy.deepcopy(module)
+    whole(x)
+    return dict(whole.named_buffers())
+
+
+class Unchanged:
+    """That nothing of a module is another one than before, momenta and hooks among it."""
+
+    def __init__(self, module):
+        self.module, self.before = module, self.look(module)
+        self.values = {k: v.clone() for k, v in module.state_dict().items()}
+
+    def look(self, module):
+        layers = [(m.training, getattr(m, "momentum", 0), len(m._forward_pre_hooks)) for m in module.modules()]
+        return layers, [id(t) for t in module.state_dict(keep_vars=True).values()]
+
+    def check(self):
+        assert self.look(self.module) == self.before
+        assert all(torch.equal(v, self.values[k]) for k, v in self.module.state_dict().items())
+
+
+@pytest.mark.parametrize(("dims", "momentum"), [(1, 0.1), (2, 0.1), (2, None), (2, 0.0), (1, 1.0)])
+def test_merged_buffers_are_those_of_one_batch(dims, momentum):
+    module, (x, y) = net(momentum, dims), batch(dims=dims)
+    module(x)  # LazyLinear, and one batch that a cumulative average has seen
+    unchanged, expected = Unchanged(module), buffers_after_one_batch(module, x)
+    for options in ({"n": 1}, {"n": 4}, {"n": 5}, {"n": None, "microbatch_size": 4}):
+        (_, statistics), _ = observing(module, **options)(parameters(module), x, y)
+        assert {*statistics} == {"1"}
+        assert float(statistics["1"].count[0]) == len(x) * 3**dims
+        found = torch_backend.running_buffers(module, statistics)
+        assert {*found} == {*expected}
+        for name, buffer in expected.items():
+            assert found[name].dtype == buffer.dtype
+            torch.testing.assert_close(found[name], buffer, rtol=1e-13, atol=1e-13)
+        unchanged.check()
+    assert module.load_state_dict(found, strict=False).unexpected_keys == []
+    assert int(module[1].num_batches_tracked) == 2
+
+
+def made(**options):
+    module, (x, y) = net(**options), batch()
+    module(x)
+    return module, x, y
+
+
+def test_loss_and_gradients_are_those_without_statistics():
+    module, x, y = made()
+    plain = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, entropy)), 4)
+    expected = plain(parameters(module), x, y)
+    (value, _), grads = observing(module, 4)(parameters(module), x, y)
+    assert difference(TORCH, (value, grads), expected) == 0
+    whole = funcga.value_and_grad(torch_backend.pure_loss(module, entropy))(parameters(module), x, y)
+    assert difference(TORCH, expected, whole) > 0.1  # inherent: they are normalised by other statistics
+
+
+def test_in_a_stream_in_torch_func_and_beside_aux():
+    module, x, y = made()
+    unchanged = Unchanged(module)
+    result = observing(module, 4)(parameters(module), x, y)
+    sizes = [3, 3, 3, 2]
+    window = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    assert difference(TORCH, observing(module, 4, stream=True)(parameters(module), window), result) == 0
+    loss = torch_backend.pure_loss(module, entropy, statistics=True)
+    generic = lambda *args: grad_and_value(loss, has_aux=True)(*args)[::-1]
+    assert difference(TORCH, funcga.accumulate(generic, 4, fold=FOLD)(parameters(module), x, y), result) == 0
+
+    loss = torch_backend.pure_loss(module, lambda m, x, y: (entropy(m, x, y), {"rows": len(x)}), statistics=True)
+    fold = ((funcga.mean(), ({"rows": funcga.sum()}, funcga.pooled())), funcga.mean())
+    step = funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), 4, fold=fold)
+    (_, (aux, statistics)), _ = step(parameters(module), x, y)
+    assert int(aux["rows"]) == len(x)
+    assert difference(TORCH, statistics, result[0][1]) == 0
+    unchanged.check()
+
+
+def test_frozen_statistics_are_the_module_s_own_for_every_micro_batch():
+    """A loss that also normalises by them: what one micro-batch writes does not reach the next."""
+    module, x, y = made()
+
+    def both(module, x, y):
+        first = entropy(module, x, y)
+        module[1].eval()
+        second = module(x).square().mean()
+        module[1].train()
+        return first + second
+
+    loss = torch_backend.pure_loss(module, both)
+    value = funcga.accumulate(funcga.value_and_grad(loss), microbatch_size=4)(parameters(module), x, y)[0]
+    apart = [len(part) * loss(parameters(module), part, t) for part, t in zip(x.split(4), y.split(4), strict=True)]
+    torch.testing.assert_close(value, (sum(apart) / len(x)).detach(), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("reenter", [False, True])
+def test_checkpoints_run_the_layers_again_and_disturb_nothing(reenter):
+    module, x, y = made()
+    unchanged = Unchanged(module)
+    expected = observing(module, 4)(parameters(module), x, y)
+
+    def checkpointed(module, x, y):
+        zero = 0 * module[3].weight.sum()  # a checkpoint that reenters asks for an input that requires grad
+        return F.cross_entropy(module[2:](checkpoint(module[:2], x + zero, use_reentrant=reenter)), y)
+
+    found = observing(module, 4, checkpointed)(parameters(module), x, y)
+    assert difference(TORCH, found, expected) <= LIMITS["float64"]
+    unchanged.check()
+
+
+def test_every_layer_has_what_it_saw_of_all_micro_batches():
+    """Behind another BatchNorm that is not what it sees of one batch."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    x, y, seen = torch.randn(11, 3).double().cumsum(0), torch.arange(11) % 2, []
+    (_, statistics), _ = observing(module, 4)(parameters(module), x, y)
+    hook = module[3].register_forward_pre_hook(lambda layer, args: seen.append(args[0].detach()))
+    for part in x.split([3, 3, 3, 2]):
+        copy.deepcopy(module)(part)
+    hook.remove()
+    for name, inputs in (("0", x), ("3", torch.cat(seen))):
+        expected = funcga.Pooled(torch.full((inputs.shape[1],), 11.0), inputs.mean(0), inputs.var(0, correction=0))
+        assert difference(TORCH, statistics[name], expected) <= LIMITS["float64"]
+    one = buffers_after_one_batch(module, x)["3.running_var"]
+    assert (torch_backend.running_buffers(module, statistics)["3.running_var"] - one).abs().max() > 1e-3
+
+
+def test_layers_that_are_frozen_or_skipped():
+    module, x, y = made()
+    branches = nn.ModuleDict({"frozen": nn.BatchNorm2d(2).eval(), "skipped": nn.BatchNorm2d(2), "net": module})
+    branches["untracked"] = nn.BatchNorm2d(2, track_running_stats=False)
+    branches.double()
+    forward = lambda m, x, y: entropy(m["net"], m["untracked"](m["frozen"](x)), y)
+    params = {name: p for name, p in branches.named_parameters() if "skipped" not in name}
+    (_, statistics), _ = observing(branches, 4, forward)(params, x, y)
+    assert {*statistics} == {"skipped", "net.1"}
+    assert float(statistics["skipped"].count.sum()) == 0
+    found, own = torch_backend.running_buffers(branches, statistics), dict(branches.named_buffers())
+    assert all(torch.equal(found[name], own[name]) for name in found if name.startswith("skipped"))
+    assert int(found["net.1.num_batches_tracked"]) == int(own["net.1.num_batches_tracked"]) + 1
+
+
+def test_sixteen_bits():
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).bfloat16()
+    x, y = torch.randn(700, 3, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.arange(700) % 2
+    loss = lambda m, x, y: F.cross_entropy(m(x).float(), y)
+    (_, statistics), _ = observing(module, 2, loss)(parameters(module), x, y)
+    assert {part.dtype for part in statistics["0"]} == {torch.float32}
+    assert statistics["0"].count.tolist() == [700] * 3
+    torch.testing.assert_close(statistics["0"].mean, x.float().mean(0), rtol=0, atol=2e-3)
+    after = torch_backend.running_buffers(module, statistics)
+    assert after["0.running_var"].dtype == torch.bfloat16
+
+
+def test_a_compiled_module_and_a_compiled_step():
+    module, x, y = made()
+    expected = observing(module, 4)(parameters(module), x, y)[0][1]["1"]
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="eager")
+    found = observing(compiled, 4)(parameters(compiled), x, y)[0][1]["_orig_mod.1"]
+    assert difference(TORCH, found, expected) == 0
+    step = torch.compile(observing(module, 4), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"statistics=True\) is in a function that torch.compile compiles"):
+        step(parameters(module), x, y)
+
+
+# --- refusals
+
+
+class Manual(nn.BatchNorm2d):
+    """As the guides have it for all micro-batches but the last: batch statistics, and no update."""
+
+    def forward(self, x):
+        return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
+def test_refusals():
+    module, x, y = made()
+    twice = lambda m, x, y: entropy(m, x, y) + m(x).mean()
+    evaluated, synced, manual = (copy.deepcopy(module) for _ in range(3))
+    evaluated.eval()
+    synced[1], manual[1] = nn.SyncBatchNorm(3).double(), Manual(3).double()
+    step = lambda module, loss=entropy, n=4: observing(module, n, loss)(parameters(module), x, y)
+    (_, good), _ = step(module)
+    buffers = lambda pooled: torch_backend.running_buffers(module, pooled)
+    cases = [
+        (
+            lambda: torch_backend.pure_loss(module, entropy, buffers=True, statistics=True),
+            "pure_loss was given buffers=True and statistics=True: running statistics are threaded from one micro-batch "
+            "to the next, or pooled over them all. Give one of the two.",
+        ),
+        (
+            lambda: step(evaluated),
+            "statistics=True, and Sequential has no BatchNorm layer that would update running statistics: one in train "
+            "mode, with track_running_stats=True. Call module.train(), or leave statistics=True out.",
+        ),
+        (
+            lambda: step(module, twice),
+            "the BatchNorm layer `1` ran twice in one forward pass: its statistics are then those of two batches. Use a "
+            "layer for each of the two, or thread the buffers: pure_loss(module, loss_fn, buffers=True).",
+        ),
+        (
+            lambda: step(synced),
+            "`1` is a SyncBatchNorm, whose statistics are those of all replicas already, with the count of one. Use "
+            "BatchNorm, and let funcga merge them: accumulate(..., fold=..., across=group).",
+        ),
+        (
+            lambda: step(manual),
+            "what the BatchNorm layer `1` saw of the micro-batch is not known: it ran and did not update its running "
+            "statistics, as a forward pass of your own may not. Use that of torch.nn.BatchNorm, or thread",
+        ),
+        (
+            lambda: step(module, lambda m, x, y: F.cross_entropy(m[2:](m[1].forward(m[0](x))), y)),
+            "what the BatchNorm layer `1` saw of the micro-batch is not known: it ran without its hooks, as one does "
+            "whose forward() is called by name, or that was compiled by itself. Call the layer as it is, layer(x), or",
+        ),
+        (lambda: buffers([]), "the pooled statistics are of type list; they are a dict of a layer's name to a Pooled"),
+        (
+            lambda: buffers({"11": good["1"]}),
+            "the module has no `11` (`1`?) among its BatchNorm layers with running statistics: `1`.",
+        ),
+        (
+            lambda: buffers({"1": x[0, 0]}),
+            "the statistics of `1` are float64[4, 4], and the layer's are float64[3]. Fold them with pooled(): "
+            "fold=((funcga.mean(), funcga.pooled()), funcga.mean()) for funcga.value_and_grad(loss, has_aux=True).",
+        ),
+        (lambda: buffers({"1": funcga.Pooled(x, x, x)}), "the statistics of `1` are of means float64[11, 2, 4, 4]"),
+    ]
+    for call, text in cases:
+        with pytest.raises(FuncgaError) as caught:
+            call()
+        assert text in str(caught.value)
+    for checked in (module, synced, manual):
+        assert checked[1].momentum == 0.1
+        assert not checked[1]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("options", [{}, {"buffers": True}, {"statistics": True}])
+def test_one_row_is_refused(options):
+    module, x, y = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(9, 3), torch.arange(9) % 4
+    unchanged, gradient = Unchanged(module), torch_backend.pure_loss(module, entropy, **options)
+    fold, axes, args = funcga.mean(), None, (x, y)
+    if options:
+        fold = FOLD if "statistics" in options else ((funcga.mean(), funcga.carry()), funcga.mean())
+    if "buffers" in options:
+        axes, args = (None, funcga.CARRY, 0, 0), (dict(module.named_buffers()), x, y)
+    step = funcga.accumulate(
+        funcga.value_and_grad(gradient, has_aux=bool(options)), microbatch_size=4, fold=fold, in_axes=axes
+    )
+    with pytest.raises(FuncgaError) as caught:
+        step(parameters(module), *args)
+    assert str(caught.value) == (
+        "the BatchNorm layer `1` was given float32[1, 4]: in training mode it normalises by the variance of the "
+        "micro-batch, and one value for each channel has none. Make micro-batches of 2 rows and more, the last one too: "
+        "a smaller n, or a microbatch_size that does not leave one row over; or use its running statistics: "
+        "module.eval()."
+    )
+    assert isinstance(caught.value.__cause__, ValueError)
+    unchanged.check()
+
+
+def test_one_row_in_a_module_s_own_gradient_and_other_errors():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    step = funcga.accumulate(torch_backend.module_value_and_grad(module, entropy), 3)
+    with pytest.raises(FuncgaError, match="the BatchNorm layer `1` was given"):
+        step(torch.randn(3, 3), torch.arange(3))
+    group = torch_backend.pure_loss(nn.GroupNorm(4, 4), lambda m, x: m(x).sum())
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        group({}, torch.randn(1, 4))  # an error that is not about rows passes as it is
+    assert not isinstance(caught.value, FuncgaError)
+
+
+def test_verify_notes_that_one_row_is_too_few():
+    module, x, y = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(8, 3), torch.arange(8) % 4
+    verdict = funcga.verify(
+        funcga.value_and_grad(torch_backend.pure_loss(module, entropy)), parameters(module), x, y, n=8
+    )
+    assert not verdict.ok
+    assert "TooFewRowsError: the BatchNorm layer `1` was given" in str(verdict)
+
+
+# --- the hand-written versions
+
+
+def naive(module, x, n=4):
+    """What the layers do by themselves in a loop."""
+    module = copy.deepcopy(module)
+    for part in x.chunk(n):
+        module(part)
+    return module[1]
+
+
+def switched(module, x, n=4):
+    """A BatchNorm with an accumulation mode: it updates its statistics with the last micro-batch alone."""
+    layer = copy.deepcopy(module)[1]
+    for k, part in enumerate(x.chunk(n)):
+        seen = module[0](part)
+        if k + 1 < n:
+            F.batch_norm(seen, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
+        else:
+            layer(seen)
+    return layer
+
+
+def restored(module, x, n=4):
+    """Statistics that are saved before the window, and restored after each micro-batch."""
+    module = copy.deepcopy(module)
+    saved = [b.clone() for b in module[1].buffers()]
+    for part in x.chunk(n):
+        module(part)
+        with torch.no_grad():
+            [b.copy_(s) for b, s in zip(module[1].buffers(), saved, strict=True)]
+    return module[1]
+
+
+def test_what_the_hand_written_versions_get_wrong():
+    module, (x, y) = net(), batch(rows=12)
+    module(x)
+    seen, layer, n, m = module[0](x).detach(), module[1], 4, 0.1
+    one = buffers_after_one_batch(module, x)
+    (_, statistics), _ = observing(module, n)(parameters(module), x, y)
+    found = torch_backend.running_buffers(module, statistics)
+    moments = lambda v: (v.mean((0, 2, 3)), v.var((0, 2, 3)))
+    for k, name in enumerate(("running_mean", "running_var")):
+        old, batch_one, own = getattr(layer, name), one[f"1.{name}"], found[f"1.{name}"]
+        each = [moments(part)[k] for part in seen.chunk(n)]
+        assert (own - batch_one).abs().max() <= 1e-13
+        # n steps: the old statistics keep (1 - m)**n, the last micro-batch has the largest part of the rest
+        steps = (1 - m) ** n * old + sum(m * (1 - m) ** (n - 1 - i) * value for i, value in enumerate(each))
+        torch.testing.assert_close(getattr(naive(module, x), name), steps, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(getattr(switched(module, x), name), (1 - m) * old + m * each[-1])
+        assert torch.equal(getattr(restored(module, x), name), old)
+        moved = (batch_one - old).abs().max()
+        for wrong in (naive, switched, restored):
+            assert (getattr(wrong(module, x), name) - batch_one).abs().max() > 0.3 * moved, wrong.__name__
+    # the variance of the micro-batches lacks what they differ by, whatever the momentum
+    within = sum(moments(part)[1] for part in seen.chunk(n)) / n
+    assert (within < 0.5 * moments(seen)[1]).any()

@@ -1,0 +1,325 @@
+"""A dynamic loss scale: GradScaler step for step in torch, and the same in JAX."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import funcga
+import jax_backend
+import torch_backend
+from tests.kits import JAX, TORCH, counted
+
+RNG = np.random.default_rng(0)
+# window 3 is so large that its gradients overflow in float16, and window 5 holds an infinity
+INPUTS = RNG.standard_normal((12, 8, 6)).astype("float32")
+INPUTS[3] *= 1e4
+INPUTS[5, 2] = np.inf
+LABELS = RNG.integers(0, 3, (12, 8))
+N, INTERVAL = 4, 2
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+
+
+def cross_entropy(module, x, y):
+    with torch.autocast("cpu", torch.float16):
+        return torch.nn.functional.cross_entropy(module(x), y)
+
+
+def windows():
+    return zip(torch.tensor(INPUTS), torch.tensor(LABELS), strict=True)
+
+
+def by_grad_scaler(init_scale):
+    """The scale after every window, and the parameters, as the guide's loop has them."""
+    module = network()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=INTERVAL)
+    for xs, ys in windows():
+        for x, y in zip(xs.chunk(N), ys.chunk(N), strict=True):
+            scaler.scale(cross_entropy(module, x, y) / N).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        yield scaler.get_scale(), [p.detach().clone() for p in module.parameters()]
+
+
+def transform(init_scale):
+    adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-2)
+    clipped = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
+    return funcga.loss_scaled(clipped, init_scale=init_scale, growth_interval=INTERVAL)
+
+
+def scaled_gradient(module):
+    return funcga.value_and_grad(torch_backend.pure_loss(module, cross_entropy), scaled=True)
+
+
+def by_accumulate(init_scale):
+    module, tx = network(), transform(init_scale)
+    step = funcga.accumulate(scaled_gradient(module), N)
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    state = tx.init(params)
+    for x, y in windows():
+        _, grads = step(params, x, y, loss_scale=state.scale)
+        updates, state = tx.update(grads, state, params)
+        params = torch_backend.apply_updates(params, updates)
+        yield state.scale.item(), [*params.values()]
+
+
+def by_multi_steps(init_scale, donate):
+    module, tx = network(), funcga.multi_steps(transform(init_scale), N, donate=donate)
+    gradient = scaled_gradient(module)
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    state = tx.init(params)
+    for xs, ys in windows():
+        for x, y in zip(xs.chunk(N), ys.chunk(N), strict=True):
+            _, grads = gradient(params, x, y, loss_scale=state.inner.scale)
+            updates, state = tx.update(grads, state, params)
+        params = torch_backend.apply_updates(params, updates)
+        yield state.inner.scale.item(), [*params.values()]
+
+
+def by_assigned_grads(init_scale):
+    """torch's own GradScaler and optimizer.step(), with the gradient of funcga."""
+    module = network()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=INTERVAL)
+    step = funcga.accumulate(scaled_gradient(module), N)
+    for x, y in windows():
+        _, grads = step(dict(module.named_parameters()), x, y, loss_scale=scaler.scale(torch.ones(())))
+        torch_backend.assign_grads(module, grads)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        yield scaler.get_scale(), [p.detach().clone() for p in module.parameters()]
+
+
+WAYS = {
+    "accumulate": by_accumulate,
+    "multi_steps": lambda scale: by_multi_steps(scale, donate=False),
+    "multi_steps, donated": lambda scale: by_multi_steps(scale, donate=True),
+    "assign_grads": by_assigned_grads,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("init_scale", [2.0**10, 2.0**22])
+def test_it_is_grad_scaler_step_for_step(way, init_scale):
+    """`scale(loss / n)` begins its backward passes at a scale that is n times smaller than it says."""
+    theirs, ours = [*by_grad_scaler(init_scale)], [*WAYS[way](init_scale / N)]
+    scales = [scale for scale, _ in theirs]
+    assert [scale * N for scale, _ in ours] == scales
+    assert {b / a for a, b in itertools.pairwise(scales)} == {0.5, 1, 2}  # it backs off, stays and grows
+    for (_, found), (_, expected) in zip(ours, theirs, strict=True):
+        for a, b in zip(found, expected, strict=True):
+            # a transform adds the difference that the optimizer makes: a rounding of it
+            assert (a - b).abs().max() <= (0 if way == "assign_grads" else 2e-7)
+
+
+def test_a_window_that_is_not_finite_changes_nothing_but_the_scale(kit):
+    tx = funcga.loss_scaled(momentum(kit), init_scale=8.0, growth_interval=2)
+    params = kit.arrays({"w": np.ones(3, "float32")})
+    state = tx.init(params)
+    good, bad = (kit.arrays({"w": np.array([8, 16, v], "float32")}) for v in (8, np.nan))
+    updates, state = tx.update(good, state, params)
+    np.testing.assert_array_equal(kit.leaves(updates)[0], [-1, -2, -1])  # divided by 8
+    before = kit.leaves(state.inner)
+    updates, state = tx.update(bad, state, params)
+    np.testing.assert_array_equal(kit.leaves(updates)[0], [0, 0, 0])
+    for a, b in zip(kit.leaves(state.inner), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (float(state.scale), int(state.growth), int(state.skipped)) == (4, 0, 1)
+    for expected in (4, 8):  # it takes two in a row from here on
+        _, state = tx.update(good, state, params)
+        assert float(state.scale) == expected
+    assert int(state.growth) == 0
+
+
+def momentum(kit):
+    if kit is JAX:
+        return optax.sgd(1.0, momentum=0.5)
+    return torch_backend.from_optimizer(torch.optim.SGD, lr=1.0, momentum=0.5)
+
+
+def test_the_scale_does_not_grow_beyond_a_float32(kit):
+    tx = funcga.loss_scaled(momentum(kit), init_scale=2.0**127, growth_interval=1)
+    params = kit.arrays({"w": np.zeros(1, "float32")})
+    _, state = tx.update(params, tx.init(params), params)
+    assert (float(state.scale), int(state.growth)) == (2.0**127, 0)
+
+
+@pytest.mark.parametrize("with_aux", [False, True])
+def test_the_value_is_the_loss_and_the_gradient_that_of_the_product(kit, with_aux):
+    def loss_fn(w, x):
+        loss = ((w * x) ** 2).mean()
+        return (loss, {"rows": x.shape[0]}) if with_aux else loss
+
+    w, x = kit.arrays(np.array(2.0, "float32")), kit.arrays(np.arange(6, dtype="float32"))
+    plain = funcga.value_and_grad(loss_fn, has_aux=with_aux)(w, x)
+    gradient = funcga.value_and_grad(loss_fn, has_aux=with_aux, scaled=True)
+    fold = ((funcga.mean(), funcga.sum()), funcga.mean()) if with_aux else funcga.mean()
+    for step in (gradient, funcga.accumulate(gradient, 3, fold=fold)):
+        value, grads = step(w, x, loss_scale=4.0)
+        np.testing.assert_allclose(kit.leaves(value)[0], kit.leaves(plain[0])[0], rtol=1e-6)
+        np.testing.assert_allclose(kit.leaves(grads)[0], 4 * kit.leaves(plain[1])[0], rtol=1e-6)
+    assert (
+        kit.leaves(funcga.grad(loss_fn, has_aux=with_aux, scaled=True)(w, x, loss_scale=0.5))[0]
+        == 0.5 * kit.leaves(plain[1])[0]
+    )
+
+
+def test_small_gradients_survive_in_float16(kit):
+    """Each is 1e-8, of which float16 makes 0."""
+    half = [kit.cast(kit.arrays(np.full(shape, 1e-4, "float32")), "float16") for shape in ((), 4)]
+    loss_fn = lambda w, x: (w * x).mean() * 1e-4
+    step = funcga.accumulate(funcga.grad(loss_fn, scaled=True), 2)
+    np.testing.assert_array_equal(kit.leaves(funcga.grad(loss_fn)(*half)), 0)
+    tx = funcga.loss_scaled(momentum(kit), init_scale=2.0**15)
+    state = tx.init(half[0])
+    updates, _ = tx.update(step(*half, loss_scale=state.scale), state, half[0])
+    (update,) = kit.leaves(updates)
+    assert update.dtype == "float64"
+    np.testing.assert_allclose(update, -1e-8, rtol=2e-3)  # of float16's eleven bits
+
+
+def test_one_program_for_all_scales_in_jax():
+    traced, calls = counted(lambda w, x: ((w * x) ** 2).mean())
+    tx = funcga.multi_steps(funcga.loss_scaled(optax.sgd(1e-2, 0.9), growth_interval=1), 2)
+
+    @jax.jit
+    def train_step(params, state, x):
+        loss, grads = funcga.accumulate(funcga.value_and_grad(traced, scaled=True), 2)(
+            params, x, loss_scale=state.inner.scale
+        )
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params, x = jnp.ones(3), jnp.ones((4, 3))
+    state = tx.init(params)
+    for i in range(8):
+        params, state, _ = train_step(params, state, x * (jnp.inf if i == 5 else 1))
+        if i == 0:
+            known = len(calls)
+    assert len(calls) == known
+    assert (float(state.inner.scale), int(state.inner.skipped), int(state.updates)) == (2.0**18, 1, 4)
+    assert np.isfinite(params).all()
+
+
+def test_a_wrapped_module_takes_a_scale():
+    module = network()
+    x, y = torch.tensor(INPUTS[0]), torch.tensor(LABELS[0])
+    loss_fn = lambda m, x, y: torch.nn.functional.cross_entropy(m(x), y)
+    plain = funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), 2)(x, y)
+    step = funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn, scaled=True), 2)
+    value, grads = step(x, y, loss_scale=2.0**8)
+    assert value == plain[0]
+    for name, gradient in grads.items():
+        torch.testing.assert_close(gradient / 2**8, plain[1][name], rtol=0, atol=0)
+
+
+def test_what_tx_cannot_do_leaves_donated_gradients_as_they_were():
+    def fails(grads, state, params=None):
+        raise RuntimeError("no")
+
+    scaled = funcga.loss_scaled(torch_backend.chain(funcga.Transform(lambda p: (), fails)))
+    tx = funcga.multi_steps(scaled, 2, donate=True)
+    grads = {"w": torch.tensor([3.0, 5.0])}
+    state = tx.accumulate(grads, tx.init(grads))
+    with pytest.raises(RuntimeError, match="no"):
+        tx.flush(state, grads)
+    torch.testing.assert_close(state.window.accumulated, grads, rtol=0, atol=0)
+
+
+def test_a_state_goes_on_from_a_file(kit, tmp_path):
+    tx = funcga.loss_scaled(momentum(kit), init_scale=4.0, growth_interval=3)
+    params = kit.arrays({"w": np.ones(2, "float32")})
+    _, state = tx.update(params, tx.init(params), params)
+    again = funcga.from_state_dict(tx.init(params), funcga.to_numpy(funcga.to_state_dict(state)))
+    if kit is TORCH:
+        torch.save(state, tmp_path / "state.pt")
+        again = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert (type(again), float(again.scale), int(again.growth)) == (funcga.LossScaledState, 4, 1)
+
+
+BAD = {
+    "init_scale is 0: it must be a finite number above 0, such as init_scale=65536.0.": {"init_scale": 0},
+    "init_scale is -1.0: it must be a finite number above 0, such as init_scale=65536.0.": {"init_scale": -1.0},
+    "init_scale is nan: it must be a finite number above 0, such as init_scale=65536.0.": {"init_scale": float("nan")},
+    "growth_factor is 1: it must be a finite number above 1, such as growth_factor=2.0.": {"growth_factor": 1},
+    "backoff_factor is 2: it must be a number between 0 and 1, such as backoff_factor=0.5.": {"backoff_factor": 2},
+    "growth_interval is 0: it must be an int, at least 1: growth_interval=2000.": {"growth_interval": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_numbers_that_are_none(text):
+    with pytest.raises(funcga.FuncgaError) as error:
+        funcga.loss_scaled(optax.sgd(1.0), **BAD[text])
+    assert str(error.value) == text
+
+
+SCALES = {"-1": -1, "0.0": 0.0, "inf": float("inf"), "nan": float("nan")}
+
+
+@pytest.mark.parametrize("found", SCALES)
+@pytest.mark.parametrize("as_array", [False, True])
+def test_a_scale_that_cannot_be_divided_by(kit, found, as_array):
+    scale = kit.arrays(np.array(float(SCALES[found]), "float32")) if as_array else SCALES[found]
+    said = repr(float(SCALES[found])) if as_array else found
+    w = kit.arrays(np.ones(2, "float32"))
+    with pytest.raises(funcga.FuncgaError) as error:
+        funcga.grad(lambda w: w.sum(), scaled=True)(w, loss_scale=scale)
+    assert str(error.value) == (
+        f"loss_scale is {said}: it must be a finite number above 0, or a 0-d array of one, such as the scale of "
+        "funcga.loss_scaled: loss_scale=state.scale."
+    )
+
+
+def test_what_is_missing_or_of_another(kit):
+    w = kit.arrays(np.ones(2, "float32"))
+    with pytest.raises(funcga.FuncgaError) as error:
+        funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum(), scaled=True), 2)(w, w)
+    assert str(error.value) == (
+        "the gradient function was made with scaled=True, and the call has no loss_scale. Pass the one of the state "
+        "that divides by it: step(params, batch, loss_scale=state.scale)."
+    )
+    with pytest.raises(funcga.FuncgaError, match=r"loss_scale is float32\[2\]: it must be"):
+        funcga.grad(lambda w: w.sum(), scaled=True)(w, loss_scale=w)
+    with pytest.raises(funcga.FuncgaError) as error:
+        funcga.loss_scaled(momentum(kit)).update(w, (), w)
+    assert str(error.value) == (
+        "the state is of type tuple, and that of loss_scaled is a LossScaledState: state = tx.init(params); "
+        "updates, state = tx.update(grads, state, params)."
+    )
+
+
+def test_replicas_in_jax_skip_a_window_together():
+    """One of four overflows: the merged gradient does, and all of them back off."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = funcga.multi_steps(funcga.loss_scaled(optax.sgd(1.0), init_scale=8.0), 2, across="data")
+    gradient = funcga.grad(lambda w, x: (w * x).mean(), scaled=True)
+    specs, whole, cut = jax_backend.state_specs(tx), jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+
+    def step(w, state, x):
+        grads = gradient(jax.lax.pcast(w, "data", to="varying"), x, loss_scale=state.inner.scale)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(whole, specs, cut), out_specs=(whole, specs)))
+    w, x = jnp.ones(()), jnp.arange(8.0)
+    state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=whole, out_specs=specs))(w)
+    for i in range(4):
+        w, state = step(w, state, x.at[6].set(jnp.inf) if i == 1 else x)
+        assert (float(w), float(state.inner.scale)) == ((1, 8) if i == 0 else (1, 4) if i < 3 else (1 - 3.5, 4))
+    assert int(state.inner.skipped) == 1

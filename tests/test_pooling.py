@@ -1,0 +1,192 @@
+"""`pooled()`: the statistics of many micro-batches are those of one batch, and the running ones after it."""
+
+import numpy as np
+import pytest
+
+import funcga
+from funcga import FuncgaError
+from tests.kits import LIMITS, difference
+
+RAGGED = (1, 5, 2, 9, 3)
+
+
+def rows(count=20, channels=3, mean=0.0, dtype="float64"):
+    random = np.random.default_rng(0)
+    return (mean + random.standard_normal((count, channels)) * np.arange(1, channels + 1)).astype(dtype)
+
+
+def parts(x):
+    return np.split(x, np.cumsum(RAGGED)[:-1])
+
+
+def leaf(kit, x):
+    """As a hand-written BatchNorm has them."""
+    return funcga.batch_moments(kit.arrays({"mean": x.mean(0), "var": x.var(0)}), len(x))
+
+
+def pool(kit, items, accumulator=None):
+    accumulator = accumulator or funcga.Accumulator(funcga.pooled())
+    state = accumulator.init(leaf(kit, items[0]))
+    for x in items:
+        state = accumulator.update(state, leaf(kit, x), weight=7)  # a weight counts for nothing
+    return state
+
+
+def test_pooled_statistics_are_those_of_one_batch(kit, x64):
+    accumulator = funcga.Accumulator(funcga.pooled())
+    for mean in (0.0, 1e4):
+        x = rows(mean=mean)
+        found = accumulator.finalize(pool(kit, parts(x)))
+        assert isinstance(found, funcga.Pooled)
+        np.testing.assert_array_equal(kit.numpy(found.count), [20.0] * 3)
+        np.testing.assert_allclose(kit.numpy(found.mean), x.mean(0), rtol=1e-15, atol=1e-15)
+        far = 8 * np.finfo("float64").eps * mean  # means of 10,000 are rounded themselves
+        np.testing.assert_allclose(kit.numpy(found.variance), x.var(0), rtol=1e-13, atol=far)
+
+
+def test_replicas_merge_as_micro_batches_do(kit, x64):
+    accumulator, items = funcga.Accumulator(funcga.pooled()), parts(rows())
+    whole = accumulator.finalize(pool(kit, items))
+    for k in range(1, len(items)):
+        merged = accumulator.merge(pool(kit, items[k:]), pool(kit, items[:k]))
+        assert difference(kit, accumulator.finalize(merged), whole) <= LIMITS["float64"]
+
+
+def test_far_from_zero_a_sum_of_squares_fails(kit):
+    """10,000 +- 1 in float32: squares have no digits left for the variance, deviations have."""
+    x = rows(count=400, mean=1e4, dtype="float32")
+    items, exact = np.array_split(x, 7), x.astype("float64").var(0)
+    found = funcga.Accumulator(funcga.pooled()).finalize(pool(kit, items)).variance
+    np.testing.assert_allclose(kit.numpy(found), exact, rtol=1e-4)
+    squares = sum((np.float32(1) * p * p).sum(0) for p in items) / np.float32(len(x))
+    by_squares = squares - (sum(p.sum(0) for p in items) / np.float32(len(x))) ** 2
+    assert (np.abs(by_squares - exact) > 0.5 * exact).any()
+
+
+def test_the_mean_of_variances_lacks_what_the_micro_batches_differ_by(kit, x64):
+    x = np.sort(rows(), axis=0)
+    stacked = [kit.numpy(leaf(kit, part)) for part in np.split(x, 4)]
+    found = funcga.Accumulator(funcga.pooled()).finalize(pool(kit, np.split(x, 4)))
+    np.testing.assert_allclose(kit.numpy(found.variance), x.var(0), rtol=1e-13)
+    assert (np.mean([s[2] for s in stacked], axis=0) < 0.3 * x.var(0)).all()
+
+
+def test_a_count_of_zero_adds_nothing(kit):
+    x = rows(dtype="float32")
+    nothing = funcga.batch_moments(kit.arrays({"mean": x[0] * np.nan, "var": x[0] * np.nan}), kit.arrays(np.int32(0)))
+    accumulator = funcga.Accumulator(funcga.pooled())
+    state = pool(kit, parts(x))
+    found, expected = accumulator.finalize(accumulator.update(state, nothing)), accumulator.finalize(state)
+    assert difference(kit, found, expected) == 0
+    empty = accumulator.finalize(accumulator.update(accumulator.init(nothing), nothing))
+    assert all((part == 0).all() for part in kit.leaves(empty))
+
+
+def test_in_accumulate_and_beside_other_folds(kit):
+    x = kit.arrays(rows(dtype="float32"))
+
+    def observed(w, x):
+        mean, var = x.mean(0), ((x - x.mean(0)) ** 2).mean(0)
+        return (w * x).mean(), funcga.batch_moments({"norm": {"mean": mean, "var": var}}, len(x))
+
+    fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
+    step = funcga.accumulate(funcga.value_and_grad(observed, has_aux=True), microbatch_size=6, fold=fold)
+    (_, found), _ = step(kit.arrays(np.float32(2)), x)
+    expected = {"norm": funcga.Pooled(x[0] * 0 + 20, x.mean(0), kit.arrays(np.var(kit.numpy(x), axis=0)))}
+    assert difference(kit, found, expected) <= LIMITS["float32"]
+
+
+def test_dtypes(kit, x64):
+    values = kit.cast(kit.arrays({"mean": np.ones(2), "var": np.ones(2)})["mean"], "bfloat16")
+    half = funcga.batch_moments({"mean": values, "var": values}, 300)
+    assert str(half.dtype).endswith("float32")  # bfloat16 cannot count to 300
+    for fold, dtype in ((funcga.pooled(), "float32"), (funcga.pooled(dtype="float64", out_dtype="float64"), "float64")):
+        accumulator = funcga.Accumulator(fold)
+        found = accumulator.finalize(accumulator.update(accumulator.init(half), half))
+        assert {str(part.dtype).removeprefix("torch.") for part in found} == {dtype}
+        assert float(found.count[0]) == 300
+
+
+def running(kit, **options):
+    old = {"a": kit.arrays({"mean": np.array([1.0, -2.0, 3.0]), "var": np.array([1.0, 4.0, 9.0])})}
+    x = rows()
+    pooled = {"a": funcga.Accumulator(funcga.pooled()).finalize(pool(kit, parts(x)))}
+    return old, x, funcga.running_statistics(old, pooled, **options)
+
+
+def test_the_running_statistics_of_torch_and_of_flax(kit, x64):
+    for share, unbiased in ((0.1, True), (0.01, False), (kit.arrays(np.float64(0.25)), True)):
+        old, x, new = running(kit, share=share, unbiased=unbiased)
+        part, before = float(share), {k: kit.numpy(v) for k, v in old["a"].items()}
+        mean = (1 - part) * before["mean"] + part * x.mean(0)
+        var = (1 - part) * before["var"] + part * x.var(0, ddof=int(unbiased))
+        np.testing.assert_allclose(kit.numpy(new["a"]["mean"]), mean, rtol=1e-14)
+        np.testing.assert_allclose(kit.numpy(new["a"]["var"]), var, rtol=1e-14)
+
+
+def test_running_statistics_of_nothing_stay_and_keep_their_dtype(kit):
+    old = {k: kit.cast(kit.arrays(np.array([1.5, 2.0], "float32")), "bfloat16") for k in ("mean", "var")}
+    zeros = kit.arrays(np.zeros(2, "float32"))
+    new = funcga.running_statistics(old, funcga.Pooled(zeros, zeros, zeros), share=0.5, unbiased=True)
+    assert difference(kit, new, old) == 0
+    assert str(new["mean"].dtype).endswith("bfloat16")
+    ones = zeros + 1
+    new = funcga.running_statistics(old, funcga.Pooled(ones, ones, zeros), share=0.5, unbiased=True)
+    assert [float(v) for v in new["var"]] == [0.75, 1.0]  # of one item the variance is 0, not NaN
+
+
+def test_verify_finds_it_exact(kit):
+    observed = lambda w, x: ((w * x).mean(), funcga.batch_moments({"mean": x.mean(0), "var": x.var(0)}, len(x)))
+    args = kit.arrays((np.float32(2), rows(count=12, dtype="float32")))
+    if kit.name == "torch":
+        observed = lambda w, x: (
+            (w * x).mean(),
+            funcga.batch_moments({"mean": x.mean(0), "var": x.var(0, correction=0)}, len(x)),
+        )
+    funcga.verify(observed, *args, n=3, fold=(funcga.mean(), funcga.pooled())).assert_exact()
+
+
+def test_refusals(kit):
+    x = kit.arrays(np.ones((4, 2), "float32"))
+    good = {"mean": x[0], "var": x[0]}
+    pooled = funcga.Pooled(x[0], x[0], x[0])
+    update = lambda old, new, share=0.1: funcga.running_statistics(old, new, share=share, unbiased=True)
+    fold = lambda: funcga.accumulate(lambda x: {"s": x}, 2, in_axes=0, fold=funcga.pooled())(x)
+    whole = "how many items a micro-batch has, at least 0, a finite number or a 0-d array."
+    cases = [
+        (lambda: funcga.batch_moments(good, -1), f"count is -1: it is {whole}"),
+        (lambda: funcga.batch_moments(good, True), "count is True: it is"),
+        (lambda: funcga.batch_moments(good, x), "count is float32[4, 2]: it is"),
+        (
+            lambda: funcga.batch_moments({"a": {"mean": x[0], "var": x}}, 2),
+            "`statistics['a']` has a mean float32[2] and a variance float32[4, 2]: they are of one shape and dtype",
+        ),
+        (
+            lambda: funcga.batch_moments({"mean": x[0], "var": None}, 2),
+            "`statistics['var']` is None; means and variances are arrays of floats.",
+        ),
+        (
+            lambda: funcga.batch_moments({"a": {"mean": x[0], "variance": x[0]}}, 2),
+            "which is no layer's statistics. They are nested dicts, in which each layer is",
+        ),
+        (lambda: update(good, pooled, 1.5), "share is 1.5: it is the part of the new statistics, from 0 to 1"),
+        (
+            lambda: update({"a": good}, {"a": x}),
+            "`statistics['a']` is float32[2], and the pooled statistics for it are float32[4, 2]. Give a Pooled of that "
+            "shape: what fold=funcga.pooled() makes of funcga.batch_moments(...).",
+        ),
+        (lambda: update(good, funcga.Pooled(x, x, x)), "the pooled statistics for it are a mean float32[4, 2]"),
+        (
+            lambda: update({"a": good}, {"b": pooled}),
+            "`statistics` has ['a'], and the pooled statistics have ['b'] there. Give those of the same layers.",
+        ),
+        (
+            fold,
+            "output['s'] is float32[2, 2], and the fold `pooled, pooled` takes leaves of 3 arrays that are stacked on "
+            "axis 0: funcga.batch_moments makes them for pooled().",
+        ),
+    ]
+    for call, text in cases:
+        with pytest.raises(FuncgaError) as caught:
+            call()
+        assert text in str(caught.value)

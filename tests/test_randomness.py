@@ -1,0 +1,163 @@
+"""Noise that belongs to an example: other in each micro-batch, reproducible, and independent of n."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import funcga
+import jax_backend
+import torch_backend
+from tests.kits import JAX, TORCH
+
+MODULES = {"torch": torch_backend, "jax": jax_backend}
+UNIFORM = {"torch": torch.rand, "jax": jax.random.uniform}
+ROWS = 12
+
+
+def key(kit, seed=3):
+    return seed if kit is TORCH else jax.random.key(seed)
+
+
+def keys(kit, indices=range(ROWS), seed=3):
+    return MODULES[kit.name].example_keys(key(kit, seed), kit.arrays(np.array(indices, dtype="int32")))
+
+
+def noise(kit, given, shape=(2,)):
+    return kit.leaves(MODULES[kit.name].sampled(UNIFORM[kit.name], given, shape))[0]
+
+
+def test_noise_is_the_example_s_own(kit):
+    whole = noise(kit, keys(kit))
+    assert whole.shape == (ROWS, 2)
+    assert len({*whole.flatten()}) == 2 * ROWS
+    np.testing.assert_array_equal(noise(kit, keys(kit, [7, 2])), whole[[7, 2]])
+    assert not (noise(kit, keys(kit, seed=4)) == whole).any()
+    assert noise(kit, keys(kit)[:0]).shape == (0, 2)
+
+
+def test_keys_of_an_epoch_and_of_one_example(kit):
+    of_epoch = [MODULES[kit.name].example_keys(key(kit), epoch) for epoch in (0, 1)]
+    found = [noise(kit, MODULES[kit.name].example_keys(k, kit.arrays(np.arange(4, dtype="int32")))) for k in of_epoch]
+    assert not (found[0] == found[1]).any()
+
+
+def test_seeds_are_those_of_split_mix():
+    """The published generator: the n-th number of the stream that begins at 0 is the mix of n times gamma."""
+    mix = torch_backend.randomness._mixed
+    gamma = torch_backend.randomness._GAMMA
+    found = [mix(torch.tensor(n) * gamma).item() % 2**64 for n in (1, 2, 3)]
+    assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_seeds_of_many_examples_differ():
+    found = torch_backend.example_keys(0, torch.arange(100_000))
+    assert found.unique().numel() == found.numel()
+    bits = (found[:, None] >> torch.arange(64)) & 1
+    assert ((bits.double().mean(0) - 0.5).abs() < 0.01).all()  # six standard deviations
+
+
+def dropout_loss(kit):
+    sampled, uniform = MODULES[kit.name].sampled, UNIFORM[kit.name]
+
+    def loss_fn(w, given, x):
+        kept = sampled(uniform, given, (3,)) < 0.5
+        return (kit.xp.where(kept, x @ w, 0) ** 2).mean()
+
+    return loss_fn
+
+
+def test_a_gradient_with_dropout_does_not_depend_on_n(kit):
+    rng = np.random.default_rng(0)
+    w, x = (
+        kit.arrays(rng.standard_normal((4, 3)).astype("float32")),
+        kit.arrays(rng.standard_normal((ROWS, 4)).astype("float32")),
+    )
+    gradient = funcga.grad(dropout_loss(kit))
+    (whole,) = kit.leaves(gradient(w, keys(kit), x))
+    for n in (3, 5):
+        (found,) = kit.leaves(funcga.accumulate(gradient, n)(w, keys(kit), x))
+        np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+    assert abs(kit.leaves(gradient(w, keys(kit, seed=4), x))[0] - whole).max() > 0.1
+
+
+def dropout_module():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+
+def test_seeded_is_a_function_of_its_keys():
+    module = dropout_module()
+    square = lambda m, x: (m(x) ** 2).mean()
+    loss = torch_backend.pure_loss(module, torch_backend.seeded(square))
+    params, x = dict(module.named_parameters()), torch.ones(8, 3)
+    first, second = keys(TORCH, range(8)), keys(TORCH, range(8, 16))
+    before = torch.get_rng_state()
+    assert loss(params, first, x) == loss(params, first, x) != loss(params, second, x)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(int(first[0]))
+    assert square(module, x) == loss(params, first, x)
+
+
+def test_seeded_micro_batches_have_their_own_noise():
+    module = dropout_module()
+    loss = torch_backend.pure_loss(module, torch_backend.seeded(lambda m, x: (m(x) ** 2).mean()))
+    step = funcga.accumulate(funcga.value_and_grad(loss), 4, fold=(funcga.concat(), funcga.mean()))
+    step = funcga.accumulate(
+        funcga.value_and_grad(lambda p, k, x: (loss(p, k, x), loss(p, k, x)[None]), has_aux=True),
+        4,
+        fold=((funcga.mean(), funcga.concat()), funcga.mean()),
+    )
+    params, x = dict(module.named_parameters()), torch.ones(8, 3)
+    (_, losses), grads = step(params, keys(TORCH, range(8)), x)
+    assert len({*losses.tolist()}) == 4
+    (_, again), grads_again = step(params, keys(TORCH, range(8)), x)
+    assert torch.equal(losses, again)
+    assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
+
+
+def test_seeded_restores_the_generators_after_an_error():
+    def fails(w, x):
+        torch.rand(3)
+        raise RuntimeError("no")
+
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="no"):
+        torch_backend.seeded(fails)(torch.ones(()), keys(TORCH), torch.ones(ROWS))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+BAD = {
+    "key is of type float: it must be an integer, or a tensor of some: example_keys(0, indices).": lambda: torch_backend.example_keys(0.5, 1),
+    "indices is float32[2]: it must be an integer, or a tensor of some: torch.arange(len(x)).": lambda: torch_backend.example_keys(0, torch.ones(2)),
+    "keys are int64[]: there must be one for each row, int64[rows]. Make them where the batch is made, keys = "
+    "torch_backend.example_keys(0, indices), and pass them with it.": lambda: torch_backend.sampled(torch.rand, torch.tensor(1)),
+    "keys are float32[2]: there must be one for each row, int64[rows]. Make them where the batch is made, keys = "
+    "torch_backend.example_keys(0, indices), and pass them with it.": lambda: torch_backend.sampled(torch.rand, torch.ones(2)),
+    "keys are float32[2], and stand before the batch: int64[rows], one for each row. Call it as loss(params, "
+    "torch_backend.example_keys(0, indices), *batch).": lambda: torch_backend.seeded(lambda w, x: x.sum())(torch.ones(()), torch.ones(2)),
+    "key is of type int: it must be a key of JAX: jax.random.key(0).": lambda: jax_backend.example_keys(0, jnp.arange(2)),
+    "indices is float32[2]: it must be an integer, or an array of some: jnp.arange(len(x)).": lambda: jax_backend.example_keys(jax.random.key(0), jnp.ones(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_input(text):
+    with pytest.raises(funcga.FuncgaError) as error:
+        BAD[text]()
+    assert str(error.value) == text
+
+
+def test_one_key_is_no_key_for_each_row():
+    with pytest.raises(funcga.FuncgaError, match="there must be one for each row"):
+        jax_backend.sampled(jax.random.uniform, jax.random.key(0))
+    with jax.legacy_prng_key("allow"):
+        assert jax_backend.sampled(
+            jax.random.uniform, jax_backend.example_keys(jax.random.PRNGKey(0), jnp.arange(3))
+        ).shape == (3,)
+
+
+def test_under_jit():
+    found = jax.jit(lambda i: jax_backend.example_keys(jax.random.key(3), i))(jnp.arange(ROWS, dtype="int32"))
+    np.testing.assert_array_equal(noise(JAX, found), noise(JAX, keys(JAX)))
