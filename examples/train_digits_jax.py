@@ -3,8 +3,8 @@
     python examples/train_digits_jax.py
     python examples/train_digits_jax.py --plot loss.png --checkpoint digits.npz --stop-after 50
 
-The last micro-batch of an epoch has fewer rows and its last window fewer micro-batches, and all rows of a window count
-the same; optax.MultiSteps weighs micro-batches alike, and leaves a shorter window waiting. Everything is a tree of
+The last micro-batch of an epoch has fewer rows and its last window fewer micro-batches, yet all rows of a window count
+the same. optax.MultiSteps weighs micro-batches alike, and leaves a shorter window waiting. Everything is a tree of
 arrays, which NumPy saves in the middle of a window: with `--resume` it ends as it would have, bit for bit.
 """
 

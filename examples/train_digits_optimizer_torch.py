@@ -3,10 +3,10 @@
     python examples/train_digits_optimizer_torch.py
     python examples/train_digits_optimizer_torch.py --plot loss.png --checkpoint digits.pt --stop-after 50
 
-The running statistics are state that goes from one micro-batch to the next. The last micro-batch of an epoch has fewer
-rows and its last window fewer micro-batches, and all rows of a window count the same: `(loss / n).backward()` gets both
-wrong. No state_dict() has the .grads, so that who stops in the middle of a window loses it. Here it is a tree, saved
-like the rest: with `--resume` in place of `--stop-after 50` it ends as it would have, bit for bit.
+The last micro-batch of an epoch has fewer rows and its last window fewer micro-batches, yet all rows of a window count
+the same. `(loss / n).backward()` gets both wrong, and the .grads are in no state_dict(), so that who stops in the
+middle of a window loses it. Here the window is a tree, saved like the rest: with `--resume` in place of `--stop-after
+50` the training ends as it would have, bit for bit. The running statistics go from one micro-batch to the next.
 """
 
 import torch
@@ -38,7 +38,7 @@ def main(arguments=None):
     (x, y), (test_x, test_y) = [(torch.from_numpy(x), torch.from_numpy(y).long()) for x, y in (train, test)]
     torch.manual_seed(0)
     module = network()
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}  # its own memory
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}  # in its memory
     buffers = dict(module.named_buffers())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.updates)

@@ -3,10 +3,10 @@
     python examples/train_digits_torch.py
     python examples/train_digits_torch.py --plot loss.png --checkpoint digits.pt --stop-after 50
 
-The running statistics are state that goes from one micro-batch to the next, beside the parameters and the optimizer's
-own. The last micro-batch of an epoch has fewer rows and its last window fewer micro-batches, and all rows of a window
-count the same: loops that divide by n get both wrong. Stopped in the middle of a window, they lose its gradients. Here
-these are part of the state: with `--resume` in place of `--stop-after 50` it ends as it would have, bit for bit.
+The last micro-batch of an epoch has fewer rows and its last window fewer micro-batches, yet all rows of a window count
+the same. Loops that divide by n get both wrong, and who stops them in the middle of a window loses its gradients. Here
+these are in the optimizer's state: with `--resume` in place of `--stop-after 50` the training ends as it would have,
+bit for bit. The running statistics are state as well, which goes from one micro-batch to the next.
 """
 
 import torch

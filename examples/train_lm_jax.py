@@ -4,8 +4,9 @@
     python examples/train_lm_jax.py --plot loss.png --checkpoint lm.npz --stop-after 90
 
 Micro-batches have different numbers of tokens and the last window of an epoch is shorter, yet all tokens of a window
-count the same; optax.MultiSteps weighs micro-batches alike, and leaves a shorter window waiting. Everything is a tree
-of arrays, which NumPy saves in the middle of a window: with `--resume` it ends as it would have, bit for bit.
+count the same. optax.MultiSteps weighs micro-batches alike, and leaves a shorter window waiting. Everything is a tree
+of arrays, which NumPy saves in the middle of a window: with `--resume` in place of `--stop-after 90` the training ends
+as it would have, bit for bit.
 """
 
 import jax

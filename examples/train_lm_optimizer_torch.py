@@ -4,8 +4,10 @@
     python examples/train_lm_optimizer_torch.py --plot loss.png --checkpoint lm.pt --stop-after 90
 
 Micro-batches have different numbers of tokens and the last window of an epoch is shorter, yet all tokens of a window
-count the same: `(loss / n).backward()` gets both wrong. No state_dict() has the .grads, so that who stops in the middle
-of a window loses it. Here it is a tree, saved like the rest: what was resumed ends as it would have, bit for bit.
+count the same. `(loss / n).backward()` gets both wrong, and the .grads are in no state_dict(), so that who stops in the
+middle of a window loses it. Here the window is a tree, saved like the rest: with `--resume` in place of `--stop-after
+90` the training ends as it would have, bit for bit. If checkpoints can wait for the end of a window, `funcga.stream` is
+faster (`multi_steps_torch.py`).
 """
 
 import torch
@@ -43,7 +45,7 @@ def main(arguments=None):
     args, texts = options(arguments, updates=40), torch.from_numpy(paragraphs()).long()
     torch.manual_seed(0)
     module = Transformer(texts.shape[1])
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}  # its own memory
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}  # in its memory
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.updates)
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss))

@@ -4,8 +4,9 @@
     python examples/train_lm_torch.py --plot loss.png --checkpoint lm.pt --stop-after 90
 
 Micro-batches have different numbers of tokens and the last window of an epoch is shorter, yet all tokens of a window
-count the same: loops that divide by n get both wrong. Stopped in the middle of a window, they lose its gradients. Here
-these are part of the state, so that what was resumed ends as it would have, bit for bit.
+count the same. Loops that divide by n get both wrong, and who stops them in the middle of a window loses its gradients.
+Here these are in the optimizer's state: with `--resume` in place of `--stop-after 90` the training ends as it would
+have, bit for bit.
 """
 
 import torch

@@ -59,12 +59,14 @@ class Accumulator:
     def update(self, state: AccumulatorState, value: Any, weight: Any = 1) -> AccumulatorState:
         """The state with one more value, of this weight: a number or 0-d array >= 0.
 
-        Raises FuncgaError if the value has another structure, shape or dtype than the state was made for.
+        What is folded leaves its autograd graph, which would hold every micro-batch until the window ends; but not
+        inside of torch.func transforms, which differentiate through it. Raises FuncgaError if the value has another
+        structure, shape or dtype than the state was made for.
         """
         backend = backend_of([state, value], lambda: ["state", "value"])
         outputs = self._outputs(state, backend)
         weight = check_weight(weight, backend.arrays)
-        leaves = outputs.leaves(value, "this update")
+        leaves = outputs.leaves(backend.transforms.detached(value), "this update")
         lifted = [fold.lift(leaf, weight) if fold else None for fold, leaf in _bound(outputs, leaves)]
         more = AccumulatorState(tuple(lifted), state.like, tally.of(weight, backend.arrays))
         return _merge(outputs, state, more)

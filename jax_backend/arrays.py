@@ -32,7 +32,8 @@ def as_array(leaf: Any) -> Any:
 
 
 def placed(array: jax.Array, like: Any) -> jax.Array:
-    """The array where another one of its shape lies; uncommitted, if that one is."""
+    """The array where another one of its shape lies."""
+    # What is committed to a device cannot meet an array on a mesh, and is another program to compile.
     return jax.device_put(array, like.sharding) if isinstance(like, jax.Array) and like.committed else array
 
 

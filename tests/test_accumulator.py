@@ -134,3 +134,28 @@ def test_update_does_not_broadcast(kit):
     state = accumulator.init(kit.arrays(np.zeros((2, 3), "float32")))
     with pytest.raises(funcga.FuncgaError, match=r"output is float32\[3\], and the state was made for float32\[2, 3\]"):
         accumulator.update(state, kit.arrays(np.zeros(3, "float32")))
+
+
+def test_no_graph_outlives_its_micro_batch():
+    """Gradients with respect to a module's own parameters are in a graph, by which they can be differentiated again."""
+    params = {"w": torch.nn.Parameter(torch.ones(3))}
+    accumulator, gradient = (
+        funcga.Accumulator(),
+        funcga.value_and_grad(lambda params, x: (params["w"] * x).pow(2).sum()),
+    )
+    value = gradient(params, torch.arange(3.0))
+    assert value[1]["w"].requires_grad
+    state = accumulator.update(accumulator.init(value), value)
+    assert not any(leaf.requires_grad for leaf in state.leaves)
+    assert difference(TORCH, accumulator.finalize(state)[1], {"w": 2 * torch.arange(3.0).square()}) == 0
+
+
+def test_it_is_differentiated_through_inside_of_a_transform():
+    accumulator = funcga.Accumulator()
+
+    def squares(x):
+        state = accumulator.update(accumulator.update(accumulator.init(x), x * x, weight=1), 4 * x, weight=3)
+        return accumulator.finalize(state).sum()
+
+    x = torch.arange(3.0)
+    assert difference(TORCH, torch.func.grad(squares)(x), (2 * x + 12) / 4) == 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import funcga
 from tests.programs import EXAMPLES, as_a_program, example
 
 SCRIPTS = [f"train_{what}_{how}" for what in ("lm", "digits") for how in ("torch", "optimizer_torch", "jax")]
@@ -67,6 +68,35 @@ def loaded(path):
         return dict(np.load(path))
     leaves, _ = jax.tree.flatten_with_path(torch.load(path, weights_only=True))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def test_a_window_that_is_lost_changes_the_training(monkeypatch, tmp_path):
+    """As it is where only the module, the optimizer and the scheduler are saved."""
+    script, path = small("train_lm_optimizer_torch", monkeypatch), tmp_path / "stopped.pt"
+    run(script, "--checkpoint", path)
+    expected = torch.load(path, weights_only=True)[2]
+    run(script, "--checkpoint", path, "--stop-after", 6)
+    trained, window, curve, done = torch.load(path, weights_only=True)
+    lost = funcga.Accumulator().init(funcga.Accumulator().finalize(window))
+    torch.save((trained, lost, curve, done), path)
+    run(script, "--checkpoint", path, "--resume")
+    apart = np.abs(np.subtract(torch.load(path, weights_only=True)[2], expected))
+    assert apart[0] == 0
+    assert apart[1:].min() > 1e-3
+
+
+def test_all_tokens_of_a_window_count_the_same(monkeypatch, tmp_path):
+    script, path = small("train_lm_torch", monkeypatch), tmp_path / "one.pt"
+    run(script, "--checkpoint", path, "--stop-after", 4)
+    found = torch.load(path, weights_only=True)[3][0]
+    with as_a_program():
+        torch.manual_seed(0)
+        module, texts = script.Transformer(64), torch.from_numpy(script.paragraphs()).long()
+    steps = [torch.from_numpy(indices) for indices, _ in script.order(84, rows=8, n=4, updates=1)]
+    whole = script.mean_loss(module, texts[torch.cat(steps)]).item()
+    means = np.mean([script.mean_loss(module, texts[indices]).item() for indices in steps])
+    assert found == pytest.approx(whole, rel=1e-6)
+    assert abs(means - whole) > 1e-4
 
 
 def test_the_last_micro_batch_and_the_last_window_of_an_epoch_are_smaller_and_the_order_is_always_the_same():
