@@ -429,7 +429,7 @@ def test_the_graph_does_not_grow_with_n(fold):
     module, (x, y) = net(), batch()
     params, x, y = dict(module.named_parameters()), x.repeat(4, 1), y.repeat(4, 1)
     chosen, found = (funcga.mean(), getattr(funcga, fold)()), []
-    for n in (4, 8, 16):
+    for n in (4, 16):
         step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), n, fold=chosen)
         compiled, sizes = sizes_of(step, params, x, y)
         assert difference(TORCH, compiled, step(params, x, y)) <= 2 * LIMITS["float32"]
