@@ -24,43 +24,44 @@ def initialized():
     return {name: jnp.asarray(0.1 * random.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
 
 
-def network(params, x, statistics=None):
-    """(logits of images [rows, 8, 8], statistics): normalised by the mean and variance given, or by those of x."""
+def network(params, x, given=None):
+    """(logits of images [rows, 8, 8], statistics): normalised by the statistics given, or by those of x."""
     x = jax.nn.relu(jax.lax.conv(x[:, None], params["conv1"], (2, 2), "SAME"))
     x = jax.lax.conv(x, params["conv2"], (2, 2), "SAME")
-    mean, var = statistics or (x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True))
-    x = jax.nn.relu((x - mean) * jax.lax.rsqrt(var + 1e-5) * (1 + params["scale"]) + params["bias"])
-    return x.reshape(len(x), -1) @ params["out"], (mean, var)
+    stats = given or {"mean": x.mean((0, 2, 3), keepdims=True), "var": x.var((0, 2, 3), keepdims=True)}
+    x = (x - stats["mean"]) * jax.lax.rsqrt(stats["var"] + 1e-5) * (1 + params["scale"]) + params["bias"]
+    return jax.nn.relu(x).reshape(len(x), -1) @ params["out"], stats
 
 
-def mean_loss(params, stats, x, y):
-    """(the mean over the rows, the running statistics with those of x)."""
-    logits, statistics = network(params, x)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-    return losses.mean(), jax.tree.map(lambda before, now: 0.9 * before + 0.1 * now, stats, statistics)
+def mean_loss(params, x, y):
+    """(the mean over the rows, what BatchNorm sees)."""
+    logits, stats = network(params, x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), funcga.batch_moments(stats, len(x))
 
 
 def main(arguments=None):
     """Trains, and says how the loss went and how many of the test images are told right."""
     args, ((x, y), (test_x, test_y)) = options(arguments, updates=48), digits()
     tx = funcga.multi_steps(optax.adamw(optax.linear_schedule(1e-2, 0.0, args.updates)), 4)
-    mean = funcga.Accumulator(funcga.mean())
+    both = funcga.Accumulator((funcga.mean(), funcga.pooled()))  # of the loss, and of what BatchNorm sees
+    nothing = lambda stats: both.init((jnp.zeros(()), funcga.batch_moments(stats, 0)))
 
     @jax.jit(donate_argnums=0)
     def accumulate(run, x, y):
-        params, stats, state, total, curve = run
-        (loss, stats), grads = jax.value_and_grad(mean_loss, has_aux=True)(params, stats, x, y)
-        return params, stats, tx.accumulate(grads, state, weight=len(x)), mean.update(total, loss, weight=len(x)), curve
+        params, stats, state, seen, curve = run
+        value, grads = jax.value_and_grad(mean_loss, has_aux=True)(params, x, y)
+        return params, stats, tx.accumulate(grads, state, weight=len(x)), both.update(seen, value, weight=len(x)), curve
 
     @jax.jit(donate_argnums=0)
     def flush(run):
-        params, stats, state, total, curve = run
+        params, stats, state, seen, curve = run
         updates, state = tx.flush(state, params)
-        curve = curve.at[state.updates - 1].set(mean.finalize(total))
-        return optax.apply_updates(params, updates), stats, state, mean.init(jnp.zeros(())), curve
+        loss, pooled = both.finalize(seen)
+        stats = funcga.running_statistics(stats, pooled, share=0.1, unbiased=False)
+        return optax.apply_updates(params, updates), stats, state, nothing(stats), curve.at[state.updates - 1].set(loss)
 
-    params, stats = initialized(), (jnp.zeros((1, 32, 1, 1)), jnp.ones((1, 32, 1, 1)))
-    run, start = (params, stats, tx.init(params), mean.init(jnp.zeros(())), jnp.zeros(args.updates)), 0
+    params, stats = initialized(), {"mean": jnp.zeros((1, 32, 1, 1)), "var": jnp.ones((1, 32, 1, 1))}
+    run, start = (params, stats, tx.init(params), nothing(stats), jnp.zeros(args.updates)), 0
     if args.resume:
         run, start = funcga.from_state_dict((run, start), np.load(args.checkpoint))
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
@@ -71,8 +72,7 @@ def main(arguments=None):
             np.savez(args.checkpoint, **funcga.to_numpy(funcga.to_state_dict((run, done))))
     params, stats, state, _, curve = run
     report(curve[: state.updates], args.plot)
-    accuracy = (jax.jit(network)(params, test_x, stats)[0].argmax(1) == test_y).mean()
-    print(f"accuracy {accuracy:.3f}")
+    print(f"accuracy {(jax.jit(network)(params, test_x, stats)[0].argmax(1) == test_y).mean():.3f}")
 
 
 if __name__ == "__main__":

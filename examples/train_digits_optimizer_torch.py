@@ -3,10 +3,11 @@
     python examples/train_digits_optimizer_torch.py
     python examples/train_digits_optimizer_torch.py --plot loss.png --checkpoint digits.pt --stop-after 50
 
-The last micro-batch of an epoch has fewer rows and its last window fewer micro-batches, yet all rows of a window count
-the same. `(loss / n).backward()` gets both wrong, and the .grads are in no state_dict(), so that who stops in the
-middle of a window loses it. Here the window is a tree, saved like the rest: with `--resume` in place of `--stop-after
-50` the training ends as it would have, bit for bit. The running statistics go from one micro-batch to the next.
+The last micro-batch of an epoch has fewer rows and its last window fewer micro-batches, yet all rows of a window
+count the same. `(loss / n).backward()` gets both wrong, and the .grads are in no state_dict(), so that who stops in
+the middle of a window loses it. Here the window is a tree, saved like the rest: with `--resume` in place of
+`--stop-after 50` the training ends as it would have, bit for bit. The running statistics go from one micro-batch to
+the next.
 """
 
 import torch
@@ -39,29 +40,28 @@ def main(arguments=None):
     torch.manual_seed(0)
     module = network()
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}  # in its memory
-    buffers = dict(module.named_buffers())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.updates)
-    gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss, buffers=True), has_aux=True)
-    mean = funcga.Accumulator(funcga.mean())
+    gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss, statistics=True), has_aux=True)
+    total = funcga.Accumulator(((funcga.mean(), funcga.pooled()), funcga.mean()))  # of all that gradient returns
 
-    trained, window, curve, start = (module, optimizer, scheduler), mean.init((torch.zeros(()), params)), [], 0
+    trained, window, curve, start = (module, optimizer, scheduler), None, [], 0
     if args.resume:
         saved, window, curve, start = torch.load(args.checkpoint, weights_only=True)
         for each, state in zip(trained, saved, strict=True):
             each.load_state_dict(state)
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
     for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
-        (loss, buffers), grads = gradient(params, buffers, x[indices], y[indices])
-        module.load_state_dict(buffers, strict=False)
-        window = mean.update(window, (loss, grads), weight=len(indices))
+        value = gradient(params, x[indices], y[indices])
+        window = total.update(window or total.init(value), value, weight=len(indices))
         if is_last:
-            loss, grads = mean.finalize(window)
+            ((loss, statistics), grads), window = total.finalize(window), None
             torch_backend.assign_grads(module, grads)
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
-            curve, window = [*curve, loss.item()], mean.init((loss, params))
+            module.load_state_dict(torch_backend.running_buffers(module, statistics), strict=False)
+            curve.append(loss.item())
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             torch.save(([each.state_dict() for each in trained], window, curve, done), args.checkpoint)
     report(curve, args.plot)

@@ -38,29 +38,31 @@ def main(arguments=None):
     (x, y), (test_x, test_y) = [(torch.from_numpy(x), torch.from_numpy(y).long()) for x, y in (train, test)]
     torch.manual_seed(0)
     module = network()
-    gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss, buffers=True), has_aux=True)
+    gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss, statistics=True), has_aux=True)
     adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=lambda update: 1e-2 * (1 - update / args.updates))
     tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw), 4)
-    mean = funcga.Accumulator(funcga.mean())
+    total = funcga.Accumulator((funcga.mean(), funcga.pooled()))  # of the loss, and of what BatchNorm sees
 
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    buffers, state, total = dict(module.named_buffers()), tx.init(params), mean.init(torch.zeros(()))
-    curve, start = [], 0
+    state, seen, curve, start = tx.init(params), None, [], 0
     if args.resume:
-        params, buffers, state, total, curve, start = torch.load(args.checkpoint, weights_only=True)
+        params, buffers, state, seen, curve, start = torch.load(args.checkpoint, weights_only=True)
+        module.load_state_dict(buffers, strict=False)
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
     for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
-        (loss, buffers), grads = gradient(params, buffers, x[indices], y[indices])
+        value, grads = gradient(params, x[indices], y[indices])
         state = tx.accumulate(grads, state, weight=len(indices))
-        total = mean.update(total, loss, weight=len(indices))
+        seen = total.update(seen or total.init(value), value, weight=len(indices))
         if is_last:
             updates, state = tx.flush(state, params)
             params = torch_backend.apply_updates(params, updates)
-            curve, total = [*curve, mean.finalize(total).item()], mean.init(loss)
+            (loss, statistics), seen = total.finalize(seen), None
+            module.load_state_dict(torch_backend.running_buffers(module, statistics), strict=False)
+            curve.append(loss.item())
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
-            torch.save((params, buffers, state, total, curve, done), args.checkpoint)
+            torch.save((params, dict(module.named_buffers()), state, seen, curve, done), args.checkpoint)
     report(curve, args.plot)
-    module.load_state_dict({**params, **buffers})
+    module.load_state_dict(params, strict=False)
     accuracy = (module.eval()(test_x).argmax(1) == test_y).float().mean()
     print(f"accuracy {accuracy:.3f}")
 
