@@ -33,18 +33,14 @@ class Memory:
 
 def target_batches(module, loader, rows, lr=0.1):
     """The parameters after updates of at least so many rows, and the rows of each update."""
-    gradient = funcga.grad(torch_backend.pure_loss(module, lambda module, x, y: mse_loss(module(x), y)))
-    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=lr), funcga.TargetWeight(rows))
+    loss_fn = torch_backend.pure_loss(module, lambda module, x, y: mse_loss(module(x), y))
+    step, tx = funcga.stream(funcga.grad(loss_fn)), torch_backend.from_optimizer(torch.optim.SGD, lr=lr)
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    state, sizes, size = tx.init(params), [], 0
-    for x, y in loader:
-        updates, state = tx.update(gradient(params, x, y), state, params, weight=len(x))
-        size += len(x)
-        if tx.has_updated(state):
-            params, sizes, size = torch_backend.apply_updates(params, updates), [*sizes, size], 0
-    if state.offered > 0:
-        updates, state = tx.flush(state, params)
-        params, sizes = torch_backend.apply_updates(params, updates), [*sizes, size]
+    state, sizes = tx.init(params), []
+    for window in funcga.windows(loader, funcga.TargetWeight(rows), weight=lambda x, y: len(x)):
+        updates, state = tx.update(step(params, window), state, params)
+        params = torch_backend.apply_updates(params, updates)
+        sizes.append(sum(len(x) for x, _ in window))
     return params, sizes
 
 

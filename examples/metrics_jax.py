@@ -2,9 +2,9 @@
 
     python examples/metrics_jax.py
 
-What is counted is added up and divided once, what has a row for each example is put together in the order of the batch,
-and the loss, a mean over rows, counts by its rows. By hand one averages the micro-batches' means, which is another
-number when the last micro-batch is shorter.
+What is counted is added up and divided once, by what was counted, what has a row for each example is put together in
+the order of the batch, and the loss, a mean over rows, counts by its rows. By hand one averages the micro-batches'
+means, which is another number when the last micro-batch is shorter.
 """
 
 import jax
@@ -22,24 +22,25 @@ labels = jnp.asarray(np.where(np.arange(ROWS) % 4, (rows @ weights).argmax(1), 0
 
 
 def loss_and_metrics(params, x, labels):
-    """The mean loss of a micro-batch; its logits, and how many of its rows are right."""
+    """The mean loss of a micro-batch; its logits, and how many of its rows are right, of how many."""
     logits = x @ params
     right = (logits.argmax(1) == labels).sum()
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    return loss, {"logits": logits, "right": right, "rows": len(x)}
+    return loss, {"logits": logits, "accuracy": jnp.stack([right, len(x)])}
 
 
-counts = {"logits": funcga.concat(), "right": funcga.sum(), "rows": funcga.sum()}
+metrics = {"logits": funcga.concat(), "accuracy": funcga.ratio()}
 gradient = jax.value_and_grad(loss_and_metrics, has_aux=True)
-step = funcga.accumulate(gradient, microbatch_size=8, fold=((funcga.mean(), counts), funcga.mean()))
+step = funcga.accumulate(gradient, microbatch_size=8, fold=((funcga.mean(), metrics), funcga.mean()))
 
 
 def main():
     """Nineteen rows, eight at a time, and at once."""
-    found = step(params, x, labels)
-    funcga.compare(found, jax.jit(gradient)(params, x, labels)).assert_close()
-    (loss, metrics), _grads = found
-    print(f"loss {loss:.4f}, accuracy {metrics['right']}/{metrics['rows']}, logits {metrics['logits'].shape}")
+    (loss, found), grads = step(params, x, labels)
+    (whole, expected), full = jax.jit(gradient)(params, x, labels)
+    funcga.compare((loss, found["logits"], grads), (whole, expected["logits"], full)).assert_close()
+    right, rows = expected["accuracy"]
+    print(f"loss {loss:.4f}, accuracy {found['accuracy']:.4f} = {right}/{rows}, logits {found['logits'].shape}")
 
 
 if __name__ == "__main__":

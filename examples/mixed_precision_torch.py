@@ -7,10 +7,10 @@ again. A window has one scale: its gradients are looked at once, when all are ad
 whole. `funcga.loss_scaled` is GradScaler step for step, as a pure transform; what it wraps, clipping here, sees
 gradients in their own size. Who keeps optimizer.step() keeps GradScaler as well: `step` takes its scale.
 
-What the usual loop gets wrong: `unscale_` and the check belong at the end of a window. In every micro-batch they add
-gradients that are not divided yet to others that are. And `scaler.scale(loss / n)` begins its backward passes n times
-lower than the scale says: what such a run did is repeated with init_scale / n. In bfloat16, which reaches as far as
-float32, none of this is needed.
+What the usual loop gets wrong: it clips without `unscale_`, which cuts a gradient that is 65,536 times too long and
+then divides it by that; and it divides the last, shorter window by the planned n. `scaler.scale(loss / n)` begins its
+backward passes n times lower than the scale says: what such a run did is repeated with init_scale / n. In bfloat16,
+which reaches as far as float32, none of this is needed.
 """
 
 import torch

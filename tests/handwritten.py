@@ -161,3 +161,23 @@ def difference(model, criterion, large, small):
             loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     return max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
+
+
+def mixed(model, criterion, optimizer, scaler, loader, steps, max_norm, *, unscale=True):
+    """float16 with a GradScaler, and clipping, of which one forgets that gradients are scaled."""
+    for idx, (inputs, targets) in enumerate(loader):
+        with torch.autocast("cpu", torch.float16):
+            loss = criterion(model(inputs), targets) / steps
+        scaler.scale(loss).backward()
+        if (idx + 1) % steps == 0:
+            if unscale:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def adjusted_lr(base_lr, base_batch_size, batch_size, steps):
+    """The linear rule, for a batch that is always full."""
+    return base_lr * (batch_size * steps) / base_batch_size

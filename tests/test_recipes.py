@@ -481,7 +481,8 @@ def test_metrics_in_jax(double):
     assert abs(loss - whole) <= 1e-13
     assert abs(grads - full).max() <= 1e-13
     assert abs(metrics["logits"] - expected["logits"]).max() <= 1e-13
-    assert (int(metrics["right"]), int(metrics["rows"])) == (int(expected["right"]), 19)
+    right, rows = expected["accuracy"].tolist()
+    assert (rows, float(metrics["accuracy"])) == (19, pytest.approx(right / 19, rel=1e-6))
     chunks = [slice(0, 8), slice(8, 16), slice(16, 19)]
     mean = jax.jit(ours.loss_and_metrics)
     naive = sum(mean(ours.params, ours.x[c], ours.labels[c])[0] for c in chunks) / 3
@@ -509,3 +510,72 @@ def test_accumulation_against_one_large_batch(double):
     assert [c.name for c in ours.verdict(*batchnorm).causes] == ["batch statistics"]
     hidden = handwritten.difference(batchnorm[0], cross_entropy, batchnorm[1:], [(inputs, targets)] * 2)
     assert hidden <= 1e-13
+
+
+# --- mixed precision, learning rates and noise
+
+
+def test_mixed_precision():
+    ours = example("mixed_precision_torch")
+    model, loader = ours.network(), []
+    for x, y in ours.batches():
+        loader += zip(x.chunk(ours.N), y.chunk(ours.N), strict=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18 * ours.N, growth_interval=ours.INTERVAL)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    handwritten.mixed(model, cross_entropy, adamw, scaler, loader, ours.N, 1.0)
+    for way, limit in ((ours.stepped, 0), (ours.functional, 2e-7)):
+        scale, params = list(way(2.0**18))[-1]
+        assert scale * ours.N == scaler.get_scale()
+        assert apart(params.values(), weights(model)) <= limit
+
+
+def test_clipping_what_is_scaled():
+    """The gradient is cut to a norm of 1, and then divided by the scale: nothing is learned."""
+    ours = example("mixed_precision_torch")
+    moved = []
+    for unscale in (True, False):
+        model, before = ours.network(), weights(ours.network())
+        x, y = next(ours.batches())
+        loader = zip(x.chunk(ours.N), y.chunk(ours.N), strict=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        handwritten.mixed(model, cross_entropy, sgd, scaler, loader, ours.N, 0.1, unscale=unscale)
+        moved.append(sum((a - b).norm() ** 2 for a, b in zip(weights(model), before, strict=True)).sqrt().item())
+    assert moved[0] == pytest.approx(0.1, rel=1e-3)
+    assert 0 < moved[1] < 1e-5
+
+
+def test_learning_rates():
+    ours = example("learning_rate_torch")
+    updates = list(ours.train())
+    assert [rows for rows, _, _ in updates] == [32, 32, 16] * 2  # by hand it is 4 * 8, always
+    scaled = handwritten.adjusted_lr(ours.LR, ours.BASE, 8, 4)
+    assert funcga.linear_scaling(ours.LR, ours.BASE, ours.TARGET) == pytest.approx(scaled, rel=1e-15)
+    expected = [ours.LR + (scaled - ours.LR) * min(update / 4, 1) for update in range(6)]
+    assert [lr for _, _, lr in updates] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_dropout_by_example(framework):
+    ours = example(f"dropout_{framework}")
+
+    def of(n, seed=0):
+        found = ours.gradients(ours.loss_by_example, n, seed) if framework == "torch" else ours.gradients(n, seed)[1]
+        return funcga.to_torch(found)
+
+    whole = of(1)
+    for n in (3, 4):
+        assert apart([of(n)], [whole]) <= 1e-6 * whole.abs().max()
+    assert apart([of(4, 1)], [whole]) > 0.1 * whole.abs().max()
+
+
+def test_a_seed_in_every_micro_batch_drops_the_same():
+    kept = []
+    for _ in range(2):  # by hand
+        torch.manual_seed(0)
+        kept.append(torch.nn.functional.dropout(torch.ones(4, 32)) > 0)
+    assert torch.equal(*kept)
+    dropped = torch_backend.seeded(lambda _, x: torch.nn.functional.dropout(x) > 0)
+    keys = torch_backend.example_keys(0, torch.arange(8))
+    first, second = (dropped(None, part, torch.ones(4, 32)) for part in keys.split(4))
+    assert not torch.equal(first, second)
