@@ -77,9 +77,9 @@ def ratio(*, out_dtype: Any = None) -> Fold:
     """`sum(v[0]) / sum(v[1])`: a metric with a denominator of its own, such as accuracy, [correct, counted].
 
     A leaf has numerator and denominator along its axis 0, [2, ...], and the result is of shape [...]. As integers they
-    are summed exactly. The weight of the micro-batch has no part in it; a denominator of 0 gives 0.
+    are summed exactly, up to 2**47. The weight of the micro-batch has no part in it; a denominator of 0 gives 0.
 
-    out_dtype: of the result (default: the leaf's own, float32 for integers).
+    out_dtype: of the result (default: the leaf's own, float32 for integers and floats of less than 32 bits).
 
     >>> loss, {"accuracy": jnp.stack([correct.sum(), correct.size])}
     """

@@ -1,6 +1,7 @@
 """`grad` and `value_and_grad`: one spelling and one order of results for both frameworks."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ class GradientFunction:
         def gradient(*args: Any, **kwargs: Any) -> Any:
             for i in self.places(len(args)):
                 self.check_leaves(args[i], i, backend)
-            return made(*args, **kwargs)
+            return made(*args, **(kwargs if self.scaled else self.read_scale(kwargs, backend)[1]))
 
         return gradient
 
@@ -67,6 +68,11 @@ class GradientFunction:
         None, and all keyword arguments, if the gradients are not scaled.
         """
         if not self.scaled:
+            if "loss_scale" in kwargs and not {"loss_scale", "**"} & _keywords(self.loss_fn):
+                raise FuncgaError(
+                    "the call has a loss_scale, which this gradient function does not take. Make it with "
+                    "funcga.value_and_grad(loss_fn, scaled=True)."
+                )
             return None, kwargs
         rest = {name: value for name, value in kwargs.items() if name != "loss_scale"}
         return check_loss_scale(kwargs.get("loss_scale"), backend.arrays), rest
@@ -151,6 +157,15 @@ class OwningGradient:
         """Raises FuncgaError, which says why, if it cannot be without a micro-batch."""
 
 
+def _keywords(loss_fn: Callable[..., Any]) -> set[str]:
+    """The parameters that a loss can be given by name, with "**" where that is any; of a module's, those of its own."""
+    try:
+        parameters = inspect.signature(getattr(loss_fn, "loss_fn", loss_fn)).parameters.values()
+    except (TypeError, ValueError):
+        return {"**"}
+    return {"**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+
+
 def _has_gradient(leaf: Any, backend: Backend) -> bool:
     try:
         return backend.arrays.kind(backend.arrays.as_array(leaf).dtype) in ("float", "complex")
@@ -202,5 +217,10 @@ def _gradient_function(
     entries = argnums if isinstance(argnums, tuple) else (argnums,)
     if not entries or any(type(entry) is not int for entry in entries):
         raise FuncgaError(f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0.")
+    if scaled and "loss_scale" in _keywords(loss_fn):
+        raise FuncgaError(
+            "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. "
+            "Give it another name; or multiply the loss yourself, without scaled=True."
+        )
     load_imported()
     return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)

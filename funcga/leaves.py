@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from funcga import reducers
 from funcga.backend import Arrays
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -69,12 +70,15 @@ def bind(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> Lea
         result = _named(normalizer.dtype, arrays)
     else:
         result = own if arrays.kind(own) == arrays.kind(accumulator) else accumulator
-        if normalizer.divides and arrays.kind(result) == "int":
-            result = arrays.as_dtype("float32")
+        if normalizer.wide:
+            result = arrays.as_dtype("float32") if arrays.kind(accumulator) == "int" else accumulator
     return LeafFold(fold, accumulator, result, arrays)
 
 
-_STACKS = {2: "xp.stack([correct, counted]) for ratio()", 3: "funcga.batch_moments makes them for pooled()"}
+_STACKS = {
+    reducers.pairs: "{}.stack([correct, counted]) for ratio()",
+    reducers.pooled: "funcga.batch_moments makes them for pooled()",
+}
 
 
 def check_shape(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> None:
@@ -83,7 +87,7 @@ def check_shape(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays)
     if stacked is not None and like.shape[:1] != (stacked,):
         raise FuncgaError(
             f"{where()} is {arrays.describe(like)}, and the fold `{fold.name}` takes leaves of {stacked} arrays that "
-            f"are stacked on axis 0: {_STACKS.get(stacked, 'stack them')}."
+            f"are stacked on axis 0: {_STACKS.get(fold.reducer, 'stack them').format(arrays.xp.__name__)}."
         )
     if axis is not None and not -len(like.shape) <= axis < len(like.shape):
         raise FuncgaError(

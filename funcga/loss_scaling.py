@@ -1,12 +1,12 @@
 """`loss_scaled`: a dynamic loss scale around an optimizer, for gradients in float16."""
 
-import numbers
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from funcga.backend import Backend, backend_of, load_imported
 from funcga.errors import FuncgaError
+from funcga.quantities import is_quantity
 from funcga.transforms import DonatingTransform, Transform, read_transform
 from funcga.widening import widened
 
@@ -52,18 +52,17 @@ def loss_scaled(
     tx: any pair of functions (init, update). What it sees, gradients and params, has floats of less than 32 bits as
         float32, and so have its state and the updates.
     init_scale: a finite number above 0; with a power of 2, and powers of 2 as factors, scaling loses nothing.
-    growth_factor: above 1. backoff_factor: between 0 and 1. growth_interval: at least 1.
+    growth_factor: above 1. backoff_factor: between 0 and 1. growth_interval: an int, 1 to 2**31 - 1.
 
     Raises FuncgaError for other numbers, and for a state or gradients that are not its own.
     Source: Micikevicius et al. (2018), "Mixed precision training".
     """
-    _check("init_scale", init_scale, 0, float("inf"), "65536.0")
-    _check("growth_factor", growth_factor, 1, float("inf"), "2.0")
-    _check("backoff_factor", backoff_factor, 0, 1, "0.5")
-    if isinstance(growth_interval, bool) or not isinstance(growth_interval, int) or growth_interval < 1:
-        raise FuncgaError(
-            f"growth_interval is {growth_interval!r}: it must be an int, at least 1: growth_interval=2000."
-        )
+    _check("init_scale", is_quantity(init_scale, _LEAST, _MOST), init_scale, "a finite number above 0", "65536.0")
+    _check("growth_factor", is_quantity(growth_factor, 1, _MOST), growth_factor, "a finite number above 1", "2.0")
+    fraction = is_quantity(backoff_factor, 0, 1) and backoff_factor != 1
+    _check("backoff_factor", fraction, backoff_factor, "a number between 0 and 1", "0.5")
+    counted = isinstance(growth_interval, int) and is_quantity(growth_interval, 0, 2**31 - 1)
+    _check("growth_interval", counted, growth_interval, "an int from 1 to 2**31 - 1", "2000")
     read = read_transform(tx)
     for backend in load_imported():
         read = backend.transforms.imported(read)
@@ -71,10 +70,12 @@ def loss_scaled(
     return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
 
 
-def _check(name: str, number: Any, above: float, below: float, example: str) -> None:
-    if isinstance(number, bool) or not isinstance(number, numbers.Real) or not above < float(number) < below:
-        limits = f"a finite number above {above}" if below > 1 else f"a number between {above} and {below}"
-        raise FuncgaError(f"{name} is {number!r}: it must be {limits}, such as {name}={example}.")
+_LEAST, _MOST = 2.0**-126, 2.0**127  # in which a float32 has all of its bits, and its reciprocal too
+
+
+def _check(name: str, good: bool, number: Any, meaning: str, example: str) -> None:
+    if not good:
+        raise FuncgaError(f"{name} is {number!r}: it must be {meaning}, in float32, such as {name}={example}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +142,7 @@ class _Functions:
         xp, zero = backend.arrays.xp, backend.arrays.integer(0)
         growth = state.growth + 1
         grown, smaller = state.scale * self.growth_factor, state.scale * self.backoff_factor
+        smaller = xp.where(smaller > _LEAST, smaller, _LEAST)  # never 0, whatever does not become finite
         grows = (growth == self.growth_interval) & xp.isfinite(grown)
         scale = xp.where(used, xp.where(grows, grown, state.scale), smaller)
         growth = xp.where(used & (growth < self.growth_interval), growth, zero)

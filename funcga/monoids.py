@@ -69,6 +69,14 @@ def _merge_moments(xp: Any, a: tuple[Any, Any, Any], b: tuple[Any, Any, Any]) ->
     return weight, a[1] + delta * share, a[2] + b[2] + delta * delta * (a[0] * share)
 
 
+def _add_counts(xp: Any, a: Any, b: Any) -> Any:
+    """Of (high, low), integers in two halves, whose low one has 16 bits; of floats the sum."""
+    if not isinstance(a, tuple):
+        return a + b
+    low = a[1] + b[1]
+    return a[0] + b[0] + (low >> 16), low & 0xFFFF
+
+
 def _latest(xp: Any, a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
     return xp.where(b[1], b[0], a[0]), a[1] | b[1]
 
@@ -87,5 +95,6 @@ _zeros = _each(lambda xp, like: xp.zeros_like(like))
 sum = Monoid(_zeros, _each(lambda xp, a, b: a + b), collective="sum")
 max = Monoid(_each(_lowest), _each(lambda xp, a, b: xp.maximum(a, b)), collective="max")
 min = Monoid(_each(_highest), _each(lambda xp, a, b: xp.minimum(a, b)), collective="min")
+counts = Monoid(_zeros, _add_counts)
 moments = Monoid(_zeros, _merge_moments)
 last = Monoid(_zeros, _latest, widens=False)

@@ -15,14 +15,14 @@ class Normalizer:
     """`apply(xp, reduced, tally)`: the result of a leaf from what was reduced, and how much of it there was.
 
     `tally.weight` and `tally.steps` are numbers, or 0-d arrays of the reduced dtype. `dtype` is that of the result;
-    None keeps the leaf's own. `kinds` are the kinds of accumulator dtype that it accepts. `divides` says that the
-    result of integers is a float32.
+    None keeps the leaf's own. `kinds` are the kinds of accumulator dtype that it accepts. `wide` says that the
+    result is in the dtype of the accumulator, and of integers a float32.
     """
 
     apply: Callable[[Any, Any, Any], Any]
     dtype: Any = None
     kinds: tuple[str, ...] = _ANY
-    divides: bool = False
+    wide: bool = False
 
 
 class Moments(NamedTuple):
@@ -49,6 +49,9 @@ def _divide(xp: Any, reduced: Any, total: Any) -> Any:
 
 
 def _quotient(xp: Any, reduced: Any, tally: Any) -> Any:
+    if isinstance(reduced, tuple):  # the halves of integers, which division makes floats
+        high, low = reduced
+        reduced = high / 1 * 65536.0 + low / 1
     return _divide(xp, reduced[0], reduced[1])
 
 
@@ -71,10 +74,10 @@ by_weight = Normalizer(lambda xp, reduced, tally: _divide(xp, reduced, tally.wei
 # By the number of micro-batches, whatever their weights.
 by_steps = Normalizer(lambda xp, reduced, tally: _divide(xp, reduced, tally.steps), kinds=("float", "complex"))
 # The first of a pair by the second.
-ratio = Normalizer(_quotient, kinds=("int", "float"), divides=True)
+ratio = Normalizer(_quotient, kinds=("int", "float"), wide=True)
 # Nothing: the reduced value itself.
 identity = Normalizer(lambda xp, reduced, tally: reduced)
 # `Moments` of what reducers.moments holds, `Pooled` of reducers.pooled, and the value of what reducers.carry holds.
 moments = Normalizer(_spread)
-pooled = Normalizer(_pool)
+pooled = Normalizer(_pool, wide=True)
 carry = Normalizer(_first)

@@ -43,6 +43,10 @@ def _keep(xp: Any, value: Any, weight: Any) -> Any:
     return value
 
 
+def _halves(xp: Any, value: Any, weight: Any) -> Any:
+    return (value >> 16, value & 0xFFFF) if "int" in str(value.dtype) else value
+
+
 def _moments(xp: Any, value: Any, weight: Any) -> tuple[Any, Any, Any]:
     corner = value[(slice(0, 1),) * value.ndim]  # made of the value, so that it is where and what the value is
     filled = xp.zeros_like(corner.sum()) + weight
@@ -62,8 +66,8 @@ def _mark(xp: Any, value: Any, weight: Any) -> tuple[Any, Any]:
 weighted = Reducer(_scale, monoids.sum, kinds=("float", "complex"), linear=True)
 # The sum, `sum(v)`, whatever the weights.
 sum = Reducer(_keep, monoids.sum)
-# The same of pairs, [2, ...].
-pairs = Reducer(_keep, monoids.sum, stacked=2)
+# The same of pairs, [2, ...]; integers in two halves, which 2**47 do not overflow.
+pairs = Reducer(_halves, monoids.counts, kinds=("int", "float"), stacked=2)
 # The elementwise maximum and minimum.
 max = Reducer(_keep, monoids.max, kinds=("bool", "int", "float"))
 min = Reducer(_keep, monoids.min, kinds=("bool", "int", "float"))

@@ -5,6 +5,7 @@ from typing import Any
 
 from funcga.backend import Arrays
 from funcga.errors import FuncgaError
+from funcga.quantities import is_quantity
 
 
 def check_loss_scale(scale: Any, arrays: Arrays) -> Any:
@@ -18,11 +19,13 @@ def check_loss_scale(scale: Any, arrays: Arrays) -> Any:
             "the gradient function was made with scaled=True, and the call has no loss_scale. Pass the one of the "
             "state that divides by it: step(params, batch, loss_scale=state.scale)."
         )
+    if type(scale).__module__ == "numpy" and getattr(scale, "shape", None) == ():
+        scale = scale.item()
     if arrays.is_array(scale) and scale.shape == () and arrays.kind(scale.dtype) in ("int", "float"):
         scale = arrays.scalar(scale)
         if arrays.is_array(scale):
             return scale
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not 0 < float(scale) < float("inf"):
+    if not is_quantity(scale):
         found = repr(scale) if isinstance(scale, numbers.Number) else arrays.describe(scale)
         raise FuncgaError(
             f"loss_scale is {found}: it must be a finite number above 0, or a 0-d array of one, such as the scale of "

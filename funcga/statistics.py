@@ -3,14 +3,15 @@
 Statistics are nested dicts in which each layer is {"mean": array, "var": array}, as flax's `batch_stats` are.
 """
 
-import math
 import numbers
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from funcga.backend import Array, Arrays, Tree, backend_of
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
+from funcga.quantities import is_quantity
 
 
 def batch_moments(statistics: Tree, count: Any) -> Tree:
@@ -56,8 +57,13 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Any, unbiased: 
     _check_number(share, "share", "the part of the new statistics, from 0 to 1", arrays, most=1)
 
     def updated(path: str, mean: Array, variance: Array, new: Any) -> dict[str, Array]:
-        if not isinstance(new, Pooled) or getattr(new.mean, "shape", None) != mean.shape:
-            found = f"a mean {arrays.describe(new.mean)}" if isinstance(new, Pooled) else arrays.describe(new)
+        if not fits(new, mean):
+            parts = (
+                ", ".join(f"{k} {arrays.describe(p)}" for k, p in new._asdict().items())
+                if isinstance(new, Pooled)
+                else ""
+            )
+            found = parts or arrays.describe(new)
             raise FuncgaError(
                 f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are {found}. Give a Pooled of "
                 f"that shape: what fold=funcga.pooled() makes of funcga.batch_moments(...)."
@@ -65,6 +71,11 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Any, unbiased: 
         return dict(zip(("mean", "var"), update(mean, variance, new, share, unbiased, arrays), strict=True))
 
     return _each_layer(updated, "statistics", statistics, pooled)
+
+
+def fits(pooled: Any, mean: Array) -> bool:
+    """Whether these are pooled statistics of a layer with this running mean."""
+    return isinstance(pooled, Pooled) and all(getattr(part, "shape", None) == mean.shape for part in pooled)
 
 
 def update(
@@ -84,11 +95,10 @@ def update(
     return moved(mean, new_mean), moved(variance, new_variance)
 
 
-def _check_number(number: Any, name: str, meaning: str, arrays: Arrays, most: float = math.inf) -> None:
+def _check_number(number: Any, name: str, meaning: str, arrays: Arrays, most: float = sys.float_info.max) -> None:
     if arrays.is_array(number) and number.shape == () and arrays.kind(number.dtype) in ("int", "float"):
         return  # its value may be on a device, or not known yet
-    real = isinstance(number, numbers.Real) and not isinstance(number, bool)
-    if not real or not 0 <= float(number) <= most or math.isinf(float(number)):
+    if not (is_quantity(number, 0, most) or (isinstance(number, numbers.Real) and number == 0)):
         found = arrays.describe(number) if arrays.is_array(number) else repr(number)
         raise FuncgaError(f"{name} is {found}: it is {meaning}, a finite number or a 0-d array.")
 
@@ -116,7 +126,8 @@ def _each_layer(function: Callable[..., Any], path: str, tree: Any, *others: Any
                 f"`{path}` has {sorted(map(str, tree))}, and the pooled statistics have {keys} there. Give those of "
                 f"the same layers."
             )
-    return {
+    made = {
         key: _each_layer(function, f"{path}[{key!r}]", child, *(other[key] for other in others))
         for key, child in tree.items()
     }
+    return made if type(tree) is dict else type(tree)(made)  # type: ignore[call-arg]

@@ -110,7 +110,8 @@ def windows(
     n: a number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w together, or more. Then
         `weight(*item)` is what a micro-batch weighs, as for `stream`: its rows, for a target batch size, or its tokens.
 
-    Raises FuncgaError if n is no int >= 1 and no TargetWeight, and where a micro-batch weighs more than the target.
+    Raises FuncgaError if n is no int >= 1 and no TargetWeight, and if the first micro-batch weighs more than the
+    target: then all of them may.
 
     >>> [len(window) for window in funcga.windows(range(10), 4)]
     [4, 4, 2]
@@ -141,15 +142,16 @@ def _windows(items: Iterator[Any], n: int) -> Iterator[list[Any]]:
 
 def _weighed(items: Iterator[Any], n: TargetWeight, weight: Callable[..., Any]) -> Iterator[list[Any]]:
     window: list[Any] = []
-    total, updates = 0.0, 0
+    total, updates, first = 0.0, 0, True
     target = n.after(updates)
     for item in items:
         amount = known_weight(weight(*_spread(item)))
-        if amount > target:
+        if amount > target and first:
             raise FuncgaError(
-                f"a micro-batch weighs {amount:g}, and the target is {target:g}: an update cannot be of less than one "
-                f"micro-batch. Make them smaller, as by DataLoader(batch_size=...), or raise the target."
+                f"the first micro-batch weighs {amount:g}, and the target is {target:g}: an update cannot be of less "
+                f"than one micro-batch. Make them smaller, as by DataLoader(batch_size=...), or raise the target."
             )
+        first = False
         window.append(item)
         total += amount
         if total >= target:

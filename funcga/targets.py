@@ -8,6 +8,7 @@ from typing import Any
 from funcga.backend import Arrays
 from funcga.errors import FuncgaError
 from funcga.program import check_count
+from funcga.quantities import is_quantity
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class TargetWeight:
 
 
 def _check_target(weight: Any) -> None:
-    if not isinstance(weight, bool) and isinstance(weight, numbers.Real) and 0 < float(weight) < float("inf"):
+    if is_quantity(weight):
         return
     raise FuncgaError(
         f"the target weight is {weight!r}: it must be a finite number above 0, such as the tokens of one update, "

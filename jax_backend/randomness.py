@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from funcga.errors import FuncgaError
 from jax_backend import arrays
@@ -13,28 +14,42 @@ from jax_backend import arrays
 def example_keys(key: Any, indices: Any) -> jax.Array:
     """A random key for each example, made of one key and the example's index: an argument that is split like any other.
 
-    key: of jax.random.key or jax.random.PRNGKey. indices: integers [rows], where the examples are in the dataset; or a
-    number, for one key. Returns keys of that shape, `jax.random.fold_in` of each. As they do not depend on n, what is
-    drawn from them does not either.
+    key: of jax.random.key or jax.random.PRNGKey, or another of these: `example_keys(key, epoch)` is that of an epoch,
+    without which an example has the same noise in each. indices: integers [rows], where the examples are in the
+    dataset; or a number, for one key. Returns keys of that shape, `jax.random.fold_in` of each. As they do not depend
+    on n, what is drawn from them does not either.
 
-    Raises FuncgaError for a key that is none and indices that are no integers.
+    Raises FuncgaError for a key that is none, for indices that are no integers, and for those that are seen to need
+    more than 32 bits, of which JAX would drop some.
 
-    >>> keys = jax_backend.example_keys(jax.random.key(0), indices)
+    >>> keys = jax_backend.example_keys(jax_backend.example_keys(jax.random.key(0), epoch), indices)
     >>> loss, grads = step(params, keys, x, y)
     """
     try:
         jax.random.key_data(key)
     except TypeError:
         raise FuncgaError(f"key is {arrays.describe(key)}: it must be a key of JAX: jax.random.key(0).") from None
-    place = jnp.asarray(indices)
-    if arrays.kind(place.dtype) != "int":
-        raise FuncgaError(
-            f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: jnp.arange(len(x))."
-        )
+    place = _integers(indices)
     fold = jax.random.fold_in
     for _ in range(place.ndim):
         fold = jax.vmap(fold, (None, 0))
     return fold(key, place)
+
+
+def _integers(indices: Any) -> jax.Array:
+    if isinstance(indices, int) and not isinstance(indices, bool):
+        indices = np.asarray(indices)
+    if not hasattr(indices, "dtype") or indices.dtype.kind not in "iu":
+        raise FuncgaError(
+            f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: jnp.arange(len(x))."
+        )
+    wide = indices.dtype.itemsize > 4 and not isinstance(indices, jax.core.Tracer) and indices.size
+    if wide and not (indices.min() >= 0 and indices.max() < 2**32):
+        raise FuncgaError(
+            f"indices is {arrays.describe(indices)} with values from {indices.min()} to {indices.max()}: keys are made "
+            f"of 32 bits, 0 to 2**32 - 1. Number the examples, jnp.arange(len(dataset))."
+        )
+    return jnp.asarray(indices, jnp.uint32 if wide else None)
 
 
 def sampled(sampler: Callable[..., Any], keys: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:

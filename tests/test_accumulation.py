@@ -338,6 +338,9 @@ def test_a_ratio_of_nothing_is_zero_and_integers_are_exact(kit):
     state = accumulator.update(state, kit.arrays(np.array([2**24 + 1, 2**25], "int32")), weight=0)
     state = accumulator.update(state, kit.arrays(np.array([2**24 - 1, 0], "int32")), weight=3)
     assert float(accumulator.finalize(state)) == 1
+    for _ in range(6):  # more than 31 bits
+        state = accumulator.merge(state, state)
+    assert float(accumulator.finalize(accumulator.update(state, kit.arrays(np.array([-1, -1], "int32"))))) == 1
 
 
 def test_a_ratio_of_no_pair_is_refused(kit):
@@ -347,5 +350,5 @@ def test_a_ratio_of_no_pair_is_refused(kit):
         )
     assert str(error.value) == (
         "output is float32[3], and the fold `pairs, ratio` takes leaves of 2 arrays that are stacked on axis 0: "
-        "xp.stack([correct, counted]) for ratio()."
+        f"{kit.xp.__name__}.stack([correct, counted]) for ratio()."
     )

@@ -268,7 +268,10 @@ def test_refusals():
             "the statistics of `1` are float64[4, 4], and the layer's are float64[3]. Fold them with pooled(): "
             "fold=((funcga.mean(), funcga.pooled()), funcga.mean()) for funcga.value_and_grad(loss, has_aux=True).",
         ),
-        (lambda: buffers({"1": funcga.Pooled(x, x, x)}), "the statistics of `1` are of means float64[11, 2, 4, 4]"),
+        (
+            lambda: buffers({"1": funcga.Pooled(x, x, x)}),
+            "the statistics of `1` are count float64[11, 2, 4, 4], mean float64[11, 2, 4, 4]",
+        ),
     ]
     for call, text in cases:
         with pytest.raises(FuncgaError) as caught:

@@ -253,12 +253,13 @@ def test_a_state_goes_on_from_a_file(kit, tmp_path):
 
 
 BAD = {
-    "init_scale is 0: it must be a finite number above 0, such as init_scale=65536.0.": {"init_scale": 0},
-    "init_scale is -1.0: it must be a finite number above 0, such as init_scale=65536.0.": {"init_scale": -1.0},
-    "init_scale is nan: it must be a finite number above 0, such as init_scale=65536.0.": {"init_scale": float("nan")},
-    "growth_factor is 1: it must be a finite number above 1, such as growth_factor=2.0.": {"growth_factor": 1},
-    "backoff_factor is 2: it must be a number between 0 and 1, such as backoff_factor=0.5.": {"backoff_factor": 2},
-    "growth_interval is 0: it must be an int, at least 1: growth_interval=2000.": {"growth_interval": 0},
+    "init_scale is 0: it must be a finite number above 0, in float32, such as init_scale=65536.0.": {"init_scale": 0},
+    "init_scale is -1.0: it must be a finite number above 0, in float32, such as init_scale=65536.0.": {"init_scale": -1.0},
+    "init_scale is nan: it must be a finite number above 0, in float32, such as init_scale=65536.0.": {"init_scale": float("nan")},
+    "init_scale is 1e+39: it must be a finite number above 0, in float32, such as init_scale=65536.0.": {"init_scale": 1e39},
+    "growth_factor is 1: it must be a finite number above 1, in float32, such as growth_factor=2.0.": {"growth_factor": 1},
+    "backoff_factor is 2: it must be a number between 0 and 1, in float32, such as backoff_factor=0.5.": {"backoff_factor": 2},
+    "growth_interval is 0: it must be an int from 1 to 2**31 - 1, in float32, such as growth_interval=2000.": {"growth_interval": 0},
 }  # fmt: skip
 
 

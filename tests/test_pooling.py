@@ -175,7 +175,7 @@ def test_refusals(kit):
             "`statistics['a']` is float32[2], and the pooled statistics for it are float32[4, 2]. Give a Pooled of that "
             "shape: what fold=funcga.pooled() makes of funcga.batch_moments(...).",
         ),
-        (lambda: update(good, funcga.Pooled(x, x, x)), "the pooled statistics for it are a mean float32[4, 2]"),
+        (lambda: update(good, funcga.Pooled(x, x, x)), "the pooled statistics for it are count float32[4, 2]"),
         (
             lambda: update({"a": good}, {"b": pooled}),
             "`statistics` has ['a'], and the pooled statistics have ['b'] there. Give those of the same layers.",

@@ -33,10 +33,13 @@ class Backward:
     leaf is a weighted sum, the loss's dtype holds that number, and nothing is float16, which would overflow; where it
     cannot be, the gradients are scaled in a hook, in the accumulator's dtype.
 
-    `restricted`: the pass goes to the leaves alone, not to other tensors that loss_fn closes over.
+    `restricted`: the pass goes to the leaves alone, not to other tensors that loss_fn closes over. `scaled`: the loss
+    comes with a scale of its own, which is as much as a backward pass in float16 can begin with: no weight is added.
     """
 
-    def __init__(self, buffers: Buffers, leaves: dict[int, torch.Tensor], restricted: bool = True):
+    def __init__(
+        self, buffers: Buffers, leaves: dict[int, torch.Tensor], restricted: bool = True, scaled: bool = False
+    ):
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
         self.restricted = restricted
         layout = buffers.layout
@@ -59,7 +62,7 @@ class Backward:
         self.alone = not (layout.given_plain or self.others)  # whether all that is done is to sum with weights
         self.seeds = (
             self.alone
-            and not self.placed
+            and not (self.placed or scaled)
             and not any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
         )
         self.autocast = autocasting(*{leaf.device.type for leaf in self.inputs})

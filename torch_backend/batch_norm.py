@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from funcga.errors import FuncgaError, TooFewRowsError
 from funcga.normalizers import Pooled
-from funcga.statistics import update
+from funcga.statistics import fits, update
 from torch_backend import arrays
 
 
@@ -57,8 +57,9 @@ def _tracks(layer: nn.Module) -> bool:
 
 def _check_pooled(name: str, found: Any, layer: nn.Module) -> None:
     own: Any = layer.running_mean
-    if not isinstance(found, Pooled) or found.mean.shape != own.shape:
-        what = f"of means {arrays.describe(found.mean)}" if isinstance(found, Pooled) else arrays.describe(found)
+    if not fits(found, own):
+        parts = found._asdict().items() if isinstance(found, Pooled) else ()
+        what = ", ".join(f"{key} {arrays.describe(part)}" for key, part in parts) or arrays.describe(found)
         raise FuncgaError(
             f"the statistics of `{name}` are {what}, and the layer's are {arrays.describe(own)}. Fold them with "
             f"pooled(): fold=((funcga.mean(), funcga.pooled()), funcga.mean()) for "
@@ -108,8 +109,8 @@ class Watch:
 
     def _counting(self, name: str) -> Any:
         def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self.open:
-                return  # a checkpoint, which runs the forward pass again
+            if not (self.open and layer.training):
+                return  # a checkpoint, which runs the forward pass again; or a pass that tracks nothing
             if name in self.counts:
                 raise FuncgaError(
                     f"the BatchNorm layer `{name}` ran twice in one forward pass: its statistics are then those of "
@@ -144,7 +145,8 @@ class Watch:
 
     def _leaf(self, name: str, layer: Any) -> torch.Tensor:
         ran, batches = name in self.counts, layer.num_batches_tracked
-        wrote = ran if batches is None else batches._version > 0  # the kernel's own writes do not count as versions
+        unknown = batches is None or batches.is_inference()
+        wrote = ran if unknown else batches._version > 0  # the kernel's own writes do not count as versions
         if ran != wrote:
             why = (
                 "it ran without its hooks, as one does whose forward() is called by name, or that was compiled by "

@@ -82,9 +82,7 @@ class Engine:
             aux = detached(aux)
         if begins:
             self._bind(loss.detach(), aux, found, arguments, weight)
-            if not {"reenters", "known"} & {*self.program.compiled}:
-                check_not_reentrant(differentiated)
-                self.program.compiled["known"] = True
+            self._look(differentiated)
         self.backward.check_untouched()
         self.backward(
             differentiated, weight, moving, None if self.reduction is None or not last else self.reduction.ready
@@ -92,6 +90,13 @@ class Engine:
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state
+
+    def _look(self, loss: Any) -> None:
+        """Raises Reentered for a checkpoint of that kind, if no loss was looked at in this mode of the module."""
+        module, plans = getattr(self.gradient.loss_fn, "module", None), self.program.compiled
+        if "reenters" not in plans and plans.get("looked") != getattr(module, "training", True):
+            check_not_reentrant(loss)
+            plans["looked"] = getattr(module, "training", True)
 
     def again(self) -> "Engine":
         """A window to begin anew with, for a loss whose checkpoints run backward passes of their own."""
@@ -157,7 +162,8 @@ class Engine:
         given = [leaf for leaves in self.whole.values() for leaf in leaves.leaves]
         places = zip(self.plan.given, given, strict=True)
         restricted = "reenters" not in plans
-        self.backward = Backward(self.buffers, {k: leaf for k, leaf in places if leaf is not None}, restricted)
+        leaves = {k: leaf for k, leaf in places if leaf is not None}
+        self.backward = Backward(self.buffers, leaves, restricted, self.gradient.scaled)
 
     def _planned(self, key: Any, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> "_Plan":
         compose, trees = self.gradient.compose, self.backend.trees

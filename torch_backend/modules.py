@@ -1,6 +1,7 @@
 """Losses of modules, as pure functions of the parameters."""
 
 import difflib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -122,6 +123,8 @@ class PureLoss:
             placed = {id(tensor): (tensor, slot.held) for tensor, slot in pairs if id(tensor) not in _PLACED}
             own = threading.get_ident()
             _PLACED.update({key: _Placed(own, held) for key, (_, held) in placed.items()})
+            taken = {id(table.table) for table in tables} - {*_TAKEN}
+            _TAKEN.update(dict.fromkeys(taken, own))
         try:
             states = [table for table in tables if table.is_buffers]
             if self.buffers:
@@ -137,13 +140,15 @@ class PureLoss:
                     table.restore()
                 for key in placed:
                     del _PLACED[key]
+                for key in taken:
+                    del _TAKEN[key]
                 _CHANGED.notify_all()
 
     def _isolated(
         self,
         buffers: "list[_Slot]",
         tables: "list[_Table]",
-        copies: dict[int, tuple[Any, int]],
+        copies: dict[int, tuple[Any, float]],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -156,7 +161,7 @@ class PureLoss:
         watch: Watch,
         buffers: "list[_Slot]",
         tables: "list[_Table]",
-        copies: dict[int, tuple[Any, int]],
+        copies: dict[int, tuple[Any, float]],
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
@@ -243,7 +248,7 @@ def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> list[torch
     return placed
 
 
-def _refill(slots: list[_Slot], tables: "list[_Table]", copies: dict[int, tuple[Any, int]]) -> None:
+def _refill(slots: list[_Slot], tables: "list[_Table]", copies: dict[int, tuple[Any, float]]) -> None:
     """Puts copies where the module's own buffers are, new ones in each layer that the last micro-batch wrote to.
 
     All of the layer's, as the kernel of BatchNorm writes to running statistics without telling autograd.
@@ -251,12 +256,17 @@ def _refill(slots: list[_Slot], tables: "list[_Table]", copies: dict[int, tuple[
     for table in tables:
         table.restore()
     held = [(slot, *copies.get(id(slot.held), (None, 0))) for slot in slots]
-    written = {id(slot.table) for slot, copy, version in held if copy is None or copy._version != version}
+    written = {id(slot.table) for slot, copy, version in held if copy is None or _version(copy) != version}
     for slot, copy, _ in held:
         if id(slot.table) in written:
             copy = slot.held.detach().clone()
-            copies[id(slot.held)] = copy, copy._version
+            copies[id(slot.held)] = copy, _version(copy)
         slot.table[slot.key] = copy
+
+
+def _version(tensor: torch.Tensor) -> float:
+    """A number that changes when it is written to; NaN, which is no number's equal, where that is not known."""
+    return tensor._version if not tensor.is_inference() else math.nan
 
 
 def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str) -> dict[int, torch.Tensor]:
@@ -306,20 +316,18 @@ class _Placed(NamedTuple):
     instead_of: torch.Tensor
 
 
-# The tensors that stand in modules now, by id, which thread put them there and what was there before. It is asked of
-# the tensors, as the modules of two losses may overlap: a model and its encoder.
+# The tensors that stand in modules now, by id, which thread put them there and what was there before.
 _PLACED: dict[int, _Placed] = {}
+# The tables of modules, by id, and the thread that has put tensors into them. It is asked of each table, as the modules
+# of two losses may overlap, a model and its encoder; and of those of buffers too, as layers may have nothing else.
+_TAKEN: dict[int, int] = {}
 _CHANGED = threading.Condition()
 
 
 def _is_occupied(module: nn.Module) -> bool:
-    held = [parameter for owner in module.modules() for parameter in owner._parameters.values()] if _PLACED else []
-    return any(_is_foreign(parameter) for parameter in held)
-
-
-def _is_foreign(tensor: Any) -> bool:
-    placed = _PLACED.get(id(tensor))
-    return placed is not None and placed.thread != threading.get_ident()
+    own = threading.get_ident()
+    tables = [table for owner in module.modules() for table in (owner._parameters, owner._buffers)] if _TAKEN else []
+    return any(_TAKEN.get(id(table), own) != own for table in tables)
 
 
 def own_parameter(tensor: Any) -> Any:

@@ -1,6 +1,8 @@
 """Randomness that belongs to an example, and not to the micro-batch that it happens to be in."""
 
 import functools
+import operator
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -15,21 +17,37 @@ from torch_backend import arrays, trees
 def example_keys(key: Any, indices: Any) -> torch.Tensor:
     """A random key for each example, made of one key and the example's index: an argument that is split like any other.
 
-    key: an int, or a 0-d int64 tensor such as another key: `example_keys(seed, epoch)` is one for each epoch.
-    indices: int64 [rows], where the examples are in the dataset, on any device; or a number, for one key. Returns int64
-    of that shape: seeds. As they do not depend on n, what is drawn from them does not either.
+    key: an int, or a 0-d tensor of one, such as another key: `example_keys(seed, epoch)` is that of an epoch, without
+    which an example has the same noise in each. indices: integers [rows], where the examples are in the dataset, on any
+    device; or a number, for one key. Returns int64 of that shape: seeds. As they do not depend on n, what is drawn from
+    them does not either.
 
     Raises FuncgaError for a key or indices that are no integers.
     Source: Steele, Lea and Flood (2014), "Fast splittable pseudorandom number generators": the finalizer of SplitMix.
 
-    >>> keys = torch_backend.example_keys(seed, indices)
+    >>> keys = torch_backend.example_keys(torch_backend.example_keys(seed, epoch), indices)
     >>> loss, grads = step(params, keys, x, y)
     """
     _check_integers("key", key, "example_keys(0, indices)")
     _check_integers("indices", indices, "torch.arange(len(x))")
-    place = torch.as_tensor(indices)
-    start = torch.as_tensor(key, dtype=torch.int64, device=place.device)
-    return _mixed(_mixed(start) + place.to(torch.int64) * _GAMMA)
+    if getattr(key, "shape", ()) != ():
+        raise FuncgaError(
+            f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell apart. Write "
+            f"torch_backend.example_keys(0, indices)."
+        )
+    place = _integers(indices, None)
+    start = _mixed(_integers(key, place.device) + _GAMMA)  # the first number of the stream that begins at the key
+    return _mixed(start + (place + 1) * _GAMMA)
+
+
+def _integers(given: Any, device: torch.device | None) -> torch.Tensor:
+    """As int64, of whatever 64 bits a number has."""
+    if isinstance(given, torch.Tensor):
+        return given.to(device or given.device, torch.int64)
+    if getattr(given, "shape", ()) != ():
+        return torch.as_tensor(given, dtype=torch.int64, device=device)  # of NumPy
+    number = operator.index(given)
+    return torch.tensor((number + 2**63) % 2**64 - 2**63, device=device)
 
 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as the sums wrap around, a number of 64 bits may as well be negative
@@ -48,9 +66,9 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _check_integers(name: str, given: Any, example: str) -> None:
-    if isinstance(given, int) and not isinstance(given, bool):
-        return
-    if not arrays.is_array(given) or arrays.kind(given.dtype) != "int":
+    number = hasattr(given, "__index__") and not isinstance(given, bool) and getattr(given, "shape", ()) == ()
+    array = isinstance(given, torch.Tensor) and arrays.kind(given.dtype) == "int"
+    if not (number or array or getattr(getattr(given, "dtype", None), "kind", "-") in "iu"):
         raise FuncgaError(f"{name} is {arrays.describe(given)}: it must be an integer, or a tensor of some: {example}.")
 
 
@@ -59,7 +77,8 @@ def sampled(sampler: Callable[..., Any], keys: torch.Tensor, shape: tuple[int, .
 
     sampler: `sampler(shape, generator=..., device=...)`, as torch.rand or torch.randn. keys: of `example_keys`. Every
     row has a generator of its own, so a loop goes over the rows, and a CUDA device is waited for: for noise of a whole
-    micro-batch at once see `seeded`. Raises FuncgaError for keys that are no int64 [rows].
+    micro-batch at once see `seeded`. (Torch's generators on the CPU take 32 bits of a seed: of a million examples some
+    hundred pairs draw the same.) Raises FuncgaError for keys that are no int64 [rows].
 
     >>> kept = torch_backend.sampled(torch.rand, keys, (16,)) < 0.9
     """
@@ -78,10 +97,12 @@ def seeded(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     So what dropout and everything else in a loss draws from torch's global generators is a pure function of the keys
     of the micro-batch: other noise in each micro-batch, the same in each run, and the generators are as before. It is
-    that of the first of its examples, so it changes with n; noise that does not is `sampled`.
+    that of the first of its examples, so it changes with n; noise that does not is `sampled`. One thread at a time runs
+    in it, as the generators are global.
 
     loss_fn: of parameters, or of a module, for `pure_loss`. keys: int64 [rows] of `example_keys`, on the CPU, or the
-    host waits for them. Raises FuncgaError for other keys. Not in torch.compile, which seeds by itself.
+    host waits for them. Raises FuncgaError for other keys, and for keys that are not as many as the rows. Not in
+    torch.compile, which seeds by itself, nor in torch.func.vmap.
 
     >>> loss_fn = torch_backend.pure_loss(module, torch_backend.seeded(lambda module, x, y: mse_loss(module(x), y)))
     >>> loss, grads = funcga.accumulate(funcga.value_and_grad(loss_fn), 8)(params, keys, x, y)
@@ -89,20 +110,29 @@ def seeded(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(loss_fn, updated=())
     def loss(params: Any, keys: Any, *batch: Any, **kwargs: Any) -> Any:
-        with _seeded(_seed(keys), (params, *batch)):
+        with _SEEDED, _seeded(_seed(keys, batch), (params, *batch)):
             return loss_fn(params, *batch, **kwargs)
 
     del loss.__wrapped__  # it has one parameter more
     return loss
 
 
-def _seed(keys: Any) -> int:
-    if isinstance(keys, torch.Tensor) and keys.dtype == torch.int64 and keys.numel():
-        return int(keys.flatten()[0])
-    raise FuncgaError(
-        f"keys are {arrays.describe(keys)}, and stand before the batch: int64[rows], one for each row. Call it as "
-        f"loss(params, torch_backend.example_keys(0, indices), *batch)."
-    )
+_SEEDED = threading.RLock()
+
+
+def _seed(keys: Any, batch: Any) -> int:
+    if not isinstance(keys, torch.Tensor) or keys.dtype != torch.int64 or keys.ndim != 1 or not len(keys):
+        raise FuncgaError(
+            f"keys are {arrays.describe(keys)}, and stand before the batch: int64[rows], one for each row. Call it as "
+            f"loss(params, torch_backend.example_keys(0, indices), *batch)."
+        )
+    rows = {len(leaf) for leaf in trees.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if rows and len(keys) not in rows:
+        raise FuncgaError(
+            f"there are {len(keys)} keys, and the micro-batch has {min(rows)} rows: every micro-batch would draw the "
+            f"same. Split the keys with the batch, as accumulate does by itself: in_axes=(None, 0, 0)."
+        )
+    return int(keys[0])
 
 
 @contextmanager

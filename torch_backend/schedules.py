@@ -3,6 +3,7 @@
 Only torch has this file: a schedule of optax is such a function already.
 """
 
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,7 @@ class Schedule:
                 self.running = _Running(self.make, optimizer.defaults, options)
             try:
                 return self.running.forward(count)
-            except FuncgaError:
+            except Exception:
                 self.running = None  # it has gone further than it says
                 raise
 
@@ -63,6 +64,8 @@ class _Running:
         try:
             self.scheduler = make(self.optimizer)
         except TypeError as error:
+            if _takes_an_optimizer(make):
+                raise
             raise FuncgaError(_not_made(make, error)) from error
         if not isinstance(self.scheduler, LRScheduler) or isinstance(self.scheduler, ReduceLROnPlateau):
             raise FuncgaError(_no_schedule(self.scheduler))
@@ -74,6 +77,8 @@ class _Running:
             try:
                 self.scheduler.step()
             except ValueError as error:
+                if "Tried to step" not in str(error):  # which OneCycleLR says; all else is the user's own
+                    raise
                 raise FuncgaError(_no_more(self.scheduler, self.count + 1, error)) from error
             self.count += 1
         groups = zip(self.optimizer.param_groups, self.began_with, strict=True)
@@ -90,6 +95,16 @@ class _OnlyOptions(Optimizer):
 def _own(options: dict[str, Any]) -> dict[str, Any]:
     """The options, with tensors of their own: schedulers write into them."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+def _takes_an_optimizer(make: Any) -> bool:
+    try:
+        inspect.signature(make).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        pass
+    return True
 
 
 def _not_made(make: Any, error: TypeError) -> str:

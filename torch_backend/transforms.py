@@ -16,7 +16,8 @@ from funcga.program import Program
 from funcga.tally import Tally
 from torch_backend import arrays, engine, trees
 from torch_backend.buffers import Buffers, Layout
-from torch_backend.placements import local
+from torch_backend.layouts import apart
+from torch_backend.placements import is_placed, local
 from torch_backend.reduction import count_window
 from torch_backend.reduction import merged as merged_buffers
 from torch_backend.replicas import Replicas
@@ -72,10 +73,23 @@ def _zeros(like: Any, known: dict[Any, torch.Tensor]) -> Any:
 
 def finite(leaves: list[Any]) -> Any:
     """Whether every number is finite: a 0-d array."""
-    found = [local(leaf).detach() for leaf in leaves if leaf is not None and leaf.numel()]
+    given = [leaf for leaf in leaves if leaf is not None]
+    found = [leaf for leaf in (local(leaf).detach() for leaf in given) if leaf.numel()]
     found = [leaf if leaf.layout is torch.strided else leaf.to_dense() for leaf in found]
     extremes = [extreme.to(found[0].device, torch.float64) for extreme in _extremes(found)]
-    return torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
+    kept = torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
+    meshes = {leaf.device_mesh for leaf in given if is_placed(leaf)}
+    return _everywhere(kept, meshes) if meshes else kept
+
+
+def _everywhere(kept: torch.Tensor, meshes: set[Any]) -> torch.Tensor:
+    """Whether it holds on all devices of some meshes, of which each has a part of the numbers."""
+    for mesh in sorted(meshes, key=lambda mesh: mesh.mesh.tolist()):
+        for group in mesh.get_all_groups():
+            flag = kept.to(mesh.device_type, torch.int32)
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+            kept = flag.bool()
+    return kept
 
 
 def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -92,7 +106,8 @@ def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 def unscaled(leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
     """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
     factor = 1.0 / arrays.scalar(scale)
-    found = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
+    wide = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
+    found = apart(wide) if donate else wide
     given = [leaf for leaf in found if leaf is not None]
     if donate and given:
         torch._foreach_mul_(given, factor)

@@ -39,7 +39,9 @@ def module_value_and_grad(
         "every": in every micro-batch, n times the traffic; gradients stay sharded.
         "outer": for fully_shard with a mesh of two dimensions. Every micro-batch reduce-scatters over the inner one,
         and the last all-reduces the shards over the outer one.
-    scaled: f takes one keyword argument more, `loss_scale`, as in `funcga.value_and_grad`.
+    scaled: f takes one keyword argument more, `loss_scale`, as in `funcga.value_and_grad`; but the backward pass begins
+        with the weight times that, as the weight is the cotangent: weigh in units of a micro-batch, such as
+        weight=lambda x, y: len(x) / 32, so that a weight is about 1.
 
     The gradients are those of `dict(module.named_parameters())` that require grad, in the shapes that these have on
     this replica, DTensors for fully_shard; zeros where the loss does not depend on one. The parameters' `.grad`s, the
