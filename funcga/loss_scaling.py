@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from funcga.backend import Backend, backend_of, load_imported
 from funcga.errors import FuncgaError
@@ -32,6 +32,7 @@ def loss_scaled(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
+    across: Any = None,
 ) -> DonatingTransform:
     """A transform that divides gradients by the loss scale that they come with, and lets tx make an update of them.
 
@@ -47,12 +48,15 @@ def loss_scaled(
     Inside of `multi_steps`, or after `accumulate`, a window has one scale, is looked at once, and is used or skipped as
     a whole: leave its `drop` alone, which would hide from the scale what is not finite. (A window that is skipped is an
     update of zeros to `multi_steps`.) The gradients of a window must all come with the scale of the state. On a CUDA
-    device the host waits once an update, as GradScaler does.
+    device the host waits once an update, as GradScaler does. A window that is skipped is none to a schedule inside of
+    tx, whereas `scheduler.step()` after `scaler.step(optimizer)` counts it.
 
     tx: any pair of functions (init, update). What it sees, gradients and params, has floats of less than 32 bits as
         float32, and so have its state and the updates.
     init_scale: a finite number above 0; with a power of 2, and powers of 2 as factors, scaling loses nothing.
     growth_factor: above 1. backoff_factor: between 0 and 1. growth_interval: an int, 1 to 2**31 - 1.
+    across: replicas that hold different parts of the gradients, as those of FSDP1, or of a reduce-scatter in JAX, so
+        that they skip a window together; as in `accumulate`. Merged gradients, and DTensors, need none.
 
     Raises FuncgaError for other numbers, and for a state or gradients that are not its own.
     Source: Micikevicius et al. (2018), "Mixed precision training".
@@ -66,7 +70,9 @@ def loss_scaled(
     read = read_transform(tx)
     for backend in load_imported():
         read = backend.transforms.imported(read)
-    functions = _Functions(read, float(init_scale), float(growth_factor), float(backoff_factor), growth_interval)
+    functions = _Functions(
+        read, float(init_scale), float(growth_factor), float(backoff_factor), growth_interval, across
+    )
     return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
 
 
@@ -82,11 +88,13 @@ def _check(name: str, good: bool, number: Any, meaning: str, example: str) -> No
 class _Functions:
     """The functions of one `loss_scaled`, and its choices."""
 
+    scales: ClassVar[bool] = True  # by which it is known
     tx: Transform
     init_scale: float
     growth_factor: float
     backoff_factor: float
     growth_interval: int
+    across: Any
 
     def __deepcopy__(self, memo: Any) -> "_Functions":
         """Itself, as a function is its own copy."""
@@ -116,12 +124,20 @@ class _Functions:
             )
         backend = backend_of([state.scale, grads], lambda: ["state", "grads"])
         leaves, structure = backend.trees.flatten(grads)
-        good = backend.arrays.scalar(backend.transforms.finite(leaves))
+        good = backend.arrays.scalar(self._is_finite(leaves, backend))
         run = partial(self._run, backend, structure, donate)
         progress = state.inner, backend.arrays.as_array(False)
         operands = leaves, state.scale, params, extra
         updates, (inner, used) = backend.transforms.when(good, run, progress, operands, grads)
         return updates, self._adjusted(state, inner, used, backend)
+
+    def _is_finite(self, leaves: list[Any], backend: Backend) -> Any:
+        """Whether the gradients are finite, on all replicas."""
+        good = backend.transforms.finite(leaves)
+        if self.across is None:
+            return good
+        bad = backend.arrays.cast(~good, backend.arrays.as_dtype("float32"))
+        return backend.transforms.summed(bad, leaves, backend.replicas.replicas_of(self.across)) == 0
 
     def _run(self, backend: Backend, structure: Any, donate: bool, progress: Any, operands: Any) -> tuple[Any, Any]:
         """(updates, progress) of one update of the wrapped transform."""

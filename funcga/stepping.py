@@ -69,6 +69,11 @@ def multi_steps(
     if callable(fold):
         raise FuncgaError(f"fold= is the function {getattr(fold, '__name__', fold)}. Call it: fold=funcga.mean().")
     read = read_transform(tx)
+    if drop is not None and _is_scaled(read):
+        raise FuncgaError(
+            f"drop is {drop!r}, and the wrapped transform is a loss_scaled, which has to see what is not finite: its "
+            f"scale would never back off, and no window be an update. Leave drop out: it skips such windows itself."
+        )
     backends = load_imported()
     for backend in backends:
         read = backend.transforms.imported(read)
@@ -77,6 +82,10 @@ def multi_steps(
     for backend in backends:
         made = backend.transforms.exported(made)
     return made  # type: ignore[no-any-return]
+
+
+def _is_scaled(tx: Transform) -> bool:
+    return getattr(getattr(tx.update, "__self__", None), "scales", False)
 
 
 @dataclass(frozen=True, eq=False)

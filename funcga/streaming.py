@@ -105,7 +105,10 @@ def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
 def windows(
     iterable: Iterable[Any], n: int | TargetWeight, *, weight: Callable[..., Any] | None = None
 ) -> Iterator[list[Any]]:
-    """Lists of n micro-batches in order, the last one shorter; nothing is dropped, and nothing is taken ahead.
+    """Lists of n micro-batches in order, the last one shorter; nothing is dropped, and no window is taken ahead.
+
+    The micro-batches of a window are held together, their inputs, that is, and no activations. Where that is too much
+    `itertools.islice(iterator, n)` in place of a list gives `stream` one at a time.
 
     n: a number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w together, or more. Then
         `weight(*item)` is what a micro-batch weighs, as for `stream`: its rows, for a target batch size, or its tokens.

@@ -8,11 +8,14 @@ import numpy as np
 import optax
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import funcga
 import jax_backend
 import torch_backend
 from tests.kits import JAX, TORCH, counted
+from tests.processes import processes
 
 RNG = np.random.default_rng(0)
 # window 3 is so large that its gradients overflow in float16, and window 5 holds an infinity
@@ -324,3 +327,98 @@ def test_replicas_in_jax_skip_a_window_together():
         w, state = step(w, state, x.at[6].set(jnp.inf) if i == 1 else x)
         assert (float(w), float(state.inner.scale)) == ((1, 8) if i == 0 else (1, 4) if i < 3 else (1 - 3.5, 4))
     assert int(state.inner.skipped) == 1
+
+
+def sharded(group, kind):
+    """The scale and the update on a rank, of gradients of which another one has the part that is not finite."""
+    rank = dist.get_rank(group)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    numbers = {"uneven": [1.0], "plain": [1.0, 2.0], "cut": [1.0, 2.0, 3.0, 4.0]}[kind]
+    good = torch.tensor(numbers)
+    bad = good.clone()
+    bad[0] = float("nan") if rank == 0 or kind != "plain" else 1.0
+    if kind != "plain":
+        good, bad = (distribute_tensor(x, mesh, [Shard(0)]) for x in (good, bad))
+    sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=1.0)
+    tx = funcga.loss_scaled(sgd, init_scale=2.0, across=group if kind == "plain" else None)
+    state, found = tx.init(good), []
+    for grads in (good, bad, good):
+        updates, state = tx.update(grads, state, good)
+        updates = updates.full_tensor() if kind != "plain" else updates
+        found.append((updates.tolist(), state.scale.item(), int(state.skipped)))
+    return found, numbers
+
+
+@pytest.mark.parametrize("kind", ["cut", "uneven", "plain"])
+def test_replicas_with_parts_of_the_gradients_skip_a_window_together(kind):
+    for found, numbers in processes(2).run(sharded, kind):
+        halves = [-x / 2 for x in numbers]
+        assert found == [(halves, 2, 0), ([0] * len(numbers), 1, 1), ([-x for x in numbers], 1, 1)]
+
+
+def merging_parts(group):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    grads = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=1.0), 1, across=group)
+    with pytest.raises(
+        funcga.FuncgaError,
+        match=r"which hold different parts of one DTensor, S\(0\) on .*reduced over its own mesh without across=",
+    ):
+        tx.update(grads, tx.init(grads), grads)
+    return True
+
+
+def test_parts_of_a_tensor_are_not_merged():
+    assert processes(2).run(merging_parts) == [True, True]
+
+
+def test_weights_do_not_enlarge_what_a_backward_pass_in_float16_begins_with():
+    """32,768 is half of what float16 can hold, so that it would not hold any weight above one."""
+    loss_fn = lambda w, x: (w.half() * x.half()).float().mean()
+    weights = torch.tensor([1.0, 500.0, 500.0, 20.0])
+    step = funcga.accumulate(funcga.grad(loss_fn, scaled=True), 4, weight=lambda x: x.sum(), in_axes=(None, 0))
+    grads = step(torch.ones(()), weights, loss_scale=2.0**7)
+    expected = (weights * weights).sum() / weights.sum() * 2**7
+    torch.testing.assert_close(grads, expected, rtol=1e-3, atol=0)
+    known = funcga.accumulate(funcga.grad(loss_fn, scaled=True), 4, weight=lambda x: float(x.sum()))
+    torch.testing.assert_close(known(torch.ones(()), weights, loss_scale=2.0**7), expected, rtol=1e-3, atol=0)
+
+
+def test_a_scale_never_becomes_0(kit):
+    tx = funcga.loss_scaled(momentum(kit), init_scale=2.0**-125)
+    params = kit.arrays({"w": np.full(2, np.nan, "float32")})
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(params, state, params)
+    assert float(state.scale) == 2.0**-126
+
+
+MISUSED = {
+    "drop is 'window', and the wrapped transform is a loss_scaled, which has to see what is not finite: its scale would never back off, and no window be an update. Leave drop out: it skips such windows itself.": lambda: (
+        funcga.multi_steps(funcga.loss_scaled(optax.sgd(1.0)), 2, drop="window")
+    ),
+    "transforms[1] is a loss_scaled, and those before it would see gradients that are scaled: clipping would leave next to nothing of them. Put it around: funcga.loss_scaled(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)).": lambda: (
+        torch_backend.chain(torch_backend.clip_grad_norm(1.0), transform(1.0))
+    ),
+    "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. Give it another name; or multiply the loss yourself, without scaled=True.": lambda: (
+        funcga.grad(lambda w, loss_scale: w * loss_scale, scaled=True)
+    ),
+    "the call has a loss_scale, which this gradient function does not take. Make it with funcga.value_and_grad(loss_fn, scaled=True).": lambda: (
+        funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum()), 2)(torch.ones(()), torch.ones(4), loss_scale=2.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", MISUSED)
+def test_misuse(text):
+    with pytest.raises(funcga.FuncgaError) as error:
+        MISUSED[text]()
+    assert str(error.value) == text
+
+
+def test_a_loss_may_have_a_loss_scale_of_its_own():
+    w, x = torch.ones(()), torch.ones(4)
+    found = funcga.accumulate(funcga.grad(lambda w, x, loss_scale: (w * x).mean() * loss_scale), 2)(
+        w, x, loss_scale=2.0
+    )
+    assert found == 2

@@ -3,12 +3,14 @@
 import copy
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import grad_and_value
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import funcga
@@ -438,3 +440,38 @@ def test_the_graph_does_not_grow_with_n(fold):
     assert len({*found}) == 1
     unrolled = lambda n: lambda w: sum((rows * w).sum() for rows in x.chunk(n))
     assert sizes_of(unrolled(4), x[0])[1] != sizes_of(unrolled(8), x[0])[1]  # the check can fail
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_layers_without_parameters_are_shared_by_threads(statistics):
+    layer = torch.nn.BatchNorm1d(3, affine=False)
+    losses = [
+        pure_loss(torch.nn.Sequential(layer, torch.nn.Linear(3, 1)), lambda m, x: m(x).sum(), statistics=statistics)
+        for _ in range(2)
+    ]
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+
+    def run(i):
+        loss = losses[i % 2]
+        x = torch.arange(12.0).reshape(4, 3) * (i + 1)
+        found = loss(dict(loss.module.named_parameters()), x)
+        return found[1]["0"] if statistics else found.detach()
+
+    expected = [run(i) for i in range(16)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, range(16)))
+    assert all(map(torch.equal, found, expected))
+    assert layer.momentum == 0.1
+    assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
+
+
+@pytest.mark.parametrize("choice", [{}, {"statistics": True}, {"buffers": True}])
+def test_batch_norm_in_inference_mode(choice):
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    loss = pure_loss(module, lambda m, x: m(x).sum(), **choice)
+    state = [dict(module.named_buffers())] if "buffers" in choice else []
+    call = lambda: loss(dict(module.named_parameters()), *state, torch.arange(12.0).reshape(4, 3))
+    expected = call()
+    with torch.inference_mode():
+        found = call()
+    assert all(map(torch.equal, tree_leaves(found), tree_leaves(expected)))

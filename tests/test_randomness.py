@@ -1,5 +1,7 @@
 """Noise that belongs to an example: other in each micro-batch, reproducible, and independent of n."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +105,6 @@ def test_seeded_is_a_function_of_its_keys():
 def test_seeded_micro_batches_have_their_own_noise():
     module = dropout_module()
     loss = torch_backend.pure_loss(module, torch_backend.seeded(lambda m, x: (m(x) ** 2).mean()))
-    step = funcga.accumulate(funcga.value_and_grad(loss), 4, fold=(funcga.concat(), funcga.mean()))
     step = funcga.accumulate(
         funcga.value_and_grad(lambda p, k, x: (loss(p, k, x), loss(p, k, x)[None]), has_aux=True),
         4,
@@ -161,3 +162,44 @@ def test_one_key_is_no_key_for_each_row():
 def test_under_jit():
     found = jax.jit(lambda i: jax_backend.example_keys(jax.random.key(3), i))(jnp.arange(ROWS, dtype="int32"))
     np.testing.assert_array_equal(noise(JAX, found), noise(JAX, keys(JAX)))
+
+
+def test_keys_of_a_key_are_other_keys():
+    indices = torch.arange(4)
+    for depth in (0, 1, 2):
+        nested = torch_backend.example_keys(0, depth)
+        assert not (torch_backend.example_keys(nested, indices) == torch_backend.example_keys(0, indices)).any()
+
+
+def test_any_integers_make_keys():
+    expected = torch_backend.example_keys(3, torch.arange(4))
+    for key in (np.int32(3), torch.tensor(3), 3 + 2**64, 3 - 2**64):
+        assert torch.equal(torch_backend.example_keys(key, np.arange(4)), expected)
+    with jax.enable_x64(True):
+        wide = jax_backend.example_keys(jax.random.key(3), np.arange(4, dtype="int64"))
+    assert jnp.array_equal(wide, keys(JAX, range(4)))
+
+
+def test_keys_for_other_rows_are_refused():
+    with pytest.raises(funcga.FuncgaError) as error:
+        torch_backend.seeded(lambda w, x: x.sum())(torch.ones(()), keys(TORCH, range(8)), torch.ones(2))
+    assert str(error.value) == (
+        "there are 8 keys, and the micro-batch has 2 rows: every micro-batch would draw the same. Split the keys with "
+        "the batch, as accumulate does by itself: in_axes=(None, 0, 0)."
+    )
+
+
+@pytest.mark.parametrize("indices", [2**32 + 1, np.array([2**32 + 1, 1])])
+def test_indices_of_more_than_32_bits_are_refused_in_jax(indices):
+    with pytest.raises(funcga.FuncgaError, match=r"keys are made of 32 bits, 0 to 2\*\*32 - 1"):
+        jax_backend.example_keys(jax.random.key(0), indices)
+
+
+def test_seeded_in_threads():
+    def noisy(w, x):
+        return torch.rand(3)
+
+    expected = [torch_backend.seeded(noisy)(None, keys(TORCH, [i]), torch.ones(1)) for i in range(20)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: torch_backend.seeded(noisy)(None, keys(TORCH, [i]), torch.ones(1)), range(20)))
+    assert all(map(torch.equal, found, expected))

@@ -153,3 +153,23 @@ def test_what_is_no_schedule():
         "option: lr=lambda count: 1e-3 * 0.9**count.",
         torch_backend.from_optimizer(optim.SGD, scheduler=lambda optimizer: None).init, params,
     )  # fmt: skip
+
+
+def test_errors_of_one_s_own_schedule_pass_through():
+    table = {0: 1.0, 1: 0.5}
+
+    def rate(update):
+        if update not in table:
+            raise ValueError(f"my own table has no row {update}")
+        return table[update]
+
+    tx = torch_backend.from_optimizer(
+        torch.optim.SGD, lr=1.0, scheduler=functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=rate)
+    )
+    grads = {"w": torch.ones(2)}
+    state = tx.init(grads)
+    for _ in range(2):
+        _, state = tx.update(grads, state, grads)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^my own table has no row 2$"):
+            tx.update(grads, state, grads)

@@ -81,6 +81,8 @@ def _remembered(
 ) -> Agreement:
     likes = {k: leaves[i] for k, i in enumerate(outputs.reduced) if leaves[i] is not None}
     placed = {k: place_of(like) for k, like in likes.items() if is_placed(like)}
+    for place in placed.values():
+        _check_parts(place, replicas)
     likes = {k: local(like) for k, like in likes.items()}
     # a scalar, as the loss, is not rounded to what is sent for gradients
     exact = {k for k, like in likes.items() if replicas.wire_dtype is not None and like.ndim == 0}
@@ -90,6 +92,19 @@ def _remembered(
     agreement = Agreement(outputs, plan, unit, kinds, placed)
     program.compiled["agreed", replicas.group] = agreement
     return agreement
+
+
+def _check_parts(place: Place, replicas: Replicas) -> None:
+    """Raises FuncgaError if the replicas hold different parts of one tensor, which would be added to each other."""
+    own = {*dist.get_process_group_ranks(replicas.group)}
+    for dim, placement in enumerate(place.placements):
+        parts = {*dist.get_process_group_ranks(place.device_mesh.get_group(dim))}
+        if placement.is_shard() and len(own & parts) > 1:
+            raise FuncgaError(
+                f"across= names ranks {sorted(own & parts)}, which hold different parts of one DTensor, {placement} on "
+                f"{place.device_mesh}: merging would add one part to another. A DTensor is reduced over its own mesh "
+                f"without across=; name the axis of the mesh that copies lie on: across=mesh['dp']."
+            )
 
 
 def _is_sum(fold: LeafFold, like: torch.Tensor) -> bool:

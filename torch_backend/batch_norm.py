@@ -63,7 +63,8 @@ def _check_pooled(name: str, found: Any, layer: nn.Module) -> None:
         raise FuncgaError(
             f"the statistics of `{name}` are {what}, and the layer's are {arrays.describe(own)}. Fold them with "
             f"pooled(): fold=((funcga.mean(), funcga.pooled()), funcga.mean()) for "
-            f"funcga.value_and_grad(loss, has_aux=True)."
+            f"funcga.value_and_grad(loss, has_aux=True); of micro-batches that come one by one, in a "
+            f"funcga.Accumulator(funcga.pooled())."
         )
 
 

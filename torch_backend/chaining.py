@@ -33,6 +33,13 @@ def chain(*transforms: Any) -> DonatingTransform:
                 f"transforms[{i}] is one of optax, which takes JAX's arrays. Let it run on tensors: "
                 f"torch_backend.chain(torch_backend.from_optax(tx), ...)."
             )
+    for i, link in enumerate(links[1:], 1):
+        if getattr(getattr(link.tx.update, "__self__", None), "scales", False):
+            raise FuncgaError(
+                f"transforms[{i}] is a loss_scaled, and those before it would see gradients that are scaled: clipping "
+                f"would leave next to nothing of them. Put it around: "
+                f"funcga.loss_scaled(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw))."
+            )
     if not links:
         raise FuncgaError("chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx).")
 
