@@ -74,7 +74,9 @@ class Engine:
             found = {i: found[i] if i in found else self._leafy(args[i], i) for i in self.places}
             moving = [leaf for i in found if i not in self.whole for leaf in found[i].leaves if leaf is not None]
         called = [found[i].tree if i in found else arg for i, arg in enumerate(args)][self.first :]
-        scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
+        scale = None
+        if kwargs or self.gradient.scaled:
+            scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             loss, aux = self.gradient.split(self.loss_fn(*called, **kwargs), self.backend)
             differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
