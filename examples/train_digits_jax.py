@@ -3,16 +3,15 @@
     python examples/train_digits_jax.py
     python examples/train_digits_jax.py --plot loss.png --checkpoint digits.npz --stop-after 50
 
-The last micro-batch of an epoch has fewer rows and its last window fewer micro-batches, yet all rows of a window count
-the same. optax.MultiSteps weighs micro-batches alike, and leaves a shorter window waiting. Everything is a tree of
-arrays, which NumPy saves in the middle of a window: with `--resume` it ends as it would have, bit for bit.
+All rows of a window count the same, though an epoch's last micro-batch and window are smaller: optax.MultiSteps weighs
+micro-batches alike, and waits. NumPy saves all in the middle of a window: `--resume` ends bit for bit as it would have.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from training import digits, options, order, progress, report
+from training import digits, load, options, order, progress, report, saving
 
 import funcga
 
@@ -41,7 +40,7 @@ def mean_loss(params, x, y):
 
 def main(arguments=None):
     """Trains, and says how the loss went and how many of the test images are told right."""
-    args, ((x, y), (test_x, test_y)) = options(arguments, updates=48), digits()
+    args, ((x, y), (test_x, test_y)) = options(__file__, arguments, updates=48), digits()
     tx = funcga.multi_steps(optax.adamw(optax.linear_schedule(1e-2, 0.0, args.updates)), 4)
     both = funcga.Accumulator((funcga.mean(), funcga.pooled()))  # of the loss, and of what BatchNorm sees
     nothing = lambda stats: both.init((jnp.zeros(()), funcga.batch_moments(stats, 0)))
@@ -63,13 +62,14 @@ def main(arguments=None):
     params, stats = initialized(), {"mean": jnp.zeros((1, 32, 1, 1)), "var": jnp.ones((1, 32, 1, 1))}
     run, start = (params, stats, tx.init(params), nothing(stats), jnp.zeros(args.updates)), 0
     if args.resume:
-        run, start = funcga.from_state_dict((run, start), np.load(args.checkpoint))
+        run, start = funcga.from_state_dict((run, start), load(args, np.load))
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
     for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
         run = accumulate(run, x[indices], y[indices])
         run = flush(run) if is_last else run
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
-            np.savez(args.checkpoint, **funcga.to_numpy(funcga.to_state_dict((run, done))))
+            with saving(args) as file:
+                np.savez(file, **funcga.to_numpy(funcga.to_state_dict((run, done))))
     params, stats, state, _, curve = run
     report(curve[: state.updates], args.plot)
     print(f"accuracy {(jax.jit(network)(params, test_x, stats)[0].argmax(1) == test_y).mean():.3f}")

@@ -6,14 +6,15 @@
 The last micro-batch of an epoch has fewer rows and its last window fewer micro-batches, yet all rows of a window
 count the same. `(loss / n).backward()` gets both wrong, and the .grads are in no state_dict(), so that who stops in
 the middle of a window loses it. Here the window is a tree, saved like the rest: with `--resume` in place of
-`--stop-after 50` the training ends as it would have, bit for bit. The running statistics go from one micro-batch to
-the next.
+`--stop-after 50` the training ends as it would have, bit for bit. What BatchNorm sees is pooled, and the running
+statistics are updated once a window, as by one batch: who wants them to decay as with n updates makes their momentum m
+1 - (1 - m)**n.
 """
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import digits, options, order, progress, report
+from training import digits, load, options, order, progress, report, saving
 
 import funcga
 import torch_backend
@@ -35,7 +36,7 @@ def mean_loss(module, x, y):
 
 def main(arguments=None):
     """Trains, and says how the loss went and how many of the test images are told right."""
-    args, (train, test) = options(arguments, updates=48), digits()
+    args, (train, test) = options(__file__, arguments, updates=48), digits()
     (x, y), (test_x, test_y) = [(torch.from_numpy(x), torch.from_numpy(y).long()) for x, y in (train, test)]
     torch.manual_seed(0)
     module = network()
@@ -47,7 +48,7 @@ def main(arguments=None):
 
     trained, window, curve, start = (module, optimizer, scheduler), None, [], 0
     if args.resume:
-        saved, window, curve, start = torch.load(args.checkpoint, weights_only=True)
+        saved, window, curve, start = load(args, torch.load)
         for each, state in zip(trained, saved, strict=True):
             each.load_state_dict(state)
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
@@ -63,7 +64,8 @@ def main(arguments=None):
             module.load_state_dict(torch_backend.running_buffers(module, statistics), strict=False)
             curve.append(loss.item())
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
-            torch.save(([each.state_dict() for each in trained], window, curve, done), args.checkpoint)
+            with saving(args) as file:
+                torch.save(([each.state_dict() for each in trained], window, curve, done), file)
     report(curve, args.plot)
     accuracy = (module.eval()(test_x).argmax(1) == test_y).float().mean()
     print(f"accuracy {accuracy:.3f}")

@@ -6,13 +6,14 @@
 The last micro-batch of an epoch has fewer rows and its last window fewer micro-batches, yet all rows of a window count
 the same. Loops that divide by n get both wrong, and who stops them in the middle of a window loses its gradients. Here
 these are in the optimizer's state: with `--resume` in place of `--stop-after 50` the training ends as it would have,
-bit for bit. The running statistics are state as well, which goes from one micro-batch to the next.
+bit for bit. What BatchNorm sees is pooled, and the running statistics are updated once a window, as by one batch: who
+wants them to decay as with n updates makes their momentum m 1 - (1 - m)**n.
 """
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import digits, options, order, progress, report
+from training import digits, load, options, order, progress, report, saving
 
 import funcga
 import torch_backend
@@ -34,7 +35,7 @@ def mean_loss(module, x, y):
 
 def main(arguments=None):
     """Trains, and says how the loss went and how many of the test images are told right."""
-    args, (train, test) = options(arguments, updates=48), digits()
+    args, (train, test) = options(__file__, arguments, updates=48), digits()
     (x, y), (test_x, test_y) = [(torch.from_numpy(x), torch.from_numpy(y).long()) for x, y in (train, test)]
     torch.manual_seed(0)
     module = network()
@@ -46,7 +47,7 @@ def main(arguments=None):
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     state, seen, curve, start = tx.init(params), None, [], 0
     if args.resume:
-        params, buffers, state, seen, curve, start = torch.load(args.checkpoint, weights_only=True)
+        params, buffers, state, seen, curve, start = load(args, torch.load)
         module.load_state_dict(buffers, strict=False)
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
     for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
@@ -60,7 +61,8 @@ def main(arguments=None):
             module.load_state_dict(torch_backend.running_buffers(module, statistics), strict=False)
             curve.append(loss.item())
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
-            torch.save((params, dict(module.named_buffers()), state, seen, curve, done), args.checkpoint)
+            with saving(args) as file:
+                torch.save((params, dict(module.named_buffers()), state, seen, curve, done), file)
     report(curve, args.plot)
     module.load_state_dict(params, strict=False)
     accuracy = (module.eval()(test_x).argmax(1) == test_y).float().mean()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from training import PAD, options, order, paragraphs, progress, report
+from training import PAD, load, options, order, paragraphs, progress, report, saving
 
 import funcga
 
@@ -38,7 +38,7 @@ def mean_loss(params, tokens):
 
 def main(arguments=None):
     """Trains, and says how the loss went."""
-    args, texts = options(arguments, updates=40), paragraphs()
+    args, texts = options(__file__, arguments, updates=40), paragraphs()
     adamw = optax.adamw(optax.linear_schedule(1e-2, 0.0, args.updates))
     tx = funcga.multi_steps(optax.chain(optax.clip_by_global_norm(1.0), adamw), 4)
     mean = funcga.Accumulator(funcga.mean())
@@ -60,13 +60,14 @@ def main(arguments=None):
     params = initialized(texts.shape[1])
     run, start = (params, tx.init(params), mean.init(jnp.zeros(())), jnp.zeros(args.updates)), 0
     if args.resume:
-        run, start = funcga.from_state_dict((run, start), np.load(args.checkpoint))
+        run, start = funcga.from_state_dict((run, start), load(args, np.load))
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
     for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
         run = accumulate(run, texts[indices])
         run = flush(run) if is_last else run
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
-            np.savez(args.checkpoint, **funcga.to_numpy(funcga.to_state_dict((run, done))))
+            with saving(args) as file:
+                np.savez(file, **funcga.to_numpy(funcga.to_state_dict((run, done))))
     _, state, _, curve = run
     report(curve[: state.updates], args.plot)
 

@@ -13,7 +13,7 @@ faster (`multi_steps_torch.py`).
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import PAD, options, order, paragraphs, progress, report
+from training import PAD, load, options, order, paragraphs, progress, report, saving
 
 import funcga
 import torch_backend
@@ -42,7 +42,7 @@ def mean_loss(module, tokens):
 
 def main(arguments=None):
     """Trains, and says how the loss went."""
-    args, texts = options(arguments, updates=40), torch.from_numpy(paragraphs()).long()
+    args, texts = options(__file__, arguments, updates=40), torch.from_numpy(paragraphs()).long()
     torch.manual_seed(0)
     module = Transformer(texts.shape[1])
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}  # in its memory
@@ -53,7 +53,7 @@ def main(arguments=None):
 
     trained, window, curve, start = (module, optimizer, scheduler), mean.init((torch.zeros(()), params)), [], 0
     if args.resume:
-        saved, window, curve, start = torch.load(args.checkpoint, weights_only=True)
+        saved, window, curve, start = load(args, torch.load)
         for each, state in zip(trained, saved, strict=True):
             each.load_state_dict(state)
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
@@ -68,7 +68,8 @@ def main(arguments=None):
             scheduler.step()
             curve, window = [*curve, loss.item()], mean.init((loss, params))
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
-            torch.save(([each.state_dict() for each in trained], window, curve, done), args.checkpoint)
+            with saving(args) as file:
+                torch.save(([each.state_dict() for each in trained], window, curve, done), file)
     report(curve, args.plot)
 
 

@@ -12,7 +12,7 @@ have, bit for bit.
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import PAD, options, order, paragraphs, progress, report
+from training import PAD, load, options, order, paragraphs, progress, report, saving
 
 import funcga
 import torch_backend
@@ -41,7 +41,7 @@ def mean_loss(module, tokens):
 
 def main(arguments=None):
     """Trains, and says how the loss went."""
-    args, texts = options(arguments, updates=40), torch.from_numpy(paragraphs()).long()
+    args, texts = options(__file__, arguments, updates=40), torch.from_numpy(paragraphs()).long()
     torch.manual_seed(0)
     module = Transformer(texts.shape[1])
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss))
@@ -52,7 +52,7 @@ def main(arguments=None):
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     state, total, curve, start = tx.init(params), mean.init(torch.zeros(())), [], 0
     if args.resume:
-        params, state, total, curve, start = torch.load(args.checkpoint, weights_only=True)
+        params, state, total, curve, start = load(args, torch.load)
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
     for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
         tokens = texts[indices]
@@ -64,7 +64,8 @@ def main(arguments=None):
             params = torch_backend.apply_updates(params, updates)
             curve, total = [*curve, mean.finalize(total).item()], mean.init(loss)
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
-            torch.save((params, state, total, curve, done), args.checkpoint)
+            with saving(args) as file:
+                torch.save((params, state, total, curve, done), file)
     report(curve, args.plot)
 
 

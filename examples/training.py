@@ -1,11 +1,15 @@
 """What the training scripts share: texts and digits as NumPy arrays, in which order they come, and a command line.
 
-Nothing in here belongs to one framework: options, a progress bar and a picture of the losses.
+Nothing in here belongs to one framework: options, checkpoints, a progress bar and a picture of the losses.
 """
 
 import argparse
+import os
 import sys
+from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
+from zipfile import ZipFile, is_zipfile
 
 import numpy as np
 
@@ -52,24 +56,77 @@ def _windows(examples, rows, n):
         yield from funcga.windows((shuffled[i : i + rows] for i in range(0, examples, rows)), n)
 
 
-def options(arguments=None, *, updates):
-    """The command line's: .updates .checkpoint .resume .stop_after .plot; arguments: a list, in place of sys.argv."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--updates", type=int, default=updates, metavar="N", help=f"{updates} by default")
-    parser.add_argument("--checkpoint", metavar="PATH", help="save all every 25 micro-batches, and at the end")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--stop-after", type=int, metavar="N", help="micro-batches, wherever the window is then")
-    parser.add_argument("--plot", metavar="PATH", help="save the loss of every update as a picture")
+def options(script, arguments=None, *, updates):
+    """The command line's: .updates .checkpoint .resume .stop_after .plot, with .training and .error for checkpoints.
+
+    script: its __file__; arguments: a list, in place of sys.argv. Says what is wrong with them, and exits with 2.
+    """
+    parser = argparse.ArgumentParser(prog=Path(script).name)
+    add = parser.add_argument
+    add("--updates", type=_count, default=updates, metavar="N", help=f"updates of the parameters, {updates} by default")
+    add("--checkpoint", type=_file, metavar="PATH", help="save all there every 25 micro-batches, and at the end")
+    add("--resume", action="store_true", help="go on from the checkpoint, with the same --updates")
+    add("--stop-after", type=_count, metavar="N", help="stop after N micro-batches, counted from the very start")
+    add("--plot", type=_file, metavar="PATH", help="save the loss of every update as a picture")
     found = parser.parse_args(arguments)
     if found.checkpoint is None and (found.resume or found.stop_after):
         parser.error("--resume and --stop-after need a --checkpoint PATH")
+    found.training, found.error = f"{parser.prog} --updates {found.updates}", parser.error
     return found
 
 
+def _count(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on, not {text}")
+    return int(text)
+
+
+def _file(text):
+    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
+        raise argparse.ArgumentTypeError(f"a file in a folder that exists, not {text}")
+    return text
+
+
+@contextmanager
+def saving(args):
+    """A binary file, which becomes the checkpoint once it is whole: who is stopped before keeps the last one.
+
+    torch.save and numpy.savez both write a zip archive; its comment says whose training it is.
+    """
+    unfinished = f"{args.checkpoint}.unfinished"
+    with open(unfinished, "wb") as file:
+        yield file
+    with ZipFile(unfinished, "a") as archive:
+        archive.comment = args.training.encode()
+    os.replace(unfinished, args.checkpoint)
+
+
+def load(args, read):
+    """What read(path) makes of the checkpoint; if it is not one of this training, says so and exits with 2."""
+    path = args.checkpoint
+    if not os.path.exists(path):
+        args.error(f"there is no checkpoint at {path}: leave --resume out")
+    saved = _comment(path)
+    if not saved:
+        args.error(f"{path} is no checkpoint of a training script")
+    if saved != args.training:
+        args.error(f"{path} is a checkpoint of `{saved}`, and this is `{args.training}`, another training")
+    return read(path)
+
+
+def _comment(path):
+    if not is_zipfile(path):
+        return ""
+    with ZipFile(path) as archive:
+        return archive.comment.decode(errors="replace")
+
+
 def progress(steps, start):
-    """The steps from there on, with a progress bar if the output is a terminal."""
+    """The steps from there on, with a progress bar if the output is a terminal; says so if there are none."""
     from rich.progress import track
 
+    if start >= len(steps):
+        print(f"nothing is left to do: the checkpoint is at micro-batch {start}, and {len(steps)} was the last to do")
     return track(steps[start:], "training", disable=not sys.stdout.isatty())
 
 
