@@ -555,18 +555,40 @@ def test_learning_rates():
     assert [lr for _, _, lr in updates] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_dropout_by_example(framework):
-    ours = example(f"dropout_{framework}")
+def test_dropout_by_example():
+    ours, loss = example("dropout_torch"), example("dropout_torch").loss_by_example
+    whole = ours.gradients(loss, 1)
+    torch.manual_seed(3)  # of the order
+    for found in (ours.gradients(loss, 3), ours.gradients(loss, 4), ours.streamed(loss)):
+        assert apart([found], [whole]) <= 1e-6 * whole.abs().max()
+    for found in (ours.gradients(loss, 4, epoch=1), ours.streamed(loss, epoch=1)):
+        assert apart([found], [whole]) > 0.1 * whole.abs().max()
+    drawn = [torch_backend.sampled(torch.rand, ours.keys_of(torch.arange(ours.ROWS), epoch)) for epoch in (0, 1)]
+    assert len({*torch.cat(drawn).tolist()}) == 2 * ours.ROWS
+    again = [torch_backend.example_keys(0, torch.arange(ours.ROWS)) for _epoch in (0, 1)]  # by hand, without the epoch
+    assert torch.equal(*again)
 
-    def of(n, seed=0):
-        found = ours.gradients(ours.loss_by_example, n, seed) if framework == "torch" else ours.gradients(n, seed)[1]
-        return funcga.to_torch(found)
 
-    whole = of(1)
-    for n in (3, 4):
-        assert apart([of(n)], [whole]) <= 1e-6 * whole.abs().max()
-    assert apart([of(4, 1)], [whole]) > 0.1 * whole.abs().max()
+def test_dropout_by_example_in_jax():
+    ours = example("dropout_jax")
+    step, order = funcga.stream(ours.by_example, weight=lambda keys, x, y: len(x)), jnp.arange(ours.ROWS)
+    whole = jax.jit(ours.by_example)(ours.params, ours.keys_of(order, 0), ours.x, ours.y)["in"]
+    shuffled, later = (step(ours.params, ours.microbatches(order[::-1], epoch))["in"] for epoch in (0, 1))
+    assert abs(shuffled - whole).max() <= 1e-6 * abs(whole).max()
+    assert abs(later - whole).max() > 0.1 * abs(whole).max()
+
+
+def test_a_key_that_is_threaded():
+    ours, key = example("dropout_jax"), jax.random.key(0)
+    found, masks, following = ours.with_threads(4)(ours.params, key, ours.x, ours.y)
+    gradient, total = jax.jit(jax.grad(ours.loss_fn)), 0
+    for rows in np.split(np.arange(ours.ROWS), 4):  # by hand
+        key, own = jax.random.split(key)
+        kept = jax.random.uniform(own, (4, 32)) >= ours.RATE
+        assert jnp.array_equal(masks[rows], kept)
+        total += gradient(ours.params, kept, ours.x[rows], ours.y[rows])["in"] / 4
+    assert abs(found["in"] - total).max() <= 1e-6 * abs(total).max()
+    assert (following == key).all()
 
 
 def test_a_seed_in_every_micro_batch_drops_the_same():
