@@ -163,19 +163,36 @@ def difference(model, criterion, large, small):
     return max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
 
 
-def mixed(model, criterion, optimizer, scaler, loader, steps, max_norm, *, unscale=True):
-    """float16 with a GradScaler, and clipping, of which one forgets that gradients are scaled."""
-    for idx, (inputs, targets) in enumerate(loader):
+def mixed(model, criterion, optimizer, scaler, loader, steps, max_norm, scheduler=None, *, unscale=True, guard=False):
+    """float16 with a GradScaler, and what is left at the end: the norms, of which one forgets that they are scaled.
+
+    The scheduler is stepped in every window, or, with a guard, after updates.
+    """
+    norms, rates = [], []
+
+    def update():
+        scale = scaler.get_scale()
+        if unscale:
+            scaler.unscale_(optimizer)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        rates.append(optimizer.param_groups[0]["lr"])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if scheduler and not (guard and scaler.get_scale() < scale):
+            scheduler.step()
+
+    step_count = 0
+    for inputs, targets in loader:
         with torch.autocast("cpu", torch.float16):
             loss = criterion(model(inputs), targets) / steps
         scaler.scale(loss).backward()
-        if (idx + 1) % steps == 0:
-            if unscale:
-                scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+        step_count += 1
+        if step_count % steps == 0:
+            update()
+    if step_count % steps != 0:
+        update()
+    return norms, rates
 
 
 def adjusted_lr(base_lr, base_batch_size, batch_size, steps):

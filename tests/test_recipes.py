@@ -515,44 +515,100 @@ def test_accumulation_against_one_large_batch(double):
 # --- mixed precision, learning rates and noise
 
 
+def by_grad_scaler(loader, guard):
+    """The scale, the parameters, norms and learning rates of the loop that is written by hand."""
+    ours = example("mixed_precision_torch")
+    model = ours.network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14 * ours.N, growth_interval=ours.INTERVAL)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    args = adamw, scaler, loader, ours.N, ours.MAX_NORM, ours.schedule(adamw)
+    norms, rates = handwritten.mixed(model, cross_entropy, *args, guard=guard)
+    return scaler.get_scale() / ours.N, weights(model), norms, rates
+
+
 def test_mixed_precision():
     ours = example("mixed_precision_torch")
-    model, loader = ours.network(), []
-    for x, y in ours.batches():
-        loader += zip(x.chunk(ours.N), y.chunk(ours.N), strict=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18 * ours.N, growth_interval=ours.INTERVAL)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    handwritten.mixed(model, cross_entropy, adamw, scaler, loader, ours.N, 1.0)
-    for way, limit in ((ours.stepped, 0), (ours.functional, 2e-7)):
-        scale, params = list(way(2.0**18))[-1]
-        assert scale * ours.N == scaler.get_scale()
-        assert apart(params.values(), weights(model)) <= limit
+    loader = list(ours.loader())
+    scale, expected, norms, rates = by_grad_scaler(loader[:44], guard=True)
+    assert norms[3] == float("inf")  # the window that is skipped
+    assert min(norms) > ours.MAX_NORM
+    stepped, functional = list(ours.stepped(2.0**14)), list(ours.functional(2.0**14))
+    for found, limit in ((stepped, 0), (functional, 2e-7)):
+        assert found[10][0] == scale
+        assert apart(found[10][1].values(), expected) <= limit
+    assert [norm for *_, norm in stepped[:11]] == norms
+    assert apart(functional[11][1].values(), stepped[11][1].values()) <= 2e-7
+
+    _, _, norms, _ = by_grad_scaler(loader, guard=True)  # the last window by hand: half of its gradient
+    assert norms[11] == pytest.approx(stepped[11][2] / 2, rel=1e-6)
+
+    _, wrong, _, rushed = by_grad_scaler(loader[:44], guard=False)
+    assert rates[4:] == rushed[3:-1]  # an update less, and the schedule goes on
+    assert rates[3] == rates[4] != rushed[4]
+    assert apart(wrong, expected) > 1e-3
 
 
 def test_clipping_what_is_scaled():
-    """The gradient is cut to a norm of 1, and then divided by the scale: nothing is learned."""
+    """The gradient is cut to a norm of 0.1, and then divided by the scale: nothing is learned."""
     ours = example("mixed_precision_torch")
     moved = []
     for unscale in (True, False):
         model, before = ours.network(), weights(ours.network())
-        x, y = next(ours.batches())
-        loader = zip(x.chunk(ours.N), y.chunk(ours.N), strict=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
         sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-        handwritten.mixed(model, cross_entropy, sgd, scaler, loader, ours.N, 0.1, unscale=unscale)
+        window = list(ours.loader())[: ours.N]
+        handwritten.mixed(model, cross_entropy, sgd, scaler, window, ours.N, 0.1, unscale=unscale)
         moved.append(sum((a - b).norm() ** 2 for a, b in zip(weights(model), before, strict=True)).sqrt().item())
     assert moved[0] == pytest.approx(0.1, rel=1e-3)
     assert 0 < moved[1] < 1e-5
 
 
-def test_learning_rates():
+@pytest.mark.parametrize("growth_interval", [1, 3])
+def test_the_scale_of_windows_that_are_good_or_not(growth_interval):
+    """optax has no GradScaler: that of torch is asked."""
+    pattern = [True, True, False, False] + [True] * 7 + [False] + [True] * 8
+    parameter = torch.zeros(1, requires_grad=True)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=growth_interval)
+    sgd = torch.optim.SGD([parameter], lr=0.1)
+    tx = funcga.loss_scaled(optax.sgd(0.1), growth_interval=growth_interval)
+    params, update = jnp.zeros(1), jax.jit(tx.update)
+    state = tx.init(params)
+    for good in pattern:
+        grad = 1.0 if good else float("inf")
+        scaler.scale(torch.ones(())).item()
+        parameter.grad = torch.tensor([grad * scaler.get_scale()])
+        scaler.step(sgd)
+        scaler.update()
+        updates, state = update(grad * state.scale * jnp.ones(1), state, params)
+        params = optax.apply_updates(params, updates)
+        assert float(state.scale) == scaler.get_scale()
+        assert float(params[0]) == pytest.approx(parameter.item(), abs=1e-6)
+    assert int(state.skipped) == 3
+
+
+def test_learning_rates(double):
     ours = example("learning_rate_torch")
     updates = list(ours.train())
-    assert [rows for rows, _, _ in updates] == [32, 32, 16] * 2  # by hand it is 4 * 8, always
-    scaled = handwritten.adjusted_lr(ours.LR, ours.BASE, 8, 4)
-    assert funcga.linear_scaling(ours.LR, ours.BASE, ours.TARGET) == pytest.approx(scaled, rel=1e-15)
-    expected = [ours.LR + (scaled - ours.LR) * min(update / 4, 1) for update in range(6)]
-    assert [lr for _, _, lr in updates] == pytest.approx(expected, rel=1e-12)
+    rows = [rows for rows, *_ in updates]
+    assert rows == [32, 32, 16] * 2
+    planned = handwritten.adjusted_lr(ours.LR, ours.BASE, 8, 4)  # by hand, whatever comes
+    hand = [ours.warmed_up(planned, update) for update in range(6)]
+    found = [lr for _, _, lr, _ in updates]
+    assert hand == pytest.approx([0.1, 0.175, 0.25, 0.325, 0.4, 0.4], rel=1e-12)
+    assert found == pytest.approx([0.1, 0.175, 0.15, 0.325, 0.4, 0.2], rel=1e-12)
+    assert planned == 2 * funcga.linear_scaling(ours.LR, ours.BASE, rows[-1])
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    batches = [torch.cat(parts) for parts in zip(*ours.epoch(), strict=True)]
+    for x, y, lr, weight in zip(
+        *(2 * part.split(32) for part in batches), found, [w for *_, w in updates], strict=True
+    ):
+        sgd = torch.optim.SGD(model.parameters(), lr=lr)
+        sgd.zero_grad()
+        mse_loss(model(x), y).backward()
+        sgd.step()
+        assert apart([model.weight.detach()], [weight]) <= 1e-13
 
 
 def test_dropout_by_example():
