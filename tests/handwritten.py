@@ -58,7 +58,7 @@ def fetched_ahead(model, criterion, optimizer, loader, steps):
         optimizer.zero_grad()
 
 
-def in_replicas(model, criterion, optimizer, window, items=None):
+def in_replicas(model, criterion, optimizer, window, items=None, max_norm=None):
     """One update of DDP or FSDP: synchronised once, averaged over the replicas, or by the tokens of all of them."""
     for i, (inputs, targets) in enumerate(window):
         last, context = i == len(window) - 1, contextlib.nullcontext()
@@ -70,6 +70,8 @@ def in_replicas(model, criterion, optimizer, window, items=None):
             loss = criterion(model(inputs), targets)
             loss = loss / len(window) if items is None else loss * torch.distributed.get_world_size() / items
             loss.backward()
+    if max_norm is not None:
+        clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad()
 

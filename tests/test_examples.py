@@ -19,7 +19,7 @@ RUN = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "python": [s
 PRINTS = {  # what the output has to hold, and how often
     "replicas_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
     "ddp_torch": (r"weights \[0\.2117, 0\.3172\], effective batch size 16|what is left, effective batch size 7", 4),
-    "fsdp_torch": (r"fsdp[12], rank \d: loss [\d.]+, weights \[0\.2117, 0\.3172\]", 4),
+    "fsdp_torch": (r"fsdp[12], rank \d: loss [\d.]+, norm 3\.8750, weights \[0\.2117, 0\.3172\]", 4),
     "replicas_jax": (r"each update: one all-reduce of [\d,]+ bytes, in 0 loops", 1),
     "batchnorm_torch": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),
     "batchnorm_jax": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),

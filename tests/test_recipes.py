@@ -19,6 +19,7 @@ from tests import handwritten
 from tests.kits import TORCH
 from tests.processes import processes
 from tests.programs import beside_the_examples, example
+from tests.test_wrapped import Collectives
 
 with beside_the_examples():
     from sentences import count_tokens, microbatch, summed_loss, window
@@ -210,7 +211,7 @@ def replicas(group):
             found.append(read())
     trainer = example("ddp_torch").Trainer(seeded(torch.float32), 10.0)
     rows = [trainer.update(micro)[1]]
-    ours = [trainer.module.module.weight.flatten().tolist(), *(fsdp.updated(w)[1] for w in (fsdp.fsdp1, fsdp.fsdp2))]
+    ours = [trainer.module.module.weight.flatten().tolist(), *(fsdp.updated(w)[2] for w in (fsdp.fsdp1, fsdp.fsdp2))]
     rows.append(trainer.update([microbatch(16, 4), microbatch(20, 1)] if rank == 0 else [microbatch(21, 2)])[1])
     metrics = example("metrics_torch").train(seeded(torch.float32), micro + micro[:1], 2, across=group)
     return naive, right, ours, rows, metrics
@@ -231,6 +232,46 @@ def test_replicas():
     for found in (one[4], two[4]):
         funcga.compare(found, (updates, epoch)).assert_close()
     assert [int(u["tokens"]) for u in updates] == [136, 36]
+
+
+def clipped(group):
+    """Weights after an update that is clipped to a norm of 1: by hand, and ours with norms and the reductions."""
+    fsdp, hand, found = example("fsdp_torch"), [], []
+    micro = window(group.rank(), 2, n=2, size=4)
+    items = sum(count_tokens(*m) for m in micro)
+    torch.distributed.all_reduce(items)
+    for wrap in (ddp, fsdp.fsdp1, fsdp.fsdp2):
+        model, read = wrap(seeded(torch.float32))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.08)
+        handwritten.in_replicas(model, tokenwise("sum"), sgd, micro, items, max_norm=1.0)
+        hand.append(read())
+    trainer = example("ddp_torch").Trainer(seeded(torch.float32), 1.0)
+    trainer.update(micro)
+    for wrap in (fsdp.fsdp1, fsdp.fsdp2):
+        with Collectives() as counted:
+            _, norm, read = fsdp.updated(wrap, max_norm=1.0)
+        found.append((norm, read, counted.names.count("_reduce_scatter_base_")))
+    model, _ = fsdp.fsdp2(seeded(torch.float32))
+    gradient = torch_backend.module_value_and_grad(model, summed_loss)
+    _, grads = funcga.stream(gradient, fold=funcga.per_weight(), weight=count_tokens)(micro)
+    cut, _ = torch_backend.clip_grad_norm(1.0).update(grads, ())
+    whole = cut["weight"].full_tensor().flatten().tolist()
+    return hand, trainer.module.module.weight.flatten().tolist(), found, whole
+
+
+def test_clipping_in_replicas():
+    one, two = processes(2).run(clipped)
+    assert one == two
+    start = seeded(torch.float32).weight.flatten().tolist()
+    (by_ddp, by_fsdp1, by_fsdp2), with_ddp, found, whole = one
+    assert by_ddp == pytest.approx(by_fsdp2, abs=1e-7)
+    assert abs(by_fsdp1[0] - by_ddp[0]) == pytest.approx(0.0234, abs=1e-4)  # each rank by the norm of its shard
+    assert with_ddp == pytest.approx(by_ddp, abs=1e-7)
+    for norm, weights, reductions in found:
+        assert norm == pytest.approx(3.875, abs=1e-3)
+        assert weights == pytest.approx(by_ddp, abs=1e-7)
+        assert reductions == 1
+    assert (-0.08 * np.array(whole)).tolist() == pytest.approx(np.subtract(by_ddp, start).tolist(), abs=1e-7)
 
 
 # --- what is done to the gradient of a window
