@@ -34,7 +34,7 @@ PRINTS = {  # what the output has to hold, and how often
     "adaptive_torch": (r": (4 .* 16|13 .* 5), same gradients$|^updates of \[72, 72, 16\] rows$", 3),
     "adaptive_jax": (r"in micro-batches of 16$|: 2 updates$", 2),
     "microbatched_forward_torch": (r"19 outputs, as from the whole batch$", 1),
-    "checkpointing_torch": (r"^eight micro-batches, .*, the same gradients$", 3),
+    "checkpointing_torch": (r"^eight micro-batches, .*(?: 5|t .* 2)\d\d,\d+ bytes, the same gradients$", 3),
     "checkpointing_jax": (r"^eight micro-batches.*, the same gradients$", 2),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
     "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
