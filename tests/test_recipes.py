@@ -496,6 +496,39 @@ def test_autocast():
     assert apart(grads.values(), found[False]) > 1e-4
 
 
+def normalised():
+    """A module of the recipe."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(108, 2)
+    )
+
+
+def test_running_statistics(double):
+    ours, module, hand, n = example("batchnorm_torch"), normalised(), normalised(), 4
+    x, y = ours.data()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for rows in np.array_split(np.arange(len(x)), n):
+        hand(x[rows])
+    threaded, frozen, merged = (way(module, x, y, n) for way in (ours.threaded, ours.frozen, ours.merged))
+    for name, expected in hand.named_buffers():
+        assert apart([threaded[name]], [expected]) <= 1e-13
+        assert apart([frozen[name]], [before[name]]) == 0
+        assert min(apart([merged[name]], [other[name]]) for other in (threaded, frozen)) > 0.05
+
+
+def test_the_decay_of_running_statistics(double):
+    """Of micro-batches that are alike, n updates with momentum m are one with 1 - (1 - m)**n."""
+    ours, module = example("batchnorm_torch"), normalised()
+    (x, y), n = ours.data(6), 4
+    x, y = x.repeat(n, 1, 1, 1), y.repeat(n)
+    loop = ours.threaded(module, x, y, n)["1.running_mean"]
+    slower = ours.merged(module, x, y, n)["1.running_mean"]
+    module[1].momentum = 1 - (1 - module[1].momentum) ** n
+    assert apart([ours.merged(module, x, y, n)["1.running_mean"]], [loop]) <= 1e-13
+    assert apart([slower], [loop]) > 0.1 * loop.abs().max()
+
+
 # --- outputs and metrics
 
 
