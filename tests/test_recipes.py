@@ -161,21 +161,32 @@ def test_the_average_of_means_is_another_one():
     assert apart([found], [model.weight.flatten()]) == pytest.approx(0.0178, abs=1e-4)
 
 
-def test_nothing_is_fetched_ahead():
-    ours = example("variable_length_torch")
+def one_at_a_time():
+    for first in range(0, 8, 2):
+        tokens, labels = microbatch(first, 2)
+        there = weakref.ref(tokens)
+        yield tokens, labels
+        del tokens, labels
+        assert there() is None
 
-    def one_at_a_time():
-        for first in range(0, 8, 2):
-            tokens, labels = microbatch(first, 2)
-            there = weakref.ref(tokens)
-            yield tokens, labels
-            del tokens, labels
-            assert there() is None
 
-    for how in ({"fold": funcga.per_weight()}, {}):
-        loss = summed_loss if how else ours.mean_loss
-        found = ours.trained(one_at_a_time(), loss, weight=count_tokens, **how)
-        assert found.tolist() == pytest.approx(RIGHT, abs=6e-5)
+@pytest.mark.parametrize("by_sum", [True, False])
+def test_nothing_is_fetched_ahead(by_sum):
+    ours, model = example("variable_length_torch"), seeded(torch.float32)
+    loss, how = (summed_loss, {"fold": funcga.per_weight()}) if by_sum else (ours.mean_loss, {})
+    found = ours.trained(one_at_a_time(), loss, weight=count_tokens, **how)
+    assert found.tolist() == pytest.approx(RIGHT, abs=6e-5)
+
+    loader, sgd = list(ours.one_by_one(2)), torch.optim.SGD(model.parameters(), lr=0.08)
+    handwritten.fetched_ahead(model, tokenwise("sum"), sgd, loader, 2)
+    found = ours.trained(one_at_a_time(), loss, updates=2, n=2, weight=count_tokens, **how)
+    assert apart([found], [model.weight.flatten()]) <= 1e-6
+
+
+def test_windows_are_lists():
+    """Which hold the inputs of all their micro-batches."""
+    with pytest.raises(AssertionError):
+        list(funcga.windows(one_at_a_time(), 2))
 
 
 @pytest.mark.parametrize("n", [2, 8])
