@@ -6,9 +6,9 @@ Accumulation holds the activations of one micro-batch at a time, and a checkpoin
 is computed again in the backward pass. Both kinds of torch.utils.checkpoint work. The loss goes to `funcga.grad` as a
 `pure_loss`, so that the parameters are still in the module when a checkpoint runs it again.
 
-What the usual loop gets wrong: `checkpoint(layer, x)` of the batch itself is still reentrant, and as x needs no gradient
-the layer gets none, with no more than a warning; in funcga it is zeros. Write use_reentrant=False, or leave out the
-first layer, as here.
+What the usual loop gets wrong: if `checkpoint(layer, x)` of the batch itself is reentrant, as it is where nothing is
+said, the layer gets no gradient, as x needs none, with no more than a warning; in funcga it is zeros. Write
+use_reentrant=False, or leave out the first layer, as here.
 """
 
 import weakref

@@ -44,6 +44,31 @@ def to_the_end(model, criterion, optimizer, loader, steps):
             optimizer.zero_grad()
 
 
+class GradientAccumulator:
+    """An update at the end of each epoch, after which the count of micro-batches goes on."""
+
+    def __init__(self, model, criterion, optimizer, steps):
+        self.model, self.criterion, self.optimizer, self.steps = model, criterion, optimizer, steps
+        self.step_count = 0
+
+    def train_step(self, inputs, targets):
+        loss = self.criterion(self.model(inputs), targets) / self.steps
+        loss.backward()
+        self.step_count += 1
+        if self.step_count % self.steps == 0:
+            self.update()
+
+    def train_epoch(self, loader):
+        for inputs, targets in loader:
+            self.train_step(inputs, targets)
+        if self.step_count % self.steps != 0:
+            self.update()
+
+    def update(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def fetched_ahead(model, criterion, optimizer, loader, steps):
     """The criterion is a sum over tokens, which are counted before the first backward pass of a window."""
     iterator, updates = iter(loader), math.ceil(len(loader) / steps)
@@ -90,8 +115,8 @@ def clipped(model, criterion, optimizer, loader, steps, max_norm, *, each):
     return norms
 
 
-def scheduled(model, criterion, optimizer, scheduler, loader, steps, epochs, *, each):
-    """The learning rate of every update; the scheduler is stepped once an update, or with each micro-batch."""
+def scheduled(model, criterion, optimizer, scheduler, loader, steps, epochs, *, after):
+    """The learning rate of every update; the scheduler is stepped after each "update", "microbatch" or "epoch"."""
     rates = []
     for _ in range(epochs):
         for i, (inputs, targets) in enumerate(loader):
@@ -102,9 +127,17 @@ def scheduled(model, criterion, optimizer, scheduler, loader, steps, epochs, *, 
                 rates.append(optimizer.param_groups[0]["lr"])
                 optimizer.step()
                 optimizer.zero_grad()
-            if each or updates:
+            if after == "microbatch" or (after == "update" and updates):
                 scheduler.step()
+        if after == "epoch":
+            scheduler.step()
     return rates
+
+
+def accumulation_steps(target_batch_size, mini_batch_size):
+    """How many micro-batches are to make a batch of the size that is wanted."""
+    steps = target_batch_size // mini_batch_size
+    return max(1, steps)
 
 
 def adaptive(model, criterion, optimizer, loader):

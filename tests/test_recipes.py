@@ -107,6 +107,23 @@ def test_the_end_of_the_loader(double, rows, factor):
         assert (wrong - 1).abs().min() > 0.1
 
 
+def test_a_count_that_goes_on_in_the_next_epoch(double):
+    remainder = example("remainder_torch")
+    model, x, y, _ = remainder.made(20)
+    hand, loader = handwritten.Recorded(model), list(zip(x.split(2), y.split(2), strict=True))
+    accumulator = handwritten.GradientAccumulator(model, mse_loss, hand, 4)
+    for _ in range(2):
+        accumulator.train_epoch(loader)
+    ours = [[*grads.values()] for _ in range(2) for grads in remainder.gradients(model, loader, 4)]
+    assert len(hand.gradients) == len(ours) == 6
+    for found, expected in zip(ours, 2 * whole_windows(model, x, y, 8), strict=True):
+        assert apart(found, expected) <= 1e-13
+    first = [grad / 2 for grad in whole_windows(model, x[:4], y[:4], 4)[0]]  # half of two micro-batches
+    assert apart(hand.gradients[3], first) <= 1e-13
+    assert apart(hand.gradients[4], whole_windows(model, x[4:12], y[4:12], 8)[0]) <= 1e-13
+    assert min(apart(a, b) for a, b in zip(hand.gradients[3:], ours[3:], strict=True)) > 0.1
+
+
 def test_a_window_that_goes_on_in_the_next_epoch(double):
     remainder = example("remainder_torch")
     model, x, y, _ = remainder.made(20)
@@ -328,11 +345,11 @@ def test_clipping_and_schedule_in_jax(double):
     assert float(abs(params - expected).max()) == pytest.approx(0.5151, abs=1e-4)
 
 
-def by_hand(schedules, make, epochs, each):
-    model, loader = schedules.made()
+def by_hand(schedules, make, epochs, after, loader=slice(8)):
+    model, whole = schedules.made()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    n, scheduler = schedules.N, make(sgd)
-    rates = handwritten.scheduled(model, mse_loss, sgd, scheduler, loader[:8], n, epochs, each=each)
+    scheduler = make(sgd)
+    rates = handwritten.scheduled(model, mse_loss, sgd, scheduler, whole[loader], schedules.N, epochs, after=after)
     return rates, weights(model)
 
 
@@ -340,7 +357,7 @@ def by_hand(schedules, make, epochs, each):
 def test_a_schedule_of_updates(double, name):
     schedules = example("schedules_torch")
     make, (model, loader) = schedules.BY_UPDATE[name], schedules.made()
-    rates, expected = by_hand(schedules, make, schedules.EPOCHS, each=False)
+    rates, expected = by_hand(schedules, make, schedules.EPOCHS, after="update")
     params = schedules.transformed(model, loader[:8], make)
     assert schedules.stepped(model, loader[:8], by_update=make) == rates
     assert apart(weights(model), expected) <= 1e-13
@@ -350,21 +367,42 @@ def test_a_schedule_of_updates(double, name):
 def test_a_schedule_of_micro_batches(double):
     schedules = example("schedules_torch")
     cosine, one_cycle = schedules.BY_UPDATE["CosineAnnealingLR"], schedules.BY_UPDATE["OneCycleLR"]
-    right, _ = by_hand(schedules, cosine, 2, each=False)
+    right, _ = by_hand(schedules, cosine, 2, after="update")
     with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before"):  # which torch sees itself
-        wrong, _ = by_hand(schedules, cosine, 2, each=True)
+        wrong, _ = by_hand(schedules, cosine, 2, after="microbatch")
     assert right == pytest.approx([0.1, 0.0983, 0.0933, 0.0854], abs=1e-4)
     assert wrong == pytest.approx([0.0854, 0.0371, 0.0017, 0.0146], abs=1e-4)  # through after 3 of 12 updates
     with pytest.raises(ValueError, match="Tried to step 13 times"), pytest.warns(UserWarning, match="before"):
-        by_hand(schedules, one_cycle, 2, each=True)
+        by_hand(schedules, one_cycle, 2, after="microbatch")
 
 
-def test_a_schedule_of_epochs(double):
+def test_a_schedule_for_too_few_updates(double):
     schedules = example("schedules_torch")
+    planned = schedules.EPOCHS * (schedules.MICROBATCHES // schedules.N)  # 8, of 12
+    cosine = partial(schedules.BY_UPDATE["CosineAnnealingLR"], T_max=planned)
+    rates, _ = by_hand(schedules, cosine, schedules.EPOCHS, "update", loader=slice(10))
+    assert rates[8] == pytest.approx(0, abs=1e-9)
+    assert rates[11] > 0.03  # it goes up again
+    one_cycle = partial(schedules.BY_UPDATE["OneCycleLR"], total_steps=planned)
+    with pytest.raises(ValueError, match="Tried to step 9 times"):
+        by_hand(schedules, one_cycle, schedules.EPOCHS, "update", loader=slice(10))
     model, loader = schedules.made()
-    params = schedules.transformed(model, loader, schedules.BY_EPOCH["StepLR"](schedules.UPDATES))
-    rates = schedules.stepped(model, loader, by_epoch=schedules.BY_EPOCH["StepLR"](1))
-    assert rates == [0.1] * 3 + [0.05] * 3 + [0.025] * 3 + [0.0125] * 3
+    rates = schedules.stepped(model, loader, by_update=schedules.BY_UPDATE["CosineAnnealingLR"])
+    assert len(rates) == 12
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR"])
+def test_a_schedule_of_epochs(double, name):
+    schedules = example("schedules_torch")
+    by_epoch, by_update = schedules.BY_EPOCH[name]
+    model, loader = schedules.made()
+    params = schedules.transformed(model, loader, by_update)
+    rates = schedules.stepped(model, loader, by_epoch=by_epoch)
+    cosine = [0.1 * (1 + np.cos(np.pi * epoch / 4)) / 2 for epoch in range(4)]
+    expected = {"StepLR": [0.1, 0.05, 0.025, 0.0125], "CosineAnnealingLR": cosine}[name]
+    assert rates == pytest.approx(np.repeat(expected, 3).tolist(), rel=1e-13)
+    assert rates == by_hand(schedules, by_epoch, schedules.EPOCHS, "epoch", loader=slice(10))[0]
     assert apart(params.values(), weights(model)) <= 1e-13
 
 
@@ -417,7 +455,8 @@ def test_a_batch_size_that_is_wanted(double):
         mse_loss(model(a), b).backward()
         sgd.step()
     assert apart(params.values(), weights(model)) <= 1e-13
-    assert 64 // 24 * 24 == 48  # by hand
+    hand = funcga.windows(x.split(24), handwritten.accumulation_steps(64, 24))
+    assert [sum(map(len, window)) for window in hand] == [48, 48, 48, 16]
 
 
 def test_memory_in_jax(double, quick):
@@ -448,7 +487,8 @@ def test_checkpoints(double, kind, monkeypatch):
             grads, kept = ours.gradients(which, n)
         peaks.append(kept)
         assert kept < outside.bytes < kept + 600_000  # which counts the module and the batch as well
-        whole = grads if n == 1 else whole
+        if n == 1:
+            whole = grads
     assert len(kinds) >= 6 * 8
     assert apart(grads.values(), whole.values()) <= 1e-13
     assert {how["use_reentrant"] for how in kinds} == {kind == "reentrant"}
@@ -560,11 +600,11 @@ def test_metrics(double):
     updates, epoch = ours.train(copy.deepcopy(model), loader, 4)
 
     hand, found = handwritten.Metrics(4), []
-    for tokens, labels in loader[:4]:  # no update changes the module before
+    for tokens, labels in loader:
         total, counts = ours.loss_and_counts(model, tokens, labels)
         found.append(hand.update((total / counts["tokens"]).item(), counts["right"].item(), counts["tokens"].item()))
-    (loss, accuracy) = found[-1]
-    assert found[:3] == [None] * 3
+    (loss, accuracy) = found[3]  # before an update changes the module
+    assert [i for i, each in enumerate(found) if each] == [3, 7]  # nothing of the last window
     whole, counts = ours.loss_and_counts(model, *microbatch(0, 8))
     assert updates[0]["loss"].item() == pytest.approx((whole / 36).item(), abs=1e-13)
     assert updates[0]["right"] / updates[0]["tokens"] == accuracy == counts["right"].item() / 36
