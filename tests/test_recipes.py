@@ -594,6 +594,34 @@ def test_a_forward_pass_in_chunks(double, size):
     assert apart(grads.values(), [p.grad for p in model.parameters()]) <= 1e-13
 
 
+def test_chunks_of_which_rows_are_left_out(double):
+    ours = example("microbatched_forward_torch")
+    model, inputs, targets = ours.made()
+    targets[: len(targets) // 2] = -100
+    whole = cross_entropy(model(inputs), targets)
+    expected = torch.autograd.grad(whole, model.parameters())
+    hand, _ = handwritten.in_chunks(model, cross_entropy, inputs[8:], targets[8:], 4)  # a chunk without labels is NaN
+    (value, _), grads = ours.forward_in_chunks(model, inputs, targets, len(inputs) // 2 + 1)
+    assert value.item() == pytest.approx(whole.item(), abs=1e-13)
+    assert apart(grads.values(), expected) <= 1e-13
+    assert abs(hand - whole.item()) > 0.01
+
+
+def test_a_window_that_is_saved_by_hand():
+    model, x = torch.nn.Linear(2, 1), torch.ones(1, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model(x) / 2).sum().backward()
+    saved = copy.deepcopy((model.state_dict(), sgd.state_dict()))
+    resumed = torch.nn.Linear(2, 1)
+    resumed.load_state_dict(saved[0])
+    again = torch.optim.SGD(resumed.parameters(), lr=0.1)
+    again.load_state_dict(saved[1])
+    for module, optimizer in ((model, sgd), (resumed, again)):
+        (module(x) / 2).sum().backward()
+        optimizer.step()
+    assert torch.allclose(resumed.weight - model.weight, torch.tensor(0.05))  # the half of an update
+
+
 def test_metrics(double):
     ours, model = example("metrics_torch"), seeded()
     loader = [microbatch(2 * i, 2) for i in range(10)]
