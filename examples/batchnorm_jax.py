@@ -9,6 +9,10 @@ pooled (Chan, Golub and LeVeque 1979), and there is one update: that of one batc
 its running statistics are those of the micro-batch; the momentum is then an argument of the update. (Its fast variance,
 E[x**2] - E[x]**2, loses the digits that mean and spread do not share, in one batch as in many.)
 
+One update a window instead of n is also a slower average: to keep the decay that the loop had, take a share of
+1 - momentum**n. And one value a channel, as of a last micro-batch of one row after a Dense layer, which torch refuses
+to normalise, is made 0 here without a word: see that no micro-batch is that small.
+
 The gradient is that of micro-batches that are normalised one by one, in any of these ways, and not that of one batch.
 """
 

@@ -9,6 +9,9 @@ hold their updates back until the last micro-batch learn from that one alone; th
 statistics, from none. Merged, what all of them saw is pooled (Chan, Golub and LeVeque 1979), and there is one update:
 that of one batch. The pictures get brighter from row to row, as of a data set that is sorted.
 
+One update a window instead of n is also a slower average: to keep the decay that the loop had, set the layers' momentum
+to 1 - (1 - m)**n.
+
 The gradient is that of micro-batches that are normalised one by one, in any of these ways, and not that of one batch.
 """
 

@@ -5,7 +5,9 @@
 Two replicas with two micro-batches of 4 give the weights [0.2117, 0.3172], as 16 rows on one device do; each replica
 holds one of the two. By hand FSDP1 wants `no_sync()` around all micro-batches but the last, and FSDP2 a call of
 `set_requires_gradient_sync` before each; both average over the replicas, so that the tokens of all of them have to be
-counted first. Here the two differ in how the module is wrapped, and in nothing else.
+counted first. Here the two differ in how the module is wrapped, and in how its gradient is clipped, and in nothing
+else: torch.nn.utils.clip_grad_norm_ knows of shards only if they are DTensors, as FSDP2 has them. On a module of FSDP1
+it takes the norm of what this rank holds, so that each rank cuts by another one.
 """
 
 import gc
@@ -36,8 +38,15 @@ def fsdp2(module):
     return wrapped, lambda: wrapped.weight.full_tensor().flatten().tolist()
 
 
-def updated(wrap):
-    """The loss, and the weights after one update."""
+def clipped(module, max_norm):
+    """The norm of the gradient of the whole batch, whose shards are cut to max_norm together."""
+    if isinstance(module, FullyShardedDataParallel):
+        return module.clip_grad_norm_(max_norm).item()
+    return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm).full_tensor().item()
+
+
+def updated(wrap, max_norm=10.0):
+    """The loss, the norm before it is clipped, and the weights after one update."""
     torch.manual_seed(0)
     module, weights = wrap(torch.nn.Linear(1, 2, bias=False))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.08)
@@ -48,16 +57,17 @@ def updated(wrap):
 
     loss, grads = step(window(dist.get_rank(), dist.get_world_size(), n=2, size=4))
     torch_backend.assign_grads(module, grads)  # sharded, as the parameters are
+    norm = clipped(module, max_norm)
     optimizer.step()
-    return loss.item(), weights()
+    return loss.item(), norm, weights()
 
 
 def main():
     """One update of each."""
     for wrap in (fsdp1, fsdp2):
-        loss, weights = updated(wrap)
+        loss, norm, weights = updated(wrap)
         weights = [round(w, 4) for w in weights]
-        print(f"{wrap.__name__}, rank {dist.get_rank()}: loss {loss:.4f}, weights {weights}")
+        print(f"{wrap.__name__}, rank {dist.get_rank()}: loss {loss:.4f}, norm {norm:.4f}, weights {weights}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@
 
 Each output has a fold of its own: the loss is a mean over rows, so that a last, shorter chunk counts by its rows, and
 what has a row for each example is put together by `concat`. A function without a gradient is folded in the same way.
+
+By hand a chunk counts by its rows, `loss * rows / total`, also where cross_entropy leaves rows out, labelled -100: then
+its mean is of fewer, which `weight=` counts.
 """
 
 import torch
@@ -19,11 +22,16 @@ def loss_and_outputs(module, inputs, targets):
     return cross_entropy(outputs, targets), outputs
 
 
+def count_labels(inputs, targets):
+    """The rows that cross_entropy takes the mean of."""
+    return (targets != -100).sum()
+
+
 def forward_in_chunks(module, inputs, targets, size):
     """(loss, outputs), grads of the batch, at most `size` rows at a time."""
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss_and_outputs), has_aux=True)
     fold = (funcga.mean(), funcga.concat()), funcga.mean()
-    step = funcga.accumulate(gradient, microbatch_size=size, fold=fold)
+    step = funcga.accumulate(gradient, microbatch_size=size, fold=fold, weight=count_labels)
     return step(dict(module.named_parameters()), inputs, targets)
 
 

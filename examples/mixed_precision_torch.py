@@ -9,16 +9,24 @@ gradients in their own size. Who keeps optimizer.step() keeps GradScaler as well
 
 What the usual loop gets wrong: it clips without `unscale_`, which cuts a gradient that is 65,536 times too long and
 then divides it by that; and it divides the last, shorter window by the planned n. `scaler.scale(loss / n)` begins its
-backward passes n times lower than the scale says: what such a run did is repeated with init_scale / n. In bfloat16,
-which reaches as far as float32, none of this is needed.
+backward passes n times lower than the scale says: what such a run did is repeated with init_scale / n. And it goes on
+in the schedule, `scaler.step(optimizer); scaler.update(); scheduler.step()`, when there was no update. A scheduler in
+the transform stands still with the state; the line that does the same is `if scaler.get_scale() >= scale:`.
+
+In bfloat16, which reaches as far as float32, none of this is needed.
 """
 
+import functools
+
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
 import funcga
 import torch_backend
 
-N, INTERVAL = 4, 3  # micro-batches in a window; updates in a row after which the scale grows
+N, INTERVAL, MAX_NORM = 4, 3, 0.1  # micro-batches in a window; updates in a row after which the scale grows; clipping
+
+schedule = functools.partial(OneCycleLR, max_lr=1e-2, total_steps=12)
 
 
 def network():
@@ -33,54 +41,58 @@ def loss_fn(module, x, y):
         return torch.nn.functional.cross_entropy(module(x), y)
 
 
-def batches(count=12):
-    """Batches of 16 rows; the fourth is so large that its gradients overflow in float16."""
+def loader(count=46):
+    """Micro-batches of 4 rows, whose last window is shorter; one is so large that its gradients overflow in float16."""
     random = torch.Generator().manual_seed(0)
     for i in range(count):
-        x = torch.randn(16, 6, generator=random) * (1e4 if i == 3 else 1)
-        yield x, torch.randint(0, 3, (16,), generator=random)
+        x = torch.randn(4, 6, generator=random) * (1e4 if i == 14 else 1)
+        yield x, torch.randint(0, 3, (4,), generator=random)
 
 
 def functional(init_scale):
     """Pure: the scale is in the state of the transform. Yields the scale and the parameters after every window."""
     module = network()
-    adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-2)
-    clipped = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
+    adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-2, scheduler=schedule)
+    clipped = torch_backend.chain(torch_backend.clip_grad_norm(MAX_NORM), adamw)
     tx = funcga.loss_scaled(clipped, init_scale=init_scale, growth_interval=INTERVAL)
-    step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), scaled=True), N)
+    step = funcga.stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), scaled=True))
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     state = tx.init(params)
-    for x, y in batches():
-        _loss, grads = step(params, x, y, loss_scale=state.scale)
+    for window in funcga.windows(loader(), N):
+        _loss, grads = step(params, window, loss_scale=state.scale)
         updates, state = tx.update(grads, state, params)
         params = torch_backend.apply_updates(params, updates)
         yield state.scale.item(), params
 
 
 def stepped(init_scale):
-    """The same with optimizer.step() and torch's own GradScaler."""
+    """The same with optimizer.step() and torch's own GradScaler. Yields the norm that was clipped as well."""
     module = network()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    scheduler = schedule(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=INTERVAL)
-    step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), scaled=True), N)
-    for x, y in batches():
-        params = dict(module.named_parameters())
-        _loss, grads = step(params, x, y, loss_scale=scaler.scale(torch.ones(())))
+    step = funcga.stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), scaled=True))
+    for window in funcga.windows(loader(), N):
+        params, scale = dict(module.named_parameters()), scaler.get_scale()
+        _loss, grads = step(params, window, loss_scale=scaler.scale(torch.ones(())))
         torch_backend.assign_grads(module, grads)
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
-        yield scaler.get_scale(), {name: parameter.detach().clone() for name, parameter in params.items()}
+        if scaler.get_scale() >= scale:  # there was an update
+            scheduler.step()
+        yield scaler.get_scale(), {name: parameter.detach().clone() for name, parameter in params.items()}, norm.item()
 
 
 def main():
     """Trains in both ways, and compares."""
-    ours, theirs = list(functional(2.0**18)), list(stepped(2.0**18))
+    ours, theirs = list(functional(2.0**14)), list(stepped(2.0**14))
     print("scale after every window: 2 to the power of", *[int(torch.tensor(scale).log2()) for scale, _ in ours])
-    print("the same as GradScaler's:", [scale for scale, _ in ours] == [scale for scale, _ in theirs])
+    print("the same as GradScaler's:", [scale for scale, _ in ours] == [scale for scale, *_ in theirs])
     apart = max((ours[-1][1][name] - parameter).abs().max().item() for name, parameter in theirs[-1][1].items())
     print(f"the same parameters, to 1e-6: {apart < 1e-6}")
+    print(f"clipped to {MAX_NORM}, the last norm: {theirs[-1][2]:.3f}")
 
 
 if __name__ == "__main__":

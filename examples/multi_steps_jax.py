@@ -3,7 +3,8 @@
     python examples/multi_steps_jax.py
 
 Micro-batches have different numbers of tokens, and every token of a window counts the same: each gradient is that of a
-mean, and comes with its tokens. An epoch does not divide by eight, so that its last window is flushed. It is trained
+mean, and comes with its tokens. An epoch does not divide by eight, so that its last window is flushed. (In
+optax.MultiSteps all micro-batches of a window count the same, and what is left goes into the next epoch.) It is trained
 twice: with `update`, in place of the optimizer's own, and with `accumulate` and `flush` jitted apart, which is faster.
 """
 

@@ -5,7 +5,8 @@
 Nineteen rows in micro-batches of two, four to an update, leave two micro-batches at the end, of three rows in all. By
 hand their losses are still divided by four, so that the gradient is half of what it should be, and a row counts as much
 in a micro-batch of one as two rows elsewhere; and to know the end one has to know len(loader), which a stream has not.
-`windows` ends where the loader ends, and a fold divides by what was folded.
+A count of micro-batches that goes on after such an update shifts the windows of all later epochs: the next one begins
+with an update of what is missing to four. `windows` ends where the loader ends, and a fold divides by what was folded.
 
 Accelerate's sync_with_dataloader=False, a window that goes on in the next epoch, is `multi_steps` without `flush`.
 """

@@ -3,7 +3,8 @@
     python examples/replicas_jax.py
 
 The parameters are the same on every device, the batch is cut over them, and each device folds its rows in n
-micro-batches. Rows have different numbers of tokens; every token of the whole batch counts the same.
+micro-batches. Rows have different numbers of tokens; every token of the whole batch counts the same. In the mean of the
+devices' means, a `jax.lax.pmean` by hand, those of a device with few tokens count more.
 """
 
 import jax

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/replicas_torch.py
 
-Two replicas with two micro-batches of 4 give the weights [0.2117, 0.3172], as 16 rows on one device do.
+Two replicas with two micro-batches of 4 give the weights [0.2117, 0.3172], as 16 rows on one device do. The average of
+the replicas' means, which is what an all-reduce by hand gives, counts the tokens of a replica with few of them more.
 """
 
 import torch

@@ -5,7 +5,8 @@
 By hand `scheduler.step()` easily comes after each micro-batch: a cosine is then through after a quarter of the
 training, and OneCycleLR raises when it is asked for more. The other mistake is to plan len(loader) // n updates an
 epoch, where the last, shorter window is one too. `scheduler=` of from_optimizer takes any scheduler that follows the
-count of updates; one that goes by epochs is told how many updates these have.
+count of updates; one that goes by epochs is told how many updates these have, or, if it has no such number, is written
+as a LambdaLR of `update // UPDATES`.
 """
 
 import functools
@@ -25,7 +26,20 @@ BY_UPDATE = {
     "OneCycleLR": functools.partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=EPOCHS * UPDATES),
     "CosineAnnealingLR": functools.partial(lr_scheduler.CosineAnnealingLR, T_max=EPOCHS * UPDATES),
 }
-BY_EPOCH = {"StepLR": lambda updates: functools.partial(lr_scheduler.StepLR, step_size=updates, gamma=0.5)}
+
+
+def cosine_of_epochs(update):
+    """CosineAnnealingLR(T_max=EPOCHS), stepped once an epoch, as a factor of the learning rate."""
+    return (1 + math.cos(math.pi * (update // UPDATES) / EPOCHS)) / 2
+
+
+BY_EPOCH = {  # stepped once an epoch, and the same stepped once an update
+    "StepLR": [functools.partial(lr_scheduler.StepLR, step_size=size, gamma=0.5) for size in (1, UPDATES)],
+    "CosineAnnealingLR": (
+        functools.partial(lr_scheduler.CosineAnnealingLR, T_max=EPOCHS),
+        functools.partial(lr_scheduler.LambdaLR, lr_lambda=cosine_of_epochs),
+    ),
+}
 
 
 def loss_fn(module, x, y):
@@ -80,12 +94,13 @@ def main():
         rates = stepped(module, loader, by_update=make)
         funcga.compare(params, module.state_dict()).assert_close()
         print(f"{name}: {len(rates)} updates, rates {rates[0]:.3f} to {rates[-1]:.3f}, the same as a transform")
-    for name, make in BY_EPOCH.items():
+    for name, (by_epoch, by_update) in BY_EPOCH.items():
         module, loader = made()
-        params = transformed(module, loader, make(UPDATES))
-        rates = stepped(module, loader, by_epoch=make(1))
+        params = transformed(module, loader, by_update)
+        rates = stepped(module, loader, by_epoch=by_epoch)
         funcga.compare(params, module.state_dict()).assert_close()
-        print(f"{name}: {len(rates)} updates, a rate an epoch {rates[::UPDATES]}, the same as a transform")
+        shown = ", ".join(f"{rate:.3f}" for rate in rates[::UPDATES])
+        print(f"{name}: {len(rates)} updates, a rate an epoch {shown}, the same as a transform")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,12 @@ The eight sentences of Accelerate's guide have 36 tokens, and one step of SGD le
 [0.0953, 0.4337]. The average over micro-batches of their means does not, as 10 tokens then count as much as 26. By hand
 that takes all micro-batches of a window in memory, to count their tokens before the first backward pass; a fold counts
 as it goes, and divides at the end.
+
+`funcga.windows` gives lists, and so has the inputs of a window in memory, too. What `itertools.islice` takes of an
+iterator has one micro-batch at a time; one has to know how many updates there are.
 """
+
+import itertools
 
 import torch
 from sentences import count_tokens, microbatch, summed_loss
@@ -20,13 +25,16 @@ def mean_loss(module, tokens, labels):
     return summed_loss(module, tokens, labels) / count_tokens(tokens, labels)
 
 
-def trained(microbatches, loss_fn, **how):
-    """The weights after one step on these micro-batches, which may be a generator."""
+def trained(microbatches, loss_fn, updates=1, n=None, **how):
+    """The weights after so many updates, of n of the micro-batches each, or of all; they may be a generator."""
     torch.manual_seed(0)
-    module = torch.nn.Linear(1, 2, bias=False)
+    module, iterator = torch.nn.Linear(1, 2, bias=False), iter(microbatches)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.08)
     step = funcga.stream(funcga.grad(torch_backend.pure_loss(module, loss_fn)), **how)
-    torch_backend.assign_grads(module, step(dict(module.named_parameters()), microbatches))
-    torch.optim.SGD(module.parameters(), lr=0.08).step()
+    for _ in range(updates):
+        grads = step(dict(module.named_parameters()), itertools.islice(iterator, n))
+        torch_backend.assign_grads(module, grads)
+        optimizer.step()
     return module.weight.detach().flatten()
 
 
@@ -47,6 +55,7 @@ def main():
     print(f"a sum, divided by the tokens: {shown(trained(one_by_one(4), summed_loss, **by_sum))}")
     print(f"means, weighed by the tokens: {shown(trained(one_by_one(4), mean_loss, weight=count_tokens))}")
     print(f"one batch: {shown(trained(one_by_one(8), mean_loss))}")
+    print(f"two updates of 4 sentences: {shown(trained(one_by_one(2), summed_loss, updates=2, n=2, **by_sum))}")
     print(f"wrong, means that all count the same: {shown(trained(one_by_one(4), mean_loss, weight=lambda *_: 1))}")
 
 

@@ -44,6 +44,31 @@ def to_the_end(model, criterion, optimizer, loader, steps):
             optimizer.zero_grad()
 
 
+class GradientAccumulator:
+    """An update at the end of each epoch, after which the count of micro-batches goes on."""
+
+    def __init__(self, model, criterion, optimizer, steps):
+        self.model, self.criterion, self.optimizer, self.steps = model, criterion, optimizer, steps
+        self.step_count = 0
+
+    def train_step(self, inputs, targets):
+        loss = self.criterion(self.model(inputs), targets) / self.steps
+        loss.backward()
+        self.step_count += 1
+        if self.step_count % self.steps == 0:
+            self.update()
+
+    def train_epoch(self, loader):
+        for inputs, targets in loader:
+            self.train_step(inputs, targets)
+        if self.step_count % self.steps != 0:
+            self.update()
+
+    def update(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def fetched_ahead(model, criterion, optimizer, loader, steps):
     """The criterion is a sum over tokens, which are counted before the first backward pass of a window."""
     iterator, updates = iter(loader), math.ceil(len(loader) / steps)
@@ -58,7 +83,7 @@ def fetched_ahead(model, criterion, optimizer, loader, steps):
         optimizer.zero_grad()
 
 
-def in_replicas(model, criterion, optimizer, window, items=None):
+def in_replicas(model, criterion, optimizer, window, items=None, max_norm=None):
     """One update of DDP or FSDP: synchronised once, averaged over the replicas, or by the tokens of all of them."""
     for i, (inputs, targets) in enumerate(window):
         last, context = i == len(window) - 1, contextlib.nullcontext()
@@ -70,6 +95,8 @@ def in_replicas(model, criterion, optimizer, window, items=None):
             loss = criterion(model(inputs), targets)
             loss = loss / len(window) if items is None else loss * torch.distributed.get_world_size() / items
             loss.backward()
+    if max_norm is not None:
+        clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -88,8 +115,8 @@ def clipped(model, criterion, optimizer, loader, steps, max_norm, *, each):
     return norms
 
 
-def scheduled(model, criterion, optimizer, scheduler, loader, steps, epochs, *, each):
-    """The learning rate of every update; the scheduler is stepped once an update, or with each micro-batch."""
+def scheduled(model, criterion, optimizer, scheduler, loader, steps, epochs, *, after):
+    """The learning rate of every update; the scheduler is stepped after each "update", "microbatch" or "epoch"."""
     rates = []
     for _ in range(epochs):
         for i, (inputs, targets) in enumerate(loader):
@@ -100,9 +127,17 @@ def scheduled(model, criterion, optimizer, scheduler, loader, steps, epochs, *, 
                 rates.append(optimizer.param_groups[0]["lr"])
                 optimizer.step()
                 optimizer.zero_grad()
-            if each or updates:
+            if after == "microbatch" or (after == "update" and updates):
                 scheduler.step()
+        if after == "epoch":
+            scheduler.step()
     return rates
+
+
+def accumulation_steps(target_batch_size, mini_batch_size):
+    """How many micro-batches are to make a batch of the size that is wanted."""
+    steps = target_batch_size // mini_batch_size
+    return max(1, steps)
 
 
 def adaptive(model, criterion, optimizer, loader):
@@ -163,19 +198,36 @@ def difference(model, criterion, large, small):
     return max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
 
 
-def mixed(model, criterion, optimizer, scaler, loader, steps, max_norm, *, unscale=True):
-    """float16 with a GradScaler, and clipping, of which one forgets that gradients are scaled."""
-    for idx, (inputs, targets) in enumerate(loader):
+def mixed(model, criterion, optimizer, scaler, loader, steps, max_norm, scheduler=None, *, unscale=True, guard=False):
+    """float16 with a GradScaler, and what is left at the end: the norms, of which one forgets that they are scaled.
+
+    The scheduler is stepped in every window, or, with a guard, after updates.
+    """
+    norms, rates = [], []
+
+    def update():
+        scale = scaler.get_scale()
+        if unscale:
+            scaler.unscale_(optimizer)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        rates.append(optimizer.param_groups[0]["lr"])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if scheduler and not (guard and scaler.get_scale() < scale):
+            scheduler.step()
+
+    step_count = 0
+    for inputs, targets in loader:
         with torch.autocast("cpu", torch.float16):
             loss = criterion(model(inputs), targets) / steps
         scaler.scale(loss).backward()
-        if (idx + 1) % steps == 0:
-            if unscale:
-                scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+        step_count += 1
+        if step_count % steps == 0:
+            update()
+    if step_count % steps != 0:
+        update()
+    return norms, rates
 
 
 def adjusted_lr(base_lr, base_batch_size, batch_size, steps):
