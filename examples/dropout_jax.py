@@ -46,7 +46,7 @@ def by_example(params, keys, x, y):
 
 def keys_of(indices, epoch):
     """A key for each example, another one in each epoch."""
-    return jax_backend.example_keys(jax_backend.example_keys(jax.random.PRNGKey(0), epoch), indices)
+    return jax_backend.example_keys(jax_backend.example_keys(jax.random.key(0), epoch), indices)
 
 
 def with_threads(n):

@@ -155,7 +155,9 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def outputs_of(leading: Any, kwargs: Any, item: Any) -> Outputs:
         key, found = Static((leading, kwargs, item)).taken()
-        shapes = tuple((leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in found)
+        shapes = tuple(
+            (leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)) for leaf in found
+        )
         if (key, shapes) not in known:
             arguments = program.read((*leading, *item), backend)
             state = [_strong(leaf) for leaf in arguments.state()]

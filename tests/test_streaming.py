@@ -4,6 +4,7 @@ import itertools
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -257,3 +258,10 @@ def test_windows_of_a_target_refuse(n, weight, text):
     with pytest.raises(funcga.FuncgaError) as error:
         list(funcga.windows([1, 2], n, weight=weight))
     assert str(error.value) == text
+
+
+def test_a_stream_of_random_keys_in_jax():
+    keys = jax.random.split(jax.random.key(0), 6)
+    step = funcga.stream(lambda w, keys: w * jax.vmap(jax.random.uniform)(keys).mean())
+    found = step(jnp.ones(()), [(keys[:4],), (keys[4:],)])
+    np.testing.assert_allclose(found, jax.vmap(jax.random.uniform)(keys).mean(), rtol=1e-6)
