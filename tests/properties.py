@@ -16,10 +16,12 @@ def equals_the_full_batch(kit, accumulate, dtype, problem):
     full = problems.full_gradient(kit, params, batch, loss, weight)
     rows = len(kit.leaves(batch)[0])
     gradient = funcga.value_and_grad(loss)
-    for n in range(1, rows + 1):
+    # each is another program in JAX: all of them in one dtype, some in the other
+    some = kit.name == "jax" and dtype == "float64"
+    for n in (1, 2, 5, rows) if some else range(1, rows + 1):
         result = accumulate(gradient, n, fold=fold, weight=weight)(params, *batch)
         assert difference(kit, result, full) <= LIMITS[dtype], f"n={n}"
-    for size in range(1, rows + 2):
+    for size in (1, 4, rows - 1, rows + 1) if some else range(1, rows + 2):
         result = accumulate(gradient, microbatch_size=size, fold=fold, weight=weight)(params, *batch)
         assert difference(kit, result, full) <= LIMITS[dtype], f"microbatch_size={size}"
 

@@ -266,7 +266,8 @@ def test_refusals():
         (
             lambda: buffers({"1": x[0, 0]}),
             "the statistics of `1` are float64[4, 4], and the layer's are float64[3]. Fold them with pooled(): "
-            "fold=((funcga.mean(), funcga.pooled()), funcga.mean()) for funcga.value_and_grad(loss, has_aux=True).",
+            "fold=((funcga.mean(), funcga.pooled()), funcga.mean()) for funcga.value_and_grad(loss, has_aux=True); of "
+            "micro-batches that come one by one, in a funcga.Accumulator(funcga.pooled()).",
         ),
         (
             lambda: buffers({"1": funcga.Pooled(x, x, x)}),

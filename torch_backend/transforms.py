@@ -84,7 +84,7 @@ def finite(leaves: list[Any]) -> Any:
 
 def _everywhere(kept: torch.Tensor, meshes: set[Any]) -> torch.Tensor:
     """Whether it holds on all devices of some meshes, of which each has a part of the numbers."""
-    for mesh in sorted(meshes, key=lambda mesh: mesh.mesh.tolist()):
+    for mesh in sorted(meshes, key=lambda mesh: str(mesh.mesh.tolist())):
         for group in mesh.get_all_groups():
             flag = kept.to(mesh.device_type, torch.int32)
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
