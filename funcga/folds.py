@@ -112,8 +112,8 @@ def pooled(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
     `batch_moments` does. The counts are the weights, `weight=` has none here; a count of 0 adds nothing, not even a
     NaN. In float32 a count is exact up to 2**24; beyond that it is rounded, as the mean is.
 
-    dtype, out_dtype: of the accumulator, as for `mean`, and of the result (default: the same, as a count in float16 would
-    end at 65,504).
+    dtype, out_dtype: of the accumulator, as for `mean`, and of the result (default: the same, as a count in float16
+    would end at 65,504).
     Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
 
     >>> leaf = torch.stack((torch.full((3,), float(len(x))), x.mean(0), x.var(0, correction=0)))

@@ -40,6 +40,16 @@ def windows():
     return zip(torch.tensor(INPUTS), torch.tensor(LABELS), strict=True)
 
 
+def updated(module, optimizer, scaler):
+    """The scale and the parameters after an update by what is in the `.grad`s, clipped."""
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return scaler.get_scale(), [p.detach().clone() for p in module.parameters()]
+
+
 def by_grad_scaler(init_scale):
     """The scale after every window, and the parameters, as the guide's loop has them."""
     module = network()
@@ -48,12 +58,7 @@ def by_grad_scaler(init_scale):
     for xs, ys in windows():
         for x, y in zip(xs.chunk(N), ys.chunk(N), strict=True):
             scaler.scale(cross_entropy(module, x, y) / N).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        yield scaler.get_scale(), [p.detach().clone() for p in module.parameters()]
+        yield updated(module, optimizer, scaler)
 
 
 def transform(init_scale):
@@ -100,12 +105,7 @@ def by_assigned_grads(init_scale):
     for x, y in windows():
         _, grads = step(dict(module.named_parameters()), x, y, loss_scale=scaler.scale(torch.ones(())))
         torch_backend.assign_grads(module, grads)
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        yield scaler.get_scale(), [p.detach().clone() for p in module.parameters()]
+        yield updated(module, optimizer, scaler)
 
 
 WAYS = {
