@@ -70,8 +70,8 @@ class GradientFunction:
         if not self.scaled:
             if "loss_scale" in kwargs and not {"loss_scale", "**"} & _keywords(self.loss_fn):
                 raise FuncgaError(
-                    "the call has a loss_scale, which this gradient function does not take. Make it with "
-                    "funcga.value_and_grad(loss_fn, scaled=True)."
+                    "the call has a loss_scale, which this gradient function does not take. Make it with scaled=True, "
+                    "as funcga.value_and_grad(loss_fn, scaled=True)."
                 )
             return None, kwargs
         rest = {name: value for name, value in kwargs.items() if name != "loss_scale"}
@@ -158,12 +158,23 @@ class OwningGradient:
 
 
 def _keywords(loss_fn: Callable[..., Any]) -> set[str]:
-    """The parameters that a loss can be given by name, with "**" where that is any; of a module's, those of its own."""
+    """The parameters that a loss can be given by name, with "**" where that is any; of what is made of one, its own."""
+    while hasattr(loss_fn, "loss_fn"):
+        loss_fn = loss_fn.loss_fn
     try:
-        parameters = inspect.signature(getattr(loss_fn, "loss_fn", loss_fn)).parameters.values()
+        parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):
         return {"**"}
     return {"**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+
+
+def check_scaled(loss_fn: Callable[..., Any], scaled: bool) -> None:
+    """Raises FuncgaError if a gradient function that takes a loss_scale would keep one from its loss."""
+    if scaled and "loss_scale" in _keywords(loss_fn):
+        raise FuncgaError(
+            "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. "
+            "Give it another name; or multiply the loss yourself, without scaled=True."
+        )
 
 
 def _has_gradient(leaf: Any, backend: Backend) -> bool:
@@ -217,10 +228,6 @@ def _gradient_function(
     entries = argnums if isinstance(argnums, tuple) else (argnums,)
     if not entries or any(type(entry) is not int for entry in entries):
         raise FuncgaError(f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0.")
-    if scaled and "loss_scale" in _keywords(loss_fn):
-        raise FuncgaError(
-            "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. "
-            "Give it another name; or multiply the loss yourself, without scaled=True."
-        )
+    check_scaled(loss_fn, scaled)
     load_imported()
     return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)

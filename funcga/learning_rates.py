@@ -1,5 +1,6 @@
 """Learning rates for another batch size: rules that carry one over from the batch size that it was tuned for."""
 
+import numbers
 from typing import Any
 
 from funcga.errors import FuncgaError
@@ -40,7 +41,7 @@ def sqrt_scaling(lr: float, base_batch_size: float, batch_size: Any) -> Any:
 def _ratio(lr: Any, base_batch_size: Any, batch_size: Any) -> Any:
     _check("lr", lr, "0.1")
     _check("base_batch_size", base_batch_size, "256")
-    if getattr(batch_size, "shape", None) != ():
+    if isinstance(batch_size, numbers.Real) or getattr(batch_size, "shape", None) != ():
         _check("batch_size", batch_size, "1024")
     return batch_size / base_batch_size
 

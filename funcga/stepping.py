@@ -13,7 +13,7 @@ from funcga.dropping import Dropping
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.targets import check_target, is_full, target_of
-from funcga.transforms import DonatingTransform, MultiSteps, Transform, read_transform
+from funcga.transforms import DonatingTransform, MultiSteps, Transform, is_scaled, read_transform
 from funcga.weights import check_weight
 from funcga.widening import result_folds, widened
 from funcga.window import Dropped, MultiStepsState
@@ -69,7 +69,7 @@ def multi_steps(
     if callable(fold):
         raise FuncgaError(f"fold= is the function {getattr(fold, '__name__', fold)}. Call it: fold=funcga.mean().")
     read = read_transform(tx)
-    if drop is not None and _is_scaled(read):
+    if drop is not None and is_scaled(read):
         raise FuncgaError(
             f"drop is {drop!r}, and the wrapped transform is a loss_scaled, which has to see what is not finite: its "
             f"scale would never back off, and no window be an update. Leave drop out: it skips such windows itself."
@@ -84,10 +84,6 @@ def multi_steps(
     return made  # type: ignore[no-any-return]
 
 
-def _is_scaled(tx: Transform) -> bool:
-    return getattr(getattr(tx.update, "__self__", None), "scales", False)
-
-
 @dataclass(frozen=True, eq=False)
 class _Steps:
     """The functions of one `multi_steps`, and its choices."""
@@ -99,6 +95,11 @@ class _Steps:
     across: Any
     donate: bool
     known: dict[Any, Any] = field(default_factory=dict, repr=False)  # what a backend works out once, not at every call
+
+    @property
+    def scales(self) -> bool:
+        """Whether the gradients come multiplied by a loss scale."""
+        return is_scaled(self.tx)
 
     def __deepcopy__(self, memo: Any) -> "_Steps":
         """Itself, as a function is its own copy."""

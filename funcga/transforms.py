@@ -71,6 +71,11 @@ def _steps(transform: MultiSteps) -> Any:
     return transform.update.__self__  # type: ignore[attr-defined]
 
 
+def is_scaled(tx: Any) -> bool:
+    """Whether a transform is given gradients that are multiplied by a loss scale, which it divides them by."""
+    return bool(getattr(getattr(tx.update, "__self__", None), "scales", False))
+
+
 def read_transform(tx: Any, name: str = "tx") -> Transform:
     """What can be used as a transform, as one: any object with init and update, or a pair of functions.
 

@@ -26,9 +26,14 @@ def example_keys(key: Any, indices: Any) -> jax.Array:
     >>> loss, grads = step(params, keys, x, y)
     """
     try:
-        jax.random.key_data(key)
+        single = jax.random.key_data(key).ndim == 1
     except TypeError:
         raise FuncgaError(f"key is {arrays.describe(key)}: it must be a key of JAX: jax.random.key(0).") from None
+    if not single:
+        raise FuncgaError(
+            f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell apart. Write "
+            f"jax_backend.example_keys(jax.random.key(0), indices)."
+        )
     place = _integers(indices)
     fold = jax.random.fold_in
     for _ in range(place.ndim):

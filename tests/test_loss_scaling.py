@@ -362,7 +362,7 @@ def merging_parts(group):
     tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=1.0), 1, across=group)
     with pytest.raises(
         funcga.FuncgaError,
-        match=r"which hold different parts of one DTensor, S\(0\) on .*reduced over its own mesh without across=",
+        match=r"which hold different parts of one DTensor, \[.*Shard\(dim=0\)\] on .*reduced over its own mesh without across=",
     ):
         tx.update(grads, tx.init(grads), grads)
     return True
@@ -403,7 +403,7 @@ MISUSED = {
     "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. Give it another name; or multiply the loss yourself, without scaled=True.": lambda: (
         funcga.grad(lambda w, loss_scale: w * loss_scale, scaled=True)
     ),
-    "the call has a loss_scale, which this gradient function does not take. Make it with funcga.value_and_grad(loss_fn, scaled=True).": lambda: (
+    "the call has a loss_scale, which this gradient function does not take. Make it with scaled=True, as funcga.value_and_grad(loss_fn, scaled=True).": lambda: (
         funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum()), 2)(torch.ones(()), torch.ones(4), loss_scale=2.0)
     ),
 }

@@ -475,3 +475,24 @@ def test_batch_norm_in_inference_mode(choice):
     with torch.inference_mode():
         found = call()
     assert all(map(torch.equal, tree_leaves(found), tree_leaves(expected)))
+
+
+def test_a_buffer_that_two_layers_hold_is_one():
+    class Held(nn.Module):
+        def __init__(self, t):
+            super().__init__()
+            self.register_buffer("t", t)
+
+    t = torch.zeros(1)
+    module = nn.Module()
+    module.a, module.b, module.w = Held(t), Held(t), nn.Parameter(torch.ones(1))
+
+    def loss_fn(module, x):
+        module.a.t.add_(x.sum())
+        return (module.w * module.b.t).sum()
+
+    loss = pure_loss(module, loss_fn)
+    step = funcga.accumulate(funcga.value_and_grad(loss), 2, fold=funcga.sum())
+    assert loss(dict(module.named_parameters()), torch.ones(2)) == 2
+    assert step(dict(module.named_parameters()), torch.ones(4))[0] == 4
+    assert t == 0

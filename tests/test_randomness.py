@@ -203,3 +203,28 @@ def test_seeded_in_threads():
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda i: torch_backend.seeded(noisy)(None, keys(TORCH, [i]), torch.ones(1)), range(20)))
     assert all(map(torch.equal, found, expected))
+
+
+SINGLE = {
+    "seeded was given a pure_loss. Put it inside, where the keys come after the module: torch_backend.pure_loss(module, torch_backend.seeded(loss_fn)).": lambda: (
+        torch_backend.seeded(torch_backend.pure_loss(dropout_module(), lambda m, x: m(x).sum()))
+    ),
+    "key is int64[2]: it is one for all examples, which their indices tell apart. Write torch_backend.example_keys(0, indices).": lambda: (
+        torch_backend.example_keys(torch.arange(2), torch.arange(2))
+    ),
+    "key is float32[]: it must be an integer, or a tensor of some: example_keys(0, indices).": lambda: (
+        torch_backend.example_keys(torch.tensor(0.7), 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SINGLE)
+def test_more_bad_input(text):
+    with pytest.raises(funcga.FuncgaError) as error:
+        SINGLE[text]()
+    assert str(error.value) == text
+
+
+def test_a_batch_of_keys_is_no_key():
+    with pytest.raises(funcga.FuncgaError, match="it is one for all examples, which their indices tell apart"):
+        jax_backend.example_keys(jax.random.split(jax.random.key(0), 3), jnp.arange(3))

@@ -144,7 +144,7 @@ def test_what_is_no_schedule():
     check_refused(
         "scheduler is called with an optimizer and nothing else, and raised: OneCycleLR.__init__() missing 1 required "
         "positional argument: 'max_lr'. Give it the other arguments before: "
-        "scheduler=functools.partial(torch.optim.lr_scheduler.OneCycleLR, ...).",
+        "scheduler=functools.partial(OneCycleLR, ...).",
         torch_backend.from_optimizer(optim.SGD, scheduler=schedulers.OneCycleLR).init, params,
     )  # fmt: skip
     check_refused(

@@ -17,7 +17,7 @@ from torch_backend import arrays, trees
 from torch_backend.buckets import Plan, planned
 from torch_backend.buffers import Layout, power_below
 from torch_backend.comparison import check_alike, digest_of, gathered
-from torch_backend.placements import Place, is_placed, local, place_of
+from torch_backend.placements import Place, is_placed, local, place_of, ranks_apart
 from torch_backend.replicas import Replicas
 
 
@@ -96,15 +96,13 @@ def _remembered(
 
 def _check_parts(place: Place, replicas: Replicas) -> None:
     """Raises FuncgaError if the replicas hold different parts of one tensor, which would be added to each other."""
-    own = {*dist.get_process_group_ranks(replicas.group)}
-    for dim, placement in enumerate(place.placements):
-        parts = {*dist.get_process_group_ranks(place.device_mesh.get_group(dim))}
-        if placement.is_shard() and len(own & parts) > 1:
-            raise FuncgaError(
-                f"across= names ranks {sorted(own & parts)}, which hold different parts of one DTensor, {placement} on "
-                f"{place.device_mesh}: merging would add one part to another. A DTensor is reduced over its own mesh "
-                f"without across=; name the axis of the mesh that copies lie on: across=mesh['dp']."
-            )
+    apart = ranks_apart(place, dist.get_process_group_ranks(replicas.group))
+    if apart:
+        raise FuncgaError(
+            f"across= names ranks {apart}, which hold different parts of one DTensor, {list(place.placements)} on "
+            f"{place.device_mesh}: merging would add one part to another. A DTensor is reduced over its own mesh "
+            f"without across=; name the axis of the mesh that copies lie on: across=mesh['dp']."
+        )
 
 
 def _is_sum(fold: LeafFold, like: torch.Tensor) -> bool:

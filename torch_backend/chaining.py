@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcga.errors import FuncgaError
-from funcga.transforms import DonatingTransform, Transform, read_transform
+from funcga.transforms import DonatingTransform, Transform, is_scaled, read_transform
 from torch_backend import trees
 
 
@@ -34,7 +34,7 @@ def chain(*transforms: Any) -> DonatingTransform:
                 f"torch_backend.chain(torch_backend.from_optax(tx), ...)."
             )
     for i, link in enumerate(links[1:], 1):
-        if getattr(getattr(link.tx.update, "__self__", None), "scales", False):
+        if is_scaled(link.tx):
             raise FuncgaError(
                 f"transforms[{i}] is a loss_scaled, and those before it would see gradients that are scaled: clipping "
                 f"would leave next to nothing of them. Put it around: "
@@ -52,6 +52,11 @@ class _Functions:
     """The functions of the transform."""
 
     links: tuple["_Link", ...]
+
+    @property
+    def scales(self) -> bool:
+        """Whether the gradients come multiplied by a loss scale."""
+        return is_scaled(self.links[0].tx)
 
     def init(self, params: Any) -> tuple[Any, ...]:
         """The state before the first update."""

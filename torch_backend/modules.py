@@ -255,13 +255,13 @@ def _refill(slots: list[_Slot], tables: "list[_Table]", copies: dict[int, tuple[
     """
     for table in tables:
         table.restore()
-    held = [(slot, *copies.get(id(slot.held), (None, 0))) for slot in slots]
-    written = {id(slot.table) for slot, copy, version in held if copy is None or _version(copy) != version}
-    for slot, copy, _ in held:
-        if id(slot.table) in written:
-            copy = slot.held.detach().clone()
-            copies[id(slot.held)] = copy, _version(copy)
-        slot.table[slot.key] = copy
+    known = [(slot, *copies.get(id(slot.held), (None, 0))) for slot in slots]
+    written = {id(slot.table) for slot, copy, version in known if copy is None or _version(copy) != version}
+    for slot in {id(slot.held): slot for slot in slots if id(slot.table) in written}.values():
+        copy = slot.held.detach().clone()
+        copies[id(slot.held)] = copy, _version(copy)
+    for slot in slots:  # one that several layers hold is one copy
+        slot.table[slot.key] = copies[id(slot.held)][0]
 
 
 def _version(tensor: torch.Tensor) -> float:

@@ -6,10 +6,12 @@ A gradient comes as `Partial`, a sum that is not reduced yet. Partials are added
 for each leaf, at the end, to where its parameter lies.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from funcga.arguments import Arguments
 
@@ -54,6 +56,16 @@ def place_of(tensor: Any) -> Place:
 
     placements = tuple([Replicate() if isinstance(p, Partial) else p for p in tensor.placements])
     return Place(tensor.device_mesh, placements, tensor.shape, tensor.stride())
+
+
+def ranks_apart(tensor: Any, ranks: Collection[int]) -> list[int]:
+    """Of these ranks, with this process, those that hold other parts of a DTensor, or of what has a Place; sorted."""
+    for dim, placement in enumerate(tensor.placements):
+        found = {*ranks} & {*dist.get_process_group_ranks(tensor.device_mesh.get_group(dim))}
+        # what fully_shard and tensor parallelism make together is cut as well, and is no Shard
+        if len(found) > 1 and not (placement.is_replicate() or placement.is_partial()):
+            return sorted(found)
+    return []
 
 
 def rewrapped(held: Any, like: Any) -> Any:

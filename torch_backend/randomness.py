@@ -12,6 +12,7 @@ from torch import nn
 
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
+from torch_backend.modules import PureLoss
 
 
 def example_keys(key: Any, indices: Any) -> torch.Tensor:
@@ -66,9 +67,13 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _check_integers(name: str, given: Any, example: str) -> None:
-    number = hasattr(given, "__index__") and not isinstance(given, bool) and getattr(given, "shape", ()) == ()
-    array = isinstance(given, torch.Tensor) and arrays.kind(given.dtype) == "int"
-    if not (number or array or getattr(getattr(given, "dtype", None), "kind", "-") in "iu"):
+    if isinstance(given, torch.Tensor):
+        good = arrays.kind(given.dtype) == "int"
+    elif hasattr(given, "dtype"):
+        good = getattr(given.dtype, "kind", "") in ("i", "u")  # of NumPy
+    else:
+        good = isinstance(given, int) and not isinstance(given, bool)
+    if not good:
         raise FuncgaError(f"{name} is {arrays.describe(given)}: it must be an integer, or a tensor of some: {example}.")
 
 
@@ -107,6 +112,11 @@ def seeded(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     >>> loss_fn = torch_backend.pure_loss(module, torch_backend.seeded(lambda module, x, y: mse_loss(module(x), y)))
     >>> loss, grads = funcga.accumulate(funcga.value_and_grad(loss_fn), 8)(params, keys, x, y)
     """
+    if isinstance(loss_fn, PureLoss):
+        raise FuncgaError(
+            "seeded was given a pure_loss. Put it inside, where the keys come after the module: "
+            "torch_backend.pure_loss(module, torch_backend.seeded(loss_fn))."
+        )
 
     @functools.wraps(loss_fn, updated=())
     def loss(params: Any, keys: Any, *batch: Any, **kwargs: Any) -> Any:
@@ -114,6 +124,7 @@ def seeded(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
             return loss_fn(params, *batch, **kwargs)
 
     del loss.__wrapped__  # it has one parameter more
+    loss.loss_fn = loss_fn  # type: ignore[attr-defined]
     return loss
 
 

@@ -11,7 +11,7 @@ from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
 from torch_backend.comparison import check_alike
-from torch_backend.placements import is_placed, local
+from torch_backend.placements import is_placed, local, ranks_apart
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
 
@@ -111,11 +111,7 @@ def check_replicas(params: Any, across: Any) -> None:
 
 def _is_divided(leaf: Any, group: dist.ProcessGroup) -> bool:
     """Whether a tensor is cut over these replicas, so that each of them should have another part."""
-    if not is_placed(leaf):
-        return False
-    ranks, mesh = set(dist.get_process_group_ranks(group)), leaf.device_mesh
-    groups = [set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in range(mesh.ndim)]
-    return any(len(ranks & own) > 1 and p.is_shard() for own, p in zip(groups, leaf.placements, strict=True))
+    return is_placed(leaf) and bool(ranks_apart(leaf, dist.get_process_group_ranks(group)))
 
 
 def _several(ranks: list[int]) -> str:

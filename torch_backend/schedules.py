@@ -3,6 +3,7 @@
 Only torch has this file: a schedule of optax is such a function already.
 """
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -108,10 +109,10 @@ def _takes_an_optimizer(make: Any) -> bool:
 
 
 def _not_made(make: Any, error: TypeError) -> str:
-    name = getattr(make, "__name__", "CosineAnnealingLR") if isinstance(make, type) else "CosineAnnealingLR"
+    name = getattr(make.func if isinstance(make, functools.partial) else make, "__qualname__", "MyScheduler")
     return (
         f"scheduler is called with an optimizer and nothing else, and raised: {error}. Give it the other arguments "
-        f"before: scheduler=functools.partial(torch.optim.lr_scheduler.{name}, ...)."
+        f"before: scheduler=functools.partial({name}, ...)."
     )
 
 

@@ -84,7 +84,8 @@ def finite(leaves: list[Any]) -> Any:
 
 def _everywhere(kept: torch.Tensor, meshes: set[Any]) -> torch.Tensor:
     """Whether it holds on all devices of some meshes, of which each has a part of the numbers."""
-    for mesh in sorted(meshes, key=lambda mesh: str(mesh.mesh.tolist())):
+    in_order = sorted(meshes, key=lambda mesh: str(mesh.mesh.tolist()))  # the same on all devices
+    for mesh in in_order * len(meshes):  # where meshes cross, it takes a pass for each to come everywhere
         for group in mesh.get_all_groups():
             flag = kept.to(mesh.device_type, torch.int32)
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)

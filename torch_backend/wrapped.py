@@ -13,7 +13,7 @@ from funcga.arguments import Argument, Arguments
 from funcga.backend import load
 from funcga.errors import FuncgaError
 from funcga.folds import mean
-from funcga.gradients import GradientFunction, OwningGradient
+from funcga.gradients import GradientFunction, OwningGradient, check_scaled
 from funcga.program import Program
 from torch_backend.driven import Driven
 from torch_backend.drivers import DDP, Plain, Replicate
@@ -64,6 +64,7 @@ def module_value_and_grad(
             f'sync is {sync!r}. Write sync="last", to synchronise once a window, sync="every", to do so in every '
             f'micro-batch, or sync="outer", for a mesh of two dimensions.'
         )
+    check_scaled(loss_fn, scaled)
     driver = _driver(module)
     driver.check(sync)
     _check_covered(module, driver)
