@@ -1,4 +1,8 @@
-"""The one error type of funcga."""
+"""The one error type of funcga, and what its texts share."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
 
 
 class FuncgaError(ValueError):
@@ -11,3 +15,9 @@ class FuncgaError(ValueError):
 
 class TooFewRowsError(FuncgaError):
     """A FuncgaError about a loss that cannot take a micro-batch of so few rows; with more of them it can."""
+
+
+def similar(name: Any, known: Iterable[str]) -> str:
+    """A hint at the known name that is most like this one, " (`name`?)", to stand behind it; "" if none is."""
+    close = difflib.get_close_matches(str(name), [*known], 1)
+    return f" (`{close[0]}`?)" if close else ""

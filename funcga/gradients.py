@@ -36,17 +36,18 @@ class GradientFunction:
             loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
             return (loss, aux) if self.has_aux else loss
 
-        made = self._scaling(backend) if self.scaled else transform(checked, self.argnums, self.has_aux)
+        made = self._scaled(backend) if self.scaled else transform(checked, self.argnums, self.has_aux)
 
         def gradient(*args: Any, **kwargs: Any) -> Any:
             for i in self.places(len(args)):
                 self.check_leaves(args[i], i, backend)
-            return made(*args, **(kwargs if self.scaled else self.read_scale(kwargs, backend)[1]))
+            scale, kwargs = self.read_scale(kwargs, backend)  # here, as inside of the transform the host sees nothing
+            return made(*args, **kwargs) if scale is None else made(scale, *args, **kwargs)
 
         return gradient
 
-    def _scaling(self, backend: Backend) -> Callable[..., Any]:
-        """The framework's gradient function of the loss times `loss_scale`, whose value is the loss as it is."""
+    def _scaled(self, backend: Backend) -> Callable[..., Any]:
+        """f(scale, *args): the gradient function of the loss times a scale, whose value is the loss as it is."""
 
         @functools.wraps(self.loss_fn, updated=())
         def product(*args: Any, loss_scale: Any, **kwargs: Any) -> Any:
@@ -55,8 +56,7 @@ class GradientFunction:
 
         transform = backend.gradients.value_and_grad(product, self.argnums, True)
 
-        def gradient(*args: Any, **kwargs: Any) -> Any:
-            scale, kwargs = self.read_scale(kwargs, backend)  # here, as inside of the transform the host sees nothing
+        def gradient(scale: Any, *args: Any, **kwargs: Any) -> Any:
             (_, (loss, aux)), grads = transform(*args, loss_scale=scale, **kwargs)
             return self.compose(loss, aux, grads if isinstance(self.argnums, tuple) else (grads,))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from funcga.backend import Arrays
 from funcga.errors import FuncgaError
-from funcga.quantities import is_quantity
+from funcga.quantities import as_number, is_quantity
 
 
 def check_loss_scale(scale: Any, arrays: Arrays) -> Any:
@@ -19,8 +19,7 @@ def check_loss_scale(scale: Any, arrays: Arrays) -> Any:
             "the gradient function was made with scaled=True, and the call has no loss_scale. Pass the one of the "
             "state that divides by it: step(params, batch, loss_scale=state.scale)."
         )
-    if type(scale).__module__ == "numpy" and getattr(scale, "shape", None) == ():
-        scale = scale.item()
+    scale = as_number(scale)
     if arrays.is_array(scale) and scale.shape == () and arrays.kind(scale.dtype) in ("int", "float"):
         scale = arrays.scalar(scale)
         if arrays.is_array(scale):
@@ -35,7 +34,12 @@ def check_loss_scale(scale: Any, arrays: Arrays) -> Any:
 
 
 def scaled_loss(loss: Any, scale: Any, arrays: Arrays) -> Any:
-    """The loss times its scale, in at least float32, where 65,536 is a number: in float16 it is infinite."""
+    """The loss times its scale, in at least float32, where 65,536 is a number: in float16 it is infinite.
+
+    As it is, if the scale is None.
+    """
+    if scale is None:
+        return loss
     dtype = arrays.accumulator_dtype(loss.dtype)
     wide = arrays.cast(loss, dtype)
     return wide * (arrays.cast(scale, dtype) if arrays.is_array(scale) else scale)

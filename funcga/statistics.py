@@ -58,15 +58,9 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Any, unbiased: 
 
     def updated(path: str, mean: Array, variance: Array, new: Any) -> dict[str, Array]:
         if not fits(new, mean):
-            parts = (
-                ", ".join(f"{k} {arrays.describe(p)}" for k, p in new._asdict().items())
-                if isinstance(new, Pooled)
-                else ""
-            )
-            found = parts or arrays.describe(new)
             raise FuncgaError(
-                f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are {found}. Give a Pooled of "
-                f"that shape: what fold=funcga.pooled() makes of funcga.batch_moments(...)."
+                f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are {described(new, arrays)}. "
+                f"Give a Pooled of that shape: what fold=funcga.pooled() makes of funcga.batch_moments(...)."
             )
         return dict(zip(("mean", "var"), update(mean, variance, new, share, unbiased, arrays), strict=True))
 
@@ -76,6 +70,13 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Any, unbiased: 
 def fits(pooled: Any, mean: Array) -> bool:
     """Whether these are pooled statistics of a layer with this running mean."""
     return isinstance(pooled, Pooled) and all(getattr(part, "shape", None) == mean.shape for part in pooled)
+
+
+def described(pooled: Any, arrays: Arrays) -> str:
+    """What was given for pooled statistics: each of their parts, if they are some."""
+    if not isinstance(pooled, Pooled):
+        return arrays.describe(pooled)
+    return ", ".join(f"{name} {arrays.describe(part)}" for name, part in pooled._asdict().items())
 
 
 def update(

@@ -6,6 +6,7 @@ from typing import Any
 
 from funcga.backend import Arrays
 from funcga.errors import FuncgaError
+from funcga.quantities import as_number
 
 _MOST = sys.float_info.max
 
@@ -15,8 +16,7 @@ def check_weight(weight: Any, arrays: Arrays) -> Any:
 
     Raises FuncgaError if it is no number, no scalar, or seen to be negative, NaN or infinite.
     """
-    if type(weight).__module__ == "numpy" and getattr(weight, "shape", None) == ():
-        weight = weight.item()
+    weight = as_number(weight)
     if not isinstance(weight, numbers.Number):
         kind = arrays.kind(weight.dtype) if arrays.is_array(weight) else None
         if kind not in ("bool", "int", "float") or weight.shape != ():

@@ -130,9 +130,27 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     return fold
 
 
-def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
+def _outputs_of(program: Program, backend: Backend, evaluate: Callable[..., Any]) -> Callable[..., Outputs]:
+    """f(leading, kwargs, item): the Outputs of micro-batches like this one, bound once for each structure."""
     known: dict[Any, Outputs] = {}
 
+    def outputs_of(leading: Any, kwargs: Any, item: Any) -> Outputs:
+        key, found = Static((leading, kwargs, item)).taken()
+        shapes = tuple(
+            (leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)) for leaf in found
+        )
+        if (key, shapes) not in known:
+            arguments = program.read((*leading, *item), backend)
+            state = [_strong(leaf) for leaf in arguments.state()]
+            # over the arrays alone, as all else is static
+            value, _ = jax.eval_shape(lambda found: evaluate(*key.tree(found), state), found)
+            known[key, shapes], _ = program.bind(value, arguments)
+        return known[key, shapes]
+
+    return outputs_of
+
+
+def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
     @partial(compiled, inline=True)
     def evaluate(leading: Any, kwargs: Any, item: Any, state: Any) -> Any:
         arguments = program.read((*leading, *item), backend)
@@ -152,19 +170,7 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
     finish = compiled(_finish)
     jitted = jax.jit(step, static_argnums=(0, 1, 2), donate_argnums=3)
-
-    def outputs_of(leading: Any, kwargs: Any, item: Any) -> Outputs:
-        key, found = Static((leading, kwargs, item)).taken()
-        shapes = tuple(
-            (leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)) for leaf in found
-        )
-        if (key, shapes) not in known:
-            arguments = program.read((*leading, *item), backend)
-            state = [_strong(leaf) for leaf in arguments.state()]
-            # over the arrays alone, as all else is static
-            value, _ = jax.eval_shape(lambda found: evaluate(*key.tree(found), state), found)
-            known[key, shapes], _ = program.bind(value, arguments)
-        return known[key, shapes]
+    outputs_of = _outputs_of(program, backend, evaluate)
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         replicas = replicas_of(program.across)

@@ -3,14 +3,13 @@
 Only torch has this file: a parameter of torch has a place for its gradient.
 """
 
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, similar
 from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
 from torch_backend.layouts import apart, laid_as
@@ -59,9 +58,8 @@ def _of_module(module: nn.Module, grads: Any) -> Pairs:
         )
     unknown = [name for name in grads if name not in held]
     if unknown:
-        close = difflib.get_close_matches(str(unknown[0]), held, 1)
         raise FuncgaError(
-            f"`grads[{unknown[0]!r}]` is of no parameter of the module{f' (`{close[0]}`?)' if close else ''}. Their "
+            f"`grads[{unknown[0]!r}]` is of no parameter of the module{similar(unknown[0], held)}. Their "
             f"names are those of dict(module.named_parameters())."
         )
     missing = [name for name, parameter in held.items() if name not in grads and parameter.requires_grad]

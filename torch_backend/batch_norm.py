@@ -3,7 +3,6 @@
 Only torch has this file: layers of torch keep their statistics in themselves, in JAX they are an argument and a result.
 """
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_tb
@@ -13,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from funcga.errors import FuncgaError, TooFewRowsError
+from funcga.errors import FuncgaError, TooFewRowsError, similar
 from funcga.normalizers import Pooled
-from funcga.statistics import fits, update
+from funcga.statistics import described, fits, update
 from torch_backend import arrays
 
 
@@ -40,11 +39,9 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
     after: dict[str, torch.Tensor] = {}
     for name, found in pooled.items():
         if name not in tracking:
-            close = difflib.get_close_matches(str(name), tracking, 1)
-            hint = f" (`{close[0]}`?)" if close else ""
             raise FuncgaError(
-                f"the module has no `{name}`{hint} among its BatchNorm layers with running statistics: "
-                f"{', '.join(f'`{known}`' for known in tracking) or 'there is none'}."
+                f"the module has no `{name}`{similar(name, tracking)} among its BatchNorm layers with running "
+                f"statistics: {', '.join(f'`{known}`' for known in tracking) or 'there is none'}."
             )
         _check_pooled(name, found, tracking[name])
         after |= {f"{name}.{key}" if name else key: value for key, value in _moved(tracking[name], found).items()}
@@ -58,12 +55,10 @@ def _tracks(layer: nn.Module) -> bool:
 def _check_pooled(name: str, found: Any, layer: nn.Module) -> None:
     own: Any = layer.running_mean
     if not fits(found, own):
-        parts = found._asdict().items() if isinstance(found, Pooled) else ()
-        what = ", ".join(f"{key} {arrays.describe(part)}" for key, part in parts) or arrays.describe(found)
         raise FuncgaError(
-            f"the statistics of `{name}` are {what}, and the layer's are {arrays.describe(own)}. Fold them with "
-            f"pooled(): fold=((funcga.mean(), funcga.pooled()), funcga.mean()) for "
-            f"funcga.value_and_grad(loss, has_aux=True); of micro-batches that come one by one, in a "
+            f"the statistics of `{name}` are {described(found, arrays)}, and the layer's are "
+            f"{arrays.describe(own)}. Fold them with pooled(): fold=((funcga.mean(), funcga.pooled()), funcga.mean()) "
+            f"for funcga.value_and_grad(loss, has_aux=True); of micro-batches that come one by one, in a "
             f"funcga.Accumulator(funcga.pooled())."
         )
 

@@ -93,7 +93,7 @@ class Driven:
             with _masked(self.gradient.module, weight, self) if masks else _NOTHING:
                 output = called(self.gradient.loss_fn, self.gradient.module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
-            differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
+            differentiated = scaled_loss(loss, scale, arrays)
         del output
         if self.parts.has_aux:
             aux = detached(aux)

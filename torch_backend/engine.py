@@ -79,7 +79,7 @@ class Engine:
             scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             loss, aux = self.gradient.split(self.loss_fn(*called, **kwargs), self.backend)
-            differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
+            differentiated = scaled_loss(loss, scale, arrays)
         if self.gradient.has_aux:
             aux = detached(aux)
         if begins:

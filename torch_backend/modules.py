@@ -1,6 +1,5 @@
 """Losses of modules, as pure functions of the parameters."""
 
-import difflib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, similar
 from torch_backend import arrays
 from torch_backend.batch_norm import Watch, called
 from torch_backend.guards import check_module_and_loss, check_not_wrapped
@@ -281,9 +280,9 @@ def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str)
     placed: dict[int, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name not in held:
-            close = difflib.get_close_matches(str(name), held, 1)
-            hint = f" (`{close[0]}`?)" if close else ""
-            raise FuncgaError(f"the module has no `{name}`{hint} among its {what}. Their names are those of {spell}.")
+            raise FuncgaError(
+                f"the module has no `{name}`{similar(name, held)} among its {what}. Their names are those of {spell}."
+            )
         if getattr(tensor, "shape", None) != held[name].shape:
             raise FuncgaError(
                 f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(held[name])}. Give "

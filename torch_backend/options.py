@@ -3,7 +3,6 @@
 Only torch has this file: the options of an optax transform are in its functions.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, similar
 from torch_backend import trees
 from torch_backend.schedules import Schedule
 
@@ -82,9 +81,8 @@ def check_names(optimizer: type[Optimizer], options: dict[str, Any], says: str =
         return
     for option in options:
         if option not in names:
-            close = difflib.get_close_matches(option, names, 1)
             raise FuncgaError(
-                f"{says.format(option)} is no option of {optimizer.__name__}{f' (`{close[0]}`?)' if close else ''}. "
+                f"{says.format(option)} is no option of {optimizer.__name__}{similar(option, names)}. "
                 f"Its options are {', '.join(names)}."
             )
 
