@@ -1,1 +1,1 @@
-"""Each file here is a claim, measured in one run against what people write today."""
+"""funcga and what people use today, side by side: `python -m benchmarks`."""

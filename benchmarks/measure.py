@@ -1,76 +1,51 @@
-"""How figures are measured: ratios of paired runs, and bytes of live storages.
+"""How time is measured: every contender in turn, in one process, round after round.
 
-Time: contender and rival in turn, in one process; the median of the pairwise ratios, and their quartiles. Which of the
-two goes first alternates. Memory: the peak of the torch storages created while the code runs, counted, not sampled.
+A ratio of two contenders is the median of the ratios within a round, with its quartiles: what slows the machine for a
+moment slows both. Who goes first moves on with each round. There are as many rounds as fit into the time that is given,
+at least FEWEST and at most MOST.
 """
 
 import gc
 import statistics
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+FEWEST, MOST = 5, 301
 
-def ratio(contender: Callable[[], Any], rival: Callable[[], Any], runs: int = 41, warm: int = 3) -> tuple[float, ...]:
-    """Quartiles of time(contender) / time(rival) over interleaved pairs: (lower, median, upper)."""
+Quartiles = tuple[float, float, float]
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[], Any]], seconds: float, warm: int = 2, agreed: Callable[[int], int] = int
+) -> dict[str, list[float]]:
+    """The seconds of each step in each round; `agreed` makes the number of rounds the same for all processes."""
     for _ in range(warm):
-        contender(), rival()
+        for step in steps.values():
+            step()
     gc.collect()
-    ratios = []
-    for k in range(runs):
-        pair = (contender, rival) if k % 2 else (rival, contender)
-        times = {f: _seconds(f) for f in pair}
-        ratios.append(times[contender] / times[rival])
-    return tuple(statistics.quantiles(ratios, n=4))
+    once = sum(_seconds(step) for step in steps.values())
+    rounds = agreed(max(FEWEST, min(MOST, round(seconds / once))))
+    order, times = list(steps), {key: [] for key in steps}
+    for k in range(rounds):
+        first = k % len(order)
+        for key in order[first:] + order[:first]:
+            times[key].append(_seconds(steps[key]))
+    return times
 
 
-def _seconds(function: Callable[[], Any]) -> float:
+def _seconds(step: Callable[[], Any]) -> float:
     start = time.perf_counter()
-    function()
+    step()
     return time.perf_counter() - start
 
 
-class PeakBytes:
-    """`with PeakBytes() as peak: f()`; then `peak.bytes`: the peak of the torch storages created inside."""
+def quartiles(values: list[float]) -> Quartiles:
+    """(lower, median, upper)."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return low, median, high
 
-    def __enter__(self) -> "PeakBytes":
-        from torch.utils import _pytree
-        from torch.utils._python_dispatch import TorchDispatchMode
 
-        self.bytes, self._live = 0, 0
-        seen: set[int] = set()
-        peak = self
-
-        def created(tensor: Any, before: set[int]) -> None:
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key in seen or key in before:
-                return
-            seen.add(key)
-            peak._live += size
-            peak.bytes = max(peak.bytes, peak._live)
-
-            def freed() -> None:
-                seen.discard(key)
-                peak._live -= size
-
-            weakref.finalize(storage, freed)
-
-        def tensors(tree: Any) -> list[Any]:
-            return [leaf for leaf in _pytree.tree_leaves(tree) if hasattr(leaf, "untyped_storage")]
-
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                before = {t.untyped_storage()._cdata for t in tensors((args, kwargs))}
-                out = op(*args, **(kwargs or {}))
-                for tensor in tensors(out):
-                    created(tensor, before)
-                return out
-
-        self._mode = Mode()
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
+def ratios(times: Mapping[str, list[float]], one: str, other: str) -> Quartiles:
+    """The quartiles of the ratios within a round."""
+    return quartiles([a / b for a, b in zip(times[one], times[other], strict=True)])

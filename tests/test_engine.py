@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcga
 import torch_backend
-from benchmarks.measure import PeakBytes
+from benchmarks.torch_measure import Watch
 from funcga.gradients import GradientFunction
 from tests import problems
 from tests.kits import LIMITS, TORCH, difference, needs_cuda, no_synchronisation
@@ -883,7 +883,7 @@ def deep(layers=8, width=256, rows=16, dtype=torch.float32):
 
 def peak(step, *args):
     step(*args)
-    with PeakBytes() as found:
+    with Watch() as found:
         step(*args)
     return found.bytes
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import funcga
 import torch_backend
-from benchmarks.measure import PeakBytes
+from benchmarks.torch_measure import Watch
 from tests import handwritten
 from tests.kits import TORCH
 from tests.processes import processes
@@ -483,7 +483,7 @@ def test_checkpoints(double, kind, monkeypatch):
     monkeypatch.setattr(ours, "checkpoint", lambda *args, **how: kinds.append(how) or original(*args, **how))
     peaks = []
     for which, n in (("no", 1), ("no", 8), (kind, 8)):
-        with PeakBytes() as outside:
+        with Watch() as outside:
             grads, kept = ours.gradients(which, n)
         peaks.append(kept)
         assert kept < outside.bytes < kept + 600_000  # which counts the module and the batch as well

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 
 import funcga
 import torch_backend
-from benchmarks.measure import PeakBytes
+from benchmarks.torch_measure import Watch
 from tests import problems, properties
 from tests.kits import LIMITS, TORCH, counted, difference, needs_cuda, no_synchronisation
 
@@ -43,7 +43,7 @@ def grad_and_value_first(loss):
 def test_peak_memory_is_two_gradients_and_a_leaf(n):
     params, x, loss = deep(width=256, rows=8)
     step = funcga.accumulate(grad(loss), n)
-    with PeakBytes() as peak:
+    with Watch() as peak:
         step(params, x)
     activations = 8 * 256 * 4 * 32  # some 32 of them: small beside a leaf
     assert activations <= size(params) / len(params)
@@ -56,7 +56,7 @@ def test_peak_memory_with_weights_that_the_host_does_not_see(monkeypatch):
     monkeypatch.setattr(torch_backend.arrays, "scalar", lambda weight: weight)
     step = funcga.accumulate(grad(loss), 4, weight=lambda x: (x > 0).sum())
     step(params, x)
-    with PeakBytes() as peak:
+    with Watch() as peak:
         step(params, x)
     assert peak.bytes <= 2 * size(params) + 2 * size(params) / len(params) + 256  # the weight, as scalars
 
@@ -67,7 +67,7 @@ def test_memory_is_flat_in_n():
         p.requires_grad_()  # a graph of a micro-batch that outlived it would show
     peaks = []
     for rows in (4, 64):
-        with PeakBytes() as peak:
+        with Watch() as peak:
             funcga.accumulate(grad(loss), microbatch_size=2)(params, x[:rows])
         peaks.append(peak.bytes)
     assert peaks[1] <= 1.01 * peaks[0]
@@ -76,7 +76,7 @@ def test_memory_is_flat_in_n():
 def test_a_float32_accumulator_of_a_16_bit_gradient_adds_no_copy_of_it():
     params, x, loss = deep(rows=8)
     params = {k: v.bfloat16() for k, v in params.items()}
-    with PeakBytes() as peak:
+    with Watch() as peak:
         funcga.accumulate(grad(loss), 4)(params, x.bfloat16())
     # accumulator 2 P, gradient P, and one leaf on its way
     assert peak.bytes <= 3 * size(params) + 2 * size(params) / len(params) + 8 * 64 * 4 * 40

@@ -1,0 +1,1 @@
+"""One folder a setting, one file a contender: NAME, SOURCE, AGAINST and `make`. See `benchmarks.registry`."""

@@ -1,0 +1,3 @@
+"""One process, eager."""
+
+BASELINE = "loop"

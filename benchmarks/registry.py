@@ -1,0 +1,66 @@
+"""The contenders of a setting: each file of its folder is one, and a rival that is not installed is left out.
+
+A contender is a module with
+
+    NAME = "Accelerate, `accumulate`"            # as the tables say it
+    SOURCE = "https://..."                       # the documentation that it is configured by; None if it is ours
+    AGAINST = "funcga"                           # the file of ours that it is compared with; None if it is ours
+    KINDS = ("update", "exactness")              # optional: what it takes part in, all of them if left out
+
+    def make(problem): ...                       # -> step(batch) -> (loss, gradients), of the setting's Problem
+
+The first of the folder's BASELINE is the loop by hand, over which every time is a ratio.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+KINDS = ("update", "growth", "exactness")
+
+
+class Contender(NamedTuple):
+    """One way to accumulate."""
+
+    key: str  # the name of its file
+    name: str
+    source: str | None
+    against: str | None
+    kinds: tuple[str, ...]
+    make: Callable[..., Any]
+
+
+def keys(setting: str) -> list[str]:
+    """The files of a setting's contenders, which this does not import."""
+    folder = importlib.import_module(f"benchmarks.contenders.{setting}")
+    return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+
+
+def baseline(setting: str) -> str:
+    """The file of the setting's loop by hand."""
+    return importlib.import_module(f"benchmarks.contenders.{setting}").BASELINE
+
+
+def contenders(setting: str, kind: str, only: tuple[str, ...] = ()) -> tuple[list[Contender], dict[str, str]]:
+    """(those that can run, why each of the others cannot).
+
+    `only` names files; the loop by hand and what they are compared with come along.
+    """
+    found, left_out = [], {}
+    for key in keys(setting):
+        try:
+            contender = _imported(setting, key)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] in ("benchmarks", "funcga", "torch_backend", "jax_backend"):
+                raise
+            left_out[key] = f"{error.name} is not installed: pip install -e '.[bench]'"
+        else:
+            found.append(contender)
+    wanted = set(only) | {baseline(setting)} | {c.against for c in found if c.key in only}
+    return [c for c in found if kind in c.kinds and (not only or c.key in wanted)], left_out
+
+
+def _imported(setting: str, key: str) -> Contender:
+    module = importlib.import_module(f"benchmarks.contenders.{setting}.{key}")
+    return Contender(key, module.NAME, module.SOURCE, module.AGAINST, getattr(module, "KINDS", KINDS), module.make)

@@ -1,0 +1,72 @@
+"""What one call in torch makes and sends: counted, not sampled."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Watch(TorchDispatchMode):
+    """`with Watch() as seen: f()`: the storages that f created, the operators that it called and what it sent.
+
+    `bytes` is the peak of the storages that were created inside and live at the same time, `allocations` how many there
+    were, `ops` the number of operators (views and those of the backward pass are among them), `collectives` their
+    names, and `wire_bytes` what they were given: of an all-gather the whole. Eager code only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.allocations = self.ops = self.wire_bytes = self._live = 0
+        self.collectives: list[str] = []
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        out = op(*args, **(kwargs or {}))
+        if op.namespace == "c10d":
+            self._sent(op, args)
+        else:
+            self.ops += 1
+        for tensor in _tensors(out):
+            self._created(tensor, before)
+        return out
+
+    def _sent(self, op: Any, args: Any) -> None:
+        if (name := op.overloadpacket.__name__) != "barrier":
+            self.collectives.append(name)
+            self.wire_bytes += max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
+
+    def _created(self, tensor: torch.Tensor, before: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen or key in before:
+            return
+        self._seen.add(key)
+        self.allocations += 1
+        self._live += size
+        self.bytes = max(self.bytes, self._live)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self._live -= size
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return [leaf for leaf in _pytree.tree_leaves(tree) if hasattr(leaf, "untyped_storage")]
+
+
+def allocator_peak(step: Callable[[], Any]) -> tuple[int, int]:
+    """(peak bytes, allocations) that step makes on the CPU, by its allocator's own record: compiled code too."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, sum(event.nbytes() > 0 for event in events)

@@ -1,0 +1,96 @@
+"""The workloads in torch: each makes, from a seed, a module, a batch and the loss of a micro-batch.
+
+Each is a function of (n, value, device): n micro-batches, and the value along the axis for those that grow.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Workload(NamedTuple):
+    """`loss(module, rows)` is the mean over the rows of a micro-batch, of which each has `size`."""
+
+    module: nn.Module
+    batch: torch.Tensor
+    size: int
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+def tiny(n: int, value: int, device: str) -> Workload:
+    """Twelve layers of Linear(64) and tanh, 8 rows a micro-batch: bound by dispatch."""
+    return Workload(_mlp(12, 64, device, bias=True), torch.randn(8 * n, 64, device=device), 8, _mean_square)
+
+
+def wide(n: int, value: int, device: str, dtype: torch.dtype = torch.float32) -> Workload:
+    """Eight layers of width 512, 8 rows a micro-batch: bound by memory's bandwidth. 8 MB of parameters in float32."""
+    module = _mlp(8, 512, device).to(dtype)
+    return Workload(module, torch.randn(8 * n, 512, device=device, dtype=dtype), 8, _mean_square)
+
+
+def wide_bfloat16(n: int, value: int, device: str) -> Workload:
+    """The same with parameters and gradients in bfloat16."""
+    return wide(n, value, device, torch.bfloat16)
+
+
+def _mlp(layers: int, width: int, device: str, bias: bool = False) -> nn.Module:
+    parts = [part for _ in range(layers) for part in (nn.Linear(width, width, bias=bias), nn.Tanh())]
+    return nn.Sequential(*parts).to(device)
+
+
+def _mean_square(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return (module(rows) ** 2).mean()
+
+
+def transformer(n: int, value: int, device: str) -> Workload:
+    """Four layers of width 128, 64 tokens, 4 rows a micro-batch: a mean over tokens."""
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    module = nn.Sequential(nn.Embedding(256, 128), encoder, nn.Linear(128, 256)).to(device)
+
+    def loss(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        logits = module(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return Workload(module, torch.randint(0, 256, (4 * n, 65), device=device), 4, loss)
+
+
+def gpt2(n: int, value: int, device: str) -> Workload:
+    """Hugging Face's GPT-2: on a GPU of 124M parameters in bfloat16, 512 tokens; else 3 layers of width 192, 64 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    large = device != "cpu"
+    size = {} if large else {"n_layer": 3, "n_head": 4, "n_embd": 192, "vocab_size": 1024, "n_positions": 64}
+    module = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **size))
+    module = module.to(device, torch.bfloat16 if large else torch.float32)
+    tokens = torch.randint(0, 1024, (2 * n, 512 if large else 64), device=device)
+    return Workload(module, tokens, 2, lambda module, tokens: module(input_ids=tokens, labels=tokens).loss)
+
+
+def rows(n: int, value: int, device: str) -> Workload:
+    """The tiny layers, and `value` micro-batches of 8 rows."""
+    return tiny(value, value, device)
+
+
+class _Product(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([nn.Parameter(1 + 0.01 * torch.randn(16)) for _ in range(count)])
+
+    def forward(self, x: Any) -> Any:
+        for factor in self.factors:
+            x = x * factor
+        return x
+
+
+def leaves(n: int, value: int, device: str) -> Workload:
+    """`value` parameters of 16 elements, one multiplication each."""
+    return Workload(_Product(value).to(device), torch.randn(4 * n, 16, device=device), 4, _mean_square)
+
+
+def parameters(n: int, value: int, device: str) -> Workload:
+    """Four equal layers without biases that have about `value` parameters, 8 rows a micro-batch."""
+    width = round((value / 4) ** 0.5)
+    return Workload(_mlp(4, width, device), torch.randn(8 * n, width, device=device), 8, _mean_square)
