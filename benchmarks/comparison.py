@@ -63,9 +63,9 @@ def _about(contender: Contender) -> Figures:
 
 
 def _timed(times: Mapping[str, list[float]], contender: Contender, loop: str) -> Figures:
-    against = contender.against
+    key = contender.key
     return {
-        "seconds": quartiles(times[contender.key]),
-        "over_loop": ratios(times, contender.key, loop),
-        "ours_over": ratios(times, against, contender.key) if against in times else None,
+        "seconds": quartiles(times[key]),
+        "over_loop": ratios(times, key, loop),
+        "ours_over": {ours: ratios(times, ours, key) for ours in contender.against if ours in times},
     }

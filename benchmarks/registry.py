@@ -4,7 +4,8 @@ A contender is a module with
 
     NAME = "Accelerate, `accumulate`"            # as the tables say it
     SOURCE = "https://..."                       # the documentation that it is configured by; None if it is ours
-    AGAINST = "funcga"                           # the file of ours that it is compared with; None if it is ours
+    AGAINST = "funcga"                           # the file of ours that it is compared with, or a tuple of several;
+                                                 # None if it is ours
     KINDS = ("update", "exactness")              # optional: what it takes part in, all of them if left out
 
     def make(problem): ...                       # -> step(batch) -> (loss, gradients), of the setting's Problem
@@ -26,7 +27,7 @@ class Contender(NamedTuple):
     key: str  # the name of its file
     name: str
     source: str | None
-    against: str | None
+    against: tuple[str, ...]  # keys of ours
     kinds: tuple[str, ...]
     make: Callable[..., Any]
 
@@ -57,10 +58,11 @@ def contenders(setting: str, kind: str, only: tuple[str, ...] = ()) -> tuple[lis
             left_out[key] = f"{error.name} is not installed: pip install -e '.[bench]'"
         else:
             found.append(contender)
-    wanted = set(only) | {baseline(setting)} | {c.against for c in found if c.key in only}
+    wanted = set(only) | {baseline(setting)} | {key for c in found if c.key in only for key in c.against}
     return [c for c in found if kind in c.kinds and (not only or c.key in wanted)], left_out
 
 
 def _imported(setting: str, key: str) -> Contender:
     module = importlib.import_module(f"benchmarks.contenders.{setting}.{key}")
-    return Contender(key, module.NAME, module.SOURCE, module.AGAINST, getattr(module, "KINDS", KINDS), module.make)
+    against = (module.AGAINST,) if isinstance(module.AGAINST, str) else tuple(module.AGAINST or ())
+    return Contender(key, module.NAME, module.SOURCE, against, getattr(module, "KINDS", KINDS), module.make)

@@ -78,7 +78,7 @@ def _row(rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 def token_gradient(params: Arrays, rows: np.ndarray) -> Arrays:
-    """The gradient of the mean cross entropy over the tokens that are predicted, by the rule for softmax, in float64."""
+    """The gradient of the mean cross entropy over the tokens that are predicted, by hand, in float64."""
     embedding, linear = params["embedding"].astype(np.float64), params["linear"].astype(np.float64)
     last, following = rows[:, :-1].ravel(), rows[:, 1:].ravel()
     last, following = last[following != 0], following[following != 0]
