@@ -1,0 +1,136 @@
+"""The picture of results: ratios with their quartiles, and how time and memory grow; readable without colour."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot, which keeps every figure
+from matplotlib.figure import Figure
+
+from benchmarks import standing
+from benchmarks.results import Results
+from benchmarks.standing import Pair, Point
+from benchmarks.wording import setting, workload
+
+_MARKERS = "osD^vPX*"
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe, Ito (2008)
+_HEADING = 0.55  # of a row, above each setting
+
+_UNITS = {"micro-batches": "micro-batches of an update", "leaves": "leaves, parameters of 16 elements"}
+_UNITS |= {"parameters": "elements of all parameters", "ranks": "replicas"}
+
+
+def draw(results: Results, file: Path) -> None:
+    """None; writes the picture of all the results in the format of the suffix, .png or .svg.
+
+    What there are no figures of is not drawn: with imports alone the picture is empty.
+    """
+    pairs, grown = standing.pairs(results), standing.growth(results)
+    axes = list(dict.fromkeys(axis for axis, _ in grown))
+    above = 1.6 + 0.26 * len(_rows(pairs)) if pairs else 0.2
+    figure = Figure(figsize=(11, above + (6.2 if axes else 0)), layout="constrained")
+    FigureCanvasAgg(figure)
+    parts = figure.subfigures(2, 1, height_ratios=(above, 6.2)) if axes and pairs else [figure, figure]
+    if pairs:
+        _draw_ratios(parts[0], pairs)
+    if axes:
+        _draw_growth(parts[1], axes, grown)
+    figure.savefig(file, dpi=80, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+Row = tuple[str, str, str]  # a setting, a rival, what of ours it is compared with
+
+
+def _rows(pairs: Sequence[Pair]) -> dict[Row, float]:
+    """Where each row stands, from the top; settings are some way apart."""
+    places: dict[Row, float] = {}
+    place, before = 0.0, ""
+    for pair in pairs:
+        row = (pair.setting, pair.rival, pair.ours)
+        if row not in places:
+            place += _HEADING if before not in ("", pair.setting) else 0
+            places[row], before = place, pair.setting
+            place += 1
+    return places
+
+
+def _draw_ratios(part: Any, pairs: Sequence[Pair]) -> None:
+    places = _rows(pairs)
+    workloads = list(dict.fromkeys(pair.workload for pair in pairs))
+    left, right = part.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for k, name in enumerate(workloads):
+        mine = [pair for pair in pairs if pair.workload == name]
+        shift = 0.7 * ((k + 0.5) / len(workloads) - 0.5)
+        style: dict[str, Any] = {
+            "marker": _MARKERS[k % 8],
+            "color": _COLOURS[k % 8],
+            "linestyle": "",
+            "markersize": 4.5,
+        }
+        style["markerfacecolor"] = "white" if k % 2 else style["color"]
+        where = [places[pair.setting, pair.rival, pair.ours] + shift for pair in mine]
+        medians = [pair.time[1] for pair in mine]
+        whiskers = [[max(p.time[1] - p.time[0], 0) for p in mine], [max(p.time[2] - p.time[1], 0) for p in mine]]
+        left.errorbar(medians, where, xerr=whiskers, label=workload(name), elinewidth=0.9, **style)
+        peaks = [(pair.peak, place) for pair, place in zip(mine, where, strict=True) if pair.peak]
+        right.plot([peak for peak, _ in peaks], [place for _, place in peaks], **style)
+    left.set_yticks(list(places.values()), [_label(row, pairs) for row in places], fontsize="x-small")
+    left.set_ylim(max(places.values()) + 0.6, -0.6)
+    left.set_xlabel("time of an update, funcga over the other (median, quartiles; left of 1 funcga is faster)")
+    right.set_xlabel("peak bytes, funcga over the other")
+    for ax in (left, right):
+        _ratio_axis(ax)
+    part.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize="x-small")
+
+
+def _ratio_axis(ax: Any) -> None:
+    ax.set_xscale("log")
+    low, high = ax.get_xlim()
+    ax.set_xlim(min(low, 0.8), max(high, 1.25))
+    ticks = [
+        t for t in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10) if ax.get_xlim()[0] <= t <= ax.get_xlim()[1]
+    ]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.minorticks_off()
+    ax.axvline(1, color="k", linewidth=0.9)
+    ax.grid(axis="x", alpha=0.3)
+    ax.xaxis.label.set_size("x-small")
+    ax.tick_params(axis="x", labelsize="x-small")
+
+
+def _label(row: Row, pairs: Sequence[Pair]) -> str:
+    pair = next(pair for pair in pairs if (pair.setting, pair.rival, pair.ours) == row)
+    ours = "" if pair.ours == "funcga" else f" ↔ {pair.ours_name.removeprefix('funcga, ')}"
+    return f"{setting(pair.setting).partition(' (')[0]}: {pair.rival_name}{ours}".replace("`", "")
+
+
+def _draw_growth(part: Any, axes: Sequence[str], grown: dict[tuple[str, str], list[Point]]) -> None:
+    grid = part.subplots(2, len(axes), squeeze=False)
+    for (above, below), axis in zip(grid.T, axes, strict=True):
+        found = {key: points for (of, key), points in grown.items() if of == axis}
+        _lines(above, found, lambda point, own: 1e3 * own["seconds"][1] / point.microbatches)
+        _lines(below, found, lambda point, own: own.get("peak_bytes", 0) / 2**20)
+        above.set_title(f"growth with {axis}", fontsize="small")
+        below.set_xlabel(_UNITS.get(axis, axis), fontsize="x-small")
+    grid[0][0].set_ylabel("time of a micro-batch, ms", fontsize="x-small")
+    grid[1][0].set_ylabel("peak, MiB", fontsize="x-small")
+
+
+def _lines(ax: Any, found: dict[str, list[Point]], value: Callable[[Point, Any], float]) -> None:
+    """Ours is a full line with filled marks, the loop by hand a dashed one with open marks."""
+    for key, points in found.items():
+        kind = 0 if key.startswith("torch") else 1
+        for name in dict.fromkeys(name for point in points for name in point.contenders):
+            own = [(p.value, value(p, p.contenders[name])) for p in points if name in p.contenders]
+            own = [(x, y) for x, y in own if y > 0]
+            rival = any(p.contenders[name]["against"] for p in points if name in p.contenders)
+            label = f"{setting(key).partition(',')[0]}: {'by hand' if rival else 'funcga'}"
+            style = {"marker": "os"[kind], "color": _COLOURS[kind], "linestyle": "--" if rival else "-"}
+            filling = "white" if rival else _COLOURS[kind]
+            ax.plot(*zip(*own, strict=True), label=label, markerfacecolor=filling, markersize=8 if rival else 4.5,
+                    zorder=1 if rival else 2, **style) if own else None  # fmt: skip
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.grid(alpha=0.3)
+    ax.tick_params(labelsize="x-small")
+    ax.legend(fontsize="xx-small")

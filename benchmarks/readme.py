@@ -1,0 +1,154 @@
+"""The README's part with figures, between its markers: what the committed results render to."""
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks import standing, tables
+from benchmarks.comparison import Figures
+from benchmarks.results import ROOT, Results, loaded
+from benchmarks.standing import Pair
+from benchmarks.wording import setting, workload
+from funcga.errors import FuncgaError
+
+README, COMMITTED = ROOT / "README.md", ROOT / "benchmarks" / "results" / "cpu.json"
+BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+
+
+def rewrite() -> int:
+    """0; the README says what the committed results say. Raises FuncgaError if there are none."""
+    if not COMMITTED.exists():
+        raise FuncgaError(
+            f"--readme: there is no {COMMITTED.relative_to(ROOT)}. Measure first: python -m benchmarks --full --out "
+            f"{COMMITTED.relative_to(ROOT)}"
+        )
+    README.write_text(replaced(README.read_text(), markdown(loaded(COMMITTED))))
+    return 0
+
+
+def replaced(text: str, part: str) -> str:
+    """The text with another part between the markers. Raises FuncgaError if it has no markers, or has them twice."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise FuncgaError(f"--readme: the README has to have {BEGIN} and {END} once each, around what is written.")
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{part}\n{END}{rest.partition(END)[2]}"
+
+
+def markdown(results: Results) -> str:
+    """What stands between the markers."""
+    pairs = standing.pairs(results)
+    settings = list(dict.fromkeys(pair.setting for pair in pairs))
+    who = tables.exactness(results)
+    parts = [
+        _about(results),
+        "![Ratios of time and of peak bytes with their quartiles, and how they grow](benchmarks/results/cpu.png)",
+        *(_ratios(key, [pair for pair in pairs if pair.setting == key]) for key in settings),
+        *([_sent(results)] if _sendings(results) else []),
+        *([f"**{who.title}.**\n\n{_table(who.headings, who.rows)}"] if who.rows else []),
+        *([_growth(results)] if standing.growth(results) else []),
+        *map(_imports, standing.of_kind(results, "imports").values()),
+        _behind(pairs),
+    ]
+    return "\n\n".join(parts)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _about(results: Results) -> str:
+    machine, versions = results.machine, {name: text.split(" (")[0] for name, text in results.versions.items()}
+    days = sorted({figures["when"][:10] for figures in results.cases.values()})
+    when = f"{days[0]} to {days[-1]}" if len(days) > 1 else days[0]
+    where = [machine["processor"], f"{machine['cores']} cores", f"{machine['memory_bytes'] / 2**30:.0f} GiB of memory"]
+    where += [machine["system"], *([machine["accelerator"]] if machine["accelerator"] else [])]
+    return (
+        f"{', '.join(where)}; {when}; {', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
+        "Each cell is funcga over the other: the time of an update, the median of the ratios within rounds in which all "
+        "take\nturns in one process ([method](benchmarks/measure.py)), and the bytes at the peak. Below 1 funcga is "
+        "faster, or leaner.\n**Bold**: it is behind, slower in three quarters of the rounds or more than "
+        f"{standing.MORE_BYTES} times the bytes. Each contender is configured\nas its documentation recommends "
+        "([all of them](benchmarks/contenders)), and has computed the same gradients before it was timed."
+    )
+
+
+def _ratios(key: str, pairs: Sequence[Pair]) -> str:
+    """The table of a setting: a rival, what of ours it is compared with if that is more than one, and the workloads."""
+    workloads = list(dict.fromkeys(pair.workload for pair in pairs))
+    found = {(pair.rival, pair.ours, pair.workload): pair for pair in pairs}
+    names = {(pair.rival, pair.ours): (pair.rival_name, pair.ours_name) for pair in pairs}
+    several = len({pair.ours for pair in pairs}) > 1
+    rows = [
+        [*(names[one] if several else names[one][:1]), *(_cell(found.get((*one, each))) for each in workloads)]
+        for one in names
+    ]
+    headings = ["against", *(["with"] if several else []), *(f"{workload(each)}: time, bytes" for each in workloads)]
+    return f"**{setting(key)}**\n\n{_table(headings, rows)}"
+
+
+def _cell(pair: Pair | None) -> str:
+    if pair is None:
+        return ""
+    time = _bold(f"{pair.time[1]:.2f}", pair.behind_in_time)
+    return time if pair.peak is None else f"{time}, {_bold(f'{pair.peak:.2f}', pair.behind_in_bytes)}"
+
+
+def _bold(text: str, so: bool) -> str:
+    return f"**{text}**" if so else text
+
+
+def _sendings(results: Results) -> dict[tuple[str, str], dict[str, str]]:
+    """What each contender among replicas sends in an update, by workload."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for figures in standing.of_kind(results, "update").values():
+        case = figures["case"]
+        for own in figures["contenders"].values():
+            if case["ranks"] > 1 and own.get("wire_bytes") is not None:
+                cell = f"{own['collectives']:,}; {own['wire_bytes'] / figures['parameter_bytes']:.4g}"
+                found.setdefault((case["setting"], own["name"]), {})[case["workload"]] = cell
+    return found
+
+
+def _sent(results: Results) -> str:
+    found = _sendings(results)
+    workloads = list(dict.fromkeys(each for cells in found.values() for each in cells))
+    rows = [
+        [f"{setting(key)}: {name}", *(cells.get(each, "") for each in workloads)]
+        for (key, name), cells in found.items()
+    ]
+    title = "**What replicas send in an update**: collectives; bytes, over those of the gradient."
+    return f"{title}\n\n{_table(['', *map(workload, workloads)], rows)}"
+
+
+def _growth(results: Results) -> str:
+    """A line for each axis: the ratio of time to the loop by hand, and ours at the peak, from its first to its last."""
+    rows = []
+    for (axis, key), points in standing.growth(results).items():
+        ratios = [
+            f"{ratio[1]:.2f}" for p in points for own in p.contenders.values() for ratio in own["ours_over"].values()
+        ]
+        peaks = [own["peak_bytes"] / p.parameter_bytes for p in points for own in p.contenders.values()
+                 if not own["against"] and own.get("peak_bytes") is not None]  # fmt: skip
+        values = ", ".join(f"{point.value:,}" for point in points)
+        bytes_ = ", ".join(f"{peak:.3g}" for peak in peaks)
+        rows.append([f"{axis}, {setting(key).partition(',')[0]}", values, ", ".join(ratios), bytes_])
+    headings = ["", "from, to", "time, over the loop by hand", "peak bytes, over the parameters'"]
+    return f"**How it grows.**\n\n{_table(headings, rows)}"
+
+
+def _imports(figures: Figures) -> str:
+    rows = [
+        [f"`{own['name']}`", tables.seconds(own["seconds"][1]), _more(own), f"{own['modules']:,}"]
+        for own in figures["contenders"].values()
+    ]
+    return f"**Imports**, each in a fresh interpreter.\n\n{_table(['', 'time', 'more than without', 'modules'], rows)}"
+
+
+def _more(own: Figures) -> str:
+    return tables.seconds(own["more_seconds"][1]) if "more_seconds" in own else ""
+
+
+def _behind(pairs: Sequence[Pair]) -> str:
+    lines = [f"- {line}" for line in standing.lines(pairs)]
+    if not lines:
+        return f"**Where funcga is behind**: in none of {len(pairs)} comparisons."
+    return f"**Where funcga is behind**: in {len(lines)} of {len(pairs)} comparisons.\n\n" + "\n".join(lines)

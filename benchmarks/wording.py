@@ -1,0 +1,32 @@
+"""What the README and the picture call settings and workloads."""
+
+SETTINGS = {
+    "torch": "torch, one process, eager",
+    "torch_compiled": "torch, compiled",
+    "torch_ranks": "torch, two processes (gloo)",
+    "torch_optimizer": "torch, with the optimizer (AdamW)",
+    "jax": "JAX, one device, jitted",
+    "jax_devices": "JAX, four devices",
+    "jax_optimizer": "JAX, the optimizer's side alone (Adam)",
+}
+
+WORKLOADS = {
+    "tiny": "MLP, 12 layers of 64",
+    "transformer": "transformer, 4 layers of 128",
+    "wide": "MLP, 8 layers of 512",
+    "gpt2": "GPT-2, 3 layers of 192",
+    "wide_bfloat16": "MLP, 8 layers of 512, bfloat16",
+    "scanned": "MLP, 8 layers of 512, scanned",
+    "matrices": "8 matrices of 1024 x 1024",
+    "small": "8 matrices of 64 x 64",
+}
+
+
+def setting(key: str) -> str:
+    """The words for a setting; its key if there are none."""
+    return SETTINGS.get(key, key)
+
+
+def workload(key: str) -> str:
+    """The words for a workload; its key if there are none."""
+    return WORKLOADS.get(key, key)
