@@ -1,9 +1,8 @@
 """What the README writes."""
 
+from benchmarks.torch_problem import Problem, Step
 from funcga import accumulate, value_and_grad
 from torch_backend import pure_loss
-
-from benchmarks.torch_problem import Problem, Step
 
 NAME, SOURCE, AGAINST = "funcga", None, None
 
