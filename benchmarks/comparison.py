@@ -20,7 +20,7 @@ class Group(NamedTuple):
     left_out: dict[str, str]
     loop: str  # the key of the loop by hand
     calls: dict[str, Callable[[], Any]]  # each computes one update, and waits for it
-    arrays: Callable[[Any], list[Any]]  # of a result: float64 arrays of NumPy, in one order for all contenders
+    arrays: Callable[[Any], list[Any]]  # of a result: arrays of NumPy that nothing writes to, in one order for all
     structure: Callable[[str], Figures]  # of a contender, after its first call: what is counted, not timed
     about: Figures  # n, parameters, ...
     tolerance: float = 1e-4  # of the largest element of the loop's result
@@ -29,21 +29,22 @@ class Group(NamedTuple):
 
 def compared(group: Group, seconds: float) -> Figures:
     """The figures of all contenders. Raises AssertionError if one of them does not compute what the loop computes."""
-    firsts, results = {}, {}
-    for key, call in group.calls.items():
+    firsts, errors, expected = {}, {}, None
+    for key in sorted(group.calls, key=group.loop.__ne__):  # the loop first; no more than two results at a time
         start = time.perf_counter()
-        result = call()
+        result = group.calls[key]()
         firsts[key] = time.perf_counter() - start
-        results[key] = group.arrays(result)
-        del result
-    errors = {key: difference(result, results[group.loop]) for key, result in results.items()}
+        arrays = group.arrays(result)
+        expected = arrays if expected is None else expected
+        errors[key] = difference(arrays, expected)
+        del result, arrays
     wrong = {key: error for key, error in errors.items() if not error <= group.tolerance}
     assert not wrong, f"these do not compute what {group.loop} computes, and differ by so much of the largest: {wrong}"
-    results.clear()
+    del expected
     gc.collect()
     times = interleaved(group.calls, seconds, agreed=group.agreed)
     figures = {
-        c.key: _about(c) | {"first_call_seconds": firsts[c.key], "error": errors[c.key]} | _timed(times, c, group.loop)
+        c.key: about(c) | {"first_call_seconds": firsts[c.key], "error": errors[c.key]} | _timed(times, c, group.loop)
         for c in group.contenders
     }
     for key, figure in figures.items():
@@ -58,7 +59,8 @@ def difference(result: list[Any], other: list[Any]) -> float:
     return max(float(np.abs(a - b).max(initial=0)) for a, b in zip(result, other, strict=True)) / (largest or 1.0)
 
 
-def _about(contender: Contender) -> Figures:
+def about(contender: Contender) -> Figures:
+    """What the results file says of it."""
     return {"name": contender.name, "source": contender.source, "against": contender.against}
 
 

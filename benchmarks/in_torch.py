@@ -10,27 +10,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 
 from benchmarks import torch_workloads
 from benchmarks.cases import Case
-from benchmarks.comparison import Figures, Group, compared
-from benchmarks.registry import baseline, contenders
+from benchmarks.comparison import Figures, Group, about, compared
+from benchmarks.registry import Contender, baseline, contenders
 from benchmarks.torch_measure import Watch, allocator_peak
 from benchmarks.torch_problem import Problem, Step
+from benchmarks.truth import COLUMNS, Question, error, questions
 
 
 def update(case: Case) -> Figures:
     """The figures of a case, or of one point of it; among ranks, this one's."""
     torch.manual_seed(0)
     ranks = dist.group.WORLD if dist.is_initialized() else None
-    workload = getattr(torch_workloads, case.workload)(case.n, case.value, case.device)
+    count, rank = (ranks.size(), ranks.rank()) if ranks else (1, 0)
+    workload = getattr(torch_workloads, case.workload)(case.n * count, case.value, case.device)
+    n = len(workload.batch) // (workload.size * count)
+    batch = workload.batch.chunk(count)[rank]
     found, left_out = contenders(case.setting, case.kind, case.only)
-    batch = workload.batch if ranks is None else workload.batch.chunk(ranks.size())[ranks.rank()]
+    found = [c for c in found if case.workload in (c.workloads or (case.workload,))]
     calls = {}
     for contender in found:
-        module = copy.deepcopy(workload.module)
-        step = contender.make(Problem(module, workload.loss, case.n, workload.size, group=ranks))
+        module = workload.module if contender is found[-1] else copy.deepcopy(workload.module)
+        step = contender.make(Problem(module, workload.loss, n, workload.size, group=ranks))
         calls[contender.key] = _Call(step, batch)
     parameters = list(workload.module.parameters())
     group = Group(
@@ -38,10 +44,10 @@ def update(case: Case) -> Figures:
         left_out,
         baseline(case.setting),
         calls,
-        _arrays,
+        _gradients if ranks else _arrays,
         functools.partial(_structure, case, calls),
         {
-            "n": case.n,
+            "n": n,
             "leaves": len(parameters),
             "parameters": sum(p.numel() for p in parameters),
             "parameter_bytes": sum(p.nbytes for p in parameters),
@@ -69,10 +75,20 @@ class _Call:
         return result
 
 
+def _gradients(result: Any) -> list[Any]:
+    """Without the loss: by hand each rank has its own."""
+    return _arrays(result)[1:]
+
+
 def _arrays(result: Any) -> list[Any]:
     loss, grads = result
-    own = [getattr(grads[name], "_local_tensor", grads[name]) for name in sorted(grads)]
-    return [tensor.detach().double().cpu().numpy() for tensor in (loss, *own)]
+    return [_array(tensor) for tensor in (loss, *(grads[name] for name in sorted(grads)))]
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """float32, a copy: what an optimizer steps on is written to later."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to("cpu", torch.float32, copy=True).numpy()
 
 
 def _agreed(rounds: int) -> int:
@@ -96,6 +112,70 @@ def _structure(case: Case, calls: dict[str, _Call], key: str) -> Figures:
         "collectives": len(seen.collectives),
         "wire_bytes": seen.wire_bytes,
     }
+
+
+def exactness(case: Case) -> Figures:
+    """How far each contender is from the true gradient; among ranks, all of them take part."""
+    ranks = dist.group.WORLD if dist.is_initialized() else None
+    found, left_out = contenders(case.setting, case.kind, case.only)
+    figures = {c.key: {**about(c), "errors": dict.fromkeys(COLUMNS), "refused": {}} for c in found}
+    for question in questions(ranks.size() if ranks else 1):
+        for contender in found:
+            where = figures[contender.key]
+            try:
+                where["errors"][question.column] = _error(contender, question, ranks, case.device)
+            except (ValueError, RuntimeError, NotImplementedError) as refusal:
+                where["refused"][question.column] = f"{type(refusal).__name__}: {refusal}"
+    return {"left_out": left_out, "contenders": figures}
+
+
+def _error(contender: Contender, question: Question, ranks: Any, device: str) -> float:
+    if question.column in contender.hangs:
+        raise RuntimeError("its ranks would wait for each other for ever")
+    rank = ranks.rank() if ranks else 0
+    module = (_Tokens if question.of_tokens else _Sum)(question, device)
+    rows = torch.tensor(question.rows[rank], device=device).to(module.rows_dtype)
+    weight = _predicted if question.of_tokens else None
+    step = contender.make(Problem(module, _loss, question.n, question.size, weight, ranks))
+    _, grads = step(rows)
+    return error({name: _array(g) for name, g in grads.items()}, question)
+
+
+def _predicted(tokens: torch.Tensor) -> torch.Tensor:
+    return (tokens[:, 1:] != 0).sum()
+
+
+def _loss(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return module(rows)
+
+
+class _Tokens(nn.Module):
+    """The mean cross entropy over the tokens that are predicted."""
+
+    rows_dtype = torch.int64
+
+    def __init__(self, question: Question, device: str) -> None:
+        super().__init__()
+        self.embedding, self.linear = (
+            nn.Parameter(torch.tensor(question.params[name], device=device)) for name in ("embedding", "linear")
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.embedding[tokens[:, :-1]] @ self.linear
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
+
+
+class _Sum(nn.Module):
+    """The mean over the rows of their weighted sums."""
+
+    rows_dtype = torch.bfloat16
+
+    def __init__(self, question: Question, device: str) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(question.params["w"], device=device, dtype=self.rows_dtype))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (self.w * rows).sum(-1).mean()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ A contender is a module with
     AGAINST = "funcga"                           # the file of ours that it is compared with, or a tuple of several;
                                                  # None if it is ours
     KINDS = ("update", "exactness")              # optional: what it takes part in, all of them if left out
+    WORKLOADS = ("wide_bfloat16",)               # optional: the only ones that it makes sense for
+    HANGS = ("uneven ranks",)                    # optional: columns of exactness in which its ranks wait for ever
 
     def make(problem): ...                       # -> step(batch) -> (loss, gradients), of the setting's Problem
 
@@ -30,6 +32,8 @@ class Contender(NamedTuple):
     against: tuple[str, ...]  # keys of ours
     kinds: tuple[str, ...]
     make: Callable[..., Any]
+    workloads: tuple[str, ...] = ()  # empty means all
+    hangs: tuple[str, ...] = ()
 
 
 def keys(setting: str) -> list[str]:
@@ -65,4 +69,5 @@ def contenders(setting: str, kind: str, only: tuple[str, ...] = ()) -> tuple[lis
 def _imported(setting: str, key: str) -> Contender:
     module = importlib.import_module(f"benchmarks.contenders.{setting}.{key}")
     against = (module.AGAINST,) if isinstance(module.AGAINST, str) else tuple(module.AGAINST or ())
-    return Contender(key, module.NAME, module.SOURCE, against, getattr(module, "KINDS", KINDS), module.make)
+    kinds, workloads, hangs = (getattr(module, name, ()) for name in ("KINDS", "WORKLOADS", "HANGS"))
+    return Contender(key, module.NAME, module.SOURCE, against, kinds or KINDS, module.make, workloads, hangs)

@@ -58,7 +58,7 @@ def transformer(n: int, value: int, device: str) -> Workload:
 
 
 def gpt2(n: int, value: int, device: str) -> Workload:
-    """Hugging Face's GPT-2: on a GPU of 124M parameters in bfloat16, 512 tokens; else 3 layers of width 192, 64 tokens."""
+    """Hugging Face's GPT-2: on a GPU 124M parameters in bfloat16, 512 tokens; else 3 layers of width 192, 64 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     large = device != "cpu"

@@ -1,0 +1,3 @@
+"""One process, compiled by torch.compile: the loss, or as much as goes in."""
+
+BASELINE = "loop"
