@@ -49,7 +49,7 @@ def _quick() -> list[Case]:
         *_exactness(),
         *_growing("micro-batches", "torch", "rows", (1, 4)),
         *_growing("leaves", "jax", "leaves", (10,), n=2),
-        Case("imports", "imports", "imports"),
+        Case("imports", "imports", "imports", only=("funcga", "torch", "torch_funcga")),
     ]
 
 

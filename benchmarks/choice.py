@@ -29,8 +29,8 @@ def _check(names: Sequence[str], cases: Sequence[Case], contenders: set[str]) ->
         if name not in contenders and not any(name in case.name for case in cases):
             known = {*contenders, *(case.name for case in cases), *(part for c in cases for part in c.name.split("/"))}
             raise FuncgaError(
-                f"--only: {name!r}{similar(name, sorted(known))} is no part of the name of a case, and no contender, of "
-                "this mode. python -m benchmarks --list has them all."
+                f"--only: {name!r}{similar(name, sorted(known))} is no part of the name of a case, and no contender, "
+                "of this mode. python -m benchmarks --list has them all."
             )
 
 

@@ -29,7 +29,7 @@ _PROGRAM = "import sys, time; start = time.perf_counter(); {}; print(time.perf_c
 
 @contextlib.contextmanager
 def started(case: Case) -> Iterator[None]:
-    """This process imports nothing."""
+    """None; this process imports nothing."""
     yield
 
 

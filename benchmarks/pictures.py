@@ -14,7 +14,6 @@ from benchmarks.wording import setting, workload
 
 _MARKERS = "osD^vPX*"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe, Ito (2008)
-_HEADING = 0.55  # of a row, above each setting
 
 _UNITS = {"micro-batches": "micro-batches of an update", "leaves": "leaves, parameters of 16 elements"}
 _UNITS |= {"parameters": "elements of all parameters", "ranks": "replicas"}
@@ -27,7 +26,7 @@ def draw(results: Results, file: Path) -> None:
     """
     pairs, grown = standing.pairs(results), standing.growth(results)
     axes = list(dict.fromkeys(axis for axis, _ in grown))
-    above = 1.6 + 0.26 * len(_rows(pairs)) if pairs else 0.2
+    above = 1.6 + 0.2 * len(_rows(pairs)) if pairs else 0.2
     figure = Figure(figsize=(11, above + (6.2 if axes else 0)), layout="constrained")
     FigureCanvasAgg(figure)
     parts = figure.subfigures(2, 1, height_ratios=(above, 6.2)) if axes and pairs else [figure, figure]
@@ -35,27 +34,22 @@ def draw(results: Results, file: Path) -> None:
         _draw_ratios(parts[0], pairs)
     if axes:
         _draw_growth(parts[1], axes, grown)
-    figure.savefig(file, dpi=80, metadata={"Date": None} if file.suffix == ".svg" else None)
+    figure.savefig(file, dpi=90, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
-Row = tuple[str, str, str]  # a setting, a rival, what of ours it is compared with
+Row = tuple[str, str, str]  # a setting, a rival, what of ours it is compared with; "" and "" are the setting's heading
 
 
-def _rows(pairs: Sequence[Pair]) -> dict[Row, float]:
-    """Where each row stands, from the top; settings are some way apart."""
-    places: dict[Row, float] = {}
-    place, before = 0.0, ""
-    for pair in pairs:
-        row = (pair.setting, pair.rival, pair.ours)
-        if row not in places:
-            place += _HEADING if before not in ("", pair.setting) else 0
-            places[row], before = place, pair.setting
-            place += 1
-    return places
+def _rows(pairs: Sequence[Pair]) -> list[Row]:
+    """The rows from the top; each setting has a heading."""
+    rows = list(dict.fromkeys((pair.setting, pair.rival, pair.ours) for pair in pairs))
+    settings = dict.fromkeys(setting for setting, _, _ in rows)
+    return [row for key in settings for row in [(key, "", ""), *(row for row in rows if row[0] == key)]]
 
 
 def _draw_ratios(part: Any, pairs: Sequence[Pair]) -> None:
-    places = _rows(pairs)
+    rows = _rows(pairs)
+    places = {row: place for place, row in enumerate(rows)}
     workloads = list(dict.fromkeys(pair.workload for pair in pairs))
     left, right = part.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for k, name in enumerate(workloads):
@@ -74,13 +68,16 @@ def _draw_ratios(part: Any, pairs: Sequence[Pair]) -> None:
         left.errorbar(medians, where, xerr=whiskers, label=workload(name), elinewidth=0.9, **style)
         peaks = [(pair.peak, place) for pair, place in zip(mine, where, strict=True) if pair.peak]
         right.plot([peak for peak, _ in peaks], [place for _, place in peaks], **style)
-    left.set_yticks(list(places.values()), [_label(row, pairs) for row in places], fontsize="x-small")
-    left.set_ylim(max(places.values()) + 0.6, -0.6)
-    left.set_xlabel("time of an update, funcga over the other (median, quartiles; left of 1 funcga is faster)")
+    left.set_yticks(range(len(rows)), [_label(row, pairs) for row in rows], fontsize="x-small")
+    for label, (_, rival, _) in zip(left.get_yticklabels(), rows, strict=True):
+        label.set_fontweight("normal" if rival else "bold")
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    left.set_xlabel("time of an update, funcga over the other: median and quartiles")
     right.set_xlabel("peak bytes, funcga over the other")
     for ax in (left, right):
         _ratio_axis(ax)
-    part.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize="x-small")
+    part.suptitle("left of 1 funcga is faster, or leaner", fontsize="small")
+    part.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="x-small")
 
 
 def _ratio_axis(ax: Any) -> None:
@@ -99,9 +96,13 @@ def _ratio_axis(ax: Any) -> None:
 
 
 def _label(row: Row, pairs: Sequence[Pair]) -> str:
-    pair = next(pair for pair in pairs if (pair.setting, pair.rival, pair.ours) == row)
-    ours = "" if pair.ours == "funcga" else f" ↔ {pair.ours_name.removeprefix('funcga, ')}"
-    return f"{setting(pair.setting).partition(' (')[0]}: {pair.rival_name}{ours}".replace("`", "")
+    key, rival, _ = row
+    if not rival:
+        return setting(key)
+    mine = [pair for pair in pairs if pair.setting == key]
+    pair = next(pair for pair in mine if (pair.setting, pair.rival, pair.ours) == row)
+    ours = "" if len({pair.ours for pair in mine}) == 1 else f" | {pair.ours_name.removeprefix('funcga, ')}"
+    return f"{pair.rival_name}{ours}".replace("`", "")
 
 
 def _draw_growth(part: Any, axes: Sequence[str], grown: dict[tuple[str, str], list[Point]]) -> None:

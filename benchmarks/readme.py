@@ -63,10 +63,10 @@ def _about(results: Results) -> str:
     where += [machine["system"], *([machine["accelerator"]] if machine["accelerator"] else [])]
     return (
         f"{', '.join(where)}; {when}; {', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
-        "Each cell is funcga over the other: the time of an update, the median of the ratios within rounds in which all "
-        "take\nturns in one process ([method](benchmarks/measure.py)), and the bytes at the peak. Below 1 funcga is "
-        "faster, or leaner.\n**Bold**: it is behind, slower in three quarters of the rounds or more than "
-        f"{standing.MORE_BYTES} times the bytes. Each contender is configured\nas its documentation recommends "
+        "Each cell is funcga over the other: the time of an update, the median of the ratios within rounds in which "
+        "all take\nturns in one process ([method](benchmarks/measure.py)), and the bytes at the peak. Below 1 funcga is "
+        "faster, or leaner.\n**Bold**: it is behind, slower in three quarters of the rounds or more "
+        f"than {standing.MORE_BYTES} times the bytes. Each contender is configured\nas its documentation recommends "
         "([all of them](benchmarks/contenders)), and has computed the same gradients before it was timed."
     )
 

@@ -128,8 +128,8 @@ def resumed(file: Path, fresh: Results) -> Results:
         old, new = getattr(there, field), getattr(fresh, field)
         if old != new:
             raise FuncgaError(
-                f"{file} has results of another {field.removesuffix('s')}: {_difference(old, new)}. Figures of one file "
-                "are of one run: --again replaces it, --out FILE writes another."
+                f"{file} has results of another {field.removesuffix('s')}: {_difference(old, new)}. Figures of one "
+                "file are of one run: --again replaces it, --out FILE writes another."
             )
     return there
 

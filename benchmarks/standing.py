@@ -14,7 +14,7 @@ _PARTS = re.compile(r"growth/(?P<axis>[^/]+)/(?P<setting>[^/]+)/(?P<value>\d+)")
 
 
 class Pair(NamedTuple):
-    """Ours over a rival's: the quartiles of the time of an update, and the peak bytes, None if they were not counted."""
+    """Ours over a rival's: the quartiles of the time of an update, and the peak bytes, None if they are not counted."""
 
     case: str
     setting: str

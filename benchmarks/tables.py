@@ -16,6 +16,8 @@ EXACT, EXACT_BFLOAT16 = 1e-5, 2.0**-8  # of float32 with some rounding; of one r
 
 SIGN = "!"
 
+_WIDTH = 150
+
 
 class Table(NamedTuple):
     """A title, headings, and rows of as many cells; `marked` are the numbers of the rows where funcga is behind."""
@@ -28,9 +30,10 @@ class Table(NamedTuple):
 
 def show(results: Results, console: Console) -> None:
     """None; prints all the tables, what was left out, and where funcga is behind."""
+    wide = Console(file=console.file, width=max(console.width, _WIDTH))  # a narrow terminal wraps whole lines
     for table in tables(results):
-        console.print(_rich(table))
-        console.print()
+        wide.print(_rich(table))
+        wide.print()
     for reason, cases in left_out(results).items():
         console.print(f"[bold red]LEFT OUT: {reason}[/] ({', '.join(cases)})")
     pairs = standing.pairs(results)
@@ -44,7 +47,7 @@ def show(results: Results, console: Console) -> None:
 def _rich(table: Table) -> RichTable:
     made = RichTable(title=Text(table.title), title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for place, heading in enumerate(table.headings):
-        made.add_column(heading, justify="left" if place == 0 else "right", overflow="fold")
+        made.add_column(heading, justify="left" if place == 0 else "right", no_wrap=place > 0)
     for place, row in enumerate(table.rows):
         made.add_row(*map(Text, row), style="bold red" if place in table.marked else "")
     return made
@@ -86,17 +89,17 @@ def _seconds_of(key: str) -> Callable[[Figures, Figures], str]:
 
 _COLUMNS = (
     _Column("an update", lambda figures, own: seconds(own["seconds"][1])),
-    _Column("over the loop", lambda figures, own: spread(own["over_loop"])),
-    _Column("ours over it", lambda figures, own: _ours_over(own)),
-    _Column("peak / parameters", _per("peak_bytes", "parameter_bytes")),
-    _Column("ours / its peak", lambda figures, own: _peaks(figures, own)),
+    _Column("over\nthe loop", lambda figures, own: spread(own["over_loop"])),
+    _Column("ours\nover it", lambda figures, own: _ours_over(own)),
+    _Column("peak /\nparameters", _per("peak_bytes", "parameter_bytes")),
+    _Column("ours /\nits peak", lambda figures, own: _peaks(figures, own)),
     _Column("allocations", _counted("allocations")),
     _Column("ops", _counted("ops")),
     _Column("compiling", _seconds_of("compile_seconds")),
     _Column("compiles", _counted("compiles")),
     _Column("collectives", _counted("collectives")),
-    _Column("sent / gradient", _per("wire_bytes", "parameter_bytes")),
-    _Column("accessed / parameters", _per("bytes_accessed", "parameter_bytes")),
+    _Column("sent /\ngradient", _per("wire_bytes", "parameter_bytes")),
+    _Column("accessed /\nparameters", _per("bytes_accessed", "parameter_bytes")),
 )
 
 
@@ -113,15 +116,16 @@ def _peaks(figures: Figures, own: Figures) -> str:
 def _update(name: str, figures: Figures) -> Table:
     case = figures["case"]
     behind = {pair.rival for pair in standing.case_pairs(name, figures) if pair.behind}
-    columns = [c for c in _COLUMNS if any(c.cell(figures, own).strip() for own in figures["contenders"].values())]
+    everyone = figures["contenders"].values()
+    columns = [c for c in _COLUMNS if {c.cell(figures, own).strip() for own in everyone} - {"", "0"}]
     rows = [
         [f"{SIGN} {own['name']}" if key in behind else own["name"], *(c.cell(figures, own) for c in columns)]
         for key, own in figures["contenders"].items()
     ]
     ranks = f", {case['ranks']} ranks" if case["ranks"] > 1 else ""
     title = (
-        f"{name}: {figures['n']} micro-batches{ranks}, {figures['leaves']} leaves, {figures['parameters']:,} parameters, "
-        f"{figures['rounds']} rounds"
+        f"{name}: {figures['n']} micro-batches{ranks}, {figures['leaves']} leaves, "
+        f"{figures['parameters']:,} parameters, {figures['rounds']} rounds"
     )
     marked = frozenset(place for place, key in enumerate(figures["contenders"]) if key in behind)
     return Table(title, ["", *(column.heading for column in columns)], rows, marked)
@@ -132,7 +136,7 @@ def _growth(axis: str, setting: str, points: Sequence[standing.Point]) -> Table:
     names = {key: point.contenders[key]["name"] for point in points for key in point.contenders}
     headings = [axis]
     for key in keys:
-        headings += [f"{names[key]}: a micro-batch", "its peak / parameters"]
+        headings += [f"{names[key]}:\na micro-batch", "its peak /\nparameters"]
     rows = []
     for point in points:
         own = [point.contenders.get(key) for key in keys]
