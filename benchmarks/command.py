@@ -1,5 +1,6 @@
 """What the command line does: measures, shows what a file has, and lists what there is to measure."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from benchmarks.results import Results, empty, loaded, resumed
 from benchmarks.running import Measure, run
 from benchmarks.tables import show as show_tables
 
-CONSOLE = Console(highlight=False, soft_wrap=False)
+CONSOLE = Console(highlight=False)
 
 
 def measure(
@@ -32,7 +33,7 @@ def measure(
         CONSOLE.print(f"The figures are in {file}, the picture is {picture}.")
     for name, reason in found.failed.items():
         CONSOLE.print(f"\n[bold red]{name} has failed:[/]")
-        CONSOLE.print(reason, markup=False)
+        CONSOLE.print(reason, markup=False, soft_wrap=True)
     return 1 if found.failed else 0
 
 
@@ -52,16 +53,16 @@ def show(file: Path) -> int:
 
 
 def overview(mode: str, device: str) -> int:
-    """0; prints the cases of a mode with their contenders, and what is not installed."""
+    """0; prints the cases of a mode, the contenders of each setting, and what is not installed."""
+    line = functools.partial(CONSOLE.print, soft_wrap=True)
     every = cases(mode, device)
     for case in every:
-        who = ", ".join(case.only) or (", ".join(registry.keys(case.setting)) if case.kind != "imports" else "")
-        CONSOLE.print(f"[bold]{case.name}[/]  {who}")
-    CONSOLE.print()
+        line(f"[bold]{case.name}[/]" + (f"  only {', '.join(case.only)}" if case.only else ""))
     for setting in dict.fromkeys(case.setting for case in every if case.kind != "imports"):
-        found, left_out = registry.contenders(setting, "update")
-        for contender in found:
-            CONSOLE.print(f"[bold]{setting}/{contender.key}[/]  {contender.name}  {contender.source or ''}")
-        for key, reason in left_out.items():
-            CONSOLE.print(f"[bold red]{setting}/{key}[/]  {reason}")
+        line()
+        runs = [registry.contenders(setting, kind) for kind in registry.KINDS]
+        for contender in dict.fromkeys(contender for found, _ in runs for contender in found):
+            line(f"[bold]{setting}: {contender.key}[/]  {contender.name}  {contender.source or ''}")
+        for key, reason in runs[0][1].items():
+            line(f"[bold red]{setting}: {key}[/]  {reason}")
     return 0

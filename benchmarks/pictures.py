@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot, which keeps every figure
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from benchmarks import standing
 from benchmarks.results import Results
@@ -101,7 +102,8 @@ def _label(row: Row, pairs: Sequence[Pair]) -> str:
         return setting(key)
     mine = [pair for pair in pairs if pair.setting == key]
     pair = next(pair for pair in mine if (pair.setting, pair.rival, pair.ours) == row)
-    ours = "" if len({pair.ours for pair in mine}) == 1 else f" | {pair.ours_name.removeprefix('funcga, ')}"
+    alone = pair.ours_name == "funcga" or len({pair.ours for pair in mine}) == 1
+    ours = "" if alone else f" | {pair.ours_name.removeprefix('funcga, ')}"
     return f"{pair.rival_name}{ours}".replace("`", "")
 
 
@@ -132,6 +134,18 @@ def _lines(ax: Any, found: dict[str, list[Point]], value: Callable[[Point, Any],
                     zorder=1 if rival else 2, **style) if own else None  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
+    values = sorted({point.value for points in found.values() for point in points})
+    ax.set_xticks(values, [_short(value) for value in values])
+    low, high = ax.get_ylim()
+    middle = (low * high) ** 0.5
+    ax.set_ylim(min(low, middle / 4), max(high, middle * 4))  # so that a line which is nearly level looks like it
+    ax.minorticks_off()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.3g}")
     ax.grid(alpha=0.3)
     ax.tick_params(labelsize="x-small")
     ax.legend(fontsize="xx-small")
+
+
+def _short(value: int) -> str:
+    return f"{value // 10**6}M" if value >= 10**6 else f"{value:,}"

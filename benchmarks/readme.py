@@ -61,13 +61,14 @@ def _about(results: Results) -> str:
     when = f"{days[0]} to {days[-1]}" if len(days) > 1 else days[0]
     where = [machine["processor"], f"{machine['cores']} cores", f"{machine['memory_bytes'] / 2**30:.0f} GiB of memory"]
     where += [machine["system"], *([machine["accelerator"]] if machine["accelerator"] else [])]
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
-        f"{', '.join(where)}; {when}; {', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
-        "Each cell is funcga over the other: the time of an update, the median of the ratios within rounds in which "
-        "all take\nturns in one process ([method](benchmarks/measure.py)), and the bytes at the peak. Below 1 funcga is "
-        "faster, or leaner.\n**Bold**: it is behind, slower in three quarters of the rounds or more "
-        f"than {standing.MORE_BYTES} times the bytes. Each contender is configured\nas its documentation recommends "
-        "([all of them](benchmarks/contenders)), and has computed the same gradients before it was timed."
+        f"{', '.join(where)}; {when}; {names}.\n"
+        "Each cell is funcga over the other: the time of an update, the median of the ratios within rounds in which\n"
+        "all take turns in one process ([method](benchmarks/measure.py)), and the bytes at the peak. Below 1 funcga\n"
+        "is faster, or leaner. **Bold**: it is behind, slower in three quarters of the rounds, or with more than "
+        f"{standing.MORE_BYTES} times the bytes.\nEach contender is configured as its documentation recommends "
+        "([all of them](benchmarks/contenders)), and has computed\nthe same gradients before it was timed."
     )
 
 

@@ -20,6 +20,8 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from funcga.errors import FuncgaError
+
 KINDS = ("update", "growth", "exactness")
 
 
@@ -66,8 +68,16 @@ def contenders(setting: str, kind: str, only: tuple[str, ...] = ()) -> tuple[lis
     return [c for c in found if kind in c.kinds and (not only or c.key in wanted)], left_out
 
 
+_PARTS = ("NAME", "SOURCE", "AGAINST", "make")
+
+
 def _imported(setting: str, key: str) -> Contender:
     module = importlib.import_module(f"benchmarks.contenders.{setting}.{key}")
+    if missing := [name for name in _PARTS if not hasattr(module, name)]:
+        raise FuncgaError(
+            f"benchmarks/contenders/{setting}/{key}.py has no {' and no '.join(missing)}: a contender is NAME, SOURCE, "
+            "AGAINST and make, as benchmarks/registry.py says."
+        )
     against = (module.AGAINST,) if isinstance(module.AGAINST, str) else tuple(module.AGAINST or ())
     kinds, workloads, hangs = (getattr(module, name, ()) for name in ("KINDS", "WORKLOADS", "HANGS"))
     return Contender(key, module.NAME, module.SOURCE, against, kinds or KINDS, module.make, workloads, hangs)

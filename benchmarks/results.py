@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cases import Case
+from benchmarks.cases import Case, cases
 from benchmarks.comparison import Figures
 from funcga.errors import FuncgaError
 from funcga.information import versions as own_versions
@@ -30,9 +30,12 @@ class Results(NamedTuple):
     cases: dict[str, Figures]
 
     def plus(self, case: Case, figures: Figures) -> "Results":
-        """These, and the figures of a case, measured now."""
+        """These, and the figures of a case, measured now; in the order of the mode's cases."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return self._replace(cases={**self.cases, case.name: {"case": case._asdict(), "when": now, **figures}})
+        found = {**self.cases, case.name: {"case": case._asdict(), "when": now, **figures}}
+        places = {known.name: place for place, known in enumerate(cases(self.mode, self.device))}
+        names = sorted(found, key=lambda name: places.get(name, len(places)))
+        return self._replace(cases={name: found[name] for name in names})
 
     def has(self, case: Case) -> bool:
         """Whether the case is there, with all the contenders that it is to have."""

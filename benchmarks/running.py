@@ -15,7 +15,6 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks import registry
 from benchmarks.cases import Case
 from benchmarks.comparison import Figures
 from benchmarks.results import ROOT, Results, saved
@@ -46,17 +45,18 @@ def run(cases: list[Case], results: Results, file: Path, console: Console, measu
     with _progress(console) as progress:
         task = progress.add_task("", total=len(rest))
         for case in rest:
-            contenders = f"{count} contenders" if (count := _count(case)) else ""
-            progress.update(task, description=f"{case.name}  {contenders}")
+            progress.update(task, description=case.name)
             start = time.perf_counter()
             try:
-                results = results.plus(case, measure(case))
+                figures = measure(case)
             except CaseError as error:
                 failed[case.name] = str(error)
                 progress.console.print(f"[bold red]{case.name} has failed[/]", highlight=False)
             else:
+                results = results.plus(case, figures)
                 saved(results, file)
-                progress.console.print(f"{case.name}  {time.perf_counter() - start:.1f} s", highlight=False)
+                took = f"{len(figures['contenders'])} contenders, {time.perf_counter() - start:.1f} s"
+                progress.console.print(f"{case.name}: {took}", highlight=False)
             progress.advance(task)
     return Run(results, failed)
 
@@ -65,10 +65,6 @@ def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     remaining = TimeRemainingColumn()  # of cases that take as long as those before
     return Progress(*columns, remaining, console=console, transient=True, speed_estimate_period=3600)
-
-
-def _count(case: Case) -> int:
-    return len(case.only) or (len(registry.keys(case.setting)) if case.kind != "imports" else 0)
 
 
 def measured(case: Case) -> Figures:

@@ -40,8 +40,10 @@ def show(results: Results, console: Console) -> None:
     lines = standing.lines(pairs)
     if pairs:
         console.print(f"[bold]Where funcga is behind: {len(lines) or 'none'} of {len(pairs)} comparisons[/]")
+        if results.mode == "quick":
+            console.print("The times are of a quick run, too short to judge by.")
     for line in lines:
-        console.print(f"{SIGN} {line}", markup=False)
+        console.print(f"{SIGN} {line}", markup=False, soft_wrap=True)
 
 
 def _rich(table: Table) -> RichTable:

@@ -86,7 +86,7 @@ def test_the_first_block_gives_the_full_gradient(kit):
 
 def test_ci_runs_the_commands():
     commands = re.findall(r"```sh\n(.*?)\n```", README, re.DOTALL)
-    assert len(commands) == 2
+    assert len(commands) == 3
     installs_and_runs = [command.split(" && ", 2)[2] for command in commands]
     ci = (ROOT / ".ci" / "run").read_text()
     assert all(command in ci for command in installs_and_runs)

@@ -1,0 +1,404 @@
+"""Benchmarks from the command line to the reader: what is chosen, resumed, refused, shown and written. Nothing is timed."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from funcga import FuncgaError
+
+if any(find_spec(name) is None for name in ("rich", "matplotlib")):
+    pytest.skip("needs funcga[bench]", allow_module_level=True)
+
+from rich.console import Console
+
+from benchmarks import command, readme, registry, results, running, standing, tables, torch_workloads
+from benchmarks.__main__ import main
+from benchmarks.cases import MODES, Case, cases
+from benchmarks.choice import chosen
+from benchmarks.pictures import draw
+from benchmarks.running import CaseError
+from benchmarks.torch_problem import Problem
+from tests.test_readme import BLOCKS, README
+
+OURS = {"source": None, "against": [], "ours_over": {}}
+RIVAL = {"source": "https://example.org", "against": ["funcga"]}
+
+
+def contenders(ratio, peak=1000):
+    """Made up: ours takes so much of the loop's time, in all quartiles, and so many bytes where the loop takes 1000."""
+    spread = [ratio - 0.01, ratio, ratio + 0.01]
+    timed = {"seconds": [0.001, 0.002, 0.003], "over_loop": [1.0, 1.0, 1.0]}
+    return {
+        "funcga": {"name": "funcga", **OURS, **timed, "peak_bytes": peak, "collectives": 1, "wire_bytes": 4000},
+        "loop": {"name": "a `loop`", **RIVAL, **timed, "ours_over": {"funcga": spread}, "peak_bytes": 1000},
+    }
+
+
+def figures(ratio, peak=1000, **more):
+    about = {"n": 8, "leaves": 3, "parameters": 1000, "parameter_bytes": 4000, "rounds": 5}
+    return {**about, "left_out": {}, "contenders": contenders(ratio, peak), **more}
+
+
+EXACT = {"uneven tokens": 1e-7, "partial window": 1e-7, "bfloat16 sums": 2e-3, "uneven ranks": None}
+WRONG = {"uneven tokens": 0.314, "bfloat16 sums": 5e-3, "uneven ranks": None}
+REFUSED = {"partial window": "ValueError: no"}
+IMPORTED = {
+    "name": "import torch, funcga",
+    "seconds": [1.0, 2.0, 3.0],
+    "modules": 1200,
+    "more_seconds": [0.1, 0.2, 0.3],
+}
+
+
+@pytest.fixture
+def sample():
+    """Made-up results, with one case of every kind."""
+    exactness = {
+        "funcga": {"name": "funcga", **OURS, "errors": EXACT, "refused": {}},
+        "loop": {"name": "a `loop`", **RIVAL, "errors": WRONG, "refused": REFUSED},
+    }
+    found = results.Results("full", "cpu", {"processor": "A|B", "cores": 2, "memory_bytes": 2**34, "system": "Linux", "accelerator": None},
+                            {"python": "3.11", "funcga": "0.1.0 (abcdef01)"}, {})  # fmt: skip
+    growing = Case("", "growth", "torch", "rows", only=("funcga",))
+    for case, made in [
+        (Case("torch/tiny", "update", "torch", "tiny"), figures(1.2)),
+        (Case("torch/wide", "update", "torch", "wide"), figures(0.9, 1006, left_out={"rival": "rival is not installed"})),
+        (Case("torch_ranks/wide", "update", "torch_ranks", "wide", ranks=2), figures(1.005)),
+        (growing._replace(name="growth/micro-batches/torch/16", value=16), figures(1.0, n=16)),
+        (growing._replace(name="growth/micro-batches/torch/4", value=4), figures(1.1, n=4)),
+        (Case("exactness/torch", "exactness", "torch"), {"left_out": {}, "contenders": exactness}),
+        (Case("imports", "imports", "imports"), {"rounds": 7, "left_out": {}, "contenders": {"torch_funcga": IMPORTED}}),
+    ]:  # fmt: skip
+        found = found.plus(case, made)
+    return found
+
+
+def printed(found):
+    console = Console(width=200, file=io.StringIO())
+    tables.show(found, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cases_have_names_of_their_own(mode):
+    for device in ("cpu", "cuda"):
+        names = [case.name for case in cases(mode, device)]
+        assert len(names) == len(set(names)) > 5
+    assert Case.of(json.loads(json.dumps(cases(mode)[0]._asdict()))) == cases(mode)[0]
+
+
+def test_a_rival_that_is_not_installed_is_left_out(monkeypatch):
+    def imported(setting, key):
+        if key == "loop":
+            raise ModuleNotFoundError("No module named 'loops'", name="loops.inner")
+        return registry.Contender(key, key, None, (), ("update",), make=len)
+
+    monkeypatch.setattr(registry, "_imported", imported)
+    found, left_out = registry.contenders("torch", "update")
+    assert "funcga" in [contender.key for contender in found]
+    assert left_out == {"loop": "loops.inner is not installed: pip install -e '.[bench]'"}
+
+
+def test_what_is_not_a_rivals_is_not_left_out(monkeypatch):
+    def imported(setting, key):
+        raise ModuleNotFoundError("No module named 'funcga.nothing'", name="funcga.nothing")
+
+    monkeypatch.setattr(registry, "_imported", imported)
+    with pytest.raises(ModuleNotFoundError, match=r"funcga\.nothing"):
+        registry.contenders("torch", "update")
+
+
+def test_a_contender_has_all_its_parts(monkeypatch):
+    half = types.SimpleNamespace(NAME="half", make=len, SOURCE=None)
+    monkeypatch.setitem(sys.modules, "benchmarks.contenders.torch.half", half)
+    with pytest.raises(
+        FuncgaError,
+        match=r"benchmarks/contenders/torch/half\.py has no AGAINST: a contender is NAME, SOURCE, AGAINST and make",
+    ):
+        registry._imported("torch", "half")
+
+
+def test_only():
+    quick = cases("quick")
+    names = lambda only: [case.name for case in chosen(quick, only)]
+    assert chosen(quick, []) == quick
+    assert names(["growth"]) == [case.name for case in quick if case.name.startswith("growth/")] != []
+    assert names(["torch/tiny", "imports"]) == ["torch/tiny", "imports"]
+    by_name = {case.name: case.only for case in chosen(quick, ["accelerate"])}
+    assert by_name == {"torch/tiny": ("accelerate",), "exactness/torch": ("accelerate",)}
+    assert [case.only for case in chosen(quick, ["torch/tiny", "accelerate", "fabric"])] == [("accelerate", "fabric")]
+
+
+def test_resuming(tmp_path, sample):
+    file, runs = tmp_path / "found.json", []
+    wanted = [Case(name, "update", "torch", "tiny") for name in "abc"]
+
+    def measure(case):
+        runs.append(case.name)
+        if case.name == "b" and runs.count("b") == 1:
+            raise CaseError("Traceback ...\nValueError: b")
+        return figures(1.0)
+
+    console = Console(width=500, file=io.StringIO())
+    first = running.run(wanted, sample._replace(cases={}), file, console, measure)
+    assert first.failed == {"b": "Traceback ...\nValueError: b"}
+    assert [*results.loaded(file).cases] == ["a", "c"]  # the rest went on
+    second = running.run(wanted, results.resumed(file, sample._replace(cases={})), file, console, measure)
+    assert (runs, second.failed) == (["a", "b", "c", "b"], {})
+    assert f"2 of 3 cases are in {file}; --again measures them again." in console.file.getvalue()
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_case_is_had_with_the_contenders_that_are_wanted(sample):
+    case = Case("torch/tiny", "update", "torch", "tiny")
+    part = sample._replace(cases={}).plus(case._replace(only=("accelerate",)), figures(1.0))
+    assert sample.has(case)
+    assert sample.has(case._replace(only=("accelerate",)))
+    assert part.has(case._replace(only=("accelerate",)))
+    assert not part.has(case)
+    assert not part.has(case._replace(only=("fabric",)))
+    assert not sample.has(case._replace(n=4))
+
+
+def test_what_is_written_is_read(tmp_path, sample):
+    file = tmp_path / "found.json"
+    results.saved(sample, file)
+    again = results.loaded(file)
+    assert again.cases.keys() == sample.cases.keys()
+    assert (again.machine, printed(again)) == (sample.machine, printed(sample))
+
+
+def test_files_of_other_runs_are_refused(tmp_path, sample):
+    file = tmp_path / "found.json"
+    results.saved(sample, file)
+    line = "Figures of one file are of one run: --again replaces it, --out FILE writes another."
+    for other, text in [
+        (sample._replace(mode="quick"), "another mode: 'full', and this run is 'quick'"),
+        (sample._replace(device="cuda"), "another device: 'cpu', and this run is 'cuda'"),
+        (sample._replace(machine={**sample.machine, "cores": 64}), "another machine: cores was 2 and is 64"),
+        (sample._replace(versions={**sample.versions, "jax": "1"}), "another version: jax was None and is '1'"),
+    ]:
+        with pytest.raises(FuncgaError, match=re.escape(f"{file} has results of {text}. {line}")):
+            results.resumed(file, other)
+    assert results.resumed(file, sample._replace(cases={})).cases.keys() == sample.cases.keys()
+    file.write_text("[]")
+    with pytest.raises(FuncgaError, match="has no results of benchmarks"):
+        results.loaded(file)
+    file.write_text('{"format": 2}')
+    with pytest.raises(FuncgaError, match="has format 2, and this program reads format 1"):
+        results.loaded(file)
+
+
+REFUSALS = {
+    "--quick --full": "--full: not allowed with argument --quick (see python -m benchmarks --help)",
+    "--only acelerate": "--only: 'acelerate' (`accelerate`?) is no part of the name of a case, and no contender, of this mode. python -m benchmarks --list has them all.",
+    "--quick --only transfomer": "--only: 'transfomer'",
+    "--only torch/transfromer": "--only: 'torch/transfromer' (`torch/transformer`?) is no part",
+    "--device tpu": "--device: 'tpu' is no device: write cpu, cuda or cuda:1",
+    "--device cuda:x": "--device: 'cuda:x' is no device",
+    "--out figures.txt": "--out: 'figures.txt' is no file of JSON in a folder that exists: write FILE.json",
+    "--out no/such/figures.json": "--out: 'no/such/figures.json' is no file of JSON",
+    "--show nothing.json": "--show: there is no file 'nothing.json'",
+    "--rounds 3": "unrecognized arguments: --rounds",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_refusals(line, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(line.split()) == 2
+    written = capsys.readouterr().err
+    assert written.startswith(f"benchmarks: {REFUSALS[line]}")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_tables_mark_where_funcga_is_behind(sample):
+    found = {table.title.partition(":")[0]: table for table in tables.tables(sample)}
+    assert found["torch/tiny"].marked == {1}  # slower
+    assert found["torch/wide"].marked == {1}  # more bytes
+    assert not found["torch_ranks/wide"].marked  # a quartile below 1: it may be chance
+    text = printed(sample)
+    assert "! a `loop`" in text
+    assert "short" not in text
+    assert "too short to judge by" in printed(sample._replace(mode="quick"))
+    assert "Where funcga is behind: 2 of 3 comparisons" in text
+    assert "! torch/tiny: funcga against a `loop`: 1.20 times the time (quartiles 1.19 to 1.21)" in text
+    assert "! torch/wide: funcga against a `loop`: 1.01 times the peak bytes" in text
+    assert "LEFT OUT: rival: rival is not installed (torch/wide)" in text
+
+
+def test_tables_say_who_is_right(sample):
+    ours, loop = tables.exactness(sample).rows
+    assert ours == ["torch: funcga", "exact", "exact", "exact", "does not apply"]
+    assert loop == ["torch: a `loop`", "31 %", "refused", "0.5 %", "does not apply"]
+    hangs = {"errors": {}, "refused": {"uneven ranks": "RuntimeError: its ranks would wait for each other for ever"}}
+    assert tables.verdict(hangs, "uneven ranks") == "hangs"
+
+
+def test_growth_is_in_order_and_a_micro_batch_each(sample):
+    (points,) = standing.growth(sample).values()
+    assert [point.value for point in points] == [4, 16]
+    (table,) = [table for table in tables.tables(sample) if table.title.startswith("growth")]
+    assert [row[:2] for row in table.rows] == [["4", "500 µs"], ["16", "125 µs"]]
+
+
+def test_columns_without_figures_are_left_out(sample):
+    one, ranks = (tables._update(name, sample.cases[name]) for name in ("torch/tiny", "torch_ranks/wide"))
+    assert not any("compil" in heading or "ops" in heading for heading in one.headings)
+    assert ranks.rows[0][-1] == "1"  # as many bytes as the gradient has
+
+
+def test_markdown(sample):
+    text = readme.markdown(sample)
+    assert "A|B, 2 cores, 16 GiB of memory, Linux; 20" in text
+    assert "funcga 0.1.0.\n" in text
+    assert "| against | MLP, 12 layers of 64: time, bytes | MLP, 8 layers of 512: time, bytes |" in text
+    assert "| a `loop` | **1.20**, 1.00 | 0.90, **1.01** |" in text
+    assert "| torch: a `loop` | 31 % | refused | 0.5 % | does not apply |" in text
+    assert "| micro-batches, torch | 4, 16 | 1.10, 1.00 | 0.25, 0.25 |" in text
+    assert "| torch, two processes (gloo): funcga | 1; 1 |" in text
+    assert "**Where funcga is behind**: in 2 of 3 comparisons." in text
+    for block in text.split("\n\n"):
+        widths = {line.replace("\\|", "").count("|") for line in block.splitlines() if line.startswith("|")}
+        assert len(widths) <= 1, block
+
+
+def test_the_readme_says_what_the_committed_file_says():
+    assert (
+        readme.replaced("a <!-- benchmarks --> old <!-- /benchmarks --> b", "new")
+        == "a <!-- benchmarks -->\nnew\n<!-- /benchmarks --> b"
+    )
+    if not readme.COMMITTED.exists():
+        pytest.skip("NO COMMITTED RESULTS YET: python -m benchmarks --full --out benchmarks/results/cpu.json")
+    found = results.loaded(readme.COMMITTED)
+    assert readme.replaced(README, readme.markdown(found)) == README, "run: python -m benchmarks --readme"
+    assert (found.mode, found.device) == ("full", "cpu")
+    assert [*found.cases] == [case.name for case in cases("full")]
+    assert readme.COMMITTED.with_suffix(".png").stat().st_size < 150_000
+
+
+def test_markers_are_needed_once():
+    for text in ("no markers", "<!-- benchmarks --><!-- /benchmarks -->" * 2):
+        with pytest.raises(FuncgaError, match="has to have <!-- benchmarks --> and <!-- /benchmarks --> once each"):
+            readme.replaced(text, "new")
+
+
+def test_figures_of_the_readme_are_generated():
+    prose = README[README.index("## What it costs") : README.index("## How it is built")]
+    before, rest = prose.split(readme.BEGIN)
+    assert not re.search(r"\b\d+\.\d\d\b", before + rest.split(readme.END)[1])
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_pictures(tmp_path, sample, suffix):
+    file = tmp_path / f"picture{suffix}"
+    draw(sample, file)
+    assert 5_000 < file.stat().st_size < 150_000
+    only = sample._replace(cases={"imports": sample.cases["imports"]})
+    draw(only, file)  # nothing of what it draws
+
+
+def test_a_worker_that_fails():
+    with pytest.raises(CaseError, match=r"No module named 'benchmarks\.in_nowhere'"):
+        running.measured(Case("a", "update", "nowhere"))
+
+
+def test_what_the_launcher_of_ranks_reports_is_not_shown():
+    text = "one\n\nValueError: two\nE1121 1 torch/distributed/elastic/multiprocessing/api.py:1] failed\nthree"
+    assert running._last_lines(text) == "one\nValueError: two"
+    assert running._last_lines("\n".join(map(str, range(40)))).splitlines() == [str(k) for k in range(28, 40)]
+
+
+def sleeping(pid):
+    """A command that writes its process's id, and sleeps."""
+    program = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    return [sys.executable, "-c", program]
+
+
+def test_a_process_is_not_left_running(tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    monkeypatch.setattr(running, "TIMEOUT", 0.5)
+    monkeypatch.setattr(running, "_command", lambda case, file: sleeping(pid))
+    with pytest.raises(CaseError, match=r"it took more than 0\.5 s"):
+        running.measured(Case("a", "update", "torch"))
+    if pid.exists():  # else it was ended before it began
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
+
+
+def test_after_ctrl_c_the_file_is_whole_and_nothing_runs(tmp_path):
+    """The second case sleeps; the first one is in the file."""
+    pid, file = tmp_path / "pid", tmp_path / "found.json"
+    program = f"""
+import sys
+from benchmarks import running
+from benchmarks.__main__ import main
+measured, figures = running.measured, {figures(1.0)!r}
+running._command = lambda case, file: {sleeping(pid)!r}
+running.measured = lambda case: figures if case.name == "torch/tiny" else measured(case)
+sys.exit(main(["--quick", "--only", "torch/tiny", "imports", "--out", {str(file)!r}]))
+"""
+    command_line = [sys.executable, "-c", program]
+    process = subprocess.Popen(
+        command_line, cwd=readme.ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, written = process.communicate(timeout=60)
+    assert (process.returncode, written) == (130, "benchmarks: interrupted. The same command goes on from here.\n")
+    assert [*results.loaded(file).cases] == ["torch/tiny"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_the_command_ends_with_1_if_a_case_fails(tmp_path, monkeypatch, capsys):
+    def measure(case):
+        if case.name == "imports":
+            raise CaseError("ValueError: [why] it failed")
+        return figures(1.0)
+
+    monkeypatch.setattr(command, "CONSOLE", Console(width=200))
+    file = tmp_path / "found.json"
+    run = lambda *only, again=False: command.measure("quick", "cpu", only, file, again, measure)
+    assert run("torch/tiny") == 0
+    assert run("torch/tiny", "imports") == 1
+    written = capsys.readouterr().out
+    assert "imports has failed:\nValueError: [why] it failed" in written
+    assert f"The figures are in {file}, the picture is {file.with_suffix('.png')}." in written
+    when = results.loaded(file).cases["torch/tiny"]["when"]
+    monkeypatch.setattr(
+        results.Results,
+        "plus",
+        lambda self, case, made: self._replace(
+            cases={**self.cases, case.name: {"case": case._asdict(), "when": "later", **made}}
+        ),
+    )
+    assert run("torch/tiny") == 0
+    assert results.loaded(file).cases["torch/tiny"]["when"] == when
+    assert run("torch/tiny", again=True) == 0
+    assert results.loaded(file).cases["torch/tiny"]["when"] == "later"
+
+
+def test_the_rival_of_the_readme_computes_what_the_loop_computes():
+    (block,) = [block for block in BLOCKS if "benchmarks.torch_problem" in block]
+    names = {}
+    exec(block, names)
+    loop = next(c for c in registry.contenders("torch", "update", ("loop",))[0] if c.key == "loop")
+    torch.manual_seed(0)
+    tiny = torch_workloads.tiny(2, 0, "cpu")
+    (loss, grads), (expected_loss, expected) = (
+        make(Problem(tiny.module, tiny.loss, 2, tiny.size))(tiny.batch) for make in (names["make"], loop.make)
+    )
+    torch.testing.assert_close((loss, grads), (expected_loss, expected))
