@@ -40,16 +40,16 @@ _ONE_DEVICE = ("torch", "torch_compiled", "torch_optimizer", "jax", "jax_optimiz
 def _quick() -> list[Case]:
     return [
         _update("torch", "tiny", n=4),
-        _update("torch_compiled", "tiny", n=2),
+        _update("torch_compiled", "leaves", n=2, value=2),
         _update("torch_ranks", "tiny", n=2, ranks=2),
         _update("torch_optimizer", "tiny", n=2),
         _update("jax", "tiny", n=4),
         _update("jax_devices", "tiny", n=2, ranks=2),
         _update("jax_optimizer", "small", n=2),
         *_exactness(),
-        *_growing("micro-batches", "torch", "rows", (1, 4)),
+        *_growing("micro-batches", "torch", "rows", (4,)),
         *_growing("leaves", "jax", "leaves", (10,), n=2),
-        Case("imports", "imports", "imports", only=("funcga", "torch", "torch_funcga")),
+        Case("imports", "imports", "imports", only=("funcga", "jax", "jax_funcga")),
     ]
 
 

@@ -7,11 +7,12 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot, which keeps every figure
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
+from PIL import Image  # which matplotlib needs as well
 
 from benchmarks import standing
 from benchmarks.results import Results
 from benchmarks.standing import Pair, Point
-from benchmarks.wording import setting, workload
+from benchmarks.wording import framework, setting, workload
 
 _MARKERS = "osD^vPX*"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe, Ito (2008)
@@ -29,13 +30,19 @@ def draw(results: Results, file: Path) -> None:
     axes = list(dict.fromkeys(axis for axis, _ in grown))
     above = 1.6 + 0.2 * len(_rows(pairs)) if pairs else 0.2
     figure = Figure(figsize=(11, above + (6.2 if axes else 0)), layout="constrained")
-    FigureCanvasAgg(figure)
+    canvas = FigureCanvasAgg(figure)
     parts = figure.subfigures(2, 1, height_ratios=(above, 6.2)) if axes and pairs else [figure, figure]
     if pairs:
         _draw_ratios(parts[0], pairs)
     if axes:
         _draw_growth(parts[1], axes, grown)
-    figure.savefig(file, dpi=90, metadata={"Date": None} if file.suffix == ".svg" else None)
+    if file.suffix == ".svg":
+        figure.savefig(file, metadata={"Date": None})
+        return
+    figure.set_dpi(90)
+    canvas.draw()
+    image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
+    image.quantize(64).save(file, optimize=True)  # a third of the bytes
 
 
 Row = tuple[str, str, str]  # a setting, a rival, what of ours it is compared with; "" and "" are the setting's heading
@@ -98,9 +105,9 @@ def _ratio_axis(ax: Any) -> None:
 
 def _label(row: Row, pairs: Sequence[Pair]) -> str:
     key, rival, _ = row
-    if not rival:
-        return setting(key)
     mine = [pair for pair in pairs if pair.setting == key]
+    if not rival:
+        return setting(key, mine[0].ranks)
     pair = next(pair for pair in mine if (pair.setting, pair.rival, pair.ours) == row)
     alone = pair.ours_name == "funcga" or len({pair.ours for pair in mine}) == 1
     ours = "" if alone else f" | {pair.ours_name.removeprefix('funcga, ')}"
@@ -122,12 +129,12 @@ def _draw_growth(part: Any, axes: Sequence[str], grown: dict[tuple[str, str], li
 def _lines(ax: Any, found: dict[str, list[Point]], value: Callable[[Point, Any], float]) -> None:
     """Ours is a full line with filled marks, the loop by hand a dashed one with open marks."""
     for key, points in found.items():
-        kind = 0 if key.startswith("torch") else 1
+        kind = 0 if framework(key) == "torch" else 1
         for name in dict.fromkeys(name for point in points for name in point.contenders):
             own = [(p.value, value(p, p.contenders[name])) for p in points if name in p.contenders]
             own = [(x, y) for x, y in own if y > 0]
             rival = any(p.contenders[name]["against"] for p in points if name in p.contenders)
-            label = f"{setting(key).partition(',')[0]}: {'by hand' if rival else 'funcga'}"
+            label = f"{framework(key)}: {'by hand' if rival else 'funcga'}"
             style = {"marker": "os"[kind], "color": _COLOURS[kind], "linestyle": "--" if rival else "-"}
             filling = "white" if rival else _COLOURS[kind]
             ax.plot(*zip(*own, strict=True), label=label, markerfacecolor=filling, markersize=8 if rival else 4.5,

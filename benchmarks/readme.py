@@ -6,7 +6,7 @@ from benchmarks import standing, tables
 from benchmarks.comparison import Figures
 from benchmarks.results import ROOT, Results, loaded
 from benchmarks.standing import Pair
-from benchmarks.wording import setting, workload
+from benchmarks.wording import framework, setting, workload
 from funcga.errors import FuncgaError
 
 README, COMMITTED = ROOT / "README.md", ROOT / "benchmarks" / "results" / "cpu.json"
@@ -83,7 +83,7 @@ def _ratios(key: str, pairs: Sequence[Pair]) -> str:
         for one in names
     ]
     headings = ["against", *(["with"] if several else []), *(f"{workload(each)}: time, bytes" for each in workloads)]
-    return f"**{setting(key)}**\n\n{_table(headings, rows)}"
+    return f"**{setting(key, pairs[0].ranks)}**\n\n{_table(headings, rows)}"
 
 
 def _cell(pair: Pair | None) -> str:
@@ -102,10 +102,10 @@ def _sendings(results: Results) -> dict[tuple[str, str], dict[str, str]]:
     found: dict[tuple[str, str], dict[str, str]] = {}
     for figures in standing.of_kind(results, "update").values():
         case = figures["case"]
-        for own in figures["contenders"].values():
+        for own in standing.in_order(figures["contenders"]).values():
             if case["ranks"] > 1 and own.get("wire_bytes") is not None:
                 cell = f"{own['collectives']:,}; {own['wire_bytes'] / figures['parameter_bytes']:.4g}"
-                found.setdefault((case["setting"], own["name"]), {})[case["workload"]] = cell
+                found.setdefault((setting(case["setting"], case["ranks"]), own["name"]), {})[case["workload"]] = cell
     return found
 
 
@@ -113,8 +113,7 @@ def _sent(results: Results) -> str:
     found = _sendings(results)
     workloads = list(dict.fromkeys(each for cells in found.values() for each in cells))
     rows = [
-        [f"{setting(key)}: {name}", *(cells.get(each, "") for each in workloads)]
-        for (key, name), cells in found.items()
+        [f"{where}: {name}", *(cells.get(each, "") for each in workloads)] for (where, name), cells in found.items()
     ]
     title = "**What replicas send in an update**: collectives; bytes, over those of the gradient."
     return f"{title}\n\n{_table(['', *map(workload, workloads)], rows)}"
@@ -131,7 +130,7 @@ def _growth(results: Results) -> str:
                  if not own["against"] and own.get("peak_bytes") is not None]  # fmt: skip
         values = ", ".join(f"{point.value:,}" for point in points)
         bytes_ = ", ".join(f"{peak:.3g}" for peak in peaks)
-        rows.append([f"{axis}, {setting(key).partition(',')[0]}", values, ", ".join(ratios), bytes_])
+        rows.append([f"{axis}, {framework(key)}", values, ", ".join(ratios), bytes_])
     headings = ["", "from, to", "time, over the loop by hand", "peak bytes, over the parameters'"]
     return f"**How it grows.**\n\n{_table(headings, rows)}"
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from benchmarks import standing
 from benchmarks.comparison import Figures
 from benchmarks.results import Results
+from benchmarks.wording import setting
 
 EXACT, EXACT_BFLOAT16 = 1e-5, 2.0**-8  # of float32 with some rounding; of one rounding to bfloat16
 
@@ -118,18 +119,18 @@ def _peaks(figures: Figures, own: Figures) -> str:
 def _update(name: str, figures: Figures) -> Table:
     case = figures["case"]
     behind = {pair.rival for pair in standing.case_pairs(name, figures) if pair.behind}
-    everyone = figures["contenders"].values()
-    columns = [c for c in _COLUMNS if {c.cell(figures, own).strip() for own in everyone} - {"", "0"}]
+    everyone = standing.in_order(figures["contenders"])
+    columns = [c for c in _COLUMNS if {c.cell(figures, own).strip() for own in everyone.values()} - {"", "0"}]
     rows = [
         [f"{SIGN} {own['name']}" if key in behind else own["name"], *(c.cell(figures, own) for c in columns)]
-        for key, own in figures["contenders"].items()
+        for key, own in everyone.items()
     ]
     ranks = f", {case['ranks']} ranks" if case["ranks"] > 1 else ""
     title = (
         f"{name}: {figures['n']} micro-batches{ranks}, {figures['leaves']} leaves, "
         f"{figures['parameters']:,} parameters, {figures['rounds']} rounds"
     )
-    marked = frozenset(place for place, key in enumerate(figures["contenders"]) if key in behind)
+    marked = frozenset(place for place, key in enumerate(everyone) if key in behind)
     return Table(title, ["", *(column.heading for column in columns)], rows, marked)
 
 
@@ -160,9 +161,13 @@ def _grown(point: standing.Point, own: Figures | None) -> Iterable[str]:
 def exactness(results: Results) -> Table:
     """Who is right: each contender by each of the ways in which a loop goes wrong."""
     cases = standing.of_kind(results, "exactness")
-    everyone = [(f["case"]["setting"], own) for f in cases.values() for own in f["contenders"].values()]
+    everyone = [
+        (setting(f["case"]["setting"], f["case"]["ranks"]), own)
+        for f in cases.values()
+        for own in standing.in_order(f["contenders"]).values()
+    ]
     ways = list(dict.fromkeys(way for _, own in everyone for way in own["errors"]))
-    rows = [[f"{setting}: {own['name']}", *(verdict(own, way) for way in ways)] for setting, own in everyone]
+    rows = [[f"{where}: {own['name']}", *(verdict(own, way) for way in ways)] for where, own in everyone]
     return Table("Who is right: the largest error, of the true gradient's largest element", ["", *ways], rows)
 
 

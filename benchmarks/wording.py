@@ -1,13 +1,13 @@
 """What the README and the picture call settings and workloads."""
 
 SETTINGS = {
-    "torch": "torch, one process, eager",
+    "torch": "torch, eager",
     "torch_compiled": "torch, compiled",
-    "torch_ranks": "torch, two processes (gloo)",
+    "torch_ranks": "torch, {} processes (gloo)",
     "torch_optimizer": "torch, with the optimizer (AdamW)",
-    "jax": "JAX, one device, jitted",
-    "jax_devices": "JAX, four devices",
-    "jax_optimizer": "JAX, the optimizer's side alone (Adam)",
+    "jax": "JAX, jitted",
+    "jax_devices": "JAX, {} devices",
+    "jax_optimizer": "JAX, the optimizer alone (Adam)",
 }
 
 WORKLOADS = {
@@ -19,12 +19,18 @@ WORKLOADS = {
     "scanned": "MLP, 8 layers of 512, scanned",
     "matrices": "8 matrices of 1024 x 1024",
     "small": "8 matrices of 64 x 64",
+    "leaves": "leaves of 16 elements",
 }
 
 
-def setting(key: str) -> str:
-    """The words for a setting; its key if there are none."""
-    return SETTINGS.get(key, key)
+def setting(key: str, ranks: int) -> str:
+    """The words for a setting with so many replicas; its key if there are none."""
+    return SETTINGS.get(key, key).format(ranks)
+
+
+def framework(key: str) -> str:
+    """The one that a setting is of, as it is spelled."""
+    return "JAX" if key.startswith("jax") else "torch"
 
 
 def workload(key: str) -> str:
