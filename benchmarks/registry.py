@@ -8,6 +8,7 @@ A contender is a module with
                                                  # None if it is ours
     KINDS = ("update", "exactness")              # optional: what it takes part in, all of them if left out
     WORKLOADS = ("wide_bfloat16",)               # optional: the only ones that it makes sense for
+    TOLERANCE = 1e-2                             # optional: how far it may be from the loop's result, if it rounds
     HANGS = ("uneven ranks",)                    # optional: columns of exactness in which its ranks wait for ever
 
     def make(problem): ...                       # -> step(batch) -> (loss, gradients), of the setting's Problem
@@ -34,6 +35,7 @@ class Contender(NamedTuple):
     make: Callable[..., Any]
     workloads: tuple[str, ...] = ()  # empty means all
     hangs: tuple[str, ...] = ()
+    tolerance: float | None = None  # None: that of the group
 
 
 def keys(setting: str) -> list[str]:
@@ -70,4 +72,5 @@ def _imported(setting: str, key: str) -> Contender:
     module = importlib.import_module(f"benchmarks.contenders.{setting}.{key}")
     against = (module.AGAINST,) if isinstance(module.AGAINST, str) else tuple(module.AGAINST or ())
     kinds, workloads, hangs = (getattr(module, name, ()) for name in ("KINDS", "WORKLOADS", "HANGS"))
-    return Contender(key, module.NAME, module.SOURCE, against, kinds or KINDS, module.make, workloads, hangs)
+    tolerance = getattr(module, "TOLERANCE", None)
+    return Contender(key, module.NAME, module.SOURCE, against, kinds or KINDS, module.make, workloads, hangs, tolerance)
