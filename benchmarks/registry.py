@@ -54,18 +54,23 @@ def contenders(setting: str, kind: str, only: tuple[str, ...] = ()) -> tuple[lis
 
     `only` names files; the loop by hand and what they are compared with come along.
     """
+    present = keys(setting)
+    found, left_out = _installed(setting, [k for k in present if not only or k in (*only, baseline(setting))])
+    more = {key for c in found if c.key in only for key in c.against} - {c.key for c in found}
+    rest, missing = _installed(setting, sorted(more))
+    return sorted((c for c in found + rest if kind in c.kinds), key=lambda c: c.key), left_out | missing
+
+
+def _installed(setting: str, wanted: list[str]) -> tuple[list[Contender], dict[str, str]]:
     found, left_out = [], {}
-    for key in keys(setting):
+    for key in wanted:
         try:
-            contender = _imported(setting, key)
+            found.append(_imported(setting, key))
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] in ("benchmarks", "funcga", "torch_backend", "jax_backend"):
                 raise
             left_out[key] = f"{error.name} is not installed: pip install -e '.[bench]'"
-        else:
-            found.append(contender)
-    wanted = set(only) | {baseline(setting)} | {key for c in found if c.key in only for key in c.against}
-    return [c for c in found if kind in c.kinds and (not only or c.key in wanted)], left_out
+    return found, left_out
 
 
 def _imported(setting: str, key: str) -> Contender:
