@@ -38,7 +38,8 @@ def compared(group: Group, seconds: float) -> Figures:
         expected = arrays if expected is None else expected
         errors[key] = difference(arrays, expected)
         del result, arrays
-    wrong = {key: error for key, error in errors.items() if not error <= group.tolerance}
+    limits = {c.key: c.tolerance or group.tolerance for c in group.contenders}
+    wrong = {key: error for key, error in errors.items() if not error <= limits[key]}
     assert not wrong, f"these do not compute what {group.loop} computes, and differ by so much of the largest: {wrong}"
     del expected
     gc.collect()

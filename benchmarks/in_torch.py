@@ -18,15 +18,19 @@ from benchmarks import torch_workloads
 from benchmarks.cases import Case
 from benchmarks.comparison import Figures, Group, about, compared
 from benchmarks.registry import Contender, baseline, contenders
-from benchmarks.torch_measure import Watch, allocator_peak
+from benchmarks.torch_measure import Watch, allocator_peak, cuda_peak
 from benchmarks.torch_problem import Problem, Step
 from benchmarks.truth import COLUMNS, Question, error, questions
 
 
 def update(case: Case) -> Figures:
     """The figures of a case, or of one point of it; among ranks, this one's."""
+    return compared(group_of(case, dist.group.WORLD), case.seconds)
+
+
+def group_of(case: Case, ranks: dist.ProcessGroup | None) -> Group:
+    """Its contenders on its workload, before anything is computed."""
     torch.manual_seed(0)
-    ranks = dist.group.WORLD if dist.is_initialized() else None
     count, rank = (ranks.size(), ranks.rank()) if ranks else (1, 0)
     workload = getattr(torch_workloads, case.workload)(case.n * count, case.value, case.device)
     n = len(workload.batch) // (workload.size * count)
@@ -37,9 +41,9 @@ def update(case: Case) -> Figures:
     for contender in found:
         module = workload.module if contender is found[-1] else copy.deepcopy(workload.module)
         step = contender.make(Problem(module, workload.loss, n, workload.size, group=ranks))
-        calls[contender.key] = _Call(step, batch)
+        calls[contender.key] = _Call(step, batch, ranks)
     parameters = list(workload.module.parameters())
-    group = Group(
+    return Group(
         found,
         left_out,
         baseline(case.setting),
@@ -53,16 +57,15 @@ def update(case: Case) -> Figures:
             "parameter_bytes": sum(p.nbytes for p in parameters),
         },
         tolerance=3e-2 if parameters[0].dtype == torch.bfloat16 else 1e-4,
-        agreed=_agreed,
+        agreed=functools.partial(_agreed, ranks),
     )
-    return compared(group, case.seconds)
 
 
 class _Call:
     """One update, to its end on all ranks; `graphs` is how many torch.compile has made for it so far."""
 
-    def __init__(self, step: Step, batch: torch.Tensor) -> None:
-        self.step, self.batch, self.graphs = step, batch, 0
+    def __init__(self, step: Step, batch: torch.Tensor, ranks: dist.ProcessGroup | None) -> None:
+        self.step, self.batch, self.ranks, self.graphs = step, batch, ranks, 0
 
     def __call__(self) -> Any:
         before = counters["stats"]["unique_graphs"]
@@ -70,8 +73,8 @@ class _Call:
         self.graphs += counters["stats"]["unique_graphs"] - before
         if self.batch.is_cuda:
             torch.cuda.synchronize()
-        if dist.is_initialized():
-            dist.barrier()
+        if self.ranks is not None:
+            dist.barrier(group=self.ranks)
         return result
 
 
@@ -91,18 +94,19 @@ def _array(tensor: torch.Tensor) -> Any:
     return whole.detach().to("cpu", torch.float32, copy=True).numpy()
 
 
-def _agreed(rounds: int) -> int:
-    if not dist.is_initialized():
+def _agreed(ranks: dist.ProcessGroup | None, rounds: int) -> int:
+    if ranks is None:
         return rounds
     least = torch.tensor(rounds)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=ranks)
     return int(least)
 
 
 def _structure(case: Case, calls: dict[str, _Call], key: str) -> Figures:
     if case.setting == "torch_compiled":
-        peak, allocations = allocator_peak(calls[key]) if case.device == "cpu" else (None, None)
-        return {"peak_bytes": peak, "allocations": allocations, "compiles": calls[key].graphs}
+        graphs = calls[key].graphs
+        peak, allocations = (allocator_peak if case.device == "cpu" else cuda_peak)(calls[key])
+        return {"peak_bytes": peak, "allocations": allocations, "compiles": graphs}
     with Watch() as seen:
         calls[key]()
     return {
@@ -115,8 +119,12 @@ def _structure(case: Case, calls: dict[str, _Call], key: str) -> Figures:
 
 
 def exactness(case: Case) -> Figures:
-    """How far each contender is from the true gradient; among ranks, all of them take part."""
-    ranks = dist.group.WORLD if dist.is_initialized() else None
+    """How far each contender is from the true gradient."""
+    return asked(case, dist.group.WORLD)
+
+
+def asked(case: Case, ranks: dist.ProcessGroup | None) -> Figures:
+    """What comes of each question that applies to so many ranks, all of which take part."""
     found, left_out = contenders(case.setting, case.kind, case.only)
     figures = {c.key: {**about(c), "errors": dict.fromkeys(COLUMNS), "refused": {}} for c in found}
     for question in questions(ranks.size() if ranks else 1):

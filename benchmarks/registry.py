@@ -8,6 +8,7 @@ A contender is a module with
                                                  # None if it is ours
     KINDS = ("update", "exactness")              # optional: what it takes part in, all of them if left out
     WORKLOADS = ("wide_bfloat16",)               # optional: the only ones that it makes sense for
+    TOLERANCE = 1e-2                             # optional: how far it may be from the loop's result, if it rounds
     HANGS = ("uneven ranks",)                    # optional: columns of exactness in which its ranks wait for ever
 
     def make(problem): ...                       # -> step(batch) -> (loss, gradients), of the setting's Problem
@@ -36,6 +37,7 @@ class Contender(NamedTuple):
     make: Callable[..., Any]
     workloads: tuple[str, ...] = ()  # empty means all
     hangs: tuple[str, ...] = ()
+    tolerance: float | None = None  # None: that of the group
 
 
 def keys(setting: str) -> list[str]:
@@ -54,18 +56,23 @@ def contenders(setting: str, kind: str, only: tuple[str, ...] = ()) -> tuple[lis
 
     `only` names files; the loop by hand and what they are compared with come along.
     """
+    present = keys(setting)
+    found, left_out = _installed(setting, [k for k in present if not only or k in (*only, baseline(setting))])
+    more = {key for c in found if c.key in only for key in c.against} - {c.key for c in found}
+    rest, missing = _installed(setting, sorted(more))
+    return sorted((c for c in found + rest if kind in c.kinds), key=lambda c: c.key), left_out | missing
+
+
+def _installed(setting: str, wanted: list[str]) -> tuple[list[Contender], dict[str, str]]:
     found, left_out = [], {}
-    for key in keys(setting):
+    for key in wanted:
         try:
-            contender = _imported(setting, key)
+            found.append(_imported(setting, key))
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] in ("benchmarks", "funcga", "torch_backend", "jax_backend"):
                 raise
             left_out[key] = f"{error.name} is not installed: pip install -e '.[bench]'"
-        else:
-            found.append(contender)
-    wanted = set(only) | {baseline(setting)} | {key for c in found if c.key in only for key in c.against}
-    return [c for c in found if kind in c.kinds and (not only or c.key in wanted)], left_out
+    return found, left_out
 
 
 _PARTS = ("NAME", "SOURCE", "AGAINST", "make")
@@ -80,4 +87,5 @@ def _imported(setting: str, key: str) -> Contender:
         )
     against = (module.AGAINST,) if isinstance(module.AGAINST, str) else tuple(module.AGAINST or ())
     kinds, workloads, hangs = (getattr(module, name, ()) for name in ("KINDS", "WORKLOADS", "HANGS"))
-    return Contender(key, module.NAME, module.SOURCE, against, kinds or KINDS, module.make, workloads, hangs)
+    tolerance = getattr(module, "TOLERANCE", None)
+    return Contender(key, module.NAME, module.SOURCE, against, kinds or KINDS, module.make, workloads, hangs, tolerance)

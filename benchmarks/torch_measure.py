@@ -70,3 +70,13 @@ def allocator_peak(step: Callable[[], Any]) -> tuple[int, int]:
         live += event.nbytes()
         peak = max(peak, live)
     return peak, sum(event.nbytes() > 0 for event in events)
+
+
+def cuda_peak(step: Callable[[], Any]) -> tuple[int, int]:
+    """The same of what step makes on the GPU, whose allocator rounds each allocation up to 512 bytes."""
+    before = torch.cuda.memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    after = torch.cuda.memory_stats()
+    live, count = "allocated_bytes.all", "allocation.all.allocated"
+    return after[f"{live}.peak"] - before[f"{live}.current"], after[count] - before[count]
