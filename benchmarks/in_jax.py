@@ -14,16 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import jax_workloads
 from benchmarks.cases import Case
-from benchmarks.comparison import Figures, Group, compared
+from benchmarks.comparison import Figures, Group, about, compared
 from benchmarks.jax_measure import Programs
 from benchmarks.jax_problem import Optimization, Problem, Step
 from benchmarks.registry import Contender, baseline, contenders
-from benchmarks.truth import Question, error, questions
+from benchmarks.truth import COLUMNS, Question, error, questions
 
 
 def update(case: Case) -> Figures:
     """The figures of a case, or of one point of it."""
-    return compared((_windows if case.setting == "jax_optimizer" else gradients)(case), case.seconds)
+    return compared((windows if case.setting == "jax_optimizer" else gradients)(case), case.seconds)
 
 
 class _Made(NamedTuple):
@@ -55,7 +55,7 @@ def gradients(case: Case) -> Group:
         left_out,
         calls={key: each.call for key, each in made.items()},
         structure=lambda key: made[key].programs.figures(turns) | {"compiles": len(made[key].traces)},
-        about=_about(n, params),
+        about=_sizes(n, params),
     )
 
 
@@ -89,7 +89,7 @@ def _finished(program: Any, *args: Any) -> Any:
     return jax.block_until_ready(program(*args))
 
 
-def _about(n: int, params: Any) -> Figures:
+def _sizes(n: int, params: Any) -> Figures:
     leaves = jax.tree.leaves(params)
     return {
         "n": n,
@@ -104,10 +104,10 @@ def _group(case: Case, found: list[Contender], left_out: dict[str, str], **parts
 
 
 def _arrays(result: Any) -> list[Any]:
-    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(result)]
+    return [np.array(leaf) for leaf in jax.tree.leaves(result)]
 
 
-def _windows(case: Case) -> Group:
+def windows(case: Case) -> Group:
     """The contenders of a case that update, compiled."""
     workload = getattr(jax_workloads, case.workload)()
     found, left_out = contenders(case.setting, case.kind, case.only)
@@ -122,7 +122,7 @@ def _windows(case: Case) -> Group:
         calls={contender.key: make(contender) for contender in found},
         arrays=lambda window: _arrays(_updated(*window)),
         structure=lambda key: programs[key].figures() | {"compiles": len(programs[key].parts)},
-        about=_about(case.n, workload.params),
+        about=_sizes(case.n, workload.params),
     )
 
 
@@ -134,19 +134,18 @@ def exactness(case: Case) -> Figures:
     """By how much each contender is wrong in each column, or with which words it refuses."""
     found, left_out = contenders(case.setting, case.kind, case.only)
     asked = questions(case.ranks, even_shapes=True)
-    return {"left_out": left_out, "contenders": {each.key: _answers(case, each, asked) for each in found}}
+    return {"left_out": left_out, "contenders": {each.key: answers(case, each, asked) for each in found}}
 
 
-def _answers(case: Case, contender: Contender, asked: list[Question]) -> Figures:
-    errors: dict[str, float] = {}
+def answers(case: Case, contender: Contender, asked: list[Question]) -> Figures:
+    errors: dict[str, float | None] = dict.fromkeys(COLUMNS)
     refused: dict[str, str] = {}
     for question in asked:
         try:
             errors[question.column] = error(_answer(case, contender, question), question)
         except (TypeError, ValueError) as refusal:
             refused[question.column] = f"{type(refusal).__name__}: {refusal}".partition("\n")[0]
-    about = {"name": contender.name, "source": contender.source, "against": contender.against}
-    return about | {"errors": errors, "refused": refused}
+    return about(contender) | {"errors": errors, "refused": refused}
 
 
 def _answer(case: Case, contender: Contender, question: Question) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from benchmarks.fold_jax import attention, hand_written, mlp
+from benchmarks.contenders.jax import scan
+from benchmarks.jax_problem import Problem
+from benchmarks.jax_workloads import scanned, tiny
 from tests import problems
 from tests.kits import JAX, LIMITS, counted, difference
 
@@ -50,17 +52,14 @@ def test_the_program_does_not_grow_with_n():
 
 
 @pytest.mark.parametrize("fold", ["mean", "per_weight", "sum"])
-@pytest.mark.parametrize("model", [lambda: mlp(4, 128, 32), lambda: attention(64, 2, 16, 16)], ids=["mlp", "attention"])
-def test_temporary_memory_is_that_of_a_scan_by_hand(fold, model):
-    with jax.numpy_dtype_promotion("standard"):
-        check_temporary_memory(fold, *model())
-
-
-def check_temporary_memory(fold, params, batch, loss):
-    gradient = jax.value_and_grad(loss)
-    memory = lambda f: jax.jit(f).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+@pytest.mark.parametrize("make", [tiny, scanned])
+def test_temporary_memory_is_that_of_a_scan_by_hand(fold, make):
+    workload = make(8, 0)
+    gradient, by_hand = jax.value_and_grad(workload.loss), scan.make(Problem(workload.loss, 8, workload.size))
+    lowered = lambda f: jax.jit(f).lower(workload.params, workload.batch)
+    memory = lambda f: lowered(f).compile().memory_analysis().temp_size_in_bytes
     ours = memory(funcga.accumulate(gradient, 8, fold=getattr(funcga, fold)()))
-    assert ours <= memory(hand_written(gradient, 8)) + 256  # a few scalars
+    assert ours <= memory(by_hand) + 256  # a few scalars
 
 
 def test_static_and_traced_arguments():
