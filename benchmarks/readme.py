@@ -63,7 +63,7 @@ def _about(results: Results) -> str:
     where += [machine["system"], *([machine["accelerator"]] if machine["accelerator"] else [])]
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
-        f"{', '.join(where)}; {when}; {names}.\n"
+        f"{', '.join(where)}; {when}; {names}; [all figures](benchmarks/results/cpu.json).\n"
         "Each cell is funcga over the other: the time of an update, the median of the ratios within rounds in which\n"
         "all take turns in one process ([method](benchmarks/measure.py)), and the bytes at the peak. Below 1 funcga\n"
         "is faster, or leaner. **Bold**: it is behind, slower in three quarters of the rounds, or with more than "

@@ -261,7 +261,7 @@ def test_columns_without_figures_are_left_out(sample):
 def test_markdown(sample):
     text = readme.markdown(sample)
     assert "A|B, 2 cores, 16 GiB of memory, Linux; 20" in text
-    assert "funcga 0.1.0.\n" in text
+    assert "funcga 0.1.0; [all figures](benchmarks/results/cpu.json).\n" in text
     assert "| against | MLP, 12 layers of 64: time, bytes | MLP, 8 layers of 512: time, bytes |" in text
     assert "| a `loop` | **1.20**, 1.00 | 0.90, **1.01** |" in text
     assert "| torch, eager: a `loop` | 31 % | refused | 0.5 % | does not apply |" in text
