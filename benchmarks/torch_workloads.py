@@ -63,7 +63,9 @@ def gpt2(n: int, value: int, device: str) -> Workload:
 
     large = device != "cpu"
     size = {} if large else {"n_layer": 3, "n_head": 4, "n_embd": 192, "vocab_size": 1024, "n_positions": 64}
-    module = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **size))
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    module = GPT2LMHeadModel(GPT2Config(**rates, **size, bos_token_id=None, eos_token_id=None))
+    module.loss_type = "ForCausalLM"  # which it takes anyway, and warns
     module = module.to(device, torch.bfloat16 if large else torch.float32)
     tokens = torch.randint(0, 1024, (2 * n, 512 if large else 64), device=device)
     return Workload(module, tokens, 2, lambda module, tokens: module(input_ids=tokens, labels=tokens).loss)
