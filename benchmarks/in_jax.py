@@ -138,6 +138,7 @@ def exactness(case: Case) -> Figures:
 
 
 def answers(case: Case, contender: Contender, asked: list[Question]) -> Figures:
+    """What a contender makes of the questions, as the results file says it."""
     errors: dict[str, float | None] = dict.fromkeys(COLUMNS)
     refused: dict[str, str] = {}
     for question in asked:
