@@ -30,8 +30,8 @@ def draw(results: Results, file: Path) -> None:
     axes = list(dict.fromkeys(axis for axis, _ in grown))
     above = 1.6 + 0.2 * len(_rows(pairs)) if pairs else 0.2
     figure = Figure(figsize=(11, above + (6.2 if axes else 0)), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    parts = figure.subfigures(2, 1, height_ratios=(above, 6.2)) if axes and pairs else [figure, figure]
+    canvas: Any = FigureCanvasAgg(figure)
+    parts: Any = figure.subfigures(2, 1, height_ratios=(above, 6.2)) if axes and pairs else [figure, figure]
     if pairs:
         _draw_ratios(parts[0], pairs)
     if axes:

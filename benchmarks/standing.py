@@ -75,8 +75,11 @@ def case_pairs(name: str, figures: Figures) -> Iterable[Pair]:
 
 def in_order(contenders: dict[str, Any]) -> dict[str, Any]:
     """Ours, then the loop by hand, then the rivals."""
-    place = lambda own: (bool(own.get("against")), [*own.get("over_loop", ())] != [1.0, 1.0, 1.0])
-    return dict(sorted(contenders.items(), key=lambda item: place(item[1])))
+    return dict(sorted(contenders.items(), key=lambda item: _place(item[1])))
+
+
+def _place(own: Figures) -> tuple[bool, bool]:
+    return bool(own.get("against")), [*own.get("over_loop", ())] != [1.0, 1.0, 1.0]
 
 
 def peak_ratio(ours: Figures, theirs: Figures) -> float | None:
