@@ -1,5 +1,6 @@
 """One suite for both backends: `kit` runs a test in torch and in JAX, `precise` also in float32 and float64."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -20,6 +21,10 @@ LONGEST = (
     "parity", "multi_steps_jax", "replicas_jax", "torch_backend", "examples", "recipes", "accumulation", "bridge", "replicas",
     "modules", "wrapped", "engine", "jax_backend", "placements", "laws", "replication_jax", "fitting", "teeth",
 )  # fmt: skip
+
+# The files that ask for bits that XLA rounds, or for what it costs, or that run programs which compute for long. In all
+# others LLVM does not optimise what XLA has made of a program, which is the same: it would take a third of the time.
+OPTIMISED = ("accumulator", "bridge", "examples", "jax_backend", "laws", "tally", "training")
 
 
 def pytest_configure(config):
@@ -67,3 +72,15 @@ def dtype(request):
 def x64():
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiles_as_the_file_wants_it(request):
+    optimised = request.path.stem.removeprefix("test_") in OPTIMISED
+    jax.config.update("jax_disable_most_optimizations", not optimised)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collects_its_own_garbage():
+    """What other files have left, imports and caches, is not searched again at every collection."""
+    gc.freeze()
