@@ -18,13 +18,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
-    "parity", "multi_steps_jax", "replicas_jax", "torch_backend", "examples", "recipes", "accumulation", "bridge", "replicas",
-    "modules", "wrapped", "engine", "jax_backend", "placements", "laws", "replication_jax", "fitting", "teeth",
+    "parity", "multi_steps_jax", "examples", "replicas_jax", "torch_backend", "laws", "accumulation", "replicas", "verification",
+    "wrapped", "bridge", "training", "jax_backend", "replication_jax", "modules", "recipes", "multi_steps_replicas_jax", "engine",
+    "placements", "architecture", "fitting", "teeth",
 )  # fmt: skip
 
-# The files that ask for bits that XLA rounds, or for what it costs, or that run programs which compute for long. In all
-# others LLVM does not optimise what XLA has made of a program, which is the same: it would take a third of the time.
-OPTIMISED = ("accumulator", "bridge", "examples", "jax_backend", "laws", "tally", "training")
+# The files that compare to the bit what several programs have rounded. In all others LLVM does not optimise what XLA has
+# made of a program, which is the same and takes as much memory: that would be a third of the time to compile it.
+OPTIMISED = ("accumulator", "bridge", "laws", "tally")
 
 
 def pytest_configure(config):
