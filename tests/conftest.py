@@ -1,5 +1,6 @@
 """One suite for both backends: `kit` runs a test in torch and in JAX, `precise` also in float32 and float64."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -17,9 +18,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
-    "parity", "multi_steps_jax", "replicas_jax", "torch_backend", "examples", "recipes", "accumulation", "bridge", "replicas",
-    "modules", "wrapped", "engine", "jax_backend", "placements", "laws", "replication_jax", "fitting", "teeth",
+    "parity", "multi_steps_jax", "examples", "replicas_jax", "torch_backend", "laws", "accumulation", "replicas", "verification",
+    "wrapped", "bridge", "training", "jax_backend", "replication_jax", "modules", "recipes", "multi_steps_replicas_jax", "engine",
+    "placements", "architecture", "fitting", "teeth",
 )  # fmt: skip
+
+# The files that compare to the bit what several programs have rounded. In all others LLVM does not optimise what XLA has
+# made of a program, which is the same and takes as much memory: that would be a third of the time to compile it.
+OPTIMISED = ("accumulator", "bridge", "laws", "tally")
 
 
 def pytest_configure(config):
@@ -67,3 +73,15 @@ def dtype(request):
 def x64():
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiles_as_the_file_wants_it(request):
+    optimised = request.path.stem.removeprefix("test_") in OPTIMISED
+    jax.config.update("jax_disable_most_optimizations", not optimised)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collects_its_own_garbage():
+    """What other files have left, imports and caches, is not searched again at every collection."""
+    gc.freeze()

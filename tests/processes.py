@@ -6,7 +6,9 @@ They are forked from a process that has imported what all of them need and has r
 import atexit
 import datetime
 import multiprocessing
+import os
 import shutil
+import socket
 import tempfile
 import time
 import traceback
@@ -51,6 +53,12 @@ def _serve(pipe, rank, world, path, backend):
     dist.destroy_process_group()
 
 
+def _context():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.kits", "torch.distributed.fsdp"])
+    return context
+
+
 class Processes:
     """`world` processes; `run(function, *args)` calls function(group, *args) in each of the first `size`."""
 
@@ -58,8 +66,7 @@ class Processes:
         self.world, self.backend, self.workers = world, backend, []
 
     def start(self):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.kits", "torch.distributed.fsdp"])
+        context = _context()
         self.folder = tempfile.mkdtemp()
         path = str(Path(self.folder) / "store")
         for rank in range(self.world):
@@ -111,3 +118,36 @@ def processes(world=4, backend="gloo"):
         pool = _POOLS[world, backend] = Processes(world, backend)
         atexit.register(pool.stop)
     return _POOLS[world, backend]
+
+
+def launched(function, *args, count, limit=120):
+    """What is printed by so many processes that call the function as torchrun would start it, with its variables."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(rank) for rank in range(count)]
+        started = [
+            _context().Process(target=_launch, args=(file, rank, count, port, function, args), daemon=True)
+            for rank, file in enumerate(files)
+        ]
+        for process in started:
+            process.start()
+        until = time.monotonic() + limit
+        for process in started:
+            process.join(max(0, until - time.monotonic()))
+        codes = [process.exitcode for process in started]
+        for process in started:
+            process.kill()
+        printed = "".join(file.read_text() for file in files if file.exists())
+        assert codes == [0] * count, printed
+        return printed
+
+
+def _launch(file, rank, world, port, function, args):
+    output = os.open(file, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    function(*args)

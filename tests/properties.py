@@ -16,8 +16,8 @@ def equals_the_full_batch(kit, accumulate, dtype, problem):
     full = problems.full_gradient(kit, params, batch, loss, weight)
     rows = len(kit.leaves(batch)[0])
     gradient = funcga.value_and_grad(loss)
-    # each is another program in JAX: all of them in one dtype, some in the other
-    some = kit.name == "jax" and dtype == "float64"
+    # each is another program in JAX: all of them for one problem in one dtype, some for the others
+    some = kit.name == "jax" and (dtype, problem) != ("float32", "tokens")
     for n in (1, 2, 5, rows) if some else range(1, rows + 1):
         result = accumulate(gradient, n, fold=fold, weight=weight)(params, *batch)
         assert difference(kit, result, full) <= LIMITS[dtype], f"n={n}"

@@ -13,6 +13,7 @@ import jax
 import pytest
 import torch
 
+from tests.processes import launched
 from tests.programs import EXAMPLES, ROOT, as_a_program
 
 RUN = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "python": [sys.executable]}
@@ -76,6 +77,7 @@ NEEDS = {
 }
 
 APART = {"replicas_jax"}  # it says how many devices JAX has, which it takes before it has any
+FORKED = {"ddp_torch", "fsdp_torch"}  # as torchrun starts them, which `replicas_torch` shows that it does
 
 
 @pytest.mark.parametrize("name", PRINTS)
@@ -85,13 +87,20 @@ def test_the_example_prints_what_it_says(name, capsys):
     path = EXAMPLES / f"{name}.py"
     tool, *arguments = re.search(rf"^    (\w+ .*examples/{name}\.py.*)$", path.read_text(), re.M)[1].split()
     if tool == "python" and arguments == [f"examples/{name}.py"] and name not in APART:
-        with as_a_program():
-            runpy.run_path(str(path), run_name="__main__")
+        _run(path)
         printed = capsys.readouterr().out
+    elif name in FORKED:
+        (count,) = re.findall(r"^--nproc-per-node (\d+) ", " ".join(arguments))
+        printed = launched(_run, path, count=int(count))
     else:
         printed = printed_apart(tool, arguments)
     pattern, times = PRINTS[name]
     assert len(re.findall(pattern, printed, re.M)) == times, printed
+
+
+def _run(path):
+    with as_a_program():
+        runpy.run_path(str(path), run_name="__main__")
 
 
 def printed_apart(tool, arguments):

@@ -270,9 +270,15 @@ def test_other_dtypes(tmp_path):
 
 
 def test_over_replicas(tmp_path):
-    code, problem, _ = mine(tmp_path, "", "--dtype", "float64", "--ranks", "2")
+    """Of a problem whose losses import their own framework, as each replica is a process that has to import it."""
+    lazy = MINE.replace("import jax, jax.numpy as jnp, numpy, torch, funcga", "import numpy, funcga")
+    lazy = lazy.replace("    return (torch", "    import torch\n    return (torch")
+    lazy = lazy.replace("    return jnp", "    import jax.numpy as jnp\n    return jnp")
+    (tmp_path / "mine.py").write_text(lazy)
+    options = "--n", 3, "--updates", 0, "--dtype", "float64", "--ranks", 2
+    code, report = found(tmp_path, f"{tmp_path}/mine.py:problem", *options)
     assert code == 0
-    replicas = [c for c in of(problem, "accumulation") if "replicas" in c["what"]]
+    replicas = [c for c in of(report["problems"][0], "accumulation") if "replicas" in c["what"]]
     assert [c["what"] for c in replicas] == ["torch, 2 replicas", "JAX, 2 replicas"]
     assert all(c["ok"] and len(c["rows"]) == 3 for c in replicas)
 
