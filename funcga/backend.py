@@ -285,25 +285,29 @@ class Backend:
     transforms: Transforms
 
 
-_FRAMEWORKS = ("torch", "jax")
-
-
 def load(framework: str) -> Backend:
     """The backend of a framework.
 
     Raises FuncgaError if the framework is not installed, or if another module stands under the backend's name.
     """
+    if framework not in _LOADED:
+        _LOADED[framework] = _imported(framework)
+    return _LOADED[framework]
+
+
+_LOADED: dict[str, Backend] = {}  # as sys.modules would be, but torch.compile guards all of that
+
+
+def _imported(framework: str) -> Backend:
     name = f"{framework}_backend"
-    module = sys.modules.get(name)
-    if not hasattr(module, "BACKEND"):  # or another thread is importing it, for which the import waits
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] not in (framework, name):
-                raise
-            raise FuncgaError(
-                f"{error.name} is not installed, and this call needs it. Install it: pip install 'funcga[{framework}]'"
-            ) from error
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in (framework, name):
+            raise
+        raise FuncgaError(
+            f"{error.name} is not installed, and this call needs it. Install it: pip install 'funcga[{framework}]'"
+        ) from error
     backend = getattr(module, "BACKEND", None)
     if not isinstance(backend, Backend):
         found = getattr(module, "__file__", None) or "a module without a file"
@@ -319,7 +323,14 @@ def load_imported() -> list[Backend]:
 
     What makes a step calls this, so that no import is left for the first call, which torch.compile may be tracing.
     """
-    return [load(framework) for framework in _FRAMEWORKS if sys.modules.get(framework) is not None]
+    return [load(framework) for framework in _frameworks()]
+
+
+def _frameworks() -> tuple[str, ...]:
+    return tuple(framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None)
+
+
+_frameworks._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what is imported later changes nothing
 
 
 def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Backend:

@@ -216,14 +216,20 @@ def test_compiled_transforms_of_a_step():
     assert difference(TORCH, compiled, each(params, pair, batch[1])) <= LIMITS["float32"]
 
 
-def test_compiles_as_the_first_call_of_a_process():
+def test_compiles_as_the_first_call_of_a_process_and_never_again():
+    """What is imported later, JAX too, is nothing that the graph depends on."""
     program = """
-import torch, funcga
+import sys, torch, funcga
 step = funcga.accumulate(torch.func.grad(lambda p, x: (p * x).sum()), 2)
-print(float(torch.compile(step, fullgraph=True, backend="eager")(torch.tensor(3.0), torch.arange(4.0))))
+compiled = torch.compile(step, fullgraph=True, backend="eager")
+print(float(compiled(torch.tensor(3.0), torch.arange(4.0))))
+with torch.compiler.set_stance("fail_on_recompile"):
+    for name in ("another", "jax"):
+        sys.modules[name] = sys
+        compiled(torch.tensor(3.0), torch.arange(4.0))
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "3.0", done.stderr
+    assert (done.stdout.strip(), done.returncode) == ("3.0", 0), done.stderr
 
 
 def test_a_compiled_loss():
