@@ -1,0 +1,101 @@
+"""Gradients of scanned layers, folded where they are computed.
+
+Only JAX has this file: XLA adds in place what an operation makes, but not what a loop makes. The backward pass of a
+`lax.scan` over layers stacks their gradients into an array of the parameters' size, and only then a fold can add them.
+So where an output of grad_fn is what a scan stacks, and nothing else reads it, the program is evaluated with that scan
+replaced by one that carries the accumulator, and combines every layer's part with it: the same operations on the same
+numbers, without the array in between. Nothing but the operations of a jaxpr is used, so that the program can be
+differentiated and batched as any other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from jax_backend.exchange import as_varying, varying_axes
+
+Into = tuple[jax.Array, Callable[[Any, Any], Any]]
+"""An accumulator, and combine(part of the accumulator, the same part of what a scan stacks)."""
+
+
+def stacked(jaxpr: Any) -> list[int]:
+    """Which outputs of a jaxpr a scan stacks, and nothing else reads."""
+    if jaxpr.effects:
+        return []
+    made = {variable: (equation, k) for equation in jaxpr.eqns for k, variable in enumerate(equation.outvars)}
+    read = {v for equation in jaxpr.eqns for v in equation.invars if not isinstance(v, Literal)}
+    outputs = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
+    alone = [
+        i
+        for i, v in enumerate(jaxpr.outvars)
+        if not isinstance(v, Literal) and v in made and v not in read and outputs.count(v) == 1
+    ]
+    return [i for i in alone if _stacks(*made[jaxpr.outvars[i]])]
+
+
+def _stacks(equation: Any, k: int) -> bool:
+    if equation.primitive.name == "jit":
+        return k in stacked(equation.params["jaxpr"].jaxpr)
+    return equation.primitive.name == "scan" and k >= _carried(equation)
+
+
+def _carried(scan: Any) -> int:
+    """The number of values that a scan carries; its other outputs have an axis more than those of its body."""
+    pairs = zip(scan.outvars, scan.params["jaxpr"].jaxpr.outvars, strict=True)
+    return sum(whole.aval.ndim == part.aval.ndim for whole, part in pairs)
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], into: Mapping[int, Into]) -> list[Any]:
+    """The outputs of a jaxpr; the accumulators, combined with them, for those of `stacked` that `into` has."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    wanted = {jaxpr.outvars[i]: found for i, found in into.items()}
+    for equation in jaxpr.eqns:
+        operands = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
+        own = {k: wanted[v] for k, v in enumerate(equation.outvars) if v in wanted}
+        names = str(equation.source_info.name_stack)
+        with equation.ctx.manager, jax.named_scope(names) if names else nullcontext():
+            values.update(zip(equation.outvars, _evaluated(equation, operands, own), strict=True))
+    return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+
+
+def _evaluated(equation: Any, operands: list[Any], into: Mapping[int, Into]) -> Sequence[Any]:
+    if not into:
+        found = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+        return found if equation.primitive.multiple_results else [found]
+    inner = equation.params["jaxpr"]
+    return evaluate(inner.jaxpr, inner.consts, operands, into) if equation.primitive.name == "jit" else _scan(equation, operands, into)
+
+
+def _scan(scan: Any, operands: list[Any], into: Mapping[int, Into]) -> list[Any]:
+    """The outputs of the scan, with accumulators in place of what it would stack."""
+    body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
+    run = jaxpr_as_fun(body)
+    whole = sum(v.aval.ndim == part.aval.ndim for v, part in zip(scan.invars, body.jaxpr.invars, strict=True))
+    consts, init, xs = operands[: whole - carried], operands[whole - carried : whole], operands[whole:]
+
+    def step(carry: Any, cut: Any) -> Any:
+        before, accumulators = carry
+        i, parts = cut
+        found = run(*consts, *before, *parts)
+        after, rest = found[:carried], dict(enumerate(found[carried:], carried))
+        added = [_combined(a, i, rest.pop(k), into[k][1]) for k, a in zip(into, accumulators, strict=True)]
+        return (after, added), rest
+
+    vary = {k: tuple(varying_axes(scan.outvars[k].aval)) for k in into}
+    accumulators = [as_varying(accumulator, vary[k]) for k, (accumulator, _) in into.items()]
+    places = jnp.arange(length, dtype=jnp.int32)
+    options = {name: scan.params[name] for name in ("reverse", "unroll")}
+    (after, added), rest = lax.scan(step, (init, accumulators), (places, xs), length, **options)
+    outputs = dict(enumerate(after)) | rest | dict(zip(into, added, strict=True))
+    return [outputs[k] for k in range(len(scan.outvars))]
+
+
+def _combined(accumulator: jax.Array, i: Any, part: jax.Array, combine: Callable[[Any, Any], Any]) -> jax.Array:
+    """The accumulator with its i-th row combined with a part."""
+    row = lax.dynamic_index_in_dim(accumulator, i, keepdims=False)
+    return lax.dynamic_update_index_in_dim(accumulator, combine(row, part), i, 0)
