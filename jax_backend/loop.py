@@ -53,7 +53,7 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         for count, size in found:
             # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
             evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size, narrow), inline=True)
-            state = [_strong(leaf) for leaf in arguments.state()]
+            state = [_strong(leaf) for leaf in arguments.state()] if carry is None else carry[-1]
             traced, made = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
             if carry is None:
                 outputs, _ = program.bind(made[0], arguments)
@@ -61,7 +61,7 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                     return folded(args, kwargs, 1, replicas)
                 carry = (*_nothing(outputs), state)
             weigh = jax.jit(partial(_cut_and_weigh, program, arguments, size, narrow), inline=True)
-            one = _Microbatch(outputs, evaluate, weigh, _in_place(outputs, traced, made[0]), traced)
+            one = _Microbatch(outputs, evaluate, weigh, traced, _in_place(outputs, traced, made[0]))
             if program.weight is not None:
                 carry, collected = _scan(one, carry, first, count, size)
             else:
@@ -76,28 +76,30 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
 
 class _Microbatch(NamedTuple):
-    """One micro-batch in a loop: from its first row and the state, `evaluate` makes its value and weight."""
+    """One micro-batch: `evaluate` makes its value and weight of some operands, and `weigh` the weight alone."""
 
     outputs: Outputs
     evaluate: Callable[..., Any]
-    weigh: Callable[..., Any]  # the weight alone
-    in_place: list[int]  # the leaves that are folded where they are computed
+    weigh: Callable[..., Any]
     traced: Any  # the jaxpr of evaluate
+    in_place: list[int]  # the leaves that are folded where they are computed
 
-    def fold(self, reduced: list[Any], start: Any, state: list[Any], weights: list[Any] | None) -> Any:
+    def fold(self, reduced: list[Any], operands: Any, weights: list[Any] | None = None) -> tuple[Any, ...]:
         """What is reduced with it, the state that it threads, its values of the collected leaves, and its weight.
 
-        The weights are one for each leaf that is reduced, or None for its own.
+        The weights are one for each leaf that is reduced; by default its own.
         """
         if not self.in_place:
-            value, limbs = self.evaluate(start, state)
-            return *_combine(self.outputs, reduced, value, weights or _own(limbs, reduced)), limbs
-        limbs = self.weigh(start, state)
-        folds, places = self.outputs.reduced_folds, self.outputs.reduced
-        parts = list(zip(folds, reduced, places, weights or _own(limbs, reduced), strict=True))
-        into = {i: (before, partial(_one_more, fold, weight)) for fold, before, i, weight in parts if i in self.in_place}
-        leaves = stacked.evaluate(self.traced.jaxpr, self.traced.consts, jax.tree.leaves((start, state)), into)
-        reduced = [leaves[i] if i in into else _one_more(f, w, before, leaves[i]) for f, before, i, w in parts]
+            value, limbs = self.evaluate(*operands)
+            return *_combine(self.outputs, reduced, value, _weights(weights, limbs, reduced)), limbs
+        limbs = self.weigh(*operands)  # before all else, as it takes part in the loop over the layers
+        weights = _weights(weights, limbs, reduced)
+        folds = zip(self.outputs.reduced, self.outputs.reduced_folds, weights, strict=True)
+        added = {i: partial(_one_more, fold, weight) for i, fold, weight in folds}
+        before = dict(zip(added, reduced, strict=True))
+        into = {i: (before[i], added[i]) for i in self.in_place}
+        leaves = stacked.evaluate(self.traced.jaxpr, self.traced.consts, jax.tree.leaves(operands), into)
+        reduced = [leaves[i] if i in into else added[i](before[i], leaves[i]) for i in added]
         return reduced, [leaves[i] for i in self.outputs.threads], [leaves[i] for i in self.outputs.collected], limbs
 
 
@@ -105,7 +107,9 @@ def _one_more(fold: LeafFold, weight: Any, before: Any, value: Any) -> Any:
     return fold.combine(before, fold.lift(value, weight))
 
 
-def _own(limbs: Any, reduced: list[Any]) -> list[Any]:
+def _weights(weights: list[Any] | None, limbs: Any, reduced: list[Any]) -> list[Any]:
+    if weights is not None or not reduced:
+        return weights or []
     return [tally.total(tally.Tally(limbs, arrays.count(1)))] * len(reduced)
 
 
@@ -130,9 +134,7 @@ def _scan(one: _Microbatch, carry: Any, first: int, count: int, size: int) -> tu
     """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
 
     def body(carry: Any, start: Any) -> Any:
-        reduced, total, state = carry
-        reduced, state, collected, limbs = one.fold(reduced, start, state, None)
-        return (reduced, tally.merge(total, tally.Tally(limbs, arrays.count(1))), state), collected
+        return _add(one, carry, start, carry[-1])
 
     places = first + size * jnp.arange(count, dtype=jnp.int32)
     carry, collected = lax.scan(body, _varying(body, carry, places[0]), places)
@@ -151,7 +153,7 @@ def _scan_rows(
 
     def body(carry: Any, start: Any) -> Any:
         reduced, state = carry
-        reduced, state, collected, _ = one.fold(reduced, start, state, weights)
+        reduced, state, collected, _ = one.fold(reduced, (start, state), weights)
         return (reduced, state), collected
 
     reduced, total, state = carry
@@ -168,9 +170,7 @@ def _cut_and_evaluate(
     return _evaluate(program, arguments, arguments.cut(start, size, state, narrow), kwargs)
 
 
-def _cut_and_weigh(
-    program: Program, arguments: Arguments, size: int, narrow: Any, start: Any, state: list[Any]
-) -> Any:
+def _cut_and_weigh(program: Program, arguments: Arguments, size: int, narrow: Any, start: Any, state: list[Any]) -> Any:
     return _limbs(program, arguments, arguments.cut(start, size, state, narrow))
 
 
@@ -217,10 +217,14 @@ def _outputs_of(program: Program, backend: Backend, evaluate: Callable[..., Any]
 
 
 def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
+    def weigh(arguments: Arguments, state: Any) -> Any:
+        return _limbs(program, arguments, arguments.cut(0, None, state)) or arrays.limbs(arguments.rows())
+
     @partial(compiled, inline=True)
     def evaluate(leading: Any, kwargs: Any, item: Any, state: Any) -> Any:
         arguments = program.read((*leading, *item), backend)
-        return _evaluate(program, arguments, arguments.cut(0, None, state), kwargs)
+        value, limbs = _evaluate(program, arguments, arguments.cut(0, None, state), kwargs)
+        return value, limbs or arrays.limbs(arguments.rows())
 
     @compiled
     def begin(outputs: Outputs, leading: Any, item: Any) -> Any:
@@ -230,9 +234,10 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def step(outputs: Outputs, whole: Static, cut: Static, carry: Any, arrays_whole: Any, arrays_cut: Any) -> Any:
         (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
         arguments = program.read((*leading, *item), backend)
-        value, limbs = evaluate(leading, kwargs, item, carry[-1])
-        limbs = arrays.limbs(arguments.rows()) if program.weight is None else limbs
-        return _add(outputs, carry, value, limbs)
+        of = partial(evaluate, leading, kwargs, item)
+        traced, made = jax.make_jaxpr(of, return_shape=True)(carry[-1])
+        one = _Microbatch(outputs, of, partial(weigh, arguments), traced, _in_place(outputs, traced, made[0]))
+        return _add(one, carry, carry[-1])
 
     finish = compiled(_finish)
     jitted = jax.jit(step, static_argnums=(0, 1, 2), donate_argnums=3)
@@ -293,12 +298,11 @@ def _nothing(outputs: Outputs) -> tuple[list[Any], tally.Tally]:
     return [fold.identity(like) for fold, like in zeros], tally.empty(arrays)
 
 
-def _add(outputs: Outputs, carry: Any, value: Any, limbs: Any) -> Any:
-    """The carry with one more micro-batch of this weight, and its values of the collected leaves."""
-    reduced, total, state = carry
-    more = tally.Tally(limbs, arrays.count(1))
-    reduced, state, collected = _combine(outputs, reduced, value, [tally.total(more)] * len(reduced))
-    return (reduced, tally.merge(total, more), state), collected
+def _add(one: _Microbatch, carry: Any, *operands: Any) -> Any:
+    """The carry with one more micro-batch of the weight that it has, and its values of the collected leaves."""
+    reduced, total, _ = carry
+    reduced, state, collected, limbs = one.fold(reduced, operands)
+    return (reduced, tally.merge(total, tally.Tally(limbs, arrays.count(1))), state), collected
 
 
 def _combine(

@@ -1,11 +1,10 @@
-"""Gradients of scanned layers, folded where they are computed.
+"""What a scan over layers stacks, folded layer by layer, where it is computed.
 
 Only JAX has this file: XLA adds in place what an operation makes, but not what a loop makes. The backward pass of a
-`lax.scan` over layers stacks their gradients into an array of the parameters' size, and only then a fold can add them.
-So where an output of grad_fn is what a scan stacks, and nothing else reads it, the program is evaluated with that scan
-replaced by one that carries the accumulator, and combines every layer's part with it: the same operations on the same
-numbers, without the array in between. Nothing but the operations of a jaxpr is used, so that the program can be
-differentiated and batched as any other.
+`lax.scan` over layers stacks their gradients, an array of the parameters' size, and only then a fold can add them. So
+where a scan stacks an output of grad_fn, and nothing else reads that, the program is evaluated with this scan replaced
+by one that carries the accumulator, and combines the part of every layer with it: the same operations on the same
+numbers, without the array in between. It is a program of plain operations, to be differentiated and batched as any.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,26 +21,35 @@ from jax_backend.exchange import as_varying, varying_axes
 Into = tuple[jax.Array, Callable[[Any, Any], Any]]
 """An accumulator, and combine(part of the accumulator, the same part of what a scan stacks)."""
 
+# A scan with any other option is left as it is.
+_KNOWN = {"jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry", "ft_in", "ft_out"}
+
 
 def stacked(jaxpr: Any) -> list[int]:
     """Which outputs of a jaxpr a scan stacks, and nothing else reads."""
-    if jaxpr.effects:
-        return []
-    made = {variable: (equation, k) for equation in jaxpr.eqns for k, variable in enumerate(equation.outvars)}
-    read = {v for equation in jaxpr.eqns for v in equation.invars if not isinstance(v, Literal)}
-    outputs = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
-    alone = [
-        i
-        for i, v in enumerate(jaxpr.outvars)
-        if not isinstance(v, Literal) and v in made and v not in read and outputs.count(v) == 1
-    ]
-    return [i for i in alone if _stacks(*made[jaxpr.outvars[i]])]
+    return [] if jaxpr.effects else [i for i in range(len(jaxpr.outvars)) if _source(jaxpr, i) is not None]
+
+
+def _source(jaxpr: Any, i: int) -> Any:
+    """The variable that a scan stacks, and that is the i-th output, once it is cast; None if there is none."""
+    variable = jaxpr.outvars[i]
+    made = {v: (equation, k) for equation in jaxpr.eqns for k, v in enumerate(equation.outvars)}
+    read = [v for equation in jaxpr.eqns for v in equation.invars] + jaxpr.outvars
+    for _ in made:
+        if isinstance(variable, Literal) or variable not in made or sum(v is variable for v in read) != 1:
+            return None
+        equation, k = made[variable]
+        if equation.primitive.name != "convert_element_type":
+            return variable if _stacks(equation, k) else None
+        (variable,) = equation.invars
+    return None
 
 
 def _stacks(equation: Any, k: int) -> bool:
     if equation.primitive.name == "jit":
         return k in stacked(equation.params["jaxpr"].jaxpr)
-    return equation.primitive.name == "scan" and k >= _carried(equation)
+    is_scan = equation.primitive.name == "scan" and equation.params.keys() <= _KNOWN
+    return is_scan and k >= _carried(equation)
 
 
 def _carried(scan: Any) -> int:
@@ -51,24 +59,27 @@ def _carried(scan: Any) -> int:
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], into: Mapping[int, Into]) -> list[Any]:
-    """The outputs of a jaxpr; the accumulators, combined with them, for those of `stacked` that `into` has."""
+    """The outputs of a jaxpr; for those of `stacked` that `into` has, the accumulators combined with them."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    wanted = {jaxpr.outvars[i]: found for i, found in into.items()}
+    read = lambda v: v.val if isinstance(v, Literal) else values[v]
+    wanted = {_source(jaxpr, i): found for i, found in into.items()}
     for equation in jaxpr.eqns:
-        operands = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
+        operands = [read(v) for v in equation.invars]
         own = {k: wanted[v] for k, v in enumerate(equation.outvars) if v in wanted}
         names = str(equation.source_info.name_stack)
         with equation.ctx.manager, jax.named_scope(names) if names else nullcontext():
             values.update(zip(equation.outvars, _evaluated(equation, operands, own), strict=True))
-    return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    return [values[_source(jaxpr, i)] if i in into else read(v) for i, v in enumerate(jaxpr.outvars)]
 
 
 def _evaluated(equation: Any, operands: list[Any], into: Mapping[int, Into]) -> Sequence[Any]:
     if not into:
         found = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
         return found if equation.primitive.multiple_results else [found]
+    if equation.primitive.name == "scan":
+        return _scan(equation, operands, into)
     inner = equation.params["jaxpr"]
-    return evaluate(inner.jaxpr, inner.consts, operands, into) if equation.primitive.name == "jit" else _scan(equation, operands, into)
+    return evaluate(inner.jaxpr, inner.consts, operands, into)
 
 
 def _scan(scan: Any, operands: list[Any], into: Mapping[int, Into]) -> list[Any]:
@@ -83,8 +94,8 @@ def _scan(scan: Any, operands: list[Any], into: Mapping[int, Into]) -> list[Any]
         i, parts = cut
         found = run(*consts, *before, *parts)
         after, rest = found[:carried], dict(enumerate(found[carried:], carried))
-        added = [_combined(a, i, rest.pop(k), into[k][1]) for k, a in zip(into, accumulators, strict=True)]
-        return (after, added), rest
+        pairs = zip(into, accumulators, strict=True)
+        return (after, [_combined(accumulator, i, rest.pop(k), into[k][1]) for k, accumulator in pairs]), rest
 
     vary = {k: tuple(varying_axes(scan.outvars[k].aval)) for k in into}
     accumulators = [as_varying(accumulator, vary[k]) for k, (accumulator, _) in into.items()]
@@ -95,7 +106,7 @@ def _scan(scan: Any, operands: list[Any], into: Mapping[int, Into]) -> list[Any]
     return [outputs[k] for k in range(len(scan.outvars))]
 
 
-def _combined(accumulator: jax.Array, i: Any, part: jax.Array, combine: Callable[[Any, Any], Any]) -> jax.Array:
+def _combined(accumulator: jax.Array, i: Any, part: jax.Array, combine: Callable[[Any, Any], Any]) -> Any:
     """The accumulator with its i-th row combined with a part."""
     row = lax.dynamic_index_in_dim(accumulator, i, keepdims=False)
     return lax.dynamic_update_index_in_dim(accumulator, combine(row, part), i, 0)
