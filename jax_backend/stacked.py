@@ -47,9 +47,15 @@ def _source(jaxpr: Any, i: int) -> Any:
 
 def _stacks(equation: Any, k: int) -> bool:
     if equation.primitive.name == "jit":
-        return k in stacked(equation.params["jaxpr"].jaxpr)
+        return _is_plain(equation) and k in stacked(equation.params["jaxpr"].jaxpr)
     is_scan = equation.primitive.name == "scan" and equation.params.keys() <= _KNOWN
     return is_scan and k >= _carried(equation)
+
+
+def _is_plain(jit: Any) -> bool:
+    """Whether a call asks for no sharding, so that what it calls may stand in its place."""
+    shardings = (*jit.params["in_shardings"], *jit.params["out_shardings"])
+    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
 
 
 def _carried(scan: Any) -> int:
@@ -61,7 +67,7 @@ def _carried(scan: Any) -> int:
 def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], into: Mapping[int, Into]) -> list[Any]:
     """The outputs of a jaxpr; for those of `stacked` that `into` has, the accumulators combined with them."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else values[v]
+    read: Callable[[Any], Any] = lambda v: v.val if isinstance(v, Literal) else values[v]
     wanted = {_source(jaxpr, i): found for i, found in into.items()}
     for equation in jaxpr.eqns:
         operands = [read(v) for v in equation.invars]
