@@ -48,8 +48,15 @@ def _source(jaxpr: Any, i: int) -> Any:
 def _stacks(equation: Any, k: int) -> bool:
     if equation.primitive.name == "jit":
         return _is_plain(equation) and k in stacked(equation.params["jaxpr"].jaxpr)
-    is_scan = equation.primitive.name == "scan" and equation.params.keys() <= _KNOWN
-    return is_scan and k >= _carried(equation)
+    if equation.primitive.name != "scan" or not equation.params.keys() <= _KNOWN or k < _carried(equation):
+        return False
+    part = equation.params["jaxpr"].jaxpr.outvars[k]
+    return not (_is_sharded(part) or _is_sharded(equation.outvars[k]))
+
+
+def _is_sharded(variable: Any) -> bool:
+    """Whether its type says how it lies on a mesh of explicit axes, which an accumulator does not know."""
+    return any(axis is not None for axis in variable.aval.sharding.spec)
 
 
 def _is_plain(jit: Any) -> bool:
