@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
+from jax.sharding import AxisType
 
 from jax_backend.exchange import as_varying, varying_axes
 
@@ -50,13 +51,8 @@ def _stacks(equation: Any, k: int) -> bool:
         return _is_plain(equation) and k in stacked(equation.params["jaxpr"].jaxpr)
     if equation.primitive.name != "scan" or not equation.params.keys() <= _KNOWN or k < _carried(equation):
         return False
-    part = equation.params["jaxpr"].jaxpr.outvars[k]
-    return not (_is_sharded(part) or _is_sharded(equation.outvars[k]))
-
-
-def _is_sharded(variable: Any) -> bool:
-    """Whether its type says how it lies on a mesh of explicit axes, which an accumulator does not know."""
-    return any(axis is not None for axis in variable.aval.sharding.spec)
+    # with explicit axes the type says how it lies on a mesh, of which an accumulator knows nothing
+    return AxisType.Explicit not in equation.outvars[k].aval.sharding.mesh.axis_types
 
 
 def _is_plain(jit: Any) -> bool:
