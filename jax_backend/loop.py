@@ -2,21 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcga import tally
+from funcga import reducers, tally
 from funcga.arguments import Arguments, groups
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
-from jax_backend import arrays, blocks, compilation
+from funcga.reducers import Reducer
+from jax_backend import arrays, blocks, compilation, stacked
 from jax_backend.compilation import Static, compiled
 from jax_backend.exchange import varying_axes
 from jax_backend.merging import Folded, merge, varying
@@ -52,16 +53,19 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         for count, size in found:
             # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
             evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size, narrow), inline=True)
+            state = [_strong(leaf) for leaf in arguments.state()] if carry is None else carry[-1]
+            traced, made = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
             if carry is None:
-                state = [_strong(leaf) for leaf in arguments.state()]
-                outputs, _ = program.bind(jax.eval_shape(evaluate, jnp.int32(0), state)[0], arguments)
+                outputs, _ = program.bind(made[0], arguments)
                 if narrow is not None and not blocks.keeps_result(outputs, size):
                     return folded(args, kwargs, 1, replicas)
                 carry = (*_nothing(outputs), state)
+            weigh = jax.jit(partial(_cut_and_weigh, program, arguments, size, narrow), inline=True)
+            one = _Microbatch(outputs, evaluate, weigh, traced, _in_place(outputs, traced, made[0]))
             if program.weight is not None:
-                carry, collected = _scan(outputs, evaluate, carry, first, count, size)
+                carry, collected = _scan(one, carry, first, count, size)
             else:
-                carry, collected = _scan_rows(outputs, evaluate, carry, first, count, size, shared=len(found) == 1)
+                carry, collected = _scan_rows(one, carry, first, count, size, shared=len(found) == 1)
             chunks.append(collected)
             first += count * size
         if narrow is not None:
@@ -71,32 +75,85 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     return fold
 
 
-def _scan(
-    outputs: Outputs, evaluate: Callable[..., Any], carry: Any, first: int, count: int, size: int
-) -> tuple[Any, list[jax.Array]]:
+class _Microbatch(NamedTuple):
+    """One micro-batch: `evaluate` makes its value and weight of some operands, and `weigh` the weight alone."""
+
+    outputs: Outputs
+    evaluate: Callable[..., Any]
+    weigh: Callable[..., Any]
+    traced: Any  # the jaxpr of evaluate
+    in_place: list[int]  # the leaves that are folded where they are computed
+
+    def fold(self, reduced: list[Any], operands: Any, weights: list[Any] | None = None) -> tuple[Any, ...]:
+        """What is reduced with it, the state that it threads, its values of the collected leaves, and its weight.
+
+        The weights are one for each leaf that is reduced; by default its own.
+        """
+        if not self.in_place:
+            value, limbs = self.evaluate(*operands)
+            return *_combine(self.outputs, reduced, value, _weights(weights, limbs, reduced)), limbs
+        limbs = self.weigh(*operands)  # before all else, as it takes part in the loop over the layers
+        weights = _weights(weights, limbs, reduced)
+        folds = zip(self.outputs.reduced, self.outputs.reduced_folds, weights, strict=True)
+        added = {i: partial(_one_more, fold, weight) for i, fold, weight in folds}
+        before = dict(zip(added, reduced, strict=True))
+        into = {i: (before[i], added[i]) for i in self.in_place}
+        leaves = stacked.evaluate(self.traced.jaxpr, self.traced.consts, jax.tree.leaves(operands), into)
+        reduced = [leaves[i] if i in into else added[i](before[i], leaves[i]) for i in added]
+        return reduced, [leaves[i] for i in self.outputs.threads], [leaves[i] for i in self.outputs.collected], limbs
+
+
+def _one_more(fold: LeafFold, weight: Any, before: Any, value: Any) -> Any:
+    return fold.combine(before, fold.lift(value, weight))
+
+
+def _weights(weights: list[Any] | None, limbs: Any, reduced: list[Any]) -> list[Any]:
+    if weights is not None or not reduced:
+        return weights or []
+    return [tally.total(tally.Tally(limbs, arrays.count(1)))] * len(reduced)
+
+
+def _in_place(outputs: Outputs, traced: Any, value: Any) -> list[int]:
+    """The leaves of a value that a scan stacks, and whose fold is elementwise."""
+    leaves, structure = jax.tree.flatten(value)
+    if structure != outputs.structure or any(
+        (leaf.shape, leaf.dtype) != (shape, dtype)
+        for leaf, shape, dtype in zip(leaves, outputs.shapes, outputs.dtypes, strict=True)
+    ):
+        return []  # which is an error that has its words elsewhere
+    pairs = zip(outputs.reduced_folds, outputs.reduced, strict=True)
+    elementwise = {i for fold, i in pairs if _is_elementwise(fold.fold.reducer)}
+    return [i for i in stacked.stacked(traced.jaxpr) if i in elementwise]
+
+
+def _is_elementwise(reducer: Reducer) -> bool:
+    return reducer.monoid.collective is not None and (reducer.linear or reducer.lift is reducers.sum.lift)
+
+
+def _scan(one: _Microbatch, carry: Any, first: int, count: int, size: int) -> tuple[Any, list[jax.Array]]:
     """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
 
     def body(carry: Any, start: Any) -> Any:
-        return _add(outputs, carry, *evaluate(start, carry[-1]))
+        return _add(one, carry, start, carry[-1])
 
     places = first + size * jnp.arange(count, dtype=jnp.int32)
     carry, collected = lax.scan(body, _varying(body, carry, places[0]), places)
-    return carry, [_unstack(*pair) for pair in zip(outputs.collected_folds, collected, strict=True)]
+    return carry, [_unstack(*pair) for pair in zip(one.outputs.collected_folds, collected, strict=True)]
 
 
 def _scan_rows(
-    outputs: Outputs, evaluate: Callable[..., Any], carry: Any, first: int, count: int, size: int, shared: bool
+    one: _Microbatch, carry: Any, first: int, count: int, size: int, shared: bool
 ) -> tuple[Any, list[jax.Array]]:
     """The same for micro-batches that weigh as much as they have rows, which is known before the loop.
 
     A weight `shared` by the whole window is applied once, after the loop: XLA then adds every gradient in place.
     """
-    folds = outputs.reduced_folds
+    folds = one.outputs.reduced_folds
     weights = [1 if shared and fold.fold.reducer.linear else size for fold in folds]
 
     def body(carry: Any, start: Any) -> Any:
         reduced, state = carry
-        reduced, state, collected = _combine(outputs, reduced, evaluate(start, state)[0], weights)
+        reduced, state, collected, _ = one.fold(reduced, (start, state), weights)
         return (reduced, state), collected
 
     reduced, total, state = carry
@@ -104,7 +161,7 @@ def _scan_rows(
     (reduced, state), collected = lax.scan(body, _varying(body, (reduced, state), places[0]), places)
     reduced = [fold.lift(r, size) if w != size else r for fold, r, w in zip(folds, reduced, weights, strict=True)]
     total = tally.merge(total, tally.of(count * size, arrays, steps=count))
-    return (reduced, total, state), [_unstack(*p) for p in zip(outputs.collected_folds, collected, strict=True)]
+    return (reduced, total, state), [_unstack(*p) for p in zip(one.outputs.collected_folds, collected, strict=True)]
 
 
 def _cut_and_evaluate(
@@ -113,9 +170,18 @@ def _cut_and_evaluate(
     return _evaluate(program, arguments, arguments.cut(start, size, state, narrow), kwargs)
 
 
+def _cut_and_weigh(program: Program, arguments: Arguments, size: int, narrow: Any, start: Any, state: list[Any]) -> Any:
+    return _limbs(program, arguments, arguments.cut(start, size, state, narrow))
+
+
+def _limbs(program: Program, arguments: Arguments, args: tuple[Any, ...]) -> Any:
+    """The weight of one micro-batch; the default weight is left to the caller."""
+    return () if program.weight is None else arrays.limbs(program.weigh(arguments, args, arguments.rows))
+
+
 def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The value of one micro-batch, and its weight as limbs; the default weight is left to the caller."""
-    limbs = () if program.weight is None else arrays.limbs(program.weigh(arguments, args, arguments.rows))
+    """The value of one micro-batch, and its weight as limbs."""
+    limbs = _limbs(program, arguments, args)
     value = program.grad_fn(*args, **kwargs)
     for i, leaf in enumerate(jax.tree.leaves(value)):
         as_leaf(leaf, partial(leaf_path, value, i, arguments.backend), arguments.backend)
@@ -151,10 +217,14 @@ def _outputs_of(program: Program, backend: Backend, evaluate: Callable[..., Any]
 
 
 def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
+    def weigh(arguments: Arguments, state: Any) -> Any:
+        return _limbs(program, arguments, arguments.cut(0, None, state)) or arrays.limbs(arguments.rows())
+
     @partial(compiled, inline=True)
     def evaluate(leading: Any, kwargs: Any, item: Any, state: Any) -> Any:
         arguments = program.read((*leading, *item), backend)
-        return _evaluate(program, arguments, arguments.cut(0, None, state), kwargs)
+        value, limbs = _evaluate(program, arguments, arguments.cut(0, None, state), kwargs)
+        return value, limbs or arrays.limbs(arguments.rows())
 
     @compiled
     def begin(outputs: Outputs, leading: Any, item: Any) -> Any:
@@ -164,9 +234,10 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def step(outputs: Outputs, whole: Static, cut: Static, carry: Any, arrays_whole: Any, arrays_cut: Any) -> Any:
         (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
         arguments = program.read((*leading, *item), backend)
-        value, limbs = evaluate(leading, kwargs, item, carry[-1])
-        limbs = arrays.limbs(arguments.rows()) if program.weight is None else limbs
-        return _add(outputs, carry, value, limbs)
+        of = partial(evaluate, leading, kwargs, item)
+        traced, made = jax.make_jaxpr(of, return_shape=True)(carry[-1])
+        one = _Microbatch(outputs, of, partial(weigh, arguments), traced, _in_place(outputs, traced, made[0]))
+        return _add(one, carry, carry[-1])
 
     finish = compiled(_finish)
     jitted = jax.jit(step, static_argnums=(0, 1, 2), donate_argnums=3)
@@ -227,12 +298,11 @@ def _nothing(outputs: Outputs) -> tuple[list[Any], tally.Tally]:
     return [fold.identity(like) for fold, like in zeros], tally.empty(arrays)
 
 
-def _add(outputs: Outputs, carry: Any, value: Any, limbs: Any) -> Any:
-    """The carry with one more micro-batch of this weight, and its values of the collected leaves."""
-    reduced, total, state = carry
-    more = tally.Tally(limbs, arrays.count(1))
-    reduced, state, collected = _combine(outputs, reduced, value, [tally.total(more)] * len(reduced))
-    return (reduced, tally.merge(total, more), state), collected
+def _add(one: _Microbatch, carry: Any, *operands: Any) -> Any:
+    """The carry with one more micro-batch of the weight that it has, and its values of the collected leaves."""
+    reduced, total, _ = carry
+    reduced, state, collected, limbs = one.fold(reduced, operands)
+    return (reduced, tally.merge(total, tally.Tally(limbs, arrays.count(1))), state), collected
 
 
 def _combine(

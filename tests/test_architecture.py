@@ -197,6 +197,7 @@ ALONE = {
     "transfer": "torch copies on a stream of its own; JAX is asynchronous by itself",
     "scan": "in JAX the loop is lax.scan always; torch has one for torch.compile alone",
     "modules": "torch has modules, whose parameters must be put in; in JAX they are arguments already",
+    "stacked": "a loop over layers is part of an XLA program; torch adds where autograd computes, in any loop",
     "compilation": "JAX compiles calls outside of jit; torch runs them as they are",
     "merging": "in JAX the merge over replicas is part of the program; torch sends what is ready while it computes the rest",
     "exchange": "in JAX collectives are operations; in torch they are calls on a process group",

@@ -1,0 +1,164 @@
+"""Gradients of scanned layers: folded layer by layer inside of the loop, as they would be when it has stacked them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import funcga
+from jax_backend import stacked
+from tests.kits import counted
+
+
+def layers(length=3, width=4, dtype="float32"):
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {
+        name: jax.random.normal(key, (length, width, width), dtype) / 2 for name, key in zip("ab", keys, strict=True)
+    }
+
+
+def rows(count=7, width=4):
+    return jax.random.normal(jax.random.key(1), (count, width))
+
+
+def layer(x, w):
+    return jnp.tanh(jax.nn.relu(x @ w["a"]) @ w["b"]), None
+
+
+def loss(params, x, body=layer, **options):
+    return (lax.scan(body, x, params, **options)[0] ** 2).mean()
+
+
+def in_half(params, x):
+    half = lambda tree: jax.tree.map(lambda leaf: leaf.astype("bfloat16"), tree)
+    return loss(half(params), half(x)).astype("float32")
+
+
+def tied(params, x):
+    """Both operands of the scan are one leaf: what it stacks is added up afterwards."""
+    body = lambda x, w: (jnp.tanh(x @ w[0]["a"]) @ w[1]["a"] @ w[0]["b"] @ w[1]["b"], None)
+    return loss((params, params), x, body)
+
+
+def hidden(params, x):
+    """A checkpoint around the whole scan."""
+    return jax.checkpoint(loss)(params, x)
+
+
+def penalised(params, x):
+    return loss(params, x) + jnp.float32(0.1) * (params["a"] ** 2).sum()
+
+
+def folded(step, params, x, monkeypatch, elsewhere=False):
+    """What the step returns, and how many leaves were folded in place; `elsewhere` forbids it."""
+    found, evaluate = [], stacked.evaluate
+
+    def counting(jaxpr, consts, args, into):
+        found.append(len(into))
+        return evaluate(jaxpr, consts, args, into)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stacked, "evaluate", counting)
+        if elsewhere:
+            patch.setattr(stacked, "stacked", lambda jaxpr: [])
+        return jax.jit(lambda *args: step(*args))(params, x), max(found, default=0)
+
+
+def check_same(make, params, x, places, monkeypatch, ulps=4):
+    """The fold in place has so many leaves, and is that of the stack.
+
+    But for some ulps of the largest element: of products and sums XLA contracts some, and others not.
+    """
+    ours, count = folded(make(), params, x, monkeypatch)
+    theirs, none = folded(make(), params, x, monkeypatch, elsewhere=True)
+    assert (count, none) == (places, 0)
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert left.dtype == right.dtype
+        assert jnp.abs(left - right).max() <= ulps * jnp.finfo(left.dtype).eps * jnp.abs(right).max()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "places"),
+    [
+        (lambda p, x: loss(p, x, jax.checkpoint(layer), reverse=True, unroll=2), 2),
+        (jax.jit(lambda p, x: jax.jit(loss)(p, x) * 2.0), 2),
+        (in_half, 2),
+        (penalised, 1),  # the other one has a second term
+        (tied, 0),
+        (hidden, 0),
+        (lambda p, x: loss(jax.tree.map(lambda leaf: leaf * 2.0, p), x), 0),
+        (lambda p, x: loss(p, x) + loss(p, x, reverse=True), 0),
+        (lambda p, x: lax.cond(x[0, 0] > 0, loss, penalised, p, x), 0),
+        (jax.jit(loss, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0])), 0),
+    ],
+    ids=["remat", "jit", "cast", "penalty", "tied", "hidden", "scaled", "twice", "cond", "sharded"],
+)
+def test_what_a_scan_stacks_and_nothing_else_reads(loss_fn, places, monkeypatch):
+    make = lambda: funcga.accumulate(jax.value_and_grad(loss_fn), 3)
+    check_same(make, layers(), rows(6), places, monkeypatch)
+
+
+FOLDS = {"mean": 2, "per_weight": 2, "sum": 2, "max": 2, "moments": 0}
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_elementwise_folds_of_weighed_microbatches(fold, monkeypatch):
+    weight = lambda x: (x[:, 0] > 0).sum()
+    make = lambda: funcga.accumulate(funcga.grad(loss), 3, fold=getattr(funcga, fold)(), weight=weight)
+    check_same(make, layers(), rows(), FOLDS[fold], monkeypatch)
+
+
+def test_bfloat16_gradients_are_added_in_float32(monkeypatch):
+    make = lambda: funcga.accumulate(jax.grad(loss), 7)
+    check_same(make, layers(dtype="bfloat16"), rows().astype("bfloat16"), 2, monkeypatch)
+
+
+def test_float64_gradients_and_a_masked_microbatch(monkeypatch):
+    with jax.enable_x64(True):
+        params, x = layers(dtype="float64"), jax.random.normal(jax.random.key(1), (6, 4), "float64").at[:2].set(jnp.nan)
+        weight = lambda x: jnp.isfinite(x).all(axis=1).sum()
+        make = lambda: funcga.accumulate(jax.grad(loss), 3, weight=weight)
+        check_same(make, params, x, 2, monkeypatch)
+        found, expected = make()(params, x), jax.grad(loss)(params, x[2:])
+        assert all(jnp.allclose(found[name], expected[name], rtol=1e-13, atol=1e-15) for name in params)
+
+
+def test_streams(monkeypatch):
+    make = lambda: lambda params, x: funcga.stream(jax.value_and_grad(loss))(params, [x[:3], x[3:]])
+    check_same(make, layers(), rows(), 2, monkeypatch)
+
+
+def test_the_loss_is_traced_once():
+    traced, calls = counted(loss)
+    jax.jit(funcga.accumulate(jax.value_and_grad(traced), 7))(layers(), rows())
+    assert len(calls) == 1
+
+
+def squares(step, params, x):
+    return sum((leaf**2).sum() for leaf in jax.tree.leaves(step(params, x)))
+
+
+def test_the_step_can_be_transformed(monkeypatch):
+    params, x = layers(), rows()
+    step = lambda: funcga.accumulate(jax.grad(loss), 7)
+    check_same(lambda: jax.grad(lambda p, x: squares(jax.checkpoint(step()), p, x)), params, x, 2, monkeypatch)
+    check_same(lambda: jax.vmap(step(), (None, 0)), params, jnp.stack([x, 2 * x]), 2, monkeypatch)
+    twice = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
+    check_same(lambda: jax.vmap(step(), (0, None)), twice, x, 2, monkeypatch)
+
+
+def test_effects_stay_where_they_are(monkeypatch):
+    def told(params, x):
+        jax.debug.callback(lambda value: None, x[0, 0])
+        return loss(params, x)
+
+    check_same(lambda: funcga.accumulate(jax.grad(told), 7), layers(), rows(), 0, monkeypatch)
+
+
+def test_no_array_of_the_parameters_size_stands_beside_the_accumulator(monkeypatch):
+    params, x = layers(8, 64), rows(16, 64)
+    size = sum(leaf.nbytes for leaf in params.values())
+    memory = lambda: jax.jit(funcga.accumulate(jax.grad(loss), 8)).lower(params, x).compile().memory_analysis()
+    ours = memory().temp_size_in_bytes
+    monkeypatch.setattr(stacked, "stacked", lambda jaxpr: [])
+    assert ours < size / 2 < size < memory().temp_size_in_bytes
