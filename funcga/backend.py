@@ -353,7 +353,7 @@ def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Back
 
 
 def _framework(leaf: Any) -> str | None:
-    if not hasattr(leaf, "shape"):
+    if isinstance(leaf, int | float) or not hasattr(leaf, "shape"):  # of an int in its graph torch.compile knows no more
         return None
     return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(type(leaf).__module__.split(".")[0])
 
