@@ -24,7 +24,7 @@ from torch_backend import arrays, trees
 from torch_backend.backward import Backward, autocasting, check_no_backward, check_not_reentrant
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.guards import GradsWatch, modules_in
-from torch_backend.modules import PureLoss, own_parameter
+from torch_backend.modules import PureLoss, own_parameters
 from torch_backend.reduction import Reduction, begun
 
 
@@ -136,7 +136,7 @@ class Engine:
 
     def _leafy(self, tree: Any, i: int) -> "_Leaves":
         leaves, structure = self.backend.trees.flatten(tree)
-        leaves = [own_parameter(leaf) for leaf in leaves]
+        leaves = own_parameters(leaves)
         try:
             made = [leaf if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
         except (RuntimeError, AttributeError):  # numbers, integers, or tensors of inference mode

@@ -93,7 +93,7 @@ class PureLoss:
         """The same by functional_call, which torch.compile knows, also in a loop."""
         if self.statistics:
             raise FuncgaError(_UNWATCHED)
-        parameters, buffers, _ = _walk(self.module)
+        parameters, buffers, *_ = _walk(self.module)
         _checked(params, parameters, "parameters")
         given = dict(self.module.named_buffers())
         own: Mapping[str, torch.Tensor] = {}
@@ -116,16 +116,11 @@ class PureLoss:
         with _CHANGED:
             while _is_occupied(self.module):
                 _CHANGED.wait()
-            parameters, buffers, tables = _walk(self.module)
-            filled = _fill(parameters, _checked(params, parameters, "parameters"))
-            pairs = zip(filled, parameters, strict=True)
-            placed = {id(tensor): (tensor, slot.held) for tensor, slot in pairs if id(tensor) not in _PLACED}
-            own = threading.get_ident()
-            _PLACED.update({key: _Placed(own, held) for key, (_, held) in placed.items()})
-            taken = {id(table.table) for table in tables} - {*_TAKEN}
-            _TAKEN.update(dict.fromkeys(taken, own))
+            parameters, buffers, tables, states = _walk(self.module)
+            placed = _fill(parameters, _checked(params, parameters, "parameters"))
+            visit = _Visit(threading.get_ident(), {id(table) for table, _ in (*tables, *states)}, placed)
+            _VISITS.append(visit)
         try:
-            states = [table for table in tables if table.is_buffers]
             if self.buffers:
                 yield partial(self._threaded, buffers)
             elif self.statistics:
@@ -135,37 +130,34 @@ class PureLoss:
                 yield partial(self._isolated, buffers, states, {})
         finally:
             with _CHANGED:
-                for table in tables:
-                    table.restore()
-                for key in placed:
-                    del _PLACED[key]
-                for key in taken:
-                    del _TAKEN[key]
+                _restore(tables)
+                _restore(states)
+                _VISITS.remove(visit)
                 _CHANGED.notify_all()
 
     def _isolated(
         self,
         buffers: "list[_Slot]",
-        tables: "list[_Table]",
+        states: "list[_Table]",
         copies: dict[int, tuple[Any, float]],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """The loss, on copies of the module's own buffers."""
-        _refill(buffers, tables, copies)
+        _refill(buffers, states, copies)
         return called(self.loss_fn, self.module, *args, **kwargs)
 
     def _watched(
         self,
         watch: Watch,
         buffers: "list[_Slot]",
-        tables: "list[_Table]",
+        states: "list[_Table]",
         copies: dict[int, tuple[Any, float]],
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """(loss, statistics), on copies of the module's own buffers."""
-        _refill(buffers, tables, copies)
+        _refill(buffers, states, copies)
         with watch.micro_batch():
             output = called(self.loss_fn, self.module, *args, **kwargs)
         return _with_state(output, watch.statistics())
@@ -216,44 +208,59 @@ class _Slot(NamedTuple):
     held: torch.Tensor
 
 
-def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], list["_Table"]]:
+# A module's own table of parameters or buffers, and what it held.
+_Table = tuple[dict[str, Any], dict[str, Any]]
+
+
+def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], list[_Table], list[_Table]]:
     """The slots of its parameters and of its buffers, and the tables that they are in, or may be put in."""
     parameters: list[_Slot] = []
     buffers: list[_Slot] = []
     tables: list[_Table] = []
+    states: list[_Table] = []
     waiting = [("", module)]
     while waiting:
         prefix, owner = waiting.pop()
-        own, states, children = owner._parameters, owner._buffers, owner._modules
+        own, state, children = owner._parameters, owner._buffers, owner._modules
         if own:
-            tables.append(_Table(own, own.copy(), False))
+            tables.append((own, own.copy()))
             parameters += [_Slot(own, key, prefix + key, held) for key, held in own.items() if held is not None]
-        tables.append(_Table(states, states.copy(), True))
-        if states:
-            buffers += [_Slot(states, key, prefix + key, held) for key, held in states.items() if held is not None]
+        states.append((state, state.copy()))
+        if state:
+            buffers += [_Slot(state, key, prefix + key, held) for key, held in state.items() if held is not None]
         if children:
             waiting += [(f"{prefix}{name}.", child) for name, child in children.items() if child is not None]
-    return parameters, buffers, tables
+    return parameters, buffers, tables, states
 
 
-def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    """Puts the tensors where those of these ids are held; what is not given stays, without a graph of its own."""
-    placed = []
-    for slot in slots:
-        found = tensors.get(id(slot.held))
-        tensor = slot.held.detach() if found is None else found
-        slot.table[slot.key] = tensor
-        placed.append(tensor)
+def _restore(tables: list[_Table]) -> None:
+    for table, held in tables:
+        if table or held:
+            table.clear()
+            table.update(held)
+
+
+def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Puts the tensors where those of these ids are held; what is not given stays, without a graph of its own.
+
+    Returns (what is there now, what was before), by the id of the former.
+    """
+    placed = {}
+    for table, key, _, held in slots:
+        found = tensors.get(id(held))
+        table[key] = tensor = held.detach() if found is None else found
+        placed[id(tensor)] = tensor, held
     return placed
 
 
-def _refill(slots: list[_Slot], tables: "list[_Table]", copies: dict[int, tuple[Any, float]]) -> None:
+def _refill(slots: list[_Slot], states: list[_Table], copies: dict[int, tuple[Any, float]]) -> None:
     """Puts copies where the module's own buffers are, new ones in each layer that the last micro-batch wrote to.
 
     All of the layer's, as the kernel of BatchNorm writes to running statistics without telling autograd.
     """
-    for table in tables:
-        table.restore()
+    _restore(states)
+    if not slots:
+        return
     known = [(slot, *copies.get(id(slot.held), (None, 0))) for slot in slots]
     written = {id(slot.table) for slot, copy, version in known if copy is None or _version(copy) != version}
     for slot in {id(slot.held): slot for slot in slots if id(slot.table) in written}.values():
@@ -279,57 +286,56 @@ def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str)
     held = {slot.name: slot.held for slot in slots}
     placed: dict[int, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if name not in held:
+        own = held.get(name)
+        if own is None:
             raise FuncgaError(
                 f"the module has no `{name}`{similar(name, held)} among its {what}. Their names are those of {spell}."
             )
-        if getattr(tensor, "shape", None) != held[name].shape:
+        if getattr(tensor, "shape", None) != own.shape:
             raise FuncgaError(
-                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(held[name])}. Give "
+                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(own)}. Give "
                 f"each of the {what} in the shape that it has there: {spell}."
             )
-        if id(held[name]) in placed:
-            twin = next(other for other in tensors if held[other] is held[name])
+        if id(own) in placed:
+            twin = next(other for other in tensors if held[other] is own)
             raise FuncgaError(
                 f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as {spell} does."
             )
-        placed[id(held[name])] = tensor
+        placed[id(own)] = tensor
     return placed
 
 
-class _Table(NamedTuple):
-    """A module's own table of parameters or buffers, and what it held."""
+@dataclass(frozen=True, eq=False)
+class _Visit:
+    """A thread that has put tensors into tables, by id, and (what is there now, what was before), by the former's id."""
 
-    table: dict[str, Any]
-    held: dict[str, Any]
-    is_buffers: bool
-
-    def restore(self) -> None:
-        if self.table or self.held:
-            self.table.clear()
-            self.table.update(self.held)
-
-
-class _Placed(NamedTuple):
     thread: int
-    instead_of: torch.Tensor
+    tables: set[int]
+    placed: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-# The tensors that stand in modules now, by id, which thread put them there and what was there before.
-_PLACED: dict[int, _Placed] = {}
-# The tables of modules, by id, and the thread that has put tensors into them. It is asked of each table, as the modules
-# of two losses may overlap, a model and its encoder; and of those of buffers too, as layers may have nothing else.
-_TAKEN: dict[int, int] = {}
+# The visits that go on now, first those that began first. It is asked of each table, as the modules of two losses may
+# overlap, a model and its encoder; and of those of buffers too, as layers may have nothing else.
+_VISITS: list[_Visit] = []
 _CHANGED = threading.Condition()
 
 
 def _is_occupied(module: nn.Module) -> bool:
+    others = [visit.tables for visit in _visits_of_others()]
+    tables = [id(t) for owner in module.modules() for t in (owner._parameters, owner._buffers)] if others else []
+    return any(not taken.isdisjoint(tables) for taken in others)
+
+
+def own_parameters(tensors: list[Any]) -> list[Any]:
+    """The tensors; for each that another thread has put into a module, where it was read, the module's own parameter."""
+    others = _visits_of_others()
+    return [_own_parameter(tensor, others) for tensor in tensors] if others else tensors
+
+
+def _own_parameter(tensor: Any, visits: list[_Visit]) -> Any:
+    return next((visit.placed[id(tensor)][1] for visit in visits if id(tensor) in visit.placed), tensor)
+
+
+def _visits_of_others() -> list[_Visit]:
     own = threading.get_ident()
-    tables = [table for owner in module.modules() for table in (owner._parameters, owner._buffers)] if _TAKEN else []
-    return any(_TAKEN.get(id(table), own) != own for table in tables)
-
-
-def own_parameter(tensor: Any) -> Any:
-    """The tensor; for one that another thread has put into a module, where it was read, the module's own parameter."""
-    placed = _PLACED.get(id(tensor)) if _PLACED else None
-    return tensor if placed is None or placed.thread == threading.get_ident() else placed.instead_of
+    return [visit for visit in [*_VISITS] if visit.thread != own]  # of a copy, as others come and go meanwhile
