@@ -115,8 +115,7 @@ class Engine:
         """The normalised result, in the structure of grad_fn's output."""
         self.backward.release()
         self.watch.check()
-        places = self.plan.layout.places
-        self.buffers.settle({places[i]: leaf for i, leaf in self.backward.leaves.items() if i in places})
+        self.buffers.settle(self.backward.leaves)
         if self.reduction is not None:
             state = self.reduction.finish(state)
         return self.buffers.result(state)
