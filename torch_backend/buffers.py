@@ -277,7 +277,7 @@ class Buffers:
 def _divide_all(held: list[torch.Tensor], total: float) -> None:
     """Divides in place; on the CPU by a tensor, where torch would make one of the number for each of them."""
     dtype = held[0].dtype
-    alike = not torch.compiler.is_compiling() and all([t.is_cpu and t.dtype is dtype for t in held])
+    alike = not torch.compiler.is_compiling() and all(t.is_cpu and t.dtype is dtype for t in held)
     if not (alike and dtype in (torch.float32, torch.float64)):
         torch._foreach_div_(held, total)
     elif 1 <= total <= _MOST and _is_power_of_two(total):  # to multiply is faster, and then the same

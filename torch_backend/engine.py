@@ -7,7 +7,7 @@ modules and their `.grad`s are left alone, and everything that autograd can do w
 custom functions, compiled losses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from funcga.outputs import Outputs
 from funcga.program import Program
 from funcga.scales import scaled_loss
 from torch_backend import arrays, trees
-from torch_backend.backward import Backward, autocasting, check_no_backward, check_not_reentrant
+from torch_backend.backward import Backward, Routes, autocasting, check_no_backward, check_not_reentrant
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.guards import GradsWatch, modules_in
 from torch_backend.modules import PureLoss, own_parameters
@@ -59,7 +59,7 @@ class Engine:
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
         self.watch.changed()  # what an exception leaves behind is put right too
-        if autocasting("cuda"):
+        if autocasting(("cuda",)):
             torch.clear_autocast_cache()  # of the casts of leaves that nobody will see again
 
     def fold(
@@ -160,11 +160,12 @@ class Engine:
         if self.replicas is not None:
             leaves = self.gradient.compose(loss, aux, [found[i].tree for i in self.places])
             self.reduction = begun(self.program, self.buffers, trees.flatten(leaves)[0], weight, self.replicas)
-        given = [leaf for leaves in self.whole.values() for leaf in leaves.leaves]
-        places = zip(self.plan.given, given, strict=True)
-        restricted = "reenters" not in plans
-        leaves = {k: leaf for k, leaf in places if leaf is not None}
-        self.backward = Backward(self.buffers, leaves, restricted, self.gradient.scaled)
+        self.backward = Backward(self.buffers, self._given(plan.given), plan.routes, "reenters" not in plans)
+
+    def _given(self, places: Iterable[int]) -> dict[int, torch.Tensor]:
+        """The leaves whose gradients autograd adds, by these places in the output; but for those that are None."""
+        leaves = [leaf for leaves in self.whole.values() for leaf in leaves.leaves]
+        return {k: leaf for k, leaf in zip(places, leaves, strict=True) if leaf is not None}
 
     def _planned(self, key: Any, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> "_Plan":
         compose, trees = self.gradient.compose, self.backend.trees
@@ -179,7 +180,8 @@ class Engine:
         own = [k for k in range(len(leaves)) if k not in given]
         rest = [() if i in self.whole else found[i].tree for i in self.places]
         head = outputs.part(own, trees.flatten(compose(loss, aux, rest))[1])
-        return _Plan(key, Layout(outputs, given), [*given], own, head)
+        layout = Layout(outputs, given)
+        return _Plan(key, layout, Routes(layout, self._given(given), self.gradient.scaled), [*given], own, head)
 
     def _leaves(self, loss: Any, aux: Any, found: "dict[int, _Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns, None where the gradient is added already."""
@@ -201,6 +203,7 @@ class _Plan(NamedTuple):
 
     key: Any
     layout: Layout
+    routes: Routes
     given: list[int]
     own: list[int]
     head: Outputs  # of `own` alone

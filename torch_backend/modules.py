@@ -307,7 +307,7 @@ def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str)
 
 @dataclass(frozen=True, eq=False)
 class _Visit:
-    """A thread that has put tensors into tables, by id, and (what is there now, what was before), by the former's id."""
+    """A thread that has put tensors into tables, by id, and (what is there now, what was before) by the id of now."""
 
     thread: int
     tables: set[int]
@@ -327,7 +327,7 @@ def _is_occupied(module: nn.Module) -> bool:
 
 
 def own_parameters(tensors: list[Any]) -> list[Any]:
-    """The tensors; for each that another thread has put into a module, where it was read, the module's own parameter."""
+    """The tensors; for one that another thread has put into a module, where it was read, the module's own parameter."""
     others = _visits_of_others()
     return [_own_parameter(tensor, others) for tensor in tensors] if others else tensors
 
