@@ -115,7 +115,7 @@ def _cut_and_evaluate(
 
 def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The value of one micro-batch, and its weight as limbs; the default weight is left to the caller."""
-    limbs = () if program.weight is None else arrays.limbs(program.weigh(arguments, args, arguments.rows))
+    limbs = () if program.weight is None else arrays.limbs(program.weigh(arguments, args, None))
     value = program.grad_fn(*args, **kwargs)
     for i, leaf in enumerate(jax.tree.leaves(value)):
         as_leaf(leaf, partial(leaf_path, value, i, arguments.backend), arguments.backend)

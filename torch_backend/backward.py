@@ -26,7 +26,7 @@ _NOTHING = nullcontext()
 _Ready = Callable[[int], None]
 _VERSION = operator.attrgetter("_version")
 # On the CPU a pass runs in the thread that calls it, and needs no copy of its context, as those of devices do.
-_run_on_host = Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+_run_on_host = Variable._execution_engine.run_backward
 
 
 class Routes:
@@ -113,10 +113,13 @@ class Backward:
 
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
+        reduced = self.buffers.reduced
         for leaf, k, _ in self.sums:
-            if self.buffers.reduced[k] is None and leaf.grad is not None:
-                own = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
-                self.buffers.reduced[k] = leaf.grad = own if is_alone(own) else own.clone()
+            if reduced[k] is None and (gradient := leaf.grad) is not None:
+                dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+                reduced[k] = own = dense if is_alone(dense) else dense.clone()
+                if own is not gradient:
+                    leaf.grad = own
         self._survey()
 
     def check_untouched(self) -> None:
@@ -216,7 +219,7 @@ class Backward:
         self.held, reduced = [], self.buffers.reduced
         for leaf in self.inputs:
             leaf.grad = None
-        for leaf, k, _ in self.sums:
+        for leaf, k, _ in () if self.begun else self.sums:
             if reduced[k] is None:  # nothing depends on it
                 reduced[k] = torch.zeros_like(leaf, requires_grad=False)
         for i in self.routes.placed:

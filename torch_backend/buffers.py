@@ -204,11 +204,12 @@ class Buffers:
                 torch._foreach_add_(locals_of(held), chosen, alpha=factor)
             return
         raw = locals_of(chosen)
-        if factor and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
+        if factor and len(raw) > 1 and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
             own = list(torch._foreach_mul(raw, factor))
         else:
             own = [v.to(self.folds[k].accumulator_dtype, copy=True) for k, v in zip(places, raw, strict=True)]
-            torch._foreach_mul_(own, factor) if factor else torch._foreach_zero_(own)
+            if factor != 1:
+                torch._foreach_mul_(own, factor) if factor else torch._foreach_zero_(own)
         for k, accumulator, like in zip(places, own, chosen, strict=True):
             self.reduced[k] = rewrapped(accumulator, like)
 

@@ -8,7 +8,7 @@ custom functions, compiled losses.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,8 @@ class Engine:
         self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
         self.first = 0  # the first argument that loss_fn takes
-        self.stack = ExitStack()
+        self.inference: Any = _NOTHING
+        self.visit: Any = _NOTHING
         self.watch = GradsWatch(())
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
@@ -53,11 +54,15 @@ class Engine:
 
     def __enter__(self) -> "Engine":
         if torch.is_inference_mode_enabled():
-            self.stack.enter_context(torch.inference_mode(False))  # what is made in it has no gradient
+            self.inference = torch.inference_mode(False)  # what is made in it has no gradient
+            self.inference.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.stack.__exit__(*error)
+        try:
+            self.visit.__exit__(*error)
+        finally:
+            self.inference.__exit__(*error)
         self.watch.changed()  # what an exception leaves behind is put right too
         if autocasting(("cuda",)):
             torch.clear_autocast_cache()  # of the casts of leaves that nobody will see again
@@ -131,7 +136,8 @@ class Engine:
         self.watch = GradsWatch(watched)
         if isinstance(self.loss_fn, PureLoss) and whole[0]:
             params = self.whole[0].tree if 0 in self.whole else args[0]
-            self.loss_fn, self.first = self.stack.enter_context(self.loss_fn.entered(params)), 1
+            visit = self.loss_fn.entered(params)
+            self.loss_fn, self.visit, self.first = visit.__enter__(), visit, 1
 
     def _leafy(self, tree: Any, i: int) -> "_Leaves":
         leaves, structure = self.backend.trees.flatten(tree)
@@ -219,7 +225,12 @@ class _Leaves(NamedTuple):
 
     def kinds(self) -> list[Any]:
         """What a fold sees of each leaf."""
-        return [None if leaf is None else (leaf.shape, leaf.dtype, _placements(leaf)) for leaf in self.leaves]
+        return [
+            (leaf.shape, leaf.dtype) if type(leaf) is torch.Tensor
+            else None if leaf is None
+            else (leaf.shape, leaf.dtype, getattr(leaf, "placements", None))
+            for leaf in self.leaves
+        ]  # fmt: skip
 
     def gradients(self, backend: Backend) -> Any:
         """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
@@ -227,10 +238,6 @@ class _Leaves(NamedTuple):
             None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves
         ]
         return detached(backend.trees.unflatten(self.structure, grads))
-
-
-def _placements(leaf: torch.Tensor) -> Any:
-    return None if type(leaf) is torch.Tensor else getattr(leaf, "placements", None)
 
 
 _NOTHING = nullcontext()

@@ -2,8 +2,8 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -106,34 +106,12 @@ class PureLoss:
         output, after = torch.func.functional_call(self.call, tensors, (self.loss_fn, *args), kwargs)
         return _with_state(output, {name: after[name] for name in own}) if self.buffers else output
 
-    @contextmanager
-    def entered(self, params: Mapping[str, torch.Tensor]) -> Iterator[Callable[..., Any]]:
-        """`loss(*batch)` while the parameters are in the module, which is as before when the context is left.
+    def entered(self, params: Mapping[str, torch.Tensor]) -> "_Visit":
+        """A context, `loss(*batch)` while the parameters are in the module, which is as before when it is left.
 
         Meanwhile other threads wait that want to put parameters into the module, or into one that overlaps with it.
         """
-        check_not_wrapped(self.module)
-        with _CHANGED:
-            while _is_occupied(self.module):
-                _CHANGED.wait()
-            parameters, buffers, tables, states = _walk(self.module)
-            placed = _fill(parameters, _checked(params, parameters, "parameters"))
-            visit = _Visit(threading.get_ident(), {id(table) for table, _ in (*tables, *states)}, placed)
-            _VISITS.append(visit)
-        try:
-            if self.buffers:
-                yield partial(self._threaded, buffers)
-            elif self.statistics:
-                with Watch(self.module).watching() as watch:
-                    yield partial(self._watched, watch, buffers, states, {})
-            else:
-                yield partial(self._isolated, buffers, states, {})
-        finally:
-            with _CHANGED:
-                _restore(tables)
-                _restore(states)
-                _VISITS.remove(visit)
-                _CHANGED.notify_all()
+        return _Visit(self, params)
 
     def _isolated(
         self,
@@ -305,13 +283,47 @@ def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str)
     return placed
 
 
-@dataclass(frozen=True, eq=False)
 class _Visit:
-    """A thread that has put tensors into tables, by id, and (what is there now, what was before) by the id of now."""
+    """A context in which a thread has put parameters into the module of a loss."""
 
-    thread: int
-    tables: set[int]
-    placed: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    def __init__(self, loss: PureLoss, params: Mapping[str, torch.Tensor]):
+        self.loss, self.params = loss, params
+        self.watching: Any = nullcontext()
+
+    def __enter__(self) -> Callable[..., Any]:
+        module = self.loss.module
+        check_not_wrapped(module)
+        with _CHANGED:
+            while _is_occupied(module):
+                _CHANGED.wait()
+            parameters, buffers, tables, states = _walk(module)
+            # (what is there now, what was before), by the id of the former
+            self.placed = _fill(parameters, _checked(self.params, parameters, "parameters"))
+            self.thread, self.tables = threading.get_ident(), [*tables, *states]
+            self.taken = {id(table) for table, _ in self.tables}
+            _VISITS.append(self)
+        if self.loss.buffers:
+            return partial(self.loss._threaded, buffers)
+        if not self.loss.statistics:
+            return partial(self.loss._isolated, buffers, states, {})
+        try:
+            self.watching = Watch(module).watching()
+            return partial(self.loss._watched, self.watching.__enter__(), buffers, states, {})
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self.watching.__exit__(*error)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with _CHANGED:
+            _restore(self.tables)
+            _VISITS.remove(self)
+            _CHANGED.notify_all()
 
 
 # The visits that go on now, first those that began first. It is asked of each table, as the modules of two losses may
@@ -321,7 +333,7 @@ _CHANGED = threading.Condition()
 
 
 def _is_occupied(module: nn.Module) -> bool:
-    others = [visit.tables for visit in _visits_of_others()]
+    others = [visit.taken for visit in _visits_of_others()]
     tables = [id(t) for owner in module.modules() for t in (owner._parameters, owner._buffers)] if others else []
     return any(not taken.isdisjoint(tables) for taken in others)
 
