@@ -24,7 +24,7 @@ from torch_backend.placements import is_placed
 
 _NOTHING = nullcontext()
 _Ready = Callable[[int], None]
-_VERSION = operator.attrgetter("_version")
+_VERSION, _GRAD = operator.attrgetter("_version"), operator.attrgetter("grad")
 # On the CPU a pass runs in the thread that calls it, and needs no copy of its context, as those of devices do.
 _run_on_host = Variable._execution_engine.run_backward
 
@@ -79,8 +79,11 @@ class Backward:
         self.on_host = all(leaf.is_cpu for leaf in self.inputs)
         self.held: list[torch.Tensor] = []  # the accumulators, where every leaf has one and it stands as `.grad`
         self.begun = False  # whether every sum has an accumulator
-        self.attached: bool | None = None
-        self._attach(True)
+        self.attached = True
+        for leaf, k, _ in self.sums:
+            if buffers.reduced[k] is not None:
+                leaf.grad = buffers.reduced[k]
+        self._survey()
         self._written = sum(map(_VERSION, self.inputs))
         self.settle()
 
@@ -88,8 +91,7 @@ class Backward:
         """Lets autograd add to the accumulators, to those of weighted sums only if `scaled`."""
         if scaled == self.attached:
             return
-        if self.attached is not None:
-            self._check_grads()
+        self._check_grads()
         for leaf, k, plain in self.sums:
             leaf.grad = self.buffers.reduced[k] if scaled or plain else None
         self.attached = scaled
@@ -97,12 +99,14 @@ class Backward:
 
     def _survey(self) -> None:
         accumulators = [self.buffers.reduced[k] for _, k, _ in self.sums]
-        self.begun = all(accumulator is not None for accumulator in accumulators)
+        self.begun = not [k for k, accumulator in enumerate(accumulators) if accumulator is None]
         hooked = self.routes.others or self.routes.placed
         self.held = accumulators if self.begun and self.attached and not hooked else []
 
     def _check_grads(self) -> None:
         """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
+        if self.held and all(map(operator.is_, map(_GRAD, self.inputs), self.held)):
+            return  # as mostly
         for leaf, k, plain in self.sums:
             expected = self.buffers.reduced[k] if self.attached or plain else None
             if leaf.grad is not expected:

@@ -43,6 +43,7 @@ class Layout:
         self.given_plain = [i for i, lift in kinds.items() if lift is reducers.sum.lift]
         self.given_others = [i for i in given if kinds.get(i) is None and outputs.folds[i] is not None]
         self.means = [self._normalized(places, by_weight) for places in (self.scaled, self.plain)]
+        self.cast = [k for k, fold in enumerate(self.folds) if fold.accumulator_dtype != fold.result_dtype]
         self.averages = [self._normalized(places, by_steps) for places in (self.scaled, self.plain)]
 
     def _normalized(self, places: list[int], normalizer: Normalizer) -> list[int]:
@@ -230,8 +231,8 @@ class Buffers:
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces what lies on the devices of a mesh as sums that are not done yet, to where `likes` of outputs lie."""
-        for k, value in enumerate(self.reduced):
-            if type(value) is not torch.Tensor:  # as most are
+        if {*map(type, self.reduced)} != {torch.Tensor}:  # as mostly
+            for k, value in enumerate(self.reduced):
                 self.reduced[k] = settled(value, likes.get(self.outputs.reduced[k]))
 
     def result(self, state: list[Any]) -> Any:
@@ -247,14 +248,10 @@ class Buffers:
         if unit != 1:
             for k in {*self.layout.scaled} - done:
                 local(reduced[k]).mul_(unit)
-        results = []
-        for k, fold in enumerate(self.folds):
-            value, reduced[k] = reduced[k], None
-            if k not in done:
-                value = fold.normalize(value, counted)
-            elif value.dtype != fold.result_dtype:
-                value = value.to(fold.result_dtype)
-            results.append(value)
+        results, self.reduced = reduced, [None] * len(reduced)
+        for k in self.layout.cast if len(done) == len(reduced) else range(len(reduced)):
+            fold = self.folds[k]
+            results[k] = results[k].to(fold.result_dtype) if k in done else fold.normalize(results[k], counted)
         collected = []
         for fold, chunks in zip(self.outputs.collected_folds, self.collected.values(), strict=True):
             collected.append(torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype))

@@ -7,6 +7,7 @@ modules and their `.grad`s are left alone, and everything that autograd can do w
 custom functions, compiled losses.
 """
 
+import operator
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -90,7 +91,8 @@ class Engine:
         if begins:
             self._bind(loss.detach(), aux, found, arguments, weight)
             self._look(differentiated)
-        self.backward.check_untouched()
+        else:
+            self.backward.check_untouched()
         self.backward(
             differentiated, weight, moving, None if self.reduction is None or not last else self.reduction.ready
         )
@@ -225,12 +227,9 @@ class _Leaves(NamedTuple):
 
     def kinds(self) -> list[Any]:
         """What a fold sees of each leaf."""
-        return [
-            (leaf.shape, leaf.dtype) if type(leaf) is torch.Tensor
-            else None if leaf is None
-            else (leaf.shape, leaf.dtype, getattr(leaf, "placements", None))
-            for leaf in self.leaves
-        ]  # fmt: skip
+        if {*map(type, self.leaves)} == {torch.Tensor}:  # as mostly
+            return [*map(_KIND, self.leaves)]
+        return [None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None)) for leaf in self.leaves]
 
     def gradients(self, backend: Backend) -> Any:
         """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
@@ -240,6 +239,7 @@ class _Leaves(NamedTuple):
         return detached(backend.trees.unflatten(self.structure, grads))
 
 
+_KIND = operator.attrgetter("shape", "dtype")
 _NOTHING = nullcontext()
 _NO_LEAVES: list[torch.Tensor] = []
 

@@ -133,7 +133,7 @@ class GradsWatch:
 
     def __init__(self, tensors: Iterable[Any]):
         leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
-        self.before = [(t, grad, None if grad is None else grad._version) for t in leaves for grad in (t.grad,)]
+        self.before = [(t, t.grad, None if t.grad is None else t.grad._version) for t in leaves]
 
     def changed(self) -> list[torch.Tensor]:
         """The tensors whose `.grad` is another one than before or was written to; what was None is None again."""

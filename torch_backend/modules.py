@@ -93,7 +93,7 @@ class PureLoss:
         """The same by functional_call, which torch.compile knows, also in a loop."""
         if self.statistics:
             raise FuncgaError(_UNWATCHED)
-        parameters, buffers, *_ = _walk(self.module)
+        parameters, buffers, _ = _walk(self.module)
         _checked(params, parameters, "parameters")
         given = dict(self.module.named_buffers())
         own: Mapping[str, torch.Tensor] = {}
@@ -116,26 +116,26 @@ class PureLoss:
     def _isolated(
         self,
         buffers: "list[_Slot]",
-        states: "list[_Table]",
+        tables: "_Tables",
         copies: dict[int, tuple[Any, float]],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """The loss, on copies of the module's own buffers."""
-        _refill(buffers, states, copies)
+        _refill(buffers, tables, copies)
         return called(self.loss_fn, self.module, *args, **kwargs)
 
     def _watched(
         self,
         watch: Watch,
         buffers: "list[_Slot]",
-        states: "list[_Table]",
+        tables: "_Tables",
         copies: dict[int, tuple[Any, float]],
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """(loss, statistics), on copies of the module's own buffers."""
-        _refill(buffers, states, copies)
+        _refill(buffers, tables, copies)
         with watch.micro_batch():
             output = called(self.loss_fn, self.module, *args, **kwargs)
         return _with_state(output, watch.statistics())
@@ -145,11 +145,11 @@ class PureLoss:
     ) -> tuple[Any, Any]:
         """(loss, buffers) on copies of the given buffers, and of the module's own where none is given."""
         tensors = _checked(given, buffers, "buffers")
-        copies = {id(slot.held): tensors.get(id(slot.held), slot.held).detach().clone() for slot in buffers}
+        copies = {id(held): tensors.get(id(held), held).detach().clone() for *_, held in buffers}
         _fill(buffers, copies)
         output = called(self.loss_fn, self.module, *args, **kwargs)
         # a copy, as a checkpoint runs the forward pass again when the loss is already there
-        found = {slot.name: slot.table[slot.key].detach().clone() for slot in buffers}
+        found = {name: table[key].detach().clone() for table, key, name, _ in buffers}
         return _with_state(output, {name: found[name] for name in given})
 
 
@@ -177,45 +177,63 @@ class _Call(nn.Module):
         return output, {name: buffer.detach() for name, buffer in self.module.named_buffers()}
 
 
-class _Slot(NamedTuple):
-    """Where a module holds a tensor: `table[key]`; `name` is its name in the outermost module."""
-
-    table: MutableMapping[str, Any]
-    key: str
-    name: str
-    held: torch.Tensor
-
-
+# Where a module holds a tensor: `table[key]`, its name in the outermost module, and the tensor. No NamedTuple, which
+# takes a call to make.
+_Slot = tuple[MutableMapping[str, Any], str, str, torch.Tensor]
 # A module's own table of parameters or buffers, and what it held.
 _Table = tuple[dict[str, Any], dict[str, Any]]
 
 
-def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], list[_Table], list[_Table]]:
+class _Tables(NamedTuple):
+    """The tables of a module and of those inside: of parameters, of buffers, and of those of buffers that are empty."""
+
+    parameters: list[_Table]
+    buffers: list[_Table]
+    empty: list[dict[str, Any]]
+
+    def restore_buffers(self) -> None:
+        """Lets those of buffers hold what they held."""
+        _restore(self.buffers)
+        if any(self.empty):
+            for table in self.empty:
+                table.clear()
+
+    def restore(self) -> None:
+        """Lets all of them hold what they held."""
+        _restore(self.parameters)
+        self.restore_buffers()
+
+    def ids(self) -> set[int]:
+        """By which they are known."""
+        return {id(table) for table, _ in (*self.parameters, *self.buffers)}.union(map(id, self.empty))
+
+
+def _restore(tables: list[_Table]) -> None:
+    for table, held in tables:
+        table.clear()
+        table.update(held)
+
+
+def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], _Tables]:
     """The slots of its parameters and of its buffers, and the tables that they are in, or may be put in."""
     parameters: list[_Slot] = []
     buffers: list[_Slot] = []
-    tables: list[_Table] = []
-    states: list[_Table] = []
+    tables = _Tables([], [], [])
     waiting = [("", module)]
     while waiting:
         prefix, owner = waiting.pop()
         own, state, children = owner._parameters, owner._buffers, owner._modules
         if own:
-            tables.append((own, own.copy()))
-            parameters += [_Slot(own, key, prefix + key, held) for key, held in own.items() if held is not None]
-        states.append((state, state.copy()))
+            tables.parameters.append((own, own.copy()))
+            parameters += [(own, key, prefix + key, held) for key, held in own.items() if held is not None]
         if state:
-            buffers += [_Slot(state, key, prefix + key, held) for key, held in state.items() if held is not None]
+            tables.buffers.append((state, state.copy()))
+            buffers += [(state, key, prefix + key, held) for key, held in state.items() if held is not None]
+        else:
+            tables.empty.append(state)
         if children:
             waiting += [(f"{prefix}{name}.", child) for name, child in children.items() if child is not None]
-    return parameters, buffers, tables, states
-
-
-def _restore(tables: list[_Table]) -> None:
-    for table, held in tables:
-        if table or held:
-            table.clear()
-            table.update(held)
+    return parameters, buffers, tables
 
 
 def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
@@ -231,21 +249,21 @@ def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> dict[int, 
     return placed
 
 
-def _refill(slots: list[_Slot], states: list[_Table], copies: dict[int, tuple[Any, float]]) -> None:
+def _refill(slots: list[_Slot], tables: _Tables, copies: dict[int, tuple[Any, float]]) -> None:
     """Puts copies where the module's own buffers are, new ones in each layer that the last micro-batch wrote to.
 
     All of the layer's, as the kernel of BatchNorm writes to running statistics without telling autograd.
     """
-    _restore(states)
+    tables.restore_buffers()
     if not slots:
         return
-    known = [(slot, *copies.get(id(slot.held), (None, 0))) for slot in slots]
-    written = {id(slot.table) for slot, copy, version in known if copy is None or _version(copy) != version}
-    for slot in {id(slot.held): slot for slot in slots if id(slot.table) in written}.values():
-        copy = slot.held.detach().clone()
-        copies[id(slot.held)] = copy, _version(copy)
-    for slot in slots:  # one that several layers hold is one copy
-        slot.table[slot.key] = copies[id(slot.held)][0]
+    known = [(table, held, *copies.get(id(held), (None, 0))) for table, _, _, held in slots]
+    written = {id(table) for table, _, copy, version in known if copy is None or _version(copy) != version}
+    for held in {id(held): held for table, held, *_ in known if id(table) in written}.values():
+        copy = held.detach().clone()
+        copies[id(held)] = copy, _version(copy)
+    for table, key, _, held in slots:  # one that several layers hold is one copy
+        table[key] = copies[id(held)][0]
 
 
 def _version(tensor: torch.Tensor) -> float:
@@ -261,26 +279,37 @@ def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str)
             f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of name to tensor, such "
             f"as {spell}."
         )
-    held = {slot.name: slot.held for slot in slots}
+    held = {name: tensor for _, _, name, tensor in slots}
     placed: dict[int, torch.Tensor] = {}
+    if held.keys() >= tensors.keys():
+        own = [held[name] for name in tensors]
+        placed = dict(zip(map(id, own), tensors.values(), strict=True))
+        fits = [getattr(tensor, "shape", None) for tensor in tensors.values()] == [tensor.shape for tensor in own]
+        if fits and len(placed) == len(own):
+            return placed
+    raise _misfit(tensors, held, what, spell)
+
+
+def _misfit(tensors: Mapping[str, torch.Tensor], held: dict[str, torch.Tensor], what: str, spell: str) -> FuncgaError:
+    """The first that a module does not take."""
+    first: dict[int, str] = {}
     for name, tensor in tensors.items():
         own = held.get(name)
         if own is None:
-            raise FuncgaError(
+            return FuncgaError(
                 f"the module has no `{name}`{similar(name, held)} among its {what}. Their names are those of {spell}."
             )
         if getattr(tensor, "shape", None) != own.shape:
-            raise FuncgaError(
+            return FuncgaError(
                 f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(own)}. Give "
                 f"each of the {what} in the shape that it has there: {spell}."
             )
-        if id(own) in placed:
-            twin = next(other for other in tensors if held[other] is own)
-            raise FuncgaError(
-                f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as {spell} does."
-            )
-        placed[id(own)] = tensor
-    return placed
+        twin = first.setdefault(id(own), name)
+        if twin != name:
+            break
+    return FuncgaError(
+        f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as {spell} does."
+    )
 
 
 class _Visit:
@@ -296,19 +325,18 @@ class _Visit:
         with _CHANGED:
             while _is_occupied(module):
                 _CHANGED.wait()
-            parameters, buffers, tables, states = _walk(module)
+            parameters, buffers, tables = _walk(module)
             # (what is there now, what was before), by the id of the former
             self.placed = _fill(parameters, _checked(self.params, parameters, "parameters"))
-            self.thread, self.tables = threading.get_ident(), [*tables, *states]
-            self.taken = {id(table) for table, _ in self.tables}
+            self.thread, self.tables, self.taken = threading.get_ident(), tables, tables.ids()
             _VISITS.append(self)
         if self.loss.buffers:
             return partial(self.loss._threaded, buffers)
         if not self.loss.statistics:
-            return partial(self.loss._isolated, buffers, states, {})
+            return partial(self.loss._isolated, buffers, tables, {})
         try:
             self.watching = Watch(module).watching()
-            return partial(self.loss._watched, self.watching.__enter__(), buffers, states, {})
+            return partial(self.loss._watched, self.watching.__enter__(), buffers, tables, {})
         except BaseException:
             self._leave()
             raise
@@ -321,7 +349,7 @@ class _Visit:
 
     def _leave(self) -> None:
         with _CHANGED:
-            _restore(self.tables)
+            self.tables.restore()
             _VISITS.remove(self)
             _CHANGED.notify_all()
 
