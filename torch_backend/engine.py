@@ -83,9 +83,11 @@ class Engine:
         scale = None
         if kwargs or self.gradient.scaled:
             scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
-        with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-            loss, aux = self.gradient.split(self.loss_fn(*called, **kwargs), self.backend)
-            differentiated = scaled_loss(loss, scale, arrays)
+        if torch.is_grad_enabled():
+            loss, aux, differentiated = self._evaluated(called, kwargs, scale)
+        else:
+            with torch.enable_grad():
+                loss, aux, differentiated = self._evaluated(called, kwargs, scale)
         if self.gradient.has_aux:
             aux = detached(aux)
         if begins:
@@ -99,6 +101,11 @@ class Engine:
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state
+
+    def _evaluated(self, args: list[Any], kwargs: dict[str, Any], scale: Any) -> tuple[Any, Any, Any]:
+        """The loss, what comes with it, and the loss as it is differentiated."""
+        loss, aux = self.gradient.split(self.loss_fn(*args, **kwargs), self.backend)
+        return loss, aux, scaled_loss(loss, scale, arrays)
 
     def _look(self, loss: Any) -> None:
         """Raises Reentered for a checkpoint of that kind, if no loss was looked at in this mode of the module."""

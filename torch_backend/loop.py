@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,14 +28,8 @@ from torch_backend.scan import fold_in_graph
 from torch_backend.transfer import moved
 from torch_backend.wrapped import ModuleGradient
 
-
-class _Microbatch(NamedTuple):
-    """The arguments that a micro-batch comes from, its first row on each device, and how many; None for all."""
-
-    arguments: Arguments
-    start: int
-    size: int | None
-    devices: int
+# The arguments that a micro-batch comes from, its first row on each device and how many, None for all, and the devices.
+_Microbatch = tuple[Arguments, int, int | None, int]
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -77,7 +71,7 @@ def _cuts(program: Program, arguments: Arguments, across: bool) -> Iterator[_Mic
     rows, size = rows // devices, program.microbatch_size
     n = min(program.n, rows) if across and program.n is not None else program.n
     found = groups(rows, n, None if size is None else max(1, size // devices)) if rows else []
-    return (_Microbatch(arguments, start, size, devices) for start, size in starts(found))
+    return ((arguments, start, size, devices) for start, size in starts(found))
 
 
 def _folds(program: Program) -> list[Fold]:
@@ -110,7 +104,7 @@ def _items(
     for item in microbatches:
         arguments = program.read((*leading, *detached(item, not isinstance(window, _Calls))), backend)
         del item  # so that no more than one micro-batch is held
-        yield _Microbatch(arguments, 0, None, 1)
+        yield arguments, 0, None, 1
         del arguments
 
 
@@ -121,7 +115,8 @@ def _fold(program: Program, window: "_Window", microbatches: Iterator[_Microbatc
             found = _Ahead(found)
         for microbatch in found:
             try:
-                state = _fold_one(program, window, microbatch, state, kwargs, getattr(found, "last", False))
+                last = isinstance(found, _Ahead) and found.last
+                state = _fold_one(program, window, microbatch, state, kwargs, last)
             except Reentered:
                 found = chain([microbatch], found)
                 del microbatch
