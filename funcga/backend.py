@@ -342,7 +342,8 @@ def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Back
     loaded = load_imported()
     for test in ("owns", "is_array"):
         for backend in loaded:
-            leaves, mine = backend.trees.flatten(list(trees))[0], getattr(backend.arrays, test)
+            leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
+            mine = getattr(backend.arrays, test)
             if not any(map(mine, leaves)) or (test == "is_array" and backend.name != "jax"):
                 continue
             # by the name of the type, as torch.compile cannot look into another framework
@@ -353,7 +354,9 @@ def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Back
 
 
 def _framework(leaf: Any) -> str | None:
-    if isinstance(leaf, int | float) or not hasattr(leaf, "shape"):  # of an int in its graph torch.compile knows no more
+    if isinstance(leaf, int | float) or not hasattr(
+        leaf, "shape"
+    ):  # of an int in its graph torch.compile knows no more
         return None
     return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(type(leaf).__module__.split(".")[0])
 

@@ -49,10 +49,13 @@ class Program:
         in_axes = 0 if self.in_axes is None and isinstance(self.grad_fn, OwningGradient) else self.in_axes
         return read_arguments(args, in_axes, self.grad_fn, backend)
 
-    def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: Callable[[], int]) -> Any:
-        """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet. Default: its rows."""
+    def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Any:
+        """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet. Default: its rows.
+
+        They are those of the arguments if they are None.
+        """
         if self.weight is None:
-            return rows()
+            return arguments.rows() if rows is None else rows
         split = arguments.split_args(args)
         try:
             weight = self.weight(*split)

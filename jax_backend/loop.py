@@ -176,7 +176,7 @@ def _cut_and_weigh(program: Program, arguments: Arguments, size: int, narrow: An
 
 def _limbs(program: Program, arguments: Arguments, args: tuple[Any, ...]) -> Any:
     """The weight of one micro-batch; the default weight is left to the caller."""
-    return () if program.weight is None else arrays.limbs(program.weigh(arguments, args, arguments.rows))
+    return () if program.weight is None else arrays.limbs(program.weigh(arguments, args, None))
 
 
 def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -986,3 +986,15 @@ def test_several_devices_in_one_tree():
         value, grads = funcga.accumulate(funcga.value_and_grad(loss), 4, weight=weight)(params, x)
         assert [str(g.device) for g in grads.values()] == devices
         assert value.isfinite()
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_the_last_division_is_that_of_a_number_to_the_bit(rows):
+    torch.manual_seed(0)
+    w, x = {"a": torch.randn(64), "b": torch.randn(())}, torch.randn(rows, 64) * 1e-20
+    gradient = funcga.grad(lambda w, x: (torch.tanh(w["a"] * 1e-20) * x).sum() * w["b"])
+    mean = funcga.accumulate(gradient, rows, fold=funcga.per_weight())(w, x)
+    total = funcga.accumulate(gradient, rows, fold=funcga.sum())(w, x)
+    assert all(torch.equal(mean[key], total[key] / rows) for key in w)
+    assert mean["a"].any()
+    assert (mean["a"].abs() < torch.finfo(torch.float32).tiny).any()

@@ -10,20 +10,51 @@ its gradient in and frees it at once.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward  # the public one spends 30 microseconds on 24 inputs
 
 from funcga.errors import FuncgaError
-from torch_backend.buffers import Buffers
+from torch_backend.buffers import Buffers, Layout
 from torch_backend.placements import is_placed
 
 _NOTHING = nullcontext()
 _Ready = Callable[[int], None]
-_VERSION = operator.attrgetter("_version")
+_VERSION, _GRAD = operator.attrgetter("_version"), operator.attrgetter("grad")
+# On the CPU a pass runs in the thread that calls it, and needs no copy of its context, as those of devices do.
+_run_on_host = Variable._execution_engine.run_backward
+
+
+class Routes:
+    """How the gradient of each leaf comes to its accumulator: the same for every window with leaves of these kinds.
+
+    `leaves` are by their place in grad_fn's output. `scaled`: the loss comes with a scale of its own, which is as much
+    as a backward pass in float16 can begin with: no weight is added.
+    """
+
+    def __init__(self, layout: Layout, leaves: dict[int, torch.Tensor], scaled: bool):
+        self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
+        # what lies on several devices is added where it lies, not by autograd
+        self.placed = [i for i in (*self.scaled, *self.plain) if is_placed(leaves.get(i))]
+        self.scaled, self.plain = ([i for i in p if i not in {*self.placed}] for p in (self.scaled, self.plain))
+        added = {*self.scaled, *self.plain}
+        # of each leaf that autograd adds, where it is among the leaves and among what is reduced, and whether it is
+        # added whatever the weight
+        self.sums = [(n, layout.places[i], i in {*self.plain}) for n, i in enumerate(leaves) if i in added]
+        dtypes = [leaf.dtype for i, leaf in leaves.items() if i in added]
+        # those whose sums are in another dtype than the gradients
+        self.widened = [
+            (n, k, layout.folds[k].accumulator_dtype)
+            for (n, k, _), dtype in zip(self.sums, dtypes, strict=True)
+            if layout.folds[k].accumulator_dtype != dtype
+        ]
+        self.alone = not (layout.given_plain or self.others)  # whether all that is done is to sum with weights
+        narrow = any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
+        self.seeds = self.alone and not (self.placed or scaled or narrow)
 
 
 class Backward:
@@ -33,43 +64,26 @@ class Backward:
     leaf is a weighted sum, the loss's dtype holds that number, and nothing is float16, which would overflow; where it
     cannot be, the gradients are scaled in a hook, in the accumulator's dtype.
 
-    `restricted`: the pass goes to the leaves alone, not to other tensors that loss_fn closes over. `scaled`: the loss
-    comes with a scale of its own, which is as much as a backward pass in float16 can begin with: no weight is added.
+    `restricted`: the pass goes to the leaves alone, not to other tensors that loss_fn closes over.
     """
 
-    def __init__(
-        self, buffers: Buffers, leaves: dict[int, torch.Tensor], restricted: bool = True, scaled: bool = False
-    ):
+    def __init__(self, buffers: Buffers, leaves: dict[int, torch.Tensor], routes: Routes, restricted: bool = True):
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
-        self.restricted = restricted
-        layout = buffers.layout
-        self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
-        # what lies on several devices is added where it lies, not by autograd
-        self.placed = [i for i in (*self.scaled, *self.plain) if is_placed(leaves.get(i))]
-        if self.placed:
-            self.scaled, self.plain = ([i for i in p if i not in self.placed] for p in (self.scaled, self.plain))
-        others, plain, places = {*self.others, *self.placed}, {*self.plain}, layout.places
-        # (leaf, its place among what is reduced, whether it is added whatever the weight)
-        self.sums = [(leaf, places[i], i in plain) for i, leaf in leaves.items() if i not in others]
-        dtypes = set()
-        for leaf, k, _ in self.sums:
-            dtypes.add(leaf.dtype)
-            dtype = layout.folds[k].accumulator_dtype
-            if dtype != leaf.dtype:
-                leaf.grad_dtype = None  # .grad may have another dtype than the leaf
-                if buffers.reduced[k] is None:
-                    buffers.reduced[k] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
-        self.alone = not (layout.given_plain or self.others)  # whether all that is done is to sum with weights
-        self.seeds = (
-            self.alone
-            and not (self.placed or scaled)
-            and not any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
-        )
-        self.autocast = autocasting(*{leaf.device.type for leaf in self.inputs})
+        self.routes, self.restricted = routes, restricted
+        for n, k, dtype in routes.widened:
+            self.inputs[n].grad_dtype = None  # .grad may have another dtype than the leaf
+            if buffers.reduced[k] is None:
+                buffers.reduced[k] = torch.zeros_like(self.inputs[n], dtype=dtype, requires_grad=False)
+        self.sums = [(self.inputs[n], k, plain) for n, k, plain in routes.sums]
+        self.autocast = autocasting(leaf.device.type for leaf in self.inputs)
+        self.on_host = all(leaf.is_cpu for leaf in self.inputs)
         self.held: list[torch.Tensor] = []  # the accumulators, where every leaf has one and it stands as `.grad`
         self.begun = False  # whether every sum has an accumulator
-        self.attached: bool | None = None
-        self._attach(True)
+        self.attached = True
+        for leaf, k, _ in self.sums:
+            if buffers.reduced[k] is not None:
+                leaf.grad = buffers.reduced[k]
+        self._survey()
         self._written = sum(map(_VERSION, self.inputs))
         self.settle()
 
@@ -77,8 +91,7 @@ class Backward:
         """Lets autograd add to the accumulators, to those of weighted sums only if `scaled`."""
         if scaled == self.attached:
             return
-        if self.attached is not None:
-            self._check_grads()
+        self._check_grads()
         for leaf, k, plain in self.sums:
             leaf.grad = self.buffers.reduced[k] if scaled or plain else None
         self.attached = scaled
@@ -86,11 +99,14 @@ class Backward:
 
     def _survey(self) -> None:
         accumulators = [self.buffers.reduced[k] for _, k, _ in self.sums]
-        self.begun = all(accumulator is not None for accumulator in accumulators)
-        self.held = accumulators if self.begun and self.attached and not (self.others or self.placed) else []
+        self.begun = not [k for k, accumulator in enumerate(accumulators) if accumulator is None]
+        hooked = self.routes.others or self.routes.placed
+        self.held = accumulators if self.begun and self.attached and not hooked else []
 
     def _check_grads(self) -> None:
         """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
+        if self.held and all(map(operator.is_, map(_GRAD, self.inputs), self.held)):
+            return  # as mostly
         for leaf, k, plain in self.sums:
             expected = self.buffers.reduced[k] if self.attached or plain else None
             if leaf.grad is not expected:
@@ -101,10 +117,13 @@ class Backward:
 
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
+        reduced = self.buffers.reduced
         for leaf, k, _ in self.sums:
-            if self.buffers.reduced[k] is None and leaf.grad is not None:
-                own = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
-                self.buffers.reduced[k] = leaf.grad = own if is_alone(own) else own.clone()
+            if reduced[k] is None and (gradient := leaf.grad) is not None:
+                dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+                reduced[k] = own = dense if is_alone(dense) else dense.clone()
+                if own is not gradient:
+                    leaf.grad = own
         self._survey()
 
     def check_untouched(self) -> None:
@@ -130,13 +149,16 @@ class Backward:
 
         `ready` is called with the place of each sum, among what is reduced, as soon as it is complete.
         """
-        share = self.buffers.share(weight)
-        if self.alone and not moving and share == 0:
+        share, routes = self.buffers.share(weight), self.routes
+        if routes.alone and not moving and share == 0:
             return  # it adds nothing, not even a NaN
-        seeds = self.seeds and not moving and not self.autocast
+        seeds = routes.seeds and not moving and not self.autocast
         seed = share if seeds and share is not None and holds(loss.dtype, share) else 1.0
         self._attach(share == seed)
-        hooked = [*self.others, *self.placed] if share == seed else [*self.others, *self.placed, *self.scaled]
+        if self.held and loss.requires_grad and not moving and ready is None:  # then nothing else is to be done
+            self._run(loss, seed, self.inputs)
+            return
+        hooked = [*routes.others, *routes.placed, *(() if share == seed else routes.scaled)]
         waiting = {*hooked}
         inputs = (*self.inputs, *moving)
         if loss.requires_grad and inputs:
@@ -150,7 +172,7 @@ class Backward:
                     handle.remove()
             if not self.begun:
                 self._adopt()
-        for i in waiting.intersection(self.others):  # what the loss does not depend on has a gradient of zeros
+        for i in waiting.intersection(routes.others):  # what the loss does not depend on has a gradient of zeros
             self.buffers.add_leaf(i, torch.zeros_like(self.leaves[i], requires_grad=False), weight)
 
     def _run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -163,10 +185,9 @@ class Backward:
                 torch.autograd.backward(loss, cotangent, inputs=inputs)
                 return
             only = inputs if self.restricted else ()
+            run = _run_on_host if self.on_host and loss.is_cpu else _engine_run_backward
             try:
-                _engine_run_backward(
-                    (loss,), (cotangent,), False, False, only, allow_unreachable=True, accumulate_grad=True
-                )
+                run((loss,), (cotangent,), False, False, only, allow_unreachable=True, accumulate_grad=True)
             except RuntimeError as error:
                 if only and "use_reentrant" in str(error):
                     raise Reentered from error
@@ -199,13 +220,13 @@ class Backward:
                 "parameters when the window is done."
             )
         self._check_grads()
-        self.held = []
+        self.held, reduced = [], self.buffers.reduced
         for leaf in self.inputs:
             leaf.grad = None
-        for leaf, k, _ in self.sums:
-            if self.buffers.reduced[k] is None:  # nothing depends on it
-                self.buffers.reduced[k] = torch.zeros_like(leaf, requires_grad=False)
-        for i in self.placed:
+        for leaf, k, _ in () if self.begun else self.sums:
+            if reduced[k] is None:  # nothing depends on it
+                reduced[k] = torch.zeros_like(leaf, requires_grad=False)
+        for i in self.routes.placed:
             k = self.buffers.layout.places[i]
             if self.buffers.reduced[k] is None:
                 dtype = self.buffers.folds[k].accumulator_dtype
@@ -266,11 +287,15 @@ def _check_closed(loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
             )
 
 
+_use_count = getattr(
+    torch._C, "_storage_Use_Count", lambda _: 0
+)  # of the tensor and of `storage`; if torch still tells
+
+
 def is_alone(gradient: torch.Tensor) -> bool:
     """Whether nobody else holds the memory of a gradient, nor it more than it needs."""
     storage = gradient.untyped_storage()
-    use_count = getattr(torch._C, "_storage_Use_Count", None)  # of the tensor and of `storage`; if torch still tells
-    alone = use_count is not None and use_count(storage._cdata) == 2 and storage.nbytes() == gradient.nbytes
+    alone = _use_count(storage._cdata) == 2 and storage.nbytes() == gradient.nbytes
     return alone and storage.resizable()  # which memory that is not torch's, as that of a NumPy array, is not
 
 
@@ -279,6 +304,9 @@ def holds(dtype: torch.dtype, number: float) -> bool:
     return number == 1 or dtype.itemsize >= 4 or torch.tensor(number, dtype=dtype).item() == number
 
 
-def autocasting(*devices: str) -> list[str]:
+def autocasting(devices: Iterable[str]) -> list[str]:
     """The types of device, the host's and these, that autocast is on for."""
-    return [d for d in {"cpu", *devices} if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
+    if not torch._C._is_any_autocast_enabled():  # as mostly
+        return []
+    found = {"cpu", *devices}
+    return [d for d in found if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from funcga import normalizers, reducers, tally
+from funcga import reducers, tally
 from funcga.leaves import LeafFold
+from funcga.normalizers import Normalizer, by_steps, by_weight
 from funcga.outputs import Outputs
 from torch_backend import arrays
 from torch_backend.placements import aligned, local, locals_of, rewrapped, settled
@@ -41,6 +42,13 @@ class Layout:
         self.given_scaled = [i for i, lift in kinds.items() if lift is reducers.weighted.lift]
         self.given_plain = [i for i, lift in kinds.items() if lift is reducers.sum.lift]
         self.given_others = [i for i in given if kinds.get(i) is None and outputs.folds[i] is not None]
+        self.means = [self._normalized(places, by_weight) for places in (self.scaled, self.plain)]
+        self.cast = [k for k, fold in enumerate(self.folds) if fold.accumulator_dtype != fold.result_dtype]
+        self.averages = [self._normalized(places, by_steps) for places in (self.scaled, self.plain)]
+
+    def _normalized(self, places: list[int], normalizer: Normalizer) -> list[int]:
+        """Those of these places that a normalizer divides; by its function, as it may be a copy."""
+        return [k for k in places if self.folds[k].fold.normalizer.apply is normalizer.apply]
 
 
 def _lifts(outputs: Outputs) -> list[Any]:
@@ -197,11 +205,12 @@ class Buffers:
                 torch._foreach_add_(locals_of(held), chosen, alpha=factor)
             return
         raw = locals_of(chosen)
-        if factor and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
+        if factor and len(raw) > 1 and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
             own = list(torch._foreach_mul(raw, factor))
         else:
             own = [v.to(self.folds[k].accumulator_dtype, copy=True) for k, v in zip(places, raw, strict=True)]
-            torch._foreach_mul_(own, factor) if factor else torch._foreach_zero_(own)
+            if factor != 1:
+                torch._foreach_mul_(own, factor) if factor else torch._foreach_zero_(own)
         for k, accumulator, like in zip(places, own, chosen, strict=True):
             self.reduced[k] = rewrapped(accumulator, like)
 
@@ -221,53 +230,58 @@ class Buffers:
                 held.addcmul_(torch.where(counts, more.to(dtype), 0), factor)
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
-        """Reduces what lies on the devices of a mesh as sums that are not done yet, to where `likes` lie."""
-        for k, value in enumerate(self.reduced):
-            if type(value) is not torch.Tensor:  # as most are
-                self.reduced[k] = settled(value, likes.get(k))
+        """Reduces what lies on the devices of a mesh as sums that are not done yet, to where `likes` of outputs lie."""
+        if {*map(type, self.reduced)} != {torch.Tensor}:  # as mostly
+            for k, value in enumerate(self.reduced):
+                self.reduced[k] = settled(value, likes.get(self.outputs.reduced[k]))
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
         reduced, counted = self.reduced, self.tally
         total, unit = tally.total(counted), self.unit or 1.0
-        by_weight, by_steps = normalizers.by_weight, normalizers.by_steps
-        scaled, plain = self.layout.scaled, self.layout.plain
-        done = {*self._divide(scaled, by_weight, total / unit), *self._divide(plain, by_weight, total),
-                *self._divide(scaled, by_steps, counted.steps / unit),
-                *self._divide(plain, by_steps, counted.steps)}  # fmt: skip
+        scaled_means, plain_means = self.layout.means
+        scaled_averages, plain_averages = self.layout.averages
+        done = {*self._divide(scaled_means, total / unit), *self._divide(scaled_averages, counted.steps / unit),
+                *self._divide(plain_averages, counted.steps)}  # fmt: skip
+        if not isinstance(total, torch.Tensor):
+            done.update(self._divide(plain_means, total))
         if unit != 1:
-            for k in {*scaled} - done:
+            for k in {*self.layout.scaled} - done:
                 local(reduced[k]).mul_(unit)
-        results = []
-        for k, fold in enumerate(self.folds):
-            value, reduced[k] = reduced[k], None
-            if k not in done:
-                value = fold.normalize(value, counted)
-            elif value.dtype != fold.result_dtype:
-                value = value.to(fold.result_dtype)
-            results.append(value)
+        results, self.reduced = reduced, [None] * len(reduced)
+        for k in self.layout.cast if len(done) == len(reduced) else range(len(reduced)):
+            fold = self.folds[k]
+            results[k] = results[k].to(fold.result_dtype) if k in done else fold.normalize(results[k], counted)
         collected = []
         for fold, chunks in zip(self.outputs.collected_folds, self.collected.values(), strict=True):
             collected.append(torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype))
             chunks.clear()
         return self.outputs.join(results, collected, state)
 
-    def _divide(self, places: list[int], normalizer: normalizers.Normalizer, total: Any) -> list[int]:
-        """Divides in place those of the sums that this normalizer divides, and says which; others are left to it."""
-        apply = normalizer.apply
-        found = [k for k in places if self.folds[k].fold.normalizer.apply is apply]
+    def _divide(self, places: list[int], total: Any) -> list[int]:
+        """Divides the sums at these places in place, and returns them."""
         if isinstance(total, torch.Tensor):
-            if places is self.layout.plain:
-                return []
             # Of a total of 0 the host knows nothing, but then nothing was added to a weighted sum: it is zeros already.
             safe = torch.where(total != 0, total, 1)
-            for k in found:
+            for k in places:
                 local(self.reduced[k]).div_(safe.to(self.reduced[k].device, self.reduced[k].dtype))
-        elif found and total:
-            torch._foreach_div_(locals_of([self.reduced[k] for k in found]), float(total))
-        elif found:
-            torch._foreach_zero_(locals_of([self.reduced[k] for k in found]))
-        return found
+        elif places and total:
+            _divide_all(locals_of([self.reduced[k] for k in places]), float(total))
+        elif places:
+            torch._foreach_zero_(locals_of([self.reduced[k] for k in places]))
+        return places
+
+
+def _divide_all(held: list[torch.Tensor], total: float) -> None:
+    """Divides in place; on the CPU by a tensor, where torch would make one of the number for each of them."""
+    dtype = held[0].dtype
+    alike = not torch.compiler.is_compiling() and all(t.is_cpu and t.dtype is dtype for t in held)
+    if not (alike and dtype in (torch.float32, torch.float64)):
+        torch._foreach_div_(held, total)
+    elif 1 <= total <= _MOST and _is_power_of_two(total):  # to multiply is faster, and then the same
+        torch._foreach_mul_(held, torch.tensor(1 / total, dtype=dtype))
+    else:
+        torch._foreach_div_(held, torch.tensor(total, dtype=dtype))
 
 
 def _strided(value: Any) -> Any:

@@ -75,7 +75,7 @@ class Driven:
             self.waiting.close()
             if kind is not None:
                 self.driver.recover()
-        if autocasting("cuda"):
+        if autocasting(("cuda",)):
             torch.clear_autocast_cache()
 
     def fold(
@@ -215,7 +215,7 @@ class Driven:
                     f"that if need be."
                 )
             return
-        devices = autocasting(loss.device.type)
+        devices = autocasting((loss.device.type,))
         if not (devices or self.last):
             torch.autograd.backward(loss, cotangent)
             return

@@ -7,8 +7,9 @@ modules and their `.grad`s are left alone, and everything that autograd can do w
 custom functions, compiled losses.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+import operator
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,10 @@ from funcga.outputs import Outputs
 from funcga.program import Program
 from funcga.scales import scaled_loss
 from torch_backend import arrays, trees
-from torch_backend.backward import Backward, autocasting, check_no_backward, check_not_reentrant
+from torch_backend.backward import Backward, Routes, autocasting, check_no_backward, check_not_reentrant
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.guards import GradsWatch, modules_in
-from torch_backend.modules import PureLoss, own_parameter
+from torch_backend.modules import PureLoss, own_parameters
 from torch_backend.reduction import Reduction, begun
 
 
@@ -41,7 +42,8 @@ class Engine:
         self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
         self.first = 0  # the first argument that loss_fn takes
-        self.stack = ExitStack()
+        self.inference: Any = _NOTHING
+        self.visit: Any = _NOTHING
         self.watch = GradsWatch(())
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
@@ -53,13 +55,17 @@ class Engine:
 
     def __enter__(self) -> "Engine":
         if torch.is_inference_mode_enabled():
-            self.stack.enter_context(torch.inference_mode(False))  # what is made in it has no gradient
+            self.inference = torch.inference_mode(False)  # what is made in it has no gradient
+            self.inference.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.stack.__exit__(*error)
+        try:
+            self.visit.__exit__(*error)
+        finally:
+            self.inference.__exit__(*error)
         self.watch.changed()  # what an exception leaves behind is put right too
-        if autocasting("cuda"):
+        if autocasting(("cuda",)):
             torch.clear_autocast_cache()  # of the casts of leaves that nobody will see again
 
     def fold(
@@ -77,21 +83,29 @@ class Engine:
         scale = None
         if kwargs or self.gradient.scaled:
             scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
-        with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-            loss, aux = self.gradient.split(self.loss_fn(*called, **kwargs), self.backend)
-            differentiated = scaled_loss(loss, scale, arrays)
+        if torch.is_grad_enabled():
+            loss, aux, differentiated = self._evaluated(called, kwargs, scale)
+        else:
+            with torch.enable_grad():
+                loss, aux, differentiated = self._evaluated(called, kwargs, scale)
         if self.gradient.has_aux:
             aux = detached(aux)
         if begins:
             self._bind(loss.detach(), aux, found, arguments, weight)
             self._look(differentiated)
-        self.backward.check_untouched()
+        else:
+            self.backward.check_untouched()
         self.backward(
             differentiated, weight, moving, None if self.reduction is None or not last else self.reduction.ready
         )
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state
+
+    def _evaluated(self, args: list[Any], kwargs: dict[str, Any], scale: Any) -> tuple[Any, Any, Any]:
+        """The loss, what comes with it, and the loss as it is differentiated."""
+        loss, aux = self.gradient.split(self.loss_fn(*args, **kwargs), self.backend)
+        return loss, aux, scaled_loss(loss, scale, arrays)
 
     def _look(self, loss: Any) -> None:
         """Raises Reentered for a checkpoint of that kind, if no loss was looked at in this mode of the module."""
@@ -115,8 +129,7 @@ class Engine:
         """The normalised result, in the structure of grad_fn's output."""
         self.backward.release()
         self.watch.check()
-        places = self.plan.layout.places
-        self.buffers.settle({places[i]: leaf for i, leaf in self.backward.leaves.items() if i in places})
+        self.buffers.settle(self.backward.leaves)
         if self.reduction is not None:
             state = self.reduction.finish(state)
         return self.buffers.result(state)
@@ -132,11 +145,12 @@ class Engine:
         self.watch = GradsWatch(watched)
         if isinstance(self.loss_fn, PureLoss) and whole[0]:
             params = self.whole[0].tree if 0 in self.whole else args[0]
-            self.loss_fn, self.first = self.stack.enter_context(self.loss_fn.entered(params)), 1
+            visit = self.loss_fn.entered(params)
+            self.loss_fn, self.visit, self.first = visit.__enter__(), visit, 1
 
     def _leafy(self, tree: Any, i: int) -> "_Leaves":
         leaves, structure = self.backend.trees.flatten(tree)
-        leaves = [own_parameter(leaf) for leaf in leaves]
+        leaves = own_parameters(leaves)
         try:
             made = [leaf if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
         except (RuntimeError, AttributeError):  # numbers, integers, or tensors of inference mode
@@ -161,11 +175,12 @@ class Engine:
         if self.replicas is not None:
             leaves = self.gradient.compose(loss, aux, [found[i].tree for i in self.places])
             self.reduction = begun(self.program, self.buffers, trees.flatten(leaves)[0], weight, self.replicas)
-        given = [leaf for leaves in self.whole.values() for leaf in leaves.leaves]
-        places = zip(self.plan.given, given, strict=True)
-        restricted = "reenters" not in plans
-        leaves = {k: leaf for k, leaf in places if leaf is not None}
-        self.backward = Backward(self.buffers, leaves, restricted, self.gradient.scaled)
+        self.backward = Backward(self.buffers, self._given(plan.given), plan.routes, "reenters" not in plans)
+
+    def _given(self, places: Iterable[int]) -> dict[int, torch.Tensor]:
+        """The leaves whose gradients autograd adds, by these places in the output; but for those that are None."""
+        leaves = [leaf for leaves in self.whole.values() for leaf in leaves.leaves]
+        return {k: leaf for k, leaf in zip(places, leaves, strict=True) if leaf is not None}
 
     def _planned(self, key: Any, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> "_Plan":
         compose, trees = self.gradient.compose, self.backend.trees
@@ -180,7 +195,8 @@ class Engine:
         own = [k for k in range(len(leaves)) if k not in given]
         rest = [() if i in self.whole else found[i].tree for i in self.places]
         head = outputs.part(own, trees.flatten(compose(loss, aux, rest))[1])
-        return _Plan(key, Layout(outputs, given), [*given], own, head)
+        layout = Layout(outputs, given)
+        return _Plan(key, layout, Routes(layout, self._given(given), self.gradient.scaled), [*given], own, head)
 
     def _leaves(self, loss: Any, aux: Any, found: "dict[int, _Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns, None where the gradient is added already."""
@@ -202,6 +218,7 @@ class _Plan(NamedTuple):
 
     key: Any
     layout: Layout
+    routes: Routes
     given: list[int]
     own: list[int]
     head: Outputs  # of `own` alone
@@ -217,7 +234,9 @@ class _Leaves(NamedTuple):
 
     def kinds(self) -> list[Any]:
         """What a fold sees of each leaf."""
-        return [None if leaf is None else (leaf.shape, leaf.dtype, _placements(leaf)) for leaf in self.leaves]
+        if {*map(type, self.leaves)} == {torch.Tensor}:  # as mostly
+            return [*map(_KIND, self.leaves)]
+        return [None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None)) for leaf in self.leaves]
 
     def gradients(self, backend: Backend) -> Any:
         """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
@@ -227,10 +246,7 @@ class _Leaves(NamedTuple):
         return detached(backend.trees.unflatten(self.structure, grads))
 
 
-def _placements(leaf: torch.Tensor) -> Any:
-    return None if type(leaf) is torch.Tensor else getattr(leaf, "placements", None)
-
-
+_KIND = operator.attrgetter("shape", "dtype")
 _NOTHING = nullcontext()
 _NO_LEAVES: list[torch.Tensor] = []
 

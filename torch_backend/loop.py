@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from torch_backend.scan import fold_in_graph
 from torch_backend.transfer import moved
 from torch_backend.wrapped import ModuleGradient
 
-# What one micro-batch needs: the arguments it comes from, how to cut them given the threaded state, and its rows.
-_Microbatch = tuple[Arguments, Callable[[list[Any]], tuple[Any, ...]], Callable[[], int]]
+# The arguments that a micro-batch comes from, its first row on each device and how many, None for all, and the devices.
+_Microbatch = tuple[Arguments, int, int | None, int]
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -64,22 +65,17 @@ def _cuts(program: Program, arguments: Arguments, across: bool) -> Iterator[_Mic
         program.grad_fn.check_stream()
     rows = arguments.rows(may_be_empty=across)
     # rows of several devices at once are other rows together, which sums and extremes alone do not show
-    ordered = arguments.state() or any(fold.reducer.monoid.collective is None for fold in _folds(program))
-    devices = 1 if ordered else devices_of(arguments)
+    devices = devices_of(arguments)
+    if devices > 1 and (arguments.state() or any(f.reducer.monoid.collective is None for f in _folds(program))):
+        devices = 1
     rows, size = rows // devices, program.microbatch_size
     n = min(program.n, rows) if across and program.n is not None else program.n
     found = groups(rows, n, None if size is None else max(1, size // devices)) if rows else []
-    return _each(arguments, starts(found), devices)
+    return ((arguments, start, size, devices) for start, size in starts(found))
 
 
 def _folds(program: Program) -> list[Fold]:
     return [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
-
-
-def _each(arguments: Arguments, found: Iterator[tuple[int, int]], devices: int) -> Iterator[_Microbatch]:
-    take = None if devices == 1 else narrow
-    for start, size in found:
-        yield arguments, lambda state, a=start, b=size: arguments.cut(a, b, state, take), lambda b=size: b * devices  # type: ignore[misc]
 
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -108,29 +104,29 @@ def _items(
     for item in microbatches:
         arguments = program.read((*leading, *detached(item, not isinstance(window, _Calls))), backend)
         del item  # so that no more than one micro-batch is held
-        yield arguments, lambda state, a=arguments: a.cut(0, None, state), arguments.rows  # type: ignore[misc]
+        yield arguments, 0, None, 1
         del arguments
 
 
 def _fold(program: Program, window: "_Window", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any]) -> Any:
-    state: list[Any] | None = None
-    with ExitStack() as stack:
-        stack.enter_context(window)
-        found = microbatches
+    found, state = microbatches, None
+    with window:
         if isinstance(window, Driven) and not isinstance(found, _Ahead):
             found = _Ahead(found)
         for microbatch in found:
             try:
-                state = _fold_one(program, window, microbatch, state, kwargs, getattr(found, "last", False))
+                last = isinstance(found, _Ahead) and found.last
+                state = _fold_one(program, window, microbatch, state, kwargs, last)
             except Reentered:
-                assert not isinstance(window, Driven)
-                stack.close()
-                window = window.again()
-                stack.enter_context(window)
-                state = _fold_one(program, window, microbatch, None, kwargs, False)
+                found = chain([microbatch], found)
+                del microbatch
+                break
             del microbatch  # so that no more than one is held
-        assert state is not None
-        return window.result(state)
+        else:
+            assert state is not None
+            return window.result(state)
+    assert not isinstance(window, Driven)
+    return _fold(program, window.again(), found, kwargs)
 
 
 def _fold_one(
@@ -141,9 +137,11 @@ def _fold_one(
     kwargs: dict[str, Any],
     last: bool,
 ) -> list[Any]:
-    arguments, cut, rows = microbatch
-    args = cut(_copied(arguments) if state is None else state)
-    return window.fold(arguments, args, kwargs, program.weigh(arguments, args, rows), last)
+    arguments, start, size, devices = microbatch
+    state = _copied(arguments) if state is None else state
+    args = arguments.cut(start, size, state, None if devices == 1 else narrow)
+    weight = program.weigh(arguments, args, None if size is None else size * devices)
+    return window.fold(arguments, args, kwargs, weight, last)
 
 
 class _Ahead:

@@ -2,8 +2,8 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -106,47 +106,17 @@ class PureLoss:
         output, after = torch.func.functional_call(self.call, tensors, (self.loss_fn, *args), kwargs)
         return _with_state(output, {name: after[name] for name in own}) if self.buffers else output
 
-    @contextmanager
-    def entered(self, params: Mapping[str, torch.Tensor]) -> Iterator[Callable[..., Any]]:
-        """`loss(*batch)` while the parameters are in the module, which is as before when the context is left.
+    def entered(self, params: Mapping[str, torch.Tensor]) -> "_Visit":
+        """A context, `loss(*batch)` while the parameters are in the module, which is as before when it is left.
 
         Meanwhile other threads wait that want to put parameters into the module, or into one that overlaps with it.
         """
-        check_not_wrapped(self.module)
-        with _CHANGED:
-            while _is_occupied(self.module):
-                _CHANGED.wait()
-            parameters, buffers, tables = _walk(self.module)
-            filled = _fill(parameters, _checked(params, parameters, "parameters"))
-            pairs = zip(filled, parameters, strict=True)
-            placed = {id(tensor): (tensor, slot.held) for tensor, slot in pairs if id(tensor) not in _PLACED}
-            own = threading.get_ident()
-            _PLACED.update({key: _Placed(own, held) for key, (_, held) in placed.items()})
-            taken = {id(table.table) for table in tables} - {*_TAKEN}
-            _TAKEN.update(dict.fromkeys(taken, own))
-        try:
-            states = [table for table in tables if table.is_buffers]
-            if self.buffers:
-                yield partial(self._threaded, buffers)
-            elif self.statistics:
-                with Watch(self.module).watching() as watch:
-                    yield partial(self._watched, watch, buffers, states, {})
-            else:
-                yield partial(self._isolated, buffers, states, {})
-        finally:
-            with _CHANGED:
-                for table in tables:
-                    table.restore()
-                for key in placed:
-                    del _PLACED[key]
-                for key in taken:
-                    del _TAKEN[key]
-                _CHANGED.notify_all()
+        return _Visit(self, params)
 
     def _isolated(
         self,
         buffers: "list[_Slot]",
-        tables: "list[_Table]",
+        tables: "_Tables",
         copies: dict[int, tuple[Any, float]],
         *args: Any,
         **kwargs: Any,
@@ -159,7 +129,7 @@ class PureLoss:
         self,
         watch: Watch,
         buffers: "list[_Slot]",
-        tables: "list[_Table]",
+        tables: "_Tables",
         copies: dict[int, tuple[Any, float]],
         *args: Any,
         **kwargs: Any,
@@ -175,11 +145,11 @@ class PureLoss:
     ) -> tuple[Any, Any]:
         """(loss, buffers) on copies of the given buffers, and of the module's own where none is given."""
         tensors = _checked(given, buffers, "buffers")
-        copies = {id(slot.held): tensors.get(id(slot.held), slot.held).detach().clone() for slot in buffers}
+        copies = {id(held): tensors.get(id(held), held).detach().clone() for *_, held in buffers}
         _fill(buffers, copies)
         output = called(self.loss_fn, self.module, *args, **kwargs)
         # a copy, as a checkpoint runs the forward pass again when the loss is already there
-        found = {slot.name: slot.table[slot.key].detach().clone() for slot in buffers}
+        found = {name: table[key].detach().clone() for table, key, name, _ in buffers}
         return _with_state(output, {name: found[name] for name in given})
 
 
@@ -207,60 +177,93 @@ class _Call(nn.Module):
         return output, {name: buffer.detach() for name, buffer in self.module.named_buffers()}
 
 
-class _Slot(NamedTuple):
-    """Where a module holds a tensor: `table[key]`; `name` is its name in the outermost module."""
-
-    table: MutableMapping[str, Any]
-    key: str
-    name: str
-    held: torch.Tensor
+# Where a module holds a tensor: `table[key]`, its name in the outermost module, and the tensor. No NamedTuple, which
+# takes a call to make.
+_Slot = tuple[MutableMapping[str, Any], str, str, torch.Tensor]
+# A module's own table of parameters or buffers, and what it held.
+_Table = tuple[dict[str, Any], dict[str, Any]]
 
 
-def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], list["_Table"]]:
+class _Tables(NamedTuple):
+    """The tables of a module and of those inside: of parameters, of buffers, and of those of buffers that are empty."""
+
+    parameters: list[_Table]
+    buffers: list[_Table]
+    empty: list[dict[str, Any]]
+
+    def restore_buffers(self) -> None:
+        """Lets those of buffers hold what they held."""
+        _restore(self.buffers)
+        if any(self.empty):
+            for table in self.empty:
+                table.clear()
+
+    def restore(self) -> None:
+        """Lets all of them hold what they held."""
+        _restore(self.parameters)
+        self.restore_buffers()
+
+    def ids(self) -> set[int]:
+        """By which they are known."""
+        return {id(table) for table, _ in (*self.parameters, *self.buffers)}.union(map(id, self.empty))
+
+
+def _restore(tables: list[_Table]) -> None:
+    for table, held in tables:
+        table.clear()
+        table.update(held)
+
+
+def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], _Tables]:
     """The slots of its parameters and of its buffers, and the tables that they are in, or may be put in."""
     parameters: list[_Slot] = []
     buffers: list[_Slot] = []
-    tables: list[_Table] = []
+    tables = _Tables([], [], [])
     waiting = [("", module)]
     while waiting:
         prefix, owner = waiting.pop()
-        own, states, children = owner._parameters, owner._buffers, owner._modules
+        own, state, children = owner._parameters, owner._buffers, owner._modules
         if own:
-            tables.append(_Table(own, own.copy(), False))
-            parameters += [_Slot(own, key, prefix + key, held) for key, held in own.items() if held is not None]
-        tables.append(_Table(states, states.copy(), True))
-        if states:
-            buffers += [_Slot(states, key, prefix + key, held) for key, held in states.items() if held is not None]
+            tables.parameters.append((own, own.copy()))
+            parameters += [(own, key, prefix + key, held) for key, held in own.items() if held is not None]
+        if state:
+            tables.buffers.append((state, state.copy()))
+            buffers += [(state, key, prefix + key, held) for key, held in state.items() if held is not None]
+        else:
+            tables.empty.append(state)
         if children:
             waiting += [(f"{prefix}{name}.", child) for name, child in children.items() if child is not None]
     return parameters, buffers, tables
 
 
-def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    """Puts the tensors where those of these ids are held; what is not given stays, without a graph of its own."""
-    placed = []
-    for slot in slots:
-        found = tensors.get(id(slot.held))
-        tensor = slot.held.detach() if found is None else found
-        slot.table[slot.key] = tensor
-        placed.append(tensor)
+def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Puts the tensors where those of these ids are held; what is not given stays, without a graph of its own.
+
+    Returns (what is there now, what was before), by the id of the former.
+    """
+    placed = {}
+    for table, key, _, held in slots:
+        found = tensors.get(id(held))
+        table[key] = tensor = held.detach() if found is None else found
+        placed[id(tensor)] = tensor, held
     return placed
 
 
-def _refill(slots: list[_Slot], tables: "list[_Table]", copies: dict[int, tuple[Any, float]]) -> None:
+def _refill(slots: list[_Slot], tables: _Tables, copies: dict[int, tuple[Any, float]]) -> None:
     """Puts copies where the module's own buffers are, new ones in each layer that the last micro-batch wrote to.
 
     All of the layer's, as the kernel of BatchNorm writes to running statistics without telling autograd.
     """
-    for table in tables:
-        table.restore()
-    known = [(slot, *copies.get(id(slot.held), (None, 0))) for slot in slots]
-    written = {id(slot.table) for slot, copy, version in known if copy is None or _version(copy) != version}
-    for slot in {id(slot.held): slot for slot in slots if id(slot.table) in written}.values():
-        copy = slot.held.detach().clone()
-        copies[id(slot.held)] = copy, _version(copy)
-    for slot in slots:  # one that several layers hold is one copy
-        slot.table[slot.key] = copies[id(slot.held)][0]
+    tables.restore_buffers()
+    if not slots:
+        return
+    known = [(table, held, *copies.get(id(held), (None, 0))) for table, _, _, held in slots]
+    written = {id(table) for table, _, copy, version in known if copy is None or _version(copy) != version}
+    for held in {id(held): held for table, held, *_ in known if id(table) in written}.values():
+        copy = held.detach().clone()
+        copies[id(held)] = copy, _version(copy)
+    for table, key, _, held in slots:  # one that several layers hold is one copy
+        table[key] = copies[id(held)][0]
 
 
 def _version(tensor: torch.Tensor) -> float:
@@ -276,60 +279,103 @@ def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str)
             f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of name to tensor, such "
             f"as {spell}."
         )
-    held = {slot.name: slot.held for slot in slots}
+    held = {name: tensor for _, _, name, tensor in slots}
     placed: dict[int, torch.Tensor] = {}
+    if held.keys() >= tensors.keys():
+        own = [held[name] for name in tensors]
+        placed = dict(zip(map(id, own), tensors.values(), strict=True))
+        fits = [getattr(tensor, "shape", None) for tensor in tensors.values()] == [tensor.shape for tensor in own]
+        if fits and len(placed) == len(own):
+            return placed
+    raise _misfit(tensors, held, what, spell)
+
+
+def _misfit(tensors: Mapping[str, torch.Tensor], held: dict[str, torch.Tensor], what: str, spell: str) -> FuncgaError:
+    """The first that a module does not take."""
+    first: dict[int, str] = {}
     for name, tensor in tensors.items():
-        if name not in held:
-            raise FuncgaError(
+        own = held.get(name)
+        if own is None:
+            return FuncgaError(
                 f"the module has no `{name}`{similar(name, held)} among its {what}. Their names are those of {spell}."
             )
-        if getattr(tensor, "shape", None) != held[name].shape:
-            raise FuncgaError(
-                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(held[name])}. Give "
+        if getattr(tensor, "shape", None) != own.shape:
+            return FuncgaError(
+                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(own)}. Give "
                 f"each of the {what} in the shape that it has there: {spell}."
             )
-        if id(held[name]) in placed:
-            twin = next(other for other in tensors if held[other] is held[name])
-            raise FuncgaError(
-                f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as {spell} does."
-            )
-        placed[id(held[name])] = tensor
-    return placed
+        twin = first.setdefault(id(own), name)
+        if twin != name:
+            break
+    return FuncgaError(
+        f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as {spell} does."
+    )
 
 
-class _Table(NamedTuple):
-    """A module's own table of parameters or buffers, and what it held."""
+class _Visit:
+    """A context in which a thread has put parameters into the module of a loss."""
 
-    table: dict[str, Any]
-    held: dict[str, Any]
-    is_buffers: bool
+    def __init__(self, loss: PureLoss, params: Mapping[str, torch.Tensor]):
+        self.loss, self.params = loss, params
+        self.watching: Any = nullcontext()
 
-    def restore(self) -> None:
-        if self.table or self.held:
-            self.table.clear()
-            self.table.update(self.held)
+    def __enter__(self) -> Callable[..., Any]:
+        module = self.loss.module
+        check_not_wrapped(module)
+        with _CHANGED:
+            while _is_occupied(module):
+                _CHANGED.wait()
+            parameters, buffers, tables = _walk(module)
+            # (what is there now, what was before), by the id of the former
+            self.placed = _fill(parameters, _checked(self.params, parameters, "parameters"))
+            self.thread, self.tables, self.taken = threading.get_ident(), tables, tables.ids()
+            _VISITS.append(self)
+        if self.loss.buffers:
+            return partial(self.loss._threaded, buffers)
+        if not self.loss.statistics:
+            return partial(self.loss._isolated, buffers, tables, {})
+        try:
+            self.watching = Watch(module).watching()
+            return partial(self.loss._watched, self.watching.__enter__(), buffers, tables, {})
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self.watching.__exit__(*error)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with _CHANGED:
+            self.tables.restore()
+            _VISITS.remove(self)
+            _CHANGED.notify_all()
 
 
-class _Placed(NamedTuple):
-    thread: int
-    instead_of: torch.Tensor
-
-
-# The tensors that stand in modules now, by id, which thread put them there and what was there before.
-_PLACED: dict[int, _Placed] = {}
-# The tables of modules, by id, and the thread that has put tensors into them. It is asked of each table, as the modules
-# of two losses may overlap, a model and its encoder; and of those of buffers too, as layers may have nothing else.
-_TAKEN: dict[int, int] = {}
+# The visits that go on now, first those that began first. It is asked of each table, as the modules of two losses may
+# overlap, a model and its encoder; and of those of buffers too, as layers may have nothing else.
+_VISITS: list[_Visit] = []
 _CHANGED = threading.Condition()
 
 
 def _is_occupied(module: nn.Module) -> bool:
+    others = [visit.taken for visit in _visits_of_others()]
+    tables = [id(t) for owner in module.modules() for t in (owner._parameters, owner._buffers)] if others else []
+    return any(not taken.isdisjoint(tables) for taken in others)
+
+
+def own_parameters(tensors: list[Any]) -> list[Any]:
+    """The tensors; for one that another thread has put into a module, where it was read, the module's own parameter."""
+    others = _visits_of_others()
+    return [_own_parameter(tensor, others) for tensor in tensors] if others else tensors
+
+
+def _own_parameter(tensor: Any, visits: list[_Visit]) -> Any:
+    return next((visit.placed[id(tensor)][1] for visit in visits if id(tensor) in visit.placed), tensor)
+
+
+def _visits_of_others() -> list[_Visit]:
     own = threading.get_ident()
-    tables = [table for owner in module.modules() for table in (owner._parameters, owner._buffers)] if _TAKEN else []
-    return any(_TAKEN.get(id(table), own) != own for table in tables)
-
-
-def own_parameter(tensor: Any) -> Any:
-    """The tensor; for one that another thread has put into a module, where it was read, the module's own parameter."""
-    placed = _PLACED.get(id(tensor)) if _PLACED else None
-    return tensor if placed is None or placed.thread == threading.get_ident() else placed.instead_of
+    return [visit for visit in [*_VISITS] if visit.thread != own]  # of a copy, as others come and go meanwhile

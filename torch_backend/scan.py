@@ -28,7 +28,7 @@ def fold_in_graph(program: Program, arguments: Arguments, state: list[Any], kwar
         start += count * size
         if outputs is None:
             args = arguments.cut(0, size, state)
-            weight = program.weigh(arguments, args, lambda size=size: size)  # type: ignore[misc]
+            weight = program.weigh(arguments, args, size)
             outputs, leaves = program.bind(program.grad_fn(*args, **kwargs), arguments)
             before = [fold.identity(leaves[i]) for i, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)]
             carry = _add(outputs, before, leaves, weight), [leaves[i].clone() for i in outputs.threads]
@@ -72,7 +72,7 @@ def _scan(
     def body(held: list[Any], start: torch.Tensor) -> tuple[list[Any], list[Any]]:
         (reduced, state), *sums = trees.unflatten(structure, held)
         args = arguments.cut(start, size, state)
-        weight = program.weigh(arguments, args, lambda: size)
+        weight = program.weigh(arguments, args, size)
         values = outputs.leaves(program.grad_fn(*args, **kwargs), "a later micro-batch")
         # clones, as nothing that comes out may share memory with what went in
         after = _add(outputs, reduced, values, weight), [values[i].clone() for i in outputs.threads]

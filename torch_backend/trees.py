@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
         return leaves[0]
     if structure.type is dict and structure.num_nodes == structure.num_leaves + 1:
         return dict(zip(structure.context, leaves, strict=True))
+    if structure.type is tuple and len(leaves) == structure.num_leaves:  # of a loss and such a dict, as most often
+        rest = iter(leaves)
+        return tuple([unflatten(child, [*islice(rest, child.num_leaves)]) for child in structure.children()])
     return _pytree.tree_unflatten(leaves, structure)
 
 

@@ -68,7 +68,7 @@ class Probe:
 
     def weigh(self, rows: Rows) -> float:
         """The weight of these rows."""
-        weight = self.program.weigh(self.arguments, self.gathered(rows), lambda: len(rows))
+        weight = self.program.weigh(self.arguments, self.gathered(rows), len(rows))
         return float(weight)
 
     def step(self, n: int) -> Callable[..., Any]:
