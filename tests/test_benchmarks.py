@@ -369,7 +369,7 @@ def test_the_command_ends_with_1_if_a_case_fails(tmp_path, monkeypatch, capsys):
             raise CaseError("ValueError: [why] it failed")
         return figures(1.0)
 
-    monkeypatch.setattr(command, "CONSOLE", Console(width=200))
+    monkeypatch.setattr(command, "CONSOLE", Console(width=1000))
     file = tmp_path / "found.json"
     run = lambda *only, again=False: command.measure("quick", "cpu", only, file, again, measure)
     assert run("torch/tiny") == 0
