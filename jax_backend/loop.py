@@ -49,7 +49,7 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         narrow = partial(blocks.narrow, parts) if blocks.fits(parts, found) else None
         carry: Any = None
         chunks: list[list[jax.Array]] = []
-        first = 0
+        first, shared = 0, None if program.weight is not None or len(found) > 1 else found[0][1]
         for count, size in found:
             # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
             evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size, narrow), inline=True)
@@ -65,12 +65,12 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             if program.weight is not None:
                 carry, collected = _scan(one, carry, first, count, size)
             else:
-                carry, collected = _scan_rows(one, carry, first, count, size, shared=len(found) == 1)
+                carry, collected = _scan_rows(one, carry, first, count, size, later=shared is not None)
             chunks.append(collected)
             first += count * size
         if narrow is not None:
             chunks = [blocks.in_order(outputs, parts, found, chunks)]
-        return _finish(outputs, replicas, carry, chunks)
+        return _finish(outputs, replicas, carry, chunks, shared)
 
     return fold
 
@@ -142,14 +142,14 @@ def _scan(one: _Microbatch, carry: Any, first: int, count: int, size: int) -> tu
 
 
 def _scan_rows(
-    one: _Microbatch, carry: Any, first: int, count: int, size: int, shared: bool
+    one: _Microbatch, carry: Any, first: int, count: int, size: int, later: bool
 ) -> tuple[Any, list[jax.Array]]:
     """The same for micro-batches that weigh as much as they have rows, which is known before the loop.
 
-    A weight `shared` by the whole window is applied once, after the loop: XLA then adds every gradient in place.
+    `later`: a linear fold is left to be weighed by `_finish`, so that XLA adds every gradient in place.
     """
     folds = one.outputs.reduced_folds
-    weights = [1 if shared and fold.fold.reducer.linear else size for fold in folds]
+    weights = [1 if later and fold.fold.reducer.linear else size for fold in folds]
 
     def body(carry: Any, start: Any) -> Any:
         reduced, state = carry
@@ -159,7 +159,6 @@ def _scan_rows(
     reduced, total, state = carry
     places = first + size * jnp.arange(count, dtype=jnp.int32)
     (reduced, state), collected = lax.scan(body, _varying(body, (reduced, state), places[0]), places)
-    reduced = [fold.lift(r, size) if w != size else r for fold, r, w in zip(folds, reduced, weights, strict=True)]
     total = tally.merge(total, tally.of(count * size, arrays, steps=count))
     return (reduced, total, state), [_unstack(*p) for p in zip(one.outputs.collected_folds, collected, strict=True)]
 
@@ -317,8 +316,11 @@ def _combine(
     return reduced, [leaves[i] for i in outputs.threads], [leaves[i] for i in outputs.collected]
 
 
-def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]]) -> Any:
-    """The normalised result of all replicas, in the structure of grad_fn's output."""
+def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]], shared: int | None = None) -> Any:
+    """The normalised result of all replicas, in the structure of grad_fn's output.
+
+    A weight that is `shared` by all micro-batches, on all replicas, is applied here, where XLA divides: one pass.
+    """
     reduced, total, state = carry
     collected = [
         jnp.concatenate(column, axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
@@ -326,6 +328,9 @@ def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]]
     ]
     if replicas is not None:
         reduced, total, state, collected = merge(outputs, Folded(reduced, total, state, collected), replicas)
+    if shared is not None:
+        pairs = zip(outputs.reduced_folds, reduced, strict=True)
+        reduced = [fold.lift(r, shared) if fold.fold.reducer.linear else r for fold, r in pairs]
     results = [fold.normalize(r, total) for fold, r in zip(outputs.reduced_folds, reduced, strict=True)]
     return outputs.join(results, collected, state)
 
