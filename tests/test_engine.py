@@ -998,3 +998,17 @@ def test_the_last_division_is_that_of_a_number_to_the_bit(rows):
     assert all(torch.equal(mean[key], total[key] / rows) for key in w)
     assert mean["a"].any()
     assert (mean["a"].abs() < torch.finfo(torch.float32).tiny).any()
+
+
+@pytest.mark.parametrize("rows", [8, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_where_new_tensors_lie_by_default_makes_no_difference(rows, dtype):
+    """As under set_default_device, here the device without data, from which a wrong number would come silently."""
+    torch.manual_seed(0)
+    w, x = torch.randn(4), torch.randn(rows, 4)
+    loss = lambda w, x: torch.tanh(x.to(dtype) @ w.to(dtype)).mean()
+    step = funcga.accumulate(funcga.value_and_grad(loss), rows // 2, weight=lambda x: 3 * len(x) + (x > 0).sum())
+    expected = step(w, x)
+    with torch.device("meta"):
+        found = step(w, x)
+    assert_same(found, expected)
