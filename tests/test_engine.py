@@ -463,6 +463,21 @@ def test_a_reentrant_checkpoint_of_train_mode_alone_is_seen():
         step(dict(module.named_parameters()), torch.ones(4, 3))
 
 
+def test_a_reentrant_checkpoint_that_is_switched_on_between_two_calls_is_seen():
+    module, modes = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)), [False]
+
+    def loss_fn(module, x):
+        x = x.detach().requires_grad_()
+        hidden = checkpoint(module[0], x, use_reentrant=True) if modes[0] else module[0](x)
+        return module[1](hidden).sum()
+
+    step = funcga.accumulate(funcga.grad(torch_backend.pure_loss(module, loss_fn)), 2)
+    step(dict(module.named_parameters()), torch.ones(4, 3))
+    modes[0] = True
+    with pytest.raises(funcga.FuncgaError, match="use use_reentrant=False"):
+        step(dict(module.named_parameters()), torch.ones(4, 3))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant):
     params, x, loss_by = blocks()
