@@ -323,14 +323,19 @@ def load_imported() -> list[Backend]:
 
     What makes a step calls this, so that no import is left for the first call, which torch.compile may be tracing.
     """
-    return [load(framework) for framework in _frameworks()]
+    return [_LOADED[framework] for framework in _loaded()]
 
 
-def _frameworks() -> tuple[str, ...]:
-    return tuple(framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None)
+def _loaded() -> tuple[str, ...]:
+    """The frameworks that are imported, whose backends are loaded now."""
+    found = tuple(framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None)
+    for framework in found:
+        load(framework)
+    return found
 
 
-_frameworks._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what is imported later changes nothing
+# Torch.compile runs it as it is, and what is imported later changes nothing: an import it could not trace.
+_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Backend:

@@ -463,6 +463,21 @@ def test_a_reentrant_checkpoint_of_train_mode_alone_is_seen():
         step(dict(module.named_parameters()), torch.ones(4, 3))
 
 
+def test_a_reentrant_checkpoint_that_is_switched_on_between_two_calls_is_seen():
+    module, modes = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)), [False]
+
+    def loss_fn(module, x):
+        x = x.detach().requires_grad_()
+        hidden = checkpoint(module[0], x, use_reentrant=True) if modes[0] else module[0](x)
+        return module[1](hidden).sum()
+
+    step = funcga.accumulate(funcga.grad(torch_backend.pure_loss(module, loss_fn)), 2)
+    step(dict(module.named_parameters()), torch.ones(4, 3))
+    modes[0] = True
+    with pytest.raises(funcga.FuncgaError, match="use use_reentrant=False"):
+        step(dict(module.named_parameters()), torch.ones(4, 3))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant):
     params, x, loss_by = blocks()
@@ -998,3 +1013,17 @@ def test_the_last_division_is_that_of_a_number_to_the_bit(rows):
     assert all(torch.equal(mean[key], total[key] / rows) for key in w)
     assert mean["a"].any()
     assert (mean["a"].abs() < torch.finfo(torch.float32).tiny).any()
+
+
+@pytest.mark.parametrize("rows", [8, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_where_new_tensors_lie_by_default_makes_no_difference(rows, dtype):
+    """As under set_default_device, here the device without data, from which a wrong number would come silently."""
+    torch.manual_seed(0)
+    w, x = torch.randn(4), torch.randn(rows, 4)
+    loss = lambda w, x: torch.tanh(x.to(dtype) @ w.to(dtype)).mean()
+    step = funcga.accumulate(funcga.value_and_grad(loss), rows // 2, weight=lambda x: 3 * len(x) + (x > 0).sum())
+    expected = step(w, x)
+    with torch.device("meta"):
+        found = step(w, x)
+    assert_same(found, expected)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 from tests.kits import LIMITS, TORCH, counted, difference
 from torch_backend import pure_loss
+from torch_backend.modules import own_parameters
 
 
 class Net(nn.Module):
@@ -258,6 +259,30 @@ def test_threads_that_read_the_parameters_while_others_are_in_the_module():
     assert len(results) == 120
     assert all(difference(TORCH, result, expected) == 0 for result in results)
     untouched.check()
+
+
+def test_a_thread_that_reads_the_parameters_of_a_window_inside_of_another_one():
+    module, (x, y) = net(), batch()
+    params, inside, done = dict(module.named_parameters()), threading.Event(), threading.Event()
+
+    def waits(module, x, y):
+        inside.set()
+        assert done.wait(20)
+        return mse(module, x, y)
+
+    def nests(module, x, y):
+        doubled = {name: 2 * p.detach() for name, p in module.named_parameters()}
+        return pure_loss(module, waits)(doubled, x, y)
+
+    tripled = {name: 3 * p.detach() for name, p in params.items()}
+    nested = threading.Thread(target=pure_loss(module, nests), args=(tripled, x, y))
+    nested.start()
+    assert inside.wait(20)
+    read = [*module.parameters()]
+    found = own_parameters(read)
+    done.set()
+    nested.join()
+    assert all(own is p and own is not r for own, p, r in zip(found, params.values(), read, strict=True))
 
 
 def test_threads_with_modules_that_overlap():

@@ -301,7 +301,7 @@ def is_alone(gradient: torch.Tensor) -> bool:
 
 def holds(dtype: torch.dtype, number: float) -> bool:
     """Whether a number loses nothing, beyond what a sum in float32 would, in this dtype."""
-    return number == 1 or dtype.itemsize >= 4 or torch.tensor(number, dtype=dtype).item() == number
+    return number == 1 or dtype.itemsize >= 4 or torch.tensor(number, dtype=dtype, device="cpu").item() == number
 
 
 def autocasting(devices: Iterable[str]) -> list[str]:

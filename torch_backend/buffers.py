@@ -279,9 +279,9 @@ def _divide_all(held: list[torch.Tensor], total: float) -> None:
     if not (alike and dtype in (torch.float32, torch.float64)):
         torch._foreach_div_(held, total)
     elif 1 <= total <= _MOST and _is_power_of_two(total):  # to multiply is faster, and then the same
-        torch._foreach_mul_(held, torch.tensor(1 / total, dtype=dtype))
+        torch._foreach_mul_(held, torch.tensor(1 / total, dtype=dtype, device="cpu"))
     else:
-        torch._foreach_div_(held, torch.tensor(total, dtype=dtype))
+        torch._foreach_div_(held, torch.tensor(total, dtype=dtype, device="cpu"))
 
 
 def _strided(value: Any) -> Any:

@@ -98,6 +98,8 @@ class Engine:
         self.backward(
             differentiated, weight, moving, None if self.reduction is None or not last else self.reduction.ready
         )
+        if begins and not self.backward.begun and not last and self.backward.restricted:
+            check_not_reentrant(differentiated)  # one that came since may be why a leaf has no gradient
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state

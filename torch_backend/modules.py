@@ -373,7 +373,9 @@ def own_parameters(tensors: list[Any]) -> list[Any]:
 
 
 def _own_parameter(tensor: Any, visits: list[_Visit]) -> Any:
-    return next((visit.placed[id(tensor)][1] for visit in visits if id(tensor) in visit.placed), tensor)
+    for visit in reversed(visits):  # of visits one inside of the other the innermost is the last that began
+        tensor = visit.placed.get(id(tensor), (None, tensor))[1]
+    return tensor
 
 
 def _visits_of_others() -> list[_Visit]:
