@@ -89,7 +89,8 @@ class _Microbatch(NamedTuple):
 
         The weights are one for each leaf that is reduced; by default its own.
         """
-        if not self.in_place:
+        leaves = jax.tree.leaves(operands)
+        if not self.in_place or not stacked.takes(self.traced.jaxpr, leaves):
             value, limbs = self.evaluate(*operands)
             return *_combine(self.outputs, reduced, value, _weights(weights, limbs, reduced)), limbs
         limbs = self.weigh(*operands)  # before all else, as it takes part in the loop over the layers
@@ -98,7 +99,7 @@ class _Microbatch(NamedTuple):
         added = {i: partial(_one_more, fold, weight) for i, fold, weight in folds}
         before = dict(zip(added, reduced, strict=True))
         into = {i: (before[i], added[i]) for i in self.in_place}
-        leaves = stacked.evaluate(self.traced.jaxpr, self.traced.consts, jax.tree.leaves(operands), into)
+        leaves = stacked.evaluate(self.traced.jaxpr, self.traced.consts, leaves, into)
         reduced = [leaves[i] if i in into else added[i](before[i], leaves[i]) for i in added]
         return reduced, [leaves[i] for i in self.outputs.threads], [leaves[i] for i in self.outputs.collected], limbs
 

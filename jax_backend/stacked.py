@@ -7,15 +7,19 @@ by one that carries the accumulator, and combines the part of every layer with i
 numbers, without the array in between. It is a program of plain operations, to be differentiated and batched as any.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial, reduce
+from itertools import chain
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Literal, jaxpr_as_fun
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from jax_backend.exchange import as_varying, varying_axes
 
@@ -26,33 +30,61 @@ Into = tuple[jax.Array, Callable[[Any, Any], Any]]
 _KNOWN = {"jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry", "ft_in", "ft_out"}
 
 
+class _Stack(NamedTuple):
+    variable: Any  # what the scan stacks
+    casts: tuple[Any, ...]  # the dtypes that it is cast to, one after the other, until it is an output
+
+
 def stacked(jaxpr: Any) -> list[int]:
     """Which outputs of a jaxpr a scan stacks, and nothing else reads."""
-    return [] if jaxpr.effects else [i for i in range(len(jaxpr.outvars)) if _source(jaxpr, i) is not None]
+    return list(_stacks(jaxpr))
 
 
-def _source(jaxpr: Any, i: int) -> Any:
-    """The variable that a scan stacks, and that is the i-th output, once it is cast; None if there is none."""
-    variable = jaxpr.outvars[i]
-    made = {v: (equation, k) for equation in jaxpr.eqns for k, v in enumerate(equation.outvars)}
-    read = [v for equation in jaxpr.eqns for v in equation.invars] + jaxpr.outvars
-    for _ in made:
-        if isinstance(variable, Literal) or variable not in made or sum(v is variable for v in read) != 1:
-            return None
-        equation, k = made[variable]
-        if equation.primitive.name != "convert_element_type":
-            return variable if _stacks(equation, k) else None
-        (variable,) = equation.invars
-    return None
+def _stacks(jaxpr: Any) -> dict[int, _Stack]:
+    if jaxpr.effects:
+        return {}
+    found: dict[Any, _Stack] = {}
+    reads = Counter(v for v in _read(jaxpr) if not isinstance(v, Literal))
+    for equation in jaxpr.eqns:
+        if _is_cast(equation):
+            (operand,), (cast,) = equation.invars, equation.outvars
+            if reads[operand] == 1 and operand in found:
+                variable, casts = found[operand]
+                found[cast] = _Stack(variable, (*casts, equation.params["new_dtype"]))
+        else:
+            found |= {equation.outvars[k]: _Stack(equation.outvars[k], ()) for k in _made(equation)}
+    outputs = ((i, v) for i, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal))
+    return {i: found[v] for i, v in outputs if reads[v] == 1 and v in found}
 
 
-def _stacks(equation: Any, k: int) -> bool:
+def _read(jaxpr: Any) -> Iterator[Any]:
+    return chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
+
+
+def _is_cast(equation: Any) -> bool:
+    """Whether it is a cast, and to no sharding; the gradient of one names that of an empty mesh."""
+    sharding = equation.params.get("sharding")
+    return equation.primitive.name == "convert_element_type" and (
+        sharding is None or (isinstance(sharding, NamedSharding) and sharding.mesh.empty)
+    )
+
+
+def _made(equation: Any) -> list[int]:
+    """Which outputs of an operation a scan stacks."""
     if equation.primitive.name == "jit":
-        return _is_plain(equation) and k in stacked(equation.params["jaxpr"].jaxpr)
-    if equation.primitive.name != "scan" or not equation.params.keys() <= _KNOWN or k < _carried(equation):
-        return False
+        return stacked(equation.params["jaxpr"].jaxpr) if _is_plain(equation) else []
+    if equation.primitive.name != "scan" or not _is_known(equation) or not equation.params["length"]:
+        return []
     # with explicit axes the type says how it lies on a mesh, of which an accumulator knows nothing
-    return AxisType.Explicit not in equation.outvars[k].aval.sharding.mesh.axis_types
+    explicit = [AxisType.Explicit in v.aval.sharding.mesh.axis_types for v in equation.outvars]
+    return [k for k in range(_carried(equation), len(explicit)) if not explicit[k]]
+
+
+def _is_known(scan: Any) -> bool:
+    """Whether it is a scan of arrays as this module writes one, in a version of JAX whose programs it can evaluate."""
+    can = hasattr(scan.primitive, "get_bind_params") and hasattr(getattr(scan, "ctx", None), "manager")
+    arrays = all(isinstance(v.aval, ShapedArray) for v in (*scan.invars, *scan.outvars))
+    return can and arrays and scan.params.keys() <= _KNOWN
 
 
 def _is_plain(jit: Any) -> bool:
@@ -67,18 +99,29 @@ def _carried(scan: Any) -> int:
     return sum(whole.aval.ndim == part.aval.ndim for whole, part in pairs)
 
 
+def takes(jaxpr: Any, args: Sequence[Any]) -> bool:
+    """Whether these vary over the mesh axes that the arguments of a jaxpr were traced with."""
+    pairs = zip(jaxpr.invars, args, strict=True)
+    return all(varying_axes(v.aval) == varying_axes(jax.typeof(arg)) for v, arg in pairs)
+
+
 def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], into: Mapping[int, Into]) -> list[Any]:
     """The outputs of a jaxpr; for those of `stacked` that `into` has, the accumulators combined with them."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read: Callable[[Any], Any] = lambda v: v.val if isinstance(v, Literal) else values[v]
-    wanted = {_source(jaxpr, i): found for i, found in into.items()}
+    stacks = _stacks(jaxpr) if into else {}
+    wanted = {stacks[i].variable: (array, _cast_first(stacks[i].casts, add)) for i, (array, add) in into.items()}
     for equation in jaxpr.eqns:
         operands = [read(v) for v in equation.invars]
         own = {k: wanted[v] for k, v in enumerate(equation.outvars) if v in wanted}
         names = str(equation.source_info.name_stack)
         with equation.ctx.manager, jax.named_scope(names) if names else nullcontext():
             values.update(zip(equation.outvars, _evaluated(equation, operands, own), strict=True))
-    return [values[_source(jaxpr, i)] if i in into else read(v) for i, v in enumerate(jaxpr.outvars)]
+    return [values[stacks[i].variable] if i in into else read(v) for i, v in enumerate(jaxpr.outvars)]
+
+
+def _cast_first(casts: tuple[Any, ...], combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda accumulator, part: combine(accumulator, reduce(lax.convert_element_type, casts, part))
 
 
 def _evaluated(equation: Any, operands: list[Any], into: Mapping[int, Into]) -> Sequence[Any]:
@@ -106,13 +149,19 @@ def _scan(scan: Any, operands: list[Any], into: Mapping[int, Into]) -> list[Any]
         pairs = zip(into, accumulators, strict=True)
         return (after, [_combined(accumulator, i, rest.pop(k), into[k][1]) for k, accumulator in pairs]), rest
 
-    vary = {k: tuple(varying_axes(scan.outvars[k].aval)) for k in into}
-    accumulators = [as_varying(accumulator, vary[k]) for k, (accumulator, _) in into.items()]
+    accumulators = [_as_combined(*into[k], body.out_avals[k]) for k in into]
     places = jnp.arange(length, dtype=jnp.int32)
     options = {name: scan.params[name] for name in ("reverse", "unroll")}
     (after, added), rest = lax.scan(step, (init, accumulators), (places, xs), length, **options)
     outputs = dict(enumerate(after)) | rest | dict(zip(into, added, strict=True))
     return [outputs[k] for k in range(len(scan.outvars))]
+
+
+def _as_combined(accumulator: jax.Array, combine: Callable[[Any, Any], Any], part: Any) -> jax.Array:
+    """The accumulator marked as varying as it will, once a part of this type is combined with it."""
+    row = partial(lax.index_in_dim, index=0, keepdims=False)
+    after = jax.eval_shape(lambda accumulator, part: combine(row(accumulator), part), accumulator, part)
+    return as_varying(accumulator, tuple(varying_axes(after)))
 
 
 def _combined(accumulator: jax.Array, i: Any, part: jax.Array, combine: Callable[[Any, Any], Any]) -> Any:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import funcga
 from jax_backend import stacked
@@ -162,3 +163,46 @@ def test_no_array_of_the_parameters_size_stands_beside_the_accumulator(monkeypat
     ours = memory().temp_size_in_bytes
     monkeypatch.setattr(stacked, "stacked", lambda jaxpr: [])
     assert ours < size / 2 < size < memory().temp_size_in_bytes
+
+
+def test_what_is_cast_is_added_as_it_was_cast(monkeypatch):
+    def cast(params, x):
+        stack = lambda name: lax.scan(lambda x, w: (x, w * x.sum() * 9), x, params[name])[1]
+        return stack("a").astype("bfloat16").astype("float32"), jax.jit(lambda: stack("b").astype("int32"))()
+
+    folds = funcga.mean(), funcga.mean(dtype="float32")
+    check_same(lambda: funcga.accumulate(cast, 3, fold=folds), layers(), rows(6), 2, monkeypatch)
+
+
+def test_no_layers(monkeypatch):
+    found, places = folded(funcga.accumulate(jax.grad(loss), 3), layers(0), rows(6), monkeypatch)
+    assert (found["a"].shape, found["b"].shape, places) == ((0, 4, 4), (0, 4, 4), 0)
+
+
+def test_scans_of_another_jax_are_left_as_they_are(monkeypatch):
+    traced = jax.make_jaxpr(jax.grad(loss))(layers(), rows())
+    assert stacked.stacked(traced.jaxpr) == [0, 1]
+    monkeypatch.setattr(stacked, "_KNOWN", stacked._KNOWN - {"unroll"})
+    assert stacked.stacked(traced.jaxpr) == []
+
+
+def test_what_differs_between_devices_only_once_it_is_folded(monkeypatch):
+    """The weight, which makes what is the same on all of them differ; and a state, from the first micro-batch on."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def over_devices(step):
+        specs = jax.P(), jax.P("data")
+        return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P("data"))
+
+    tripled = lambda params, x: lax.scan(lambda x, w: (x, 3 * w), x, params["a"])[1]
+    weighed = lambda: over_devices(funcga.accumulate(tripled, 2, weight=lambda x: (x > 0).sum()))
+    check_same(weighed, layers(), rows(8), 1, monkeypatch)
+
+    def threaded():
+        grad_fn = lambda params, scale, x: (jax.grad(loss)(params, scale * x), scale + x.sum())
+        folds = funcga.mean(), funcga.carry()
+        step = funcga.accumulate(grad_fn, 2, in_axes=(None, funcga.CARRY, 0), fold=folds)
+        own = lambda params: lax.pcast(params, "data", to="varying")
+        return over_devices(lambda params, x: step(own(params), jnp.float32(1), x)[0])
+
+    check_same(threaded, layers(), rows(8), 2, monkeypatch)  # so they would be, if the state were as it came in
