@@ -18,6 +18,7 @@ class Case(NamedTuple):
     device: str = "cpu"
     seconds: float = 20.0  # that the rounds take, about
     only: tuple[str, ...] = ()  # files of contenders; empty means all
+    threads: int = 0  # of each process in torch; 0 means as many as there are cores for it
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "Case":
@@ -31,7 +32,8 @@ def cases(mode: str, device: str = "cpu") -> list[Case]:
     if device != "cpu":
         made = [case for case in made if case.setting in _ONE_DEVICE]
     seconds = {"quick": 0.3, "default": 8.0, "full": 25.0}[mode]
-    return [case._replace(device=device, seconds=seconds) for case in made]
+    threads = 1 if mode == "quick" else 0  # on small tensors, and beside other programs, more only wait for each other
+    return [case._replace(device=device, seconds=seconds, threads=threads) for case in made]
 
 
 _ONE_DEVICE = ("torch", "torch_compiled", "torch_optimizer", "jax", "jax_optimizer", "imports")
@@ -49,7 +51,7 @@ def _quick() -> list[Case]:
         *_exactness(),
         *_growing("micro-batches", "torch", "rows", (4,)),
         *_growing("leaves", "jax", "leaves", (10,), n=2),
-        Case("imports", "imports", "imports", only=("funcga", "jax", "jax_funcga")),
+        Case("imports", "imports", "imports", only=("funcga", "jax_funcga")),
     ]
 
 

@@ -1,6 +1,7 @@
 """Benchmarks from the command line to the reader: what is chosen, resumed, refused, shown and written. Nothing is timed."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 import types
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +23,18 @@ if any(find_spec(name) is None for name in ("rich", "matplotlib")):
 
 from rich.console import Console
 
-from benchmarks import command, readme, registry, results, running, standing, tables, torch_workloads
+from benchmarks import (
+    command,
+    comparison,
+    measure,
+    readme,
+    registry,
+    results,
+    running,
+    standing,
+    tables,
+    torch_workloads,
+)  # fmt: skip
 from benchmarks.__main__ import main
 from benchmarks.cases import MODES, Case, cases
 from benchmarks.choice import chosen
@@ -95,6 +108,44 @@ def test_cases_have_names_of_their_own(mode):
         names = [case.name for case in cases(mode, device)]
         assert len(names) == len(set(names)) > 5
     assert Case.of(json.loads(json.dumps(cases(mode)[0]._asdict()))) == cases(mode)[0]
+
+
+def group(**gradients):
+    """Of contenders that find these gradients; "rival" is compared with "funcga"."""
+    made = [
+        registry.Contender(key, key, None, ("funcga",) if key == "rival" else (), ("update",), len) for key in gradients
+    ]
+    calls = {key: (lambda found=found: [np.array(found)]) for key, found in gradients.items()}
+    return comparison.Group(made, {"other": "no"}, "loop", calls, list, lambda key: {"ops": len(key)}, {"n": 2})
+
+
+def test_a_contender_that_computes_something_else_is_refused():
+    right = [1.0, 2.0]
+    for wrong in ([1.0, 2.02], [1.0, float("nan")], [1.0]):
+        with pytest.raises(AssertionError, match=r"do not compute what loop computes|differ in shape"):
+            comparison.compared(group(funcga=right, loop=right, rival=wrong), 0)
+        with pytest.raises(AssertionError, match=r"do not compute what loop computes|differ in shape"):
+            comparison.compared(group(funcga=wrong, loop=right, rival=right), 0)
+
+
+def test_ratios_are_ours_over_the_rival_within_a_round(monkeypatch):
+    times = {"funcga": [1.0, 10.0, 100.0], "loop": [1.0, 1.0, 1.0], "rival": [0.5, 5.0, 50.0]}
+    monkeypatch.setattr(comparison, "interleaved", lambda calls, seconds, agreed: times)
+    found = comparison.compared(group(funcga=[1.0], loop=[1.0], rival=[1.0]), 0)
+    rival = found["contenders"]["rival"]
+    assert rival["ours_over"] == {"funcga": (2.0, 2.0, 2.0)}
+    assert (rival["over_loop"][1], rival["seconds"][1], rival["ops"]) == (5.0, 5.0, 5)
+    assert (found["rounds"], found["n"], found["left_out"]) == (3, 2, {"other": "no"})
+
+
+def test_everyone_has_a_turn_in_every_round_after_others(monkeypatch):
+    turns = []
+    steps = {key: (lambda key=key: turns.append(key)) for key in "abc"}
+    monkeypatch.setattr(measure, "FEWEST", 40)
+    times = measure.interleaved(steps, 0, warm=1)
+    rounds = ["".join(turns[k : k + 3]) for k in range(6, len(turns), 3)]  # after the warm-up and the estimate
+    assert {*map("".join, itertools.permutations("abc"))} == {*rounds}
+    assert [len(found) for found in times.values()] == [40, 40, 40] == [len(rounds)] * 3
 
 
 def test_a_rival_that_is_not_installed_is_left_out(monkeypatch):

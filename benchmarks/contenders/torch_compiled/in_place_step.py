@@ -11,7 +11,7 @@ SOURCE = "https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.c
 
 
 def make(problem: Problem, backend: Any = "inductor") -> Step:
-    """One graph computes the loss and its gradients and adds them to zeros that it is given; the sums are divided once."""
+    """One graph computes the loss and its gradients, and adds them to sums that it is given; those are divided once."""
     gradient = torch.func.grad_and_value(functional_loss(problem))
 
     @torch.compile(fullgraph=True, backend=backend)
