@@ -36,7 +36,7 @@ def show(results: Results, console: Console) -> None:
         wide.print(_rich(table))
         wide.print()
     for reason, cases in left_out(results).items():
-        console.print(f"[bold red]LEFT OUT: {reason}[/] ({', '.join(cases)})")
+        console.print(Text(f"LEFT OUT: {reason} ({', '.join(cases)})", style="bold red"), soft_wrap=True)
     pairs = standing.pairs(results)
     lines = standing.lines(pairs)
     if pairs:

@@ -85,7 +85,7 @@ def sample():
     growing = Case("", "growth", "torch", "rows", only=("funcga",))
     for case, made in [
         (Case("torch/tiny", "update", "torch", "tiny"), figures(1.2)),
-        (Case("torch/wide", "update", "torch", "wide"), figures(0.9, 1006, left_out={"rival": "rival is not installed"})),
+        (Case("torch/wide", "update", "torch", "wide"), figures(0.9, 1006, left_out={"rival": "no [bench]"})),
         (Case("torch_ranks/wide", "update", "torch_ranks", "wide", ranks=2), figures(1.005)),
         (growing._replace(name="growth/micro-batches/torch/16", value=16), figures(1.0, n=16)),
         (growing._replace(name="growth/micro-batches/torch/4", value=4), figures(1.1, n=4)),
@@ -273,9 +273,19 @@ def test_refusals(line, capsys, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_device_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert main(["--quick", "--device", "cuda:1", "--only", "torch/tiny"]) == 2
+    written = capsys.readouterr().err
+    assert written.startswith("benchmarks: --device cuda:1: torch ")
+    assert "has 1 CUDA devices here. Leave --device out to measure on the CPU" in written
+
+
 def test_tables_mark_where_funcga_is_behind(sample):
     found = {table.title.partition(":")[0]: table for table in tables.tables(sample)}
     assert found["torch/tiny"].marked == {1}  # slower
+    assert [row[0] for row in found["torch/tiny"].rows] == ["funcga", "! a `loop`"]
+    assert [row[0] for row in found["torch_ranks/wide"].rows] == ["funcga", "a `loop`"]
     assert found["torch/wide"].marked == {1}  # more bytes
     assert not found["torch_ranks/wide"].marked  # a quartile below 1: it may be chance
     text = printed(sample)
@@ -285,7 +295,7 @@ def test_tables_mark_where_funcga_is_behind(sample):
     assert "Where funcga is behind: 2 of 3 comparisons" in text
     assert "! torch/tiny: funcga against a `loop`: 1.20 times the time (quartiles 1.19 to 1.21)" in text
     assert "! torch/wide: funcga against a `loop`: 1.01 times the peak bytes" in text
-    assert "LEFT OUT: rival: rival is not installed (torch/wide)" in text
+    assert "LEFT OUT: rival: no [bench] (torch/wide)" in text
 
 
 def test_tables_say_who_is_right(sample):
@@ -357,6 +367,13 @@ def test_pictures(tmp_path, sample, suffix):
     assert 5_000 < file.stat().st_size < 150_000
     only = sample._replace(cases={"imports": sample.cases["imports"]})
     draw(only, file)  # nothing of what it draws
+
+
+def test_processes_have_the_threads_of_their_case():
+    threads = lambda case: running._environment(case)["OMP_NUM_THREADS"]
+    assert {threads(case) for case in cases("quick")} == {"1"}
+    one = Case("", "update", "torch_ranks", ranks=1)
+    assert threads(one) == str(os.cpu_count())
 
 
 def test_a_worker_that_fails():

@@ -10,7 +10,7 @@ from benchmarks import registry, torch_workloads, truth
 from benchmarks.cases import Case
 from benchmarks.contenders.torch import funcga as ours
 from benchmarks.contenders.torch import loop
-from benchmarks.in_torch import asked, group_of
+from benchmarks.in_torch import _Compiled, asked, group_of
 from benchmarks.torch_measure import Watch, allocator_peak
 from benchmarks.torch_problem import Problem
 from tests.processes import processes
@@ -85,6 +85,14 @@ def test_compiled_once(key):
         result = step(workload.batch)
     assert len(graphs) == (2 if key == "functional_loop" else 1)
     torch.testing.assert_close(result, loop.make(problem)(workload.batch))
+
+
+def test_graphs_are_counted_of_each_contender():
+    plus, minus = (torch.compile(f, backend="eager") for f in (lambda x: x + 1, lambda x: x - 1))
+    one, other = (_Compiled(step, torch.ones(3), None) for step in (plus, minus))
+    for call in (one, other, one):
+        call()
+    assert (one.graphs, other.graphs) == (1, 1)
 
 
 def of_ranks(group):
