@@ -100,6 +100,7 @@ _COLUMNS = (
     _Column("ops", _counted("ops")),
     _Column("compiling", _seconds_of("compile_seconds")),
     _Column("compiles", _counted("compiles")),
+    _Column("traces of\nthe loss", _counted("traces")),
     _Column("collectives", _counted("collectives")),
     _Column("sent /\ngradient", _per("wire_bytes", "parameter_bytes")),
     _Column("accessed /\nparameters", _per("bytes_accessed", "parameter_bytes")),
