@@ -18,6 +18,7 @@ class Case(NamedTuple):
     device: str = "cpu"
     seconds: float = 20.0  # that the rounds take, about
     only: tuple[str, ...] = ()  # files of contenders; empty means all
+    threads: int = 0  # of each process in torch; 0 means as many as there are cores for it
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "Case":
@@ -31,7 +32,8 @@ def cases(mode: str, device: str = "cpu") -> list[Case]:
     if device != "cpu":
         made = [case for case in made if case.setting in _ONE_DEVICE]
     seconds = {"quick": 0.3, "default": 8.0, "full": 25.0}[mode]
-    return [case._replace(device=device, seconds=seconds) for case in made]
+    threads = 1 if mode == "quick" else 0  # on small tensors, and beside other programs, more only wait for each other
+    return [case._replace(device=device, seconds=seconds, threads=threads) for case in made]
 
 
 _ONE_DEVICE = ("torch", "torch_compiled", "torch_optimizer", "jax", "jax_optimizer", "imports")
@@ -46,10 +48,11 @@ def _quick() -> list[Case]:
         _update("jax", "tiny", n=4),
         _update("jax_devices", "tiny", n=2, ranks=2),
         _update("jax_optimizer", "small", n=2),
-        *_exactness(),
+        # XLA compiles each question for each contender: those that the updates above have run are not asked again
+        *_exactness(jax=("optax_multi_steps",), jax_devices=("funcga",)),
         *_growing("micro-batches", "torch", "rows", (4,)),
         *_growing("leaves", "jax", "leaves", (10,), n=2),
-        Case("imports", "imports", "imports", only=("funcga", "jax", "jax_funcga")),
+        Case("imports", "imports", "imports", only=("funcga", "jax_funcga")),
     ]
 
 
@@ -72,9 +75,11 @@ def _update(setting: str, workload: str, **fields: Any) -> Case:
     return Case(f"{setting}/{workload}", "update", setting, workload, **fields)
 
 
-def _exactness() -> list[Case]:
+def _exactness(**only: tuple[str, ...]) -> list[Case]:
+    """One case a setting; `only` has the contenders of a setting."""
     settings = {"torch": 1, "torch_ranks": 2, "jax": 1, "jax_devices": 2}
-    return [Case(f"exactness/{name}", "exactness", name, ranks=ranks) for name, ranks in settings.items()]
+    make = lambda name, ranks: Case(f"exactness/{name}", "exactness", name, ranks=ranks, only=only.get(name, ()))
+    return [make(name, ranks) for name, ranks in settings.items()]
 
 
 def _growth() -> list[Case]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from benchmarks import registry
 from benchmarks.cases import Case, cases
@@ -30,7 +31,7 @@ def measure(
     if shown.cases:
         picture = file.with_suffix(".png")
         draw(found.results, picture)
-        CONSOLE.print(f"The figures are in {file}, the picture is {picture}.")
+        CONSOLE.print(f"The figures are in {file}, the picture is {picture}.", soft_wrap=True)
     for name, reason in found.failed.items():
         CONSOLE.print(f"\n[bold red]{name} has failed:[/]")
         CONSOLE.print(reason, markup=False, soft_wrap=True)
@@ -64,5 +65,5 @@ def overview(mode: str, device: str) -> int:
         for contender in dict.fromkeys(contender for found, _ in runs for contender in found):
             line(f"[bold]{setting}: {contender.key}[/]  {contender.name}  {contender.source or ''}")
         for key, reason in runs[0][1].items():
-            line(f"[bold red]{setting}: {key}[/]  {reason}")
+            line(Text(f"{setting}: {key}  {reason}", style="bold red"))
     return 0

@@ -31,7 +31,7 @@ def compared(group: Group, seconds: float) -> Figures:
     """The figures of all contenders. Raises AssertionError if one of them does not compute what the loop computes."""
     firsts, errors, expected = {}, {}, None
     for key in sorted(group.calls, key=group.loop.__ne__):  # the loop first; no more than two results at a time
-        start = time.perf_counter()
+        start = time.perf_counter()  # of the loop's first call, what the framework sets up once is a part
         result = group.calls[key]()
         firsts[key] = time.perf_counter() - start
         arrays = group.arrays(result)

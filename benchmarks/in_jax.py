@@ -54,7 +54,7 @@ def gradients(case: Case) -> Group:
         found,
         left_out,
         calls={key: each.call for key, each in made.items()},
-        structure=lambda key: made[key].programs.figures(turns) | {"compiles": len(made[key].traces)},
+        structure=lambda key: made[key].programs.figures(turns) | {"traces": len(made[key].traces)},
         about=_sizes(n, params),
     )
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from benchmarks import torch_workloads
@@ -41,20 +40,21 @@ def group_of(case: Case, ranks: dist.ProcessGroup | None) -> Group:
     for contender in found:
         module = workload.module if contender is found[-1] else copy.deepcopy(workload.module)
         step = contender.make(Problem(module, workload.loss, n, workload.size, group=ranks))
-        calls[contender.key] = _Call(step, batch, ranks)
+        calls[contender.key] = (_Compiled if case.setting == "torch_compiled" else _Call)(step, batch, ranks)
     parameters = list(workload.module.parameters())
+    parameter_bytes = sum(p.nbytes for p in parameters)
     return Group(
         found,
         left_out,
         baseline(case.setting),
         calls,
         _gradients if ranks else _arrays,
-        functools.partial(_structure, case, calls),
+        functools.partial(_structure, case, calls, parameter_bytes + batch.nbytes),
         {
             "n": n,
             "leaves": len(parameters),
             "parameters": sum(p.numel() for p in parameters),
-            "parameter_bytes": sum(p.nbytes for p in parameters),
+            "parameter_bytes": parameter_bytes,
         },
         tolerance=3e-2 if parameters[0].dtype == torch.bfloat16 else 1e-4,
         agreed=functools.partial(_agreed, ranks),
@@ -62,20 +62,36 @@ def group_of(case: Case, ranks: dist.ProcessGroup | None) -> Group:
 
 
 class _Call:
-    """One update, to its end on all ranks; `graphs` is how many torch.compile has made for it so far."""
+    """One update, to its end on all ranks."""
 
     def __init__(self, step: Step, batch: torch.Tensor, ranks: dist.ProcessGroup | None) -> None:
-        self.step, self.batch, self.ranks, self.graphs = step, batch, ranks, 0
+        self.step, self.batch, self.ranks = step, batch, ranks
 
     def __call__(self) -> Any:
-        before = counters["stats"]["unique_graphs"]
         result = self.step(self.batch)
-        self.graphs += counters["stats"]["unique_graphs"] - before
         if self.batch.is_cuda:
             torch.cuda.synchronize()
         if self.ranks is not None:
             dist.barrier(group=self.ranks)
         return result
+
+
+class _Compiled(_Call):
+    """The same; `graphs` is how many torch.compile has made for it so far."""
+
+    graphs = 0
+
+    def __call__(self) -> Any:
+        before = _graphs()
+        result = super().__call__()
+        self.graphs += _graphs() - before
+        return result
+
+
+def _graphs() -> int:
+    from torch._dynamo.utils import counters  # takes a second to import, in every process of eager code too
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def _gradients(result: Any) -> list[Any]:
@@ -102,15 +118,15 @@ def _agreed(ranks: dist.ProcessGroup | None, rounds: int) -> int:
     return int(least)
 
 
-def _structure(case: Case, calls: dict[str, _Call], key: str) -> Figures:
-    if case.setting == "torch_compiled":
-        graphs = calls[key].graphs
-        peak, allocations = (allocator_peak if case.device == "cpu" else cuda_peak)(calls[key])
+def _structure(case: Case, calls: dict[str, _Call], of_all: int, key: str) -> Figures:
+    if isinstance(call := calls[key], _Compiled):
+        graphs = call.graphs
+        peak, allocations = (allocator_peak if case.device == "cpu" else cuda_peak)(call)
         return {"peak_bytes": peak, "allocations": allocations, "compiles": graphs}
     with Watch() as seen:
-        calls[key]()
+        call()
     return {
-        "peak_bytes": seen.bytes,
+        "peak_bytes": seen.bytes + max(seen.kept - of_all, 0),  # FSDP2 keeps a part of the parameters
         "allocations": seen.allocations,
         "ops": seen.ops,
         "collectives": len(seen.collectives),
@@ -192,7 +208,7 @@ def started(case: Case) -> Iterator[None]:
     if case.setting != "torch_ranks":
         yield
         return
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.ranks))
+    torch.set_num_threads(case.threads or max(1, (os.cpu_count() or 1) // case.ranks))
     dist.init_process_group("gloo")
     try:
         yield

@@ -1,11 +1,13 @@
 """How time is measured: every contender in turn, in one process, round after round.
 
 A ratio of two contenders is the median of the ratios within a round, with its quartiles: what slows the machine for a
-moment slows both. Who goes first moves on with each round. There are as many rounds as fit into the time that is given,
-at least FEWEST and at most MOST.
+moment slows both. The order of a round is drawn anew from a seed, so that nobody always comes after the same one. There
+are as many rounds as fit into the time that is given, at least FEWEST and at most MOST. Python collects its garbage as
+it does in use.
 """
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -26,10 +28,10 @@ def interleaved(
     gc.collect()
     once = sum(_seconds(step) for step in steps.values())
     rounds = agreed(max(FEWEST, min(MOST, round(seconds / once))))
-    order, times = list(steps), {key: [] for key in steps}
-    for k in range(rounds):
-        first = k % len(order)
-        for key in order[first:] + order[:first]:
+    draw = random.Random(0)  # of one seed, as ranks take turns together
+    times: dict[str, list[float]] = {key: [] for key in steps}
+    for _ in range(rounds):
+        for key in draw.sample(list(steps), len(steps)):
             times[key].append(_seconds(steps[key]))
     return times
 

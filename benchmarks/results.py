@@ -52,7 +52,10 @@ def empty(mode: str, device: str) -> Results:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the figures were measured on: `accelerator` is None on the CPU."""
+    """What the figures were measured on: `accelerator` is None on the CPU.
+
+    Raises FuncgaError if torch does not have the device.
+    """
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -74,7 +77,13 @@ def _accelerator(device: str) -> str | None:
         return None
     import torch
 
-    return str(torch.cuda.get_device_name(device))
+    index = int(device.partition(":")[2] or 0)
+    if index >= (count := torch.cuda.device_count()):
+        raise FuncgaError(
+            f"--device {device}: torch {torch.__version__} has {count} CUDA devices here. Leave --device out to "
+            "measure on the CPU, or install a torch that is built for this GPU."
+        )
+    return str(torch.cuda.get_device_name(index))
 
 
 def versions() -> dict[str, str]:

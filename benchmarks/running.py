@@ -87,8 +87,8 @@ def _command(case: Case, file: Path) -> list[str]:
 
 def _environment(case: Case) -> dict[str, str]:
     own = dict(os.environ)
-    if case.setting == "torch_ranks":  # they share the cores
-        own["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // case.ranks))
+    if case.threads or case.setting == "torch_ranks":  # ranks share the cores
+        own["OMP_NUM_THREADS"] = str(case.threads or max(1, (os.cpu_count() or 1) // case.ranks))
     if case.setting == "jax_devices":
         own["JAX_NUM_CPU_DEVICES"] = str(case.ranks)
     if case.device == "cpu":

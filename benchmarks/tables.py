@@ -36,7 +36,7 @@ def show(results: Results, console: Console) -> None:
         wide.print(_rich(table))
         wide.print()
     for reason, cases in left_out(results).items():
-        console.print(f"[bold red]LEFT OUT: {reason}[/] ({', '.join(cases)})")
+        console.print(Text(f"LEFT OUT: {reason} ({', '.join(cases)})", style="bold red"), soft_wrap=True)
     pairs = standing.pairs(results)
     lines = standing.lines(pairs)
     if pairs:
@@ -100,6 +100,7 @@ _COLUMNS = (
     _Column("ops", _counted("ops")),
     _Column("compiling", _seconds_of("compile_seconds")),
     _Column("compiles", _counted("compiles")),
+    _Column("traces of\nthe loss", _counted("traces")),
     _Column("collectives", _counted("collectives")),
     _Column("sent /\ngradient", _per("wire_bytes", "parameter_bytes")),
     _Column("accessed /\nparameters", _per("bytes_accessed", "parameter_bytes")),

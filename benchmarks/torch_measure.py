@@ -14,8 +14,9 @@ class Watch(TorchDispatchMode):
     """`with Watch() as seen: f()`: the storages that f created, the operators that it called and what it sent.
 
     `bytes` is the peak of the storages that were created inside and live at the same time, `allocations` how many there
-    were, `ops` the number of operators (views and those of the backward pass are among them), `collectives` their
-    names, and `wire_bytes` what they were given: of an all-gather the whole. Eager code only.
+    were, `kept` the bytes of those that were there before and that operators are given (parameters and the batch too),
+    `ops` the number of operators (views and those of the backward pass are among them), `collectives` their names, and
+    `wire_bytes` what they were given: of an all-gather the whole. Eager code only.
     """
 
     def __init__(self) -> None:
@@ -23,16 +24,23 @@ class Watch(TorchDispatchMode):
         self.bytes = self.allocations = self.ops = self.wire_bytes = self._live = 0
         self.collectives: list[str] = []
         self._seen: set[int] = set()
+        self._kept: dict[int, int] = {}
+
+    @property
+    def kept(self) -> int:
+        """What was there before."""
+        return sum(self._kept.values())
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        given = {(s := t.untyped_storage())._cdata: s.nbytes() for t in _tensors((args, kwargs))}
+        self._kept |= {key: size for key, size in given.items() if key not in self._seen}
         out = op(*args, **(kwargs or {}))
         if op.namespace == "c10d":
             self._sent(op, args)
         else:
             self.ops += 1
         for tensor in _tensors(out):
-            self._created(tensor, before)
+            self._created(tensor, given)
         return out
 
     def _sent(self, op: Any, args: Any) -> None:
@@ -40,10 +48,10 @@ class Watch(TorchDispatchMode):
             self.collectives.append(name)
             self.wire_bytes += max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
 
-    def _created(self, tensor: torch.Tensor, before: set[int]) -> None:
+    def _created(self, tensor: torch.Tensor, given: dict[int, int]) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or key in before:
+        if key in self._seen or key in given:
             return
         self._seen.add(key)
         self.allocations += 1

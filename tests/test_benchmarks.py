@@ -1,6 +1,7 @@
 """Benchmarks from the command line to the reader: what is chosen, resumed, refused, shown and written. Nothing is timed."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 import types
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +23,18 @@ if any(find_spec(name) is None for name in ("rich", "matplotlib")):
 
 from rich.console import Console
 
-from benchmarks import command, readme, registry, results, running, standing, tables, torch_workloads
+from benchmarks import (
+    command,
+    comparison,
+    measure,
+    readme,
+    registry,
+    results,
+    running,
+    standing,
+    tables,
+    torch_workloads,
+)  # fmt: skip
 from benchmarks.__main__ import main
 from benchmarks.cases import MODES, Case, cases
 from benchmarks.choice import chosen
@@ -72,7 +85,7 @@ def sample():
     growing = Case("", "growth", "torch", "rows", only=("funcga",))
     for case, made in [
         (Case("torch/tiny", "update", "torch", "tiny"), figures(1.2)),
-        (Case("torch/wide", "update", "torch", "wide"), figures(0.9, 1006, left_out={"rival": "rival is not installed"})),
+        (Case("torch/wide", "update", "torch", "wide"), figures(0.9, 1006, left_out={"rival": "no [bench]"})),
         (Case("torch_ranks/wide", "update", "torch_ranks", "wide", ranks=2), figures(1.005)),
         (growing._replace(name="growth/micro-batches/torch/16", value=16), figures(1.0, n=16)),
         (growing._replace(name="growth/micro-batches/torch/4", value=4), figures(1.1, n=4)),
@@ -95,6 +108,44 @@ def test_cases_have_names_of_their_own(mode):
         names = [case.name for case in cases(mode, device)]
         assert len(names) == len(set(names)) > 5
     assert Case.of(json.loads(json.dumps(cases(mode)[0]._asdict()))) == cases(mode)[0]
+
+
+def group(**gradients):
+    """Of contenders that find these gradients; "rival" is compared with "funcga"."""
+    made = [
+        registry.Contender(key, key, None, ("funcga",) if key == "rival" else (), ("update",), len) for key in gradients
+    ]
+    calls = {key: (lambda found=found: [np.array(found)]) for key, found in gradients.items()}
+    return comparison.Group(made, {"other": "no"}, "loop", calls, list, lambda key: {"ops": len(key)}, {"n": 2})
+
+
+def test_a_contender_that_computes_something_else_is_refused():
+    right = [1.0, 2.0]
+    for wrong in ([1.0, 2.02], [1.0, float("nan")], [1.0]):
+        with pytest.raises(AssertionError, match=r"do not compute what loop computes|differ in shape"):
+            comparison.compared(group(funcga=right, loop=right, rival=wrong), 0)
+        with pytest.raises(AssertionError, match=r"do not compute what loop computes|differ in shape"):
+            comparison.compared(group(funcga=wrong, loop=right, rival=right), 0)
+
+
+def test_ratios_are_ours_over_the_rival_within_a_round(monkeypatch):
+    times = {"funcga": [1.0, 10.0, 100.0], "loop": [1.0, 1.0, 1.0], "rival": [0.5, 5.0, 50.0]}
+    monkeypatch.setattr(comparison, "interleaved", lambda calls, seconds, agreed: times)
+    found = comparison.compared(group(funcga=[1.0], loop=[1.0], rival=[1.0]), 0)
+    rival = found["contenders"]["rival"]
+    assert rival["ours_over"] == {"funcga": (2.0, 2.0, 2.0)}
+    assert (rival["over_loop"][1], rival["seconds"][1], rival["ops"]) == (5.0, 5.0, 5)
+    assert (found["rounds"], found["n"], found["left_out"]) == (3, 2, {"other": "no"})
+
+
+def test_everyone_has_a_turn_in_every_round_after_others(monkeypatch):
+    turns = []
+    steps = {key: (lambda key=key: turns.append(key)) for key in "abc"}
+    monkeypatch.setattr(measure, "FEWEST", 40)
+    times = measure.interleaved(steps, 0, warm=1)
+    rounds = ["".join(turns[k : k + 3]) for k in range(6, len(turns), 3)]  # after the warm-up and the estimate
+    assert {*map("".join, itertools.permutations("abc"))} == {*rounds}
+    assert [len(found) for found in times.values()] == [40, 40, 40] == [len(rounds)] * 3
 
 
 def test_a_rival_that_is_not_installed_is_left_out(monkeypatch):
@@ -222,9 +273,19 @@ def test_refusals(line, capsys, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_device_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert main(["--quick", "--device", "cuda:1", "--only", "torch/tiny"]) == 2
+    written = capsys.readouterr().err
+    assert written.startswith("benchmarks: --device cuda:1: torch ")
+    assert "has 1 CUDA devices here. Leave --device out to measure on the CPU" in written
+
+
 def test_tables_mark_where_funcga_is_behind(sample):
     found = {table.title.partition(":")[0]: table for table in tables.tables(sample)}
     assert found["torch/tiny"].marked == {1}  # slower
+    assert [row[0] for row in found["torch/tiny"].rows] == ["funcga", "! a `loop`"]
+    assert [row[0] for row in found["torch_ranks/wide"].rows] == ["funcga", "a `loop`"]
     assert found["torch/wide"].marked == {1}  # more bytes
     assert not found["torch_ranks/wide"].marked  # a quartile below 1: it may be chance
     text = printed(sample)
@@ -234,7 +295,7 @@ def test_tables_mark_where_funcga_is_behind(sample):
     assert "Where funcga is behind: 2 of 3 comparisons" in text
     assert "! torch/tiny: funcga against a `loop`: 1.20 times the time (quartiles 1.19 to 1.21)" in text
     assert "! torch/wide: funcga against a `loop`: 1.01 times the peak bytes" in text
-    assert "LEFT OUT: rival: rival is not installed (torch/wide)" in text
+    assert "LEFT OUT: rival: no [bench] (torch/wide)" in text
 
 
 def test_tables_say_who_is_right(sample):
@@ -306,6 +367,13 @@ def test_pictures(tmp_path, sample, suffix):
     assert 5_000 < file.stat().st_size < 150_000
     only = sample._replace(cases={"imports": sample.cases["imports"]})
     draw(only, file)  # nothing of what it draws
+
+
+def test_processes_have_the_threads_of_their_case():
+    threads = lambda case: running._environment(case)["OMP_NUM_THREADS"]
+    assert {threads(case) for case in cases("quick")} == {"1"}
+    one = Case("", "update", "torch_ranks", ranks=1)
+    assert threads(one) == str(os.cpu_count())
 
 
 def test_a_worker_that_fails():

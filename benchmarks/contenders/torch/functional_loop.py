@@ -26,7 +26,7 @@ def make(problem: Problem) -> Step:
             if sums:
                 torch._foreach_add_(sums, leaves)
             else:
-                sums = [leaf.to(torch.float32, copy=True) for leaf in leaves]
+                sums = [leaf.to(torch.float32, copy=True) for leaf in leaves]  # a gradient may be another's view
             del leaves
         torch._foreach_div_(sums, len(microbatches))
         return sums[0], {name: g.to(p.dtype) for (name, p), g in zip(params.items(), sums[1:], strict=True)}

@@ -15,10 +15,11 @@ SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.grad_dtype
 def make(problem: Problem) -> Step:
     """Zeros of float32 in each `.grad`, to which autograd then adds."""
     add = loop.make(problem)
+    for parameter in problem.module.parameters():
+        parameter.grad_dtype = None
 
     def step(batch: torch.Tensor) -> Any:
         for parameter in problem.module.parameters():
-            parameter.grad_dtype = None
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
         return add(batch)
 
