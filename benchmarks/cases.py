@@ -31,8 +31,8 @@ def cases(mode: str, device: str = "cpu") -> list[Case]:
     made = _quick() if mode == "quick" else _default() + (_growth() if mode == "full" else [])
     if device != "cpu":
         made = [case for case in made if case.setting in _ONE_DEVICE]
-    seconds = {"quick": 0.3, "default": 8.0, "full": 16.0}[mode]
-    share = lambda case: 0.4 if case.kind == "growth" else 1.0
+    seconds = {"quick": 0.3, "default": 8.0, "full": 45.0}[mode]
+    share = lambda case: 0.15 if case.kind == "growth" else 1.0
     threads = 1 if mode == "quick" else 0  # on small tensors, and beside other programs, more only wait for each other
     return [case._replace(device=device, seconds=seconds * share(case), threads=threads) for case in made]
 
