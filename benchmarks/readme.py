@@ -148,7 +148,7 @@ def _more(own: Figures) -> str:
 
 
 def _behind(pairs: Sequence[Pair]) -> str:
-    lines = [f"- {line}" for line in standing.lines(pairs)]
-    if not lines:
-        return f"**Where funcga is behind**: in none of {len(pairs)} comparisons."
-    return f"**Where funcga is behind**: in {len(lines)} of {len(pairs)} comparisons.\n\n" + "\n".join(lines)
+    count = len(standing.lines(pairs))
+    return f"**Where funcga is behind**: in {count or 'none'} of {len(pairs)} comparisons" + (
+        ". `python -m benchmarks --show benchmarks/results/cpu.json` lists them with their quartiles." if count else "."
+    )
