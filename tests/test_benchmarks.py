@@ -408,9 +408,10 @@ def test_after_ctrl_c_the_file_is_whole_and_nothing_runs(tmp_path):
     """The second case sleeps; the first one is in the file."""
     pid, file = tmp_path / "pid", tmp_path / "found.json"
     program = f"""
-import sys
+import signal, sys
 from benchmarks import running
 from benchmarks.__main__ import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
 measured, figures = running.measured, {figures(1.0)!r}
 running._command = lambda case, file: {sleeping(pid)!r}
 running.measured = lambda case: figures if case.name == "torch/tiny" else measured(case)
