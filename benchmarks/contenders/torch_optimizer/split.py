@@ -21,7 +21,6 @@ def make(problem: Problem) -> Step:
     def step(batch: torch.Tensor) -> Any:
         nonlocal state
         total: Any = 0
-        updates: Any = None
         for rows in problem.microbatches(batch):
             loss = problem.loss(problem.module, rows)
             loss.backward()
