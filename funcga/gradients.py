@@ -215,6 +215,9 @@ def value_and_grad(
 
     The arguments are those of `grad`. Note that torch.func.grad_and_value returns the gradients first.
 
+    A gradient of a gradient is this function around a loss that has it, or a step of `accumulate`, inside. In torch,
+    `.backward()` on what is computed from the results of `accumulate` or `stream` is first-order: they have no graph.
+
     >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
     """
     return _gradient_function(loss_fn, argnums, has_aux, True, scaled)

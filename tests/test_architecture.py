@@ -188,6 +188,7 @@ ALONE = {
     "buffers": "torch adds in place; XLA does so by itself",
     "backward": "torch adds where autograd computes; XLA fuses the two by itself",
     "engine": "torch has autograd beside torch.func; JAX has one way to a gradient",
+    "recording": "torch has autograd and forward-mode AD beside torch.func; JAX has one way to a gradient",
     "guards": "torch losses can write to what is not theirs; JAX arrays cannot be written to",
     "drivers": "torch modules may be wrapped to reduce gradients by themselves; nothing in JAX does",
     "sharded": "the same, of FSDP",

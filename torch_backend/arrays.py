@@ -7,6 +7,7 @@ from torch._C import _functorch  # no public test for a running transform exists
 
 from torch_backend.layouts import laid_as
 from torch_backend.placements import is_placed
+from torch_backend.recording import in_forward_mode, is_recorded
 
 xp = torch
 
@@ -93,10 +94,13 @@ def slice(array: torch.Tensor, axis: int, start: Any, size: int) -> torch.Tensor
 
 
 def in_transform() -> bool:
-    """Whether a torch.func transform is running, whose tensors must not be written to or detached."""
+    """Whether what is computed now is differentiated from outside: its tensors must not be written to or detached.
+
+    That is by torch.func, by forward-mode AD, or by a gradient of funcga's, of whose loss it is a part.
+    """
     if torch.compiler.is_compiling() and not _TRACES_DEPTH:
         return True  # it cannot be known there, and not to write is right in any case
-    return bool(_functorch.get_dynamic_layer_stack_depth() > 0)
+    return bool(_functorch.get_dynamic_layer_stack_depth() > 0) or in_forward_mode() or is_recorded()
 
 
 _TRACES_DEPTH = torch.__version__ >= "2.13"

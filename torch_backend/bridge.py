@@ -15,6 +15,7 @@ from funcga.errors import FuncgaError
 from funcga.transforms import Transform
 from torch_backend import trees
 from torch_backend.crossing import Crossing
+from torch_backend.guards import check_not_differentiated
 from torch_backend.matching import matched
 
 
@@ -68,6 +69,7 @@ class _Functions:
 
     def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         """What is added to the parameters, and the state after it."""
+        check_not_differentiated("a transform of optax", (grads, params))
         static = tuple([(name, value) for name, value in extra.items() if callable(value)])
         others = {name: value for name, value in extra.items() if not callable(value)}
         given = grads if params is None else _filled(grads, params)

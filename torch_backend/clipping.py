@@ -15,6 +15,7 @@ from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
 from funcga.transforms import DonatingTransform
 from torch_backend import arrays, trees
+from torch_backend.guards import check_not_differentiated
 from torch_backend.layouts import apart
 
 
@@ -78,10 +79,12 @@ class _Functions:
 
     def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         """The gradients clipped, and the state as it is."""
+        check_not_differentiated("clipping", grads)
         return _clipped(self.clip, grads, owned=False), state
 
     def donated(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         """The same in the memory of the gradients."""
+        check_not_differentiated("clipping", grads)
         return _clipped(self.clip, grads, owned=True), state
 
 

@@ -27,6 +27,7 @@ from torch_backend.batch_norm import called
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import detached
 from torch_backend.groups import groups_of
+from torch_backend.recording import recording_loss
 from torch_backend.reduction import count_window, merged
 from torch_backend.replicas import Replicas
 
@@ -89,7 +90,7 @@ class Driven:
             self.waiting.enter_context(self.driver.waiting(self.gradient.sync))
         masks = isinstance(weight, torch.Tensor) or not weight
         scale, kwargs = self.parts.read_scale(kwargs, self.backend)
-        with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+        with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             with _masked(self.gradient.module, weight, self) if masks else _NOTHING:
                 output = called(self.gradient.loss_fn, self.gradient.module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
@@ -100,7 +101,8 @@ class Driven:
         if self.buffers is None:
             self.plan = self._planned(loss.detach(), aux, arguments)
             self.buffers = Buffers(self.plan.layout)
-        self._run(differentiated, self._cotangent(differentiated, weight))
+        with recording_loss():
+            self._run(differentiated, self._cotangent(differentiated, weight))
         return self.buffers.add(self._leaves(loss.detach(), aux), weight)
 
     def result(self, state: list[Any]) -> Any:

@@ -26,6 +26,7 @@ from torch_backend.backward import Backward, Routes, autocasting, check_no_backw
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.guards import GradsWatch, modules_in
 from torch_backend.modules import PureLoss, own_parameters
+from torch_backend.recording import recording_loss
 from torch_backend.reduction import Reduction, begun
 
 
@@ -83,11 +84,8 @@ class Engine:
         scale = None
         if kwargs or self.gradient.scaled:
             scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
-        if torch.is_grad_enabled():
+        with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             loss, aux, differentiated = self._evaluated(called, kwargs, scale)
-        else:
-            with torch.enable_grad():
-                loss, aux, differentiated = self._evaluated(called, kwargs, scale)
         if self.gradient.has_aux:
             aux = detached(aux)
         if begins:
@@ -95,9 +93,9 @@ class Engine:
             self._look(differentiated)
         else:
             self.backward.check_untouched()
-        self.backward(
-            differentiated, weight, moving, None if self.reduction is None or not last else self.reduction.ready
-        )
+        ready = None if self.reduction is None or not last else self.reduction.ready
+        with recording_loss():  # as checkpoints run parts of the loss again
+            self.backward(differentiated, weight, moving, ready)
         if begins and not self.backward.begun and not last and self.backward.restricted:
             check_not_reentrant(differentiated)  # one that came since may be why a leaf has no gradient
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)

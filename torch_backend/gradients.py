@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
+from torch_backend.recording import is_recorded
 
 
 def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -40,7 +42,9 @@ def value_and_grad(
 
         others: list[Any] = []  # what is no tensor in aux, which torch.func does not pass on either
         tensors = [arrays.as_array(leaf) for leaf in leaves if leaf is not None]
-        grads, (loss, aux) = torch.func.grad_and_value(of, has_aux=True)(tensors)
+        recorded = is_recorded() and not torch.compiler.is_compiling()
+        transform = _recorded if recorded else torch.func.grad_and_value
+        grads, (loss, aux) = transform(of, has_aux=True)(tensors)
         grads = trees.unflatten(structure, _spread(grads, present))
         if has_aux:
             aux_structure, fixed = others[0]
@@ -49,6 +53,30 @@ def value_and_grad(
         return loss, grads if isinstance(argnums, tuple) else grads[0]
 
     return value_first
+
+
+def _recorded(of: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """torch.func.grad_and_value by autograd, inside of a loss that it records: checkpoints and hooks work there."""
+
+    def gradient(tensors: list[torch.Tensor]) -> Any:
+        # each in its own name, as it may be a part of the graph in other places too
+        inputs = [tensor.view_as(tensor) for tensor in tensors]
+        inputs = [tensor if tensor.requires_grad else tensor.requires_grad_() for tensor in inputs]
+        loss, aux = of(inputs)
+        if not (loss.requires_grad and inputs):
+            return [torch.zeros_like(tensor, requires_grad=False) for tensor in inputs], (loss, aux)
+        try:
+            grads = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise FuncgaError(
+                "a step inside of a loss has a checkpoint with use_reentrant=True, through which no second derivative "
+                "can be taken. Call checkpoint(..., use_reentrant=False)."
+            ) from error
+        return list(grads), (loss, aux)
+
+    return gradient
 
 
 def _spread(tensors: list[torch.Tensor], present: list[bool]) -> list[torch.Tensor | None]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction
+from torch_backend import arrays, trees
 
 
 def check_module_and_loss(module: Any, loss_fn: Any, name: str) -> None:
@@ -126,6 +127,16 @@ def _is_filled(cell: types.CellType) -> bool:
 def _names(code: types.CodeType) -> set[str]:
     inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def check_not_differentiated(name: str, tree: Any) -> None:
+    """Raises FuncgaError if these are differentiated from outside: what `name` makes of them has no derivative."""
+    if arrays.in_transform() and any(getattr(leaf, "requires_grad", False) for leaf in trees.flatten(tree)[0]):
+        raise FuncgaError(
+            f"{name} is used inside of a loss that is being differentiated, and its updates carry no derivative. Write "
+            f"the update as a function of tensors, such as `p - lr * g`. If it is a constant for that loss, compute it "
+            f"under torch.no_grad()."
+        )
 
 
 class GradsWatch:

@@ -22,6 +22,7 @@ from torch_backend.driven import Driven
 from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
 from torch_backend.placements import devices_of, narrow
+from torch_backend.recording import is_recorded
 from torch_backend.reduction import Reduction, begun, count_window
 from torch_backend.replicas import Replicas
 from torch_backend.scan import fold_in_graph
@@ -204,10 +205,7 @@ def _window(program: Program, backend: Backend) -> "_Window":
     Autograd cannot run in a torch.func transform, nor be traced by torch.compile.
     """
     if program.across is not None and arrays.in_transform():
-        raise FuncgaError(
-            "across= was given inside of a torch.func transform, where replicas cannot be merged. Take the transform "
-            "on each replica, inside of grad_fn."
-        )
+        raise _differentiated_across()
     gradient = program.grad_fn
     if "not wrapped" not in program.compiled and check_no_wrapped_module_in(gradient):
         program.compiled["not wrapped"] = True
@@ -219,6 +217,19 @@ def _window(program: Program, backend: Backend) -> "_Window":
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
         return Engine(program, gradient, backend, replicas)
     return _Calls(program.bound(backend), backend, replicas)
+
+
+def _differentiated_across() -> FuncgaError:
+    if is_recorded():
+        return FuncgaError(
+            "across= was given to a step inside of a loss that is being differentiated, and the merge over replicas "
+            "has no derivative. Leave it out there. If the step is a constant for that loss, run it under "
+            "torch.no_grad()."
+        )
+    return FuncgaError(
+        "across= was given inside of a torch.func transform, where replicas cannot be merged. Take the transform on "
+        "each replica, inside of grad_fn."
+    )
 
 
 class _Calls:

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -236,15 +236,20 @@ def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], _Tables]:
     return parameters, buffers, tables
 
 
-def _fill(slots: list[_Slot], tensors: Mapping[int, torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def _fill(
+    slots: list[_Slot], tensors: Mapping[int, torch.Tensor], outer: Collection[int] = ()
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Puts the tensors where those of these ids are held; what is not given stays, without a graph of its own.
 
+    But tensors of the ids `outer` keep theirs: they belong to a loss around this one, which is differentiated too.
     Returns (what is there now, what was before), by the id of the former.
     """
     placed = {}
     for table, key, _, held in slots:
         found = tensors.get(id(held))
-        table[key] = tensor = held.detach() if found is None else found
+        if found is None:
+            found = held if id(held) in outer else held.detach()
+        table[key] = tensor = found
         placed[id(tensor)] = tensor, held
     return placed
 
@@ -327,7 +332,7 @@ class _Visit:
                 _CHANGED.wait()
             parameters, buffers, tables = _walk(module)
             # (what is there now, what was before), by the id of the former
-            self.placed = _fill(parameters, _checked(self.params, parameters, "parameters"))
+            self.placed = _fill(parameters, _checked(self.params, parameters, "parameters"), _placed_around())
             self.thread, self.tables, self.taken = threading.get_ident(), tables, tables.ids()
             _VISITS.append(self)
         if self.loss.buffers:
@@ -376,6 +381,13 @@ def _own_parameter(tensor: Any, visits: list[_Visit]) -> Any:
     for visit in reversed(visits):  # of visits one inside of the other the innermost is the last that began
         tensor = visit.placed.get(id(tensor), (None, tensor))[1]
     return tensor
+
+
+def _placed_around() -> set[int]:
+    """The ids of what the losses around this one, if they are differentiated, have put into modules."""
+    own = threading.get_ident()
+    visits = _VISITS if arrays.in_transform() else ()
+    return {key for visit in visits if visit.thread == own for key in visit.placed}
 
 
 def _visits_of_others() -> list[_Visit]:

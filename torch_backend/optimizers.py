@@ -15,6 +15,7 @@ from funcga.errors import FuncgaError
 from funcga.transforms import DonatingTransform
 from torch_backend import trees
 from torch_backend.closures import constant, evaluating, needs_closure
+from torch_backend.guards import check_not_differentiated
 from torch_backend.layouts import apart, laid_as
 from torch_backend.matching import check_parameters
 from torch_backend.optimizer_state import Given, OptimizerState, fresh
@@ -103,6 +104,7 @@ class _Functions:
     @torch.no_grad()
     def init(self, params: Any) -> OptimizerState:
         """The state before the first update."""
+        check_not_differentiated("an optimizer of torch", params)
         leaves, _ = trees.flatten(params)
         check_parameters(leaves, params)
         tensors = [leaf.detach() for leaf in leaves if leaf is not None]
@@ -125,10 +127,12 @@ class _Functions:
 
     def update(self, grads: Any, state: Any, params: Any = None, *, closure: Any = None, **extra: Any) -> Any:
         """What the step adds to the parameters, and the state after it."""
+        check_not_differentiated("an optimizer of torch", (grads, params))
         return self._updated(Given(grads, state, params), closure, owned=False)
 
     def donated(self, grads: Any, state: Any, params: Any = None, *, closure: Any = None, **extra: Any) -> Any:
         """The same in the memory of the state; the gradients may be written to."""
+        check_not_differentiated("an optimizer of torch", (grads, params))
         return self._updated(Given(grads, state, params), closure, owned=True)
 
     @torch.no_grad()

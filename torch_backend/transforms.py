@@ -106,7 +106,7 @@ def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 @_untracked
 def unscaled(leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
     """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
-    factor = 1.0 / arrays.scalar(scale)
+    factor, donate = 1.0 / arrays.scalar(scale), donate and not arrays.in_transform()
     wide = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
     found = apart(wide) if donate else wide
     given = [leaf for leaf in found if leaf is not None]
@@ -222,6 +222,7 @@ def restore(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally) -> 
 @_untracked
 def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Any) -> list[Any]:
     """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
+    donate = donate and not arrays.in_transform()
     kept = set(_storages(taken)) if donate else set()
     zeroed = [h for fold, h in zip(folds, held, strict=True) if donate and _is_zeroed(fold, h, kept)]
     if zeroed:

@@ -1,5 +1,6 @@
 """Updates, applied to parameters."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """The parameters with the updates added, in the parameters' dtypes.
 
     params: a tree of tensors, as `dict(module.named_parameters())`. What comes back has its structure; the tensors are
-        detached and in memory of their own.
+        detached, unless it is a part of a loss that is differentiated, and in memory of their own.
     updates: a tree of the same structure and shapes; None leaves a parameter as it is. The sum is computed in the wider
         of the two dtypes and rounded once, so that float32 updates of bfloat16 parameters lose nothing before.
 
@@ -27,7 +28,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     leaves, structure = trees.flatten(params)
     given = matched(updates, params, "updates")
     _check(leaves, given, params)
-    with torch.no_grad():
+    with nullcontext() if arrays.in_transform() else torch.no_grad():
         return trees.unflatten(structure, _sums(leaves, given))
 
 
@@ -68,5 +69,5 @@ def _sum(leaf: Any, update: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if update is None:
-        return leaf.detach().clone()
+        return leaf.clone()
     return (leaf + settled(update, leaf)).to(leaf.dtype)

@@ -1,0 +1,330 @@
+"""Steps inside of losses: an outer gradient sees the derivative of an inner one, against torch.autograd by hand."""
+
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.autograd.forward_ad as fw
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+import torch_backend
+from tests.kits import JAX, TORCH, difference
+
+RATE = 0.5
+
+
+def loss(w, x, y):
+    """Of operators alone, so that both frameworks run it."""
+    h = x @ w
+    return ((h / (1 + h**2) - y) ** 2).mean()
+
+
+def data(rows, seed):
+    r = np.random.default_rng(seed)
+    return r.normal(size=(rows, 3)), r.normal(size=rows)
+
+
+W = np.random.default_rng(0).normal(size=3)
+SUPPORT, QUERY = data(4, 1), data(7, 2)
+
+
+def by_hand(second=True):
+    """The gradient of the loss after one step, with or without the derivative of that step."""
+    w = torch.tensor(W, requires_grad=True)
+    (x, y), (qx, qy) = ([torch.tensor(a) for a in pair] for pair in (SUPPORT, QUERY))
+    (g,) = torch.autograd.grad(loss(w, x, y), w, create_graph=second)
+    return torch.autograd.grad(loss(w - RATE * g, qx, qy), w)[0]
+
+
+def streamed(gradient):
+    step = funcga.stream(gradient)
+    return lambda w, x, y: step(w, [(x[:3], y[:3]), (x[3:], y[3:])])
+
+
+def through_multi_steps(donate):
+    tx = funcga.multi_steps((lambda params: None, lambda grads, state, params: (grads, state)), 2, donate=donate)
+
+    def step(w, x, y):
+        state = tx.init(w)
+        for rows in (slice(0, 3), slice(3, None)):
+            updates, state = tx.update(funcga.grad(loss)(w, x[rows], y[rows]), state, w, weight=len(x[rows]))
+        return updates
+
+    return step
+
+
+def through_an_accumulator(w, x, y):
+    accumulator = funcga.Accumulator(funcga.mean())
+    state = accumulator.init(w)
+    for rows in (slice(0, 3), slice(3, None)):
+        state = accumulator.update(state, funcga.grad(loss)(w, x[rows], y[rows]), len(x[rows]))
+    return accumulator.finalize(state)
+
+
+INNER = {
+    "grad": funcga.grad(loss),
+    "accumulate": funcga.accumulate(funcga.grad(loss), 2),
+    "one micro-batch": funcga.accumulate(funcga.grad(loss), 1),
+    "stream": streamed(funcga.grad(loss)),
+    "value": lambda w, x, y: funcga.accumulate(funcga.value_and_grad(loss), 2)(w, x, y)[1],
+    "argnums": lambda w, x, y: funcga.accumulate(funcga.grad(loss, (0,)), 3)(w, x, y)[0],
+    "aux": lambda w, x, y: funcga.accumulate(
+        funcga.grad(lambda w, x, y: (loss(w, x, y), {"rows": x.sum()}), has_aux=True), 2
+    )(w, x, y)[0],
+    "closed over": lambda w, x, y: funcga.accumulate(funcga.grad(lambda d, x, y: loss(w + d, x, y)), 2)(0 * w, x, y),
+    "by keyword": lambda w, x, y: funcga.accumulate(funcga.grad(lambda d, x, y, w: loss(w + d, x, y)), 2)(
+        0 * w, x, y, w=w
+    ),
+    "Accumulator": through_an_accumulator,
+    "multi_steps": through_multi_steps(donate=False),
+}
+TORCH_INNER = {
+    "torch.func": funcga.accumulate(torch.func.grad(loss), 2),
+    "donated": through_multi_steps(donate=True),
+}
+OUTER = {
+    "grad": funcga.grad,
+    "accumulate": lambda f: funcga.accumulate(funcga.grad(f), 3),
+    "stream": lambda f: streamed(funcga.grad(f)),
+    "value": lambda f: lambda *args: funcga.accumulate(funcga.value_and_grad(f), 1)(*args)[1],
+}
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("inner", [*INNER, *TORCH_INNER])
+def test_second_order_in_torch(inner, outer):
+    step = {**INNER, **TORCH_INNER}[inner]
+    w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
+    got = OUTER[outer](lambda w, x, y: loss(w - RATE * step(w, *support), x, y))(w, *query)
+    assert difference(TORCH, got, by_hand()) <= 1e-13
+    assert difference(TORCH, got, by_hand(second=False)) > 1e-2
+    assert not got.requires_grad
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_second_order_in_jax(inner, x64):
+    w, support, query = JAX.arrays((W, SUPPORT, QUERY))
+    got = OUTER["accumulate"](lambda w, x, y: loss(w - RATE * INNER[inner](w, *support), x, y))(w, *query)
+    assert difference(TORCH, funcga.to_torch(got), by_hand()) <= 1e-13
+
+
+def test_three_deep():
+    w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
+    first = funcga.accumulate(funcga.grad(loss), 2)
+    second = funcga.accumulate(funcga.grad(lambda w, x, y: loss(w - RATE * first(w, *support), x, y)), 2)
+    got = funcga.accumulate(funcga.grad(lambda w, x, y: loss(w - RATE * second(w, *support), x, y)), 3)(w, *query)
+
+    v = torch.tensor(W, requires_grad=True)
+    (g,) = torch.autograd.grad(loss(v, *support), v, create_graph=True)
+    (h,) = torch.autograd.grad(loss(v - RATE * g, *support), v, create_graph=True)
+    assert difference(TORCH, got, torch.autograd.grad(loss(v - RATE * h, *query), v)[0]) <= 1e-12
+
+
+def test_value_and_aux_are_in_the_graph():
+    w, query = TORCH.arrays((W, QUERY))
+    inner = funcga.accumulate(
+        funcga.value_and_grad(lambda w, x, y: (loss(w, x, y), {"twice": 2 * loss(w, x, y)}), has_aux=True), 2
+    )
+
+    def outer(w, x, y):
+        (value, aux), _ = inner(w, x, y)
+        return 3 * value + aux["twice"]
+
+    got = funcga.accumulate(funcga.grad(outer), 1)(w, *query)
+    v = torch.tensor(W, requires_grad=True)
+    assert difference(TORCH, got, torch.autograd.grad(5 * loss(v, *query), v)[0]) <= 1e-13
+
+
+@pytest.mark.parametrize("constant", [lambda w: w.detach(), None], ids=["detached", "no_grad"])
+def test_first_order_where_one_asks_for_it(constant):
+    w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
+    step = funcga.accumulate(funcga.grad(loss), 2)
+
+    def outer(w, x, y):
+        if constant is not None:
+            return loss(w - RATE * step(constant(w), *support), x, y)
+        with torch.no_grad():
+            g = step(w, *support)
+        return loss(w - RATE * g, x, y)
+
+    got = funcga.accumulate(funcga.grad(outer), 3)(w, *query)
+    assert difference(TORCH, got, by_hand(second=False)) <= 1e-13
+
+
+def test_at_the_top_a_result_has_no_graph():
+    w = nn.Parameter(torch.tensor(W))
+    support, query = TORCH.arrays((SUPPORT, QUERY))
+    step = funcga.accumulate(funcga.grad(loss), 2)
+    seen = []
+
+    def outer(w, x, y):
+        seen.append(step(w, *support).requires_grad)
+        thread = threading.Thread(target=lambda: seen.append(step(w.detach(), *support).requires_grad))
+        thread.start()
+        thread.join()
+        return loss(w, x, y)
+
+    funcga.accumulate(funcga.grad(outer), 1)(w, *query)
+    assert seen == [True, False]
+    assert not step(w, *support).requires_grad
+    with pytest.raises(ZeroDivisionError):
+        funcga.accumulate(funcga.grad(lambda w, x, y: 1 / 0), 1)(w, *query)
+    assert not step(w, *support).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch itself calls for a jvp
+@pytest.mark.parametrize("step", [*INNER, "torch.func"])
+def test_forward_mode(step):
+    step = {**INNER, **TORCH_INNER}[step]
+    tangent = torch.tensor(np.random.default_rng(3).normal(size=3))
+    w, query = TORCH.arrays((W, QUERY))
+    with fw.dual_level():
+        got = fw.unpack_dual(step(fw.make_dual(w, tangent), *query)).tangent
+    hessian = torch.autograd.functional.hessian(lambda w: loss(w, *query), w)
+    assert difference(TORCH, got, hessian @ tangent) <= 1e-13
+
+
+# Modules
+
+MODULE_X = TORCH.arrays((data(4, 4)[0], data(6, 5)[0]))
+
+
+def module():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def square(net, x):
+    return ((net(x) - x.sum(1, keepdim=True)) ** 2).mean()
+
+
+def checkpointed(net, x):
+    return square(lambda x: checkpoint(net, x, use_reentrant=False), x)
+
+
+def module_by_hand(net, names):
+    support, query = MODULE_X
+    params = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+    apply = lambda p, x: ((functional_call(net, p, (x,)) - x.sum(1, keepdim=True)) ** 2).mean()
+    grads = torch.autograd.grad(apply(params, support), [params[name] for name in names], create_graph=True)
+    fast = {**params, **{name: params[name] - RATE * g for name, g in zip(names, grads, strict=True)}}
+    return dict(zip(params, torch.autograd.grad(apply(fast, query), list(params.values())), strict=True))
+
+
+@pytest.mark.parametrize("names", ["all", "head"])
+@pytest.mark.parametrize("inner_loss", [square, checkpointed])
+@pytest.mark.parametrize("outer", [lambda f: funcga.accumulate(funcga.grad(f), 3), torch.func.grad])
+def test_a_pure_loss_in_a_pure_loss_of_the_same_module(names, inner_loss, outer):
+    if inner_loss is checkpointed and outer is torch.func.grad:
+        pytest.skip("torch.func takes no checkpoints")
+    net = module()
+    chosen = [name for name, _ in net.named_parameters() if names == "all" or name.startswith("2.")]
+    inner = funcga.accumulate(funcga.grad(torch_backend.pure_loss(net, inner_loss)), 2)
+    support, query = MODULE_X
+
+    def adapted(net, x):
+        params = {name: p for name, p in net.named_parameters() if name in chosen}
+        g = inner(params, support)
+        fast = {name: p - RATE * g[name] for name, p in params.items()}
+        return torch_backend.pure_loss(net, square)(fast, x)
+
+    got = outer(torch_backend.pure_loss(net, adapted))(dict(net.named_parameters()), query)
+    assert difference(TORCH, got, module_by_hand(net, chosen)) <= 1e-12
+    assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_step_inside_of_a_checkpoint(reentrant):
+    w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
+    step = funcga.accumulate(funcga.grad(loss), 2)
+    outer = lambda w, x, y: loss(w - RATE * step(w, *support), x, y)
+    got = funcga.accumulate(
+        funcga.grad(lambda w, x, y: checkpoint(outer, w, x, y, use_reentrant=reentrant)), 3
+    )(w, *query)  # fmt: skip
+    assert difference(TORCH, got, by_hand()) <= 1e-13
+
+
+def test_a_reentrant_checkpoint_in_the_inner_loss_is_refused():
+    w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
+    step = funcga.accumulate(funcga.grad(lambda w, x, y: checkpoint(loss, w, x, y, use_reentrant=True)), 2)
+    outer = lambda w, x, y: loss(w - RATE * step(w, *support), x, y)
+    with pytest.raises(funcga.FuncgaError, match=r"Call checkpoint\(\.\.\., use_reentrant=False\)"):
+        funcga.accumulate(funcga.grad(outer), 3)(w, *query)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_loss_with_a_step_in_it(fullgraph):
+    torch._dynamo.reset()
+    w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
+    step = funcga.accumulate(funcga.grad(loss), 2)
+    outer = lambda w, x, y: loss(w - RATE * step(w, *support), x, y)
+    compiled = torch.compile(outer, backend="aot_eager", fullgraph=fullgraph)
+    compiled(w, *query)  # outside of a gradient first, which must not be what is remembered
+    for _ in range(2):
+        got = funcga.accumulate(funcga.grad(compiled), 3)(w, *query)
+        assert difference(TORCH, got, by_hand()) <= 1e-13
+        compiled(w, *query)
+    torch._dynamo.reset()
+
+
+# What has no derivative
+
+TRANSFORMS = {
+    "an optimizer of torch": torch_backend.from_optimizer(torch.optim.SGD, lr=RATE),
+    "clipping": torch_backend.clip_grad_norm(1.0),
+    "a transform of optax": torch_backend.from_optax(optax.sgd(RATE)),
+}
+
+
+@pytest.mark.parametrize("outer", [lambda f: funcga.accumulate(funcga.grad(f), 1), torch.func.grad])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_updates_without_a_derivative_are_refused(name, outer):
+    tx = TRANSFORMS[name]
+    w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
+    state = tx.init(w)
+    step = funcga.grad(loss)
+
+    def adapted(w, x, y):
+        updates, _ = tx.update(step(w, *support), state, w)
+        return loss(torch_backend.apply_updates(w, updates), x, y)
+
+    with pytest.raises(funcga.FuncgaError) as caught:
+        outer(adapted)(w, *query)
+    assert str(caught.value) == (
+        f"{name} is used inside of a loss that is being differentiated, and its updates carry no derivative. Write the "
+        f"update as a function of tensors, such as `p - lr * g`. If it is a constant for that loss, compute it under "
+        f"torch.no_grad()."
+    )
+
+
+def test_a_merge_over_replicas_is_refused():
+    w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
+    step = funcga.accumulate(funcga.grad(loss), 2, across="a group")
+    outer = lambda w, x, y: loss(w - RATE * step(w, *support), x, y)
+    with pytest.raises(funcga.FuncgaError) as caught:
+        funcga.accumulate(funcga.grad(outer), 1)(w, *query)
+    assert str(caught.value) == (
+        "across= was given to a step inside of a loss that is being differentiated, and the merge over replicas has no "
+        "derivative. Leave it out there. If the step is a constant for that loss, run it under torch.no_grad()."
+    )
+
+
+@pytest.mark.parametrize("outer", [lambda f: funcga.accumulate(funcga.grad(f), 3), torch.func.grad])
+def test_updates_of_ones_own_are_applied_with_their_derivative(outer):
+    w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
+    step = funcga.accumulate(funcga.grad(loss), 2)
+    adapted = lambda w, x, y: loss(torch_backend.apply_updates(w, -RATE * step(w, *support)), x, y)
+    assert difference(TORCH, outer(adapted)(w, *query), by_hand()) <= 1e-13
+
+
+def test_jax_alone_agrees_with_the_hand(x64):
+    """The oracle's own oracle."""
+    w, support, query = JAX.arrays((W, SUPPORT, QUERY))
+    meta = jax.grad(lambda w: loss(w - RATE * jax.grad(loss)(w, *support), *query))
+    assert difference(TORCH, funcga.to_torch(meta(w)), by_hand()) <= 1e-13

@@ -1,0 +1,39 @@
+"""Recording: whether a step is part of a loss that is differentiated, other than by torch.func, which tells itself.
+
+Only torch has this file: every transform of JAX shows in the types of what it traces.
+"""
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+_RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
+# How many losses are recorded in all threads: torch.compile guards a global, and no variable of a context. It may be
+# that of another thread: then what is compiled has a graph that nobody needs, and the same numbers.
+_recordings = 0
+
+
+class recording_loss:  # noqa: N801 - a context, as torch.no_grad
+    """A context in which autograd records a loss, or runs parts of it again: steps inside of it are differentiated."""
+
+    def __enter__(self) -> None:
+        global _recordings
+        self.token = _RECORDED.set(True)
+        _recordings += 1
+
+    def __exit__(self, *error: Any) -> None:
+        global _recordings
+        _RECORDED.reset(self.token)
+        _recordings -= 1
+
+
+def is_recorded() -> bool:
+    """Whether autograd records a loss of funcga's, which what is computed now is a part of."""
+    return (_recordings > 0 if torch.compiler.is_compiling() else _RECORDED.get()) and torch.is_grad_enabled()
+
+
+def in_forward_mode() -> bool:
+    """Whether there is a level of forward-mode AD, which no public function tells."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
