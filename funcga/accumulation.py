@@ -63,9 +63,9 @@ def accumulate(
 
     In torch, the gradients of `funcga.grad` and `funcga.value_and_grad` run on autograd and are added where they are
     computed, at the cost of a `.backward()` loop; weights that differ reach it as cotangents. Any other grad_fn is
-    called with detached arguments, and no graph outlives its micro-batch. Results have no graph, so `.backward()` on what
-    is computed from them is first-order. Inside of a loss that funcga.grad, torch.func or forward-mode AD differentiates
-    they have one: funcga.grad(outer_loss), with a step in outer_loss, is second-order.
+    called with detached arguments, and no graph outlives its micro-batch. Results have no graph, so `.backward()` on
+    what is computed from them is first-order. Inside of a loss that funcga.grad, torch.func or forward-mode AD
+    differentiates they have one: funcga.grad(outer_loss), with a step in outer_loss, is second-order.
 
     >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
     >>> loss, grads = step(params, batch)

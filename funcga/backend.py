@@ -166,6 +166,13 @@ class Gradients(Protocol):
         """A function that returns (value, grads), or ((value, aux), grads)."""
         ...
 
+    def depends(self, loss: Array) -> bool | None:
+        """Whether a loss depends on what the innermost transform, one of these, differentiates it by.
+
+        None where that cannot be known, and for a constant that is 0 or NaN, as of a micro-batch that is masked whole.
+        """
+        ...
+
 
 class Loop(Protocol):
     """A framework's way to go through the micro-batches."""

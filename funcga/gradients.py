@@ -2,8 +2,9 @@
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from funcga.arguments import argument_names
@@ -22,6 +23,7 @@ class GradientFunction:
     has_aux: bool
     with_value: bool
     scaled: bool = False
+    reached: set[bool] = field(default_factory=set, repr=False)  # filled once a gradient has come to a leaf
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -33,7 +35,7 @@ class GradientFunction:
 
         @functools.wraps(self.loss_fn, updated=())
         def checked(*args: Any, **kwargs: Any) -> Any:
-            loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
+            loss, aux = self._evaluated(args, kwargs, backend)
             return (loss, aux) if self.has_aux else loss
 
         made = self._scaled(backend) if self.scaled else transform(checked, self.argnums, self.has_aux)
@@ -41,17 +43,50 @@ class GradientFunction:
         def gradient(*args: Any, **kwargs: Any) -> Any:
             for i in self.places(len(args)):
                 self.check_leaves(args[i], i, backend)
+            if not backend.loop.is_traced(()):
+                _EVALUATIONS.count += 1
             scale, kwargs = self.read_scale(kwargs, backend)  # here, as inside of the transform the host sees nothing
             return made(*args, **kwargs) if scale is None else made(scale, *args, **kwargs)
 
         return gradient
+
+    def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend) -> tuple[Any, Any]:
+        """(loss, aux) at these arguments. Raises FuncgaError if the loss is seen not to depend on any of the leaves."""
+        if backend.loop.is_traced(()) or self.reached:
+            return self.split(self.loss_fn(*args, **kwargs), backend)
+        before = evaluations()
+        loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
+        depends = backend.gradients.depends(loss)
+        if depends:
+            self.reached.add(True)
+        # a gradient inside of the loss may be a constant, as that of a linear function is
+        elif depends is False and evaluations() == before and self._leaves(args, backend):
+            raise self.unreached(len(args), backend)
+        return loss, aux
+
+    def _leaves(self, args: tuple[Any, ...], backend: Backend) -> list[Any]:
+        differentiated = tuple(args[i] for i in self.places(len(args)))
+        return [leaf for leaf in backend.trees.flatten(differentiated)[0] if leaf is not None]
+
+    def unreached(self, count: int, backend: Backend) -> FuncgaError:
+        """The error for a loss of `count` arguments that depends on no leaf of those that are differentiated."""
+        names = argument_names(self.loss_fn, count)
+        instead = "as model.apply(params, x) does"
+        if backend.name == "torch":
+            instead = "as torch_backend.pure_loss(module, lambda module, x, y: F.mse_loss(module(x), y)) does"
+        of = " or ".join(f"`{names[i]}`" for i in self.places(count))
+        return FuncgaError(
+            f"the loss does not depend on {of}: no gradient reaches an array of it, and nothing would be trained. "
+            f"loss_fn uses a module, or arrays, that it closes over, or it detaches what it computes. Compute the loss "
+            f"from the argument, {instead}."
+        )
 
     def _scaled(self, backend: Backend) -> Callable[..., Any]:
         """f(scale, *args): the gradient function of the loss times a scale, whose value is the loss as it is."""
 
         @functools.wraps(self.loss_fn, updated=())
         def product(*args: Any, loss_scale: Any, **kwargs: Any) -> Any:
-            loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
+            loss, aux = self._evaluated(args, kwargs, backend)
             return scaled_loss(loss, loss_scale, backend.arrays), (loss, aux)
 
         transform = backend.gradients.value_and_grad(product, self.argnums, True)
@@ -141,6 +176,18 @@ class GradientFunction:
         names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
         backend = backend_of([*args, *kwargs.values()], names)
         return self.bound(backend)(*args, **kwargs)
+
+
+class _Evaluations(threading.local):
+    count = 0
+
+
+_EVALUATIONS = _Evaluations()
+
+
+def evaluations() -> int:
+    """How many gradients this thread has begun to compute: whether there is one inside of a loss."""
+    return _EVALUATIONS.count
 
 
 class OwningGradient:

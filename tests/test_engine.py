@@ -218,8 +218,8 @@ def leaves_of(kind):
     complexes = lambda p, x: ((x.to(p["w"].dtype) @ p["w"]).abs() ** 2).mean()
     return {
         "unused": ({"w": w, "unused": torch.ones(5)}, linear),
-        "nothing used": ({"w": w}, lambda p, x: x.mean()),
-        "a constant": ({"w": w}, lambda p, x: torch.tensor(1.0)),
+        "nothing used": ({"w": w}, lambda p, x: x.mean() * 0),
+        "a constant": ({"w": w}, lambda p, x: torch.tensor(0.0)),
         "tied": ({"w": w, "again": w}, lambda p, x: linear(p, x) + p["again"].sum() * x.sum()),
         "a view": ({"w": torch.randn(10, 4)[:3, :2]}, linear),
         "transposed": ({"w": torch.randn(2, 3).T}, linear),

@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
-from torch._C import _functorch  # no public test for a running transform exists
 
 from torch_backend.layouts import laid_as
 from torch_backend.placements import is_placed
-from torch_backend.recording import in_forward_mode, is_recorded
+from torch_backend.recording import in_forward_mode, is_recorded, transforms
 
 xp = torch
 
@@ -100,7 +99,7 @@ def in_transform() -> bool:
     """
     if torch.compiler.is_compiling() and not _TRACES_DEPTH:
         return True  # it cannot be known there, and not to write is right in any case
-    return bool(_functorch.get_dynamic_layer_stack_depth() > 0) or in_forward_mode() or is_recorded()
+    return transforms() > 0 or in_forward_mode() or is_recorded()
 
 
 _TRACES_DEPTH = torch.__version__ >= "2.13"

@@ -17,7 +17,7 @@ import torch
 from funcga.arguments import Arguments
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
-from funcga.gradients import GradientFunction
+from funcga.gradients import GradientFunction, evaluations
 from funcga.outputs import Outputs
 from funcga.program import Program
 from funcga.scales import scaled_loss
@@ -26,7 +26,7 @@ from torch_backend.backward import Backward, Routes, autocasting, check_no_backw
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.guards import GradsWatch, modules_in
 from torch_backend.modules import PureLoss, own_parameters
-from torch_backend.recording import recording_loss
+from torch_backend.recording import is_constant, recording_loss
 from torch_backend.reduction import Reduction, begun
 
 
@@ -42,10 +42,12 @@ class Engine:
         self.loss_fn: Callable[..., Any] = gradient.loss_fn
         self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
+        self.arity = 0  # how many arguments a call has
         self.first = 0  # the first argument that loss_fn takes
         self.inference: Any = _NOTHING
         self.visit: Any = _NOTHING
         self.watch = GradsWatch(())
+        self.unreached = False  # whether a loss came to no leaf that should have
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
         """The arguments, or the leading ones of a stream, without graphs, but for those that leaves are made of."""
@@ -73,7 +75,7 @@ class Engine:
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, last: bool
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        begins = not self.places
+        begins, before = not self.places, evaluations()
         if begins:
             self._enter(arguments, args)
         found, moving = self.whole, _NO_LEAVES
@@ -94,8 +96,11 @@ class Engine:
         else:
             self.backward.check_untouched()
         ready = None if self.reduction is None or not last else self.reduction.ready
+        arrivals = None if self.gradient.reached else self._arrivals(found)
         with recording_loss():  # as checkpoints run parts of the loss again
             self.backward(differentiated, weight, moving, ready)
+        if arrivals is not None and not arrivals():
+            self.unreached |= self._should_reach(loss, weight, evaluations() == before)
         if begins and not self.backward.begun and not last and self.backward.restricted:
             check_not_reentrant(differentiated)  # one that came since may be why a leaf has no gradient
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
@@ -106,6 +111,29 @@ class Engine:
         """The loss, what comes with it, and the loss as it is differentiated."""
         loss, aux = self.gradient.split(self.loss_fn(*args, **kwargs), self.backend)
         return loss, aux, scaled_loss(loss, scale, arrays)
+
+    def _arrivals(self, found: "dict[int, _Leaves]") -> Callable[[], bool]:
+        """A function that says, after the next backward pass, whether a gradient came to a leaf, or there is none."""
+        leaves = [leaf for leaves in found.values() for leaf in leaves.leaves if leaf is not None]
+        note: Any = lambda _: self.gradient.reached.add(True)
+        hooks = [leaf.register_post_accumulate_grad_hook(note) for leaf in leaves]  # type: ignore[no-untyped-call]
+
+        def arrived() -> bool:
+            for hook in hooks:
+                hook.remove()
+            return bool(self.gradient.reached) or not leaves
+
+        return arrived
+
+    def _should_reach(self, loss: torch.Tensor, weight: Any, alone: bool) -> bool:
+        """Whether a loss that came to no leaf is wrong: it has a graph, or is a constant that nothing explains.
+
+        A constant is right where all is masked, 0; where another gradient is inside, as that of a linear function, so
+        that the loss is not `alone`; and where other replicas have more.
+        """
+        if not float(weight):
+            return False
+        return loss.requires_grad or (alone and self.replicas is None and is_constant(loss))
 
     def _look(self, loss: Any) -> None:
         """Raises Reentered for a checkpoint of that kind, if no loss was looked at in this mode of the module."""
@@ -127,6 +155,8 @@ class Engine:
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output."""
+        if self.unreached and not self.gradient.reached:
+            raise self.gradient.unreached(self.arity, self.backend)
         self.backward.release()
         self.watch.check()
         self.buffers.settle(self.backward.leaves)
@@ -136,7 +166,7 @@ class Engine:
 
     def _enter(self, arguments: Arguments, args: tuple[Any, ...]) -> None:
         """Makes leaves of what is differentiated; those of a pure_loss go into its module once for the whole window."""
-        self.places = self.gradient.places(len(args))
+        self.arity, self.places = len(args), self.gradient.places(len(args))
         whole = [not part.axes for part in arguments.parts]
         self.whole = {i: self._leafy(args[i], i) for i in self.places if whole[i]}
         watched = [p for leaves in self.whole.values() for p in leaves.originals]

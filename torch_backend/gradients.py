@@ -7,7 +7,7 @@ import torch
 
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.recording import is_recorded
+from torch_backend.recording import is_constant, is_recorded, transforms
 
 
 def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -53,6 +53,13 @@ def value_and_grad(
         return loss, grads if isinstance(argnums, tuple) else grads[0]
 
     return value_first
+
+
+def depends(loss: torch.Tensor) -> bool | None:
+    """Whether a loss depends on what the innermost transform, one of these, differentiates it by."""
+    if transforms() != 1 or is_recorded():  # others, around it, hide the number
+        return None
+    return True if loss.requires_grad else False if is_constant(loss) else None
 
 
 def _recorded(of: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:

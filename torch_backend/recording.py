@@ -1,4 +1,4 @@
-"""Recording: whether a step is part of a loss that is differentiated, other than by torch.func, which tells itself.
+"""Recording: whether a step is part of a loss that is differentiated, and by what.
 
 Only torch has this file: every transform of JAX shows in the types of what it traces.
 """
@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._C import _functorch  # no public test for a running transform exists
 from torch.autograd import forward_ad
 
 _RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
@@ -34,6 +35,16 @@ def is_recorded() -> bool:
     return (_recordings > 0 if torch.compiler.is_compiling() else _RECORDED.get()) and torch.is_grad_enabled()
 
 
+def transforms() -> int:
+    """How many transforms of torch.func are running, one inside of the other."""
+    return int(_functorch.get_dynamic_layer_stack_depth())
+
+
 def in_forward_mode() -> bool:
     """Whether there is a level of forward-mode AD, which no public function tells."""
     return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def is_constant(loss: torch.Tensor) -> bool:
+    """Whether a loss without a gradient is a number other than 0: that is one of a batch that is masked whole."""
+    return abs(loss.detach().item()) > 0

@@ -9,7 +9,7 @@ import numpy as np
 from funcga import normalizers
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
-from funcga.gradients import OwningGradient
+from funcga.gradients import GradientFunction, OwningGradient
 from funcga.prefixes import leaf_paths
 from funcga.program import Program, check_callable, check_count
 from funcga.verification.diagnosis import diagnose
@@ -45,6 +45,8 @@ def run(
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     given = _given(n)
+    if isinstance(grad_fn, GradientFunction):
+        grad_fn = replace(grad_fn, reached={True})  # a loss of other parameters is a cause here, and no error
     program = Program(grad_fn, fold, weight, in_axes)
     backend = program.backend(args, kwargs)
     rows = program.read(args, backend).rows()
