@@ -237,6 +237,10 @@ class Transforms(Protocol):
         """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
         ...
 
+    def check_merged(self, leaves: list[Any], paths: Callable[[], list[str]], replicas: Any) -> None:
+        """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
+        ...
+
     def add(
         self, folds: "Sequence[LeafFold | None]", held: list[Any], leaves: list[Any], weight: Any, donate: bool
     ) -> tuple[list[Any], bool]:

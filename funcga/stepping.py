@@ -55,9 +55,10 @@ def multi_steps(
     drop_if: a function of the gradients that returns a bool, or a 0-d array of one, to drop by in place of that: it
         then has to find what is not finite too.
     across: the replicas to merge over, as in `accumulate`: each folds what it is given, and what they hold is merged
-        once, for the update. In JAX inside shard_map, with jax_backend.state_specs(tx) as the specs of the state. The
-        replicas get the same number of calls. A TargetWeight is that of all of them: each call then sends a scalar.
-        (If the weight is on a CUDA device, the host waits for it at every call.)
+        once, for the update. In JAX inside shard_map, with jax_backend.state_specs(tx) as the specs of the state, and
+        gradients of each device's own copy, jax.lax.pcast(params, axis, to="varying"). The replicas
+        get the same number of calls. A TargetWeight is that of all of them: each call then sends a scalar. (If the
+        weight is on a CUDA device, the host waits for it at every call.)
     donate: in torch, use the memory of the state that is passed in for the one that is returned, as
         jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. To use it all the same
         is not noticed. After an error in tx what was folded is there again, to rounding.
@@ -182,13 +183,14 @@ class _Steps:
 
     def _added(self, grads: Any, opened: Opened, state: MultiStepsState, weight: Any) -> tuple[Opened, MultiStepsState]:
         """The window with one more micro-batch, and the state with what else has changed."""
-        arrays = opened.backend.arrays
+        arrays, replicas = opened.backend.arrays, self._replicas(opened.backend)
         leaves = opened.matched(grads)
+        opened.backend.transforms.check_merged(leaves, partial(opened.paths, "grads"), replicas)
         weight = check_weight(weight, arrays)
         keep = self.dropping.is_kept(grads, leaves, opened.backend)
         opened, rejected = opened.added(leaves, weight, keep, self.donate)
         dropped = state.dropped
-        if self.dropping.scope is not None and self._replicas(opened.backend) is None:
+        if self.dropping.scope is not None and replicas is None:
             dropped = dropped._replace(microbatches=dropped.microbatches + rejected)
         offered = state.offered + 1
         return opened, state._replace(offered=offered, updated=arrays.as_array(False), dropped=dropped)

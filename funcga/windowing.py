@@ -125,14 +125,14 @@ class Opened(NamedTuple):
         leaves, found = self.backend.trees.flatten(grads)
         if found != self.structure:
             placed = dict(zip(leaf_paths(grads, self.backend.trees, "grads"), leaves, strict=True))
-            expected = self._paths("grads")
+            expected = self.paths("grads")
             _check_paths("gradients", list(placed), expected)
             leaves = [placed[path] for path in expected]
         for i, (leaf, own) in enumerate(zip(leaves, self.held, strict=True)):
             dtype = getattr(leaf, "dtype", None)
             alike = dtype is not None and dtype == getattr(own, "dtype", None) and leaf.shape == own.shape  # as mostly
             if not alike and not _fits(leaf, own, self.backend.arrays):
-                raise _unfit(self._paths("grads")[i], leaf, own, self.backend.arrays)
+                raise _unfit(self.paths("grads")[i], leaf, own, self.backend.arrays)
         return leaves
 
     def restricted(self, params: Any) -> tuple[Any, list[Any]]:
@@ -145,7 +145,7 @@ class Opened(NamedTuple):
         if params is None:
             return params, [None] * len(self.held)
         if found != self.structure:
-            paths, known = leaf_paths(params, trees, "params"), self._paths("params")
+            paths, known = leaf_paths(params, trees, "params"), self.paths("params")
             placed = dict(zip(paths, leaves, strict=True))
             own = {*known}
             params = trees.unflatten(found, [leaf if p in own else None for p, leaf in placed.items()])
@@ -155,7 +155,7 @@ class Opened(NamedTuple):
         for i, (leaf, held) in enumerate(zip(leaves, self.held, strict=True)):
             alike = type(leaf) is type(held) and getattr(leaf, "shape", ()) == getattr(held, "shape", None)  # as mostly
             if held is not None and not alike and not self._is_like(leaf, held):
-                raise _unfit(self._paths("params")[i], leaf, held, self.backend.arrays)
+                raise _unfit(self.paths("params")[i], leaf, held, self.backend.arrays)
         return params, leaves
 
     def _is_like(self, leaf: Any, held: Any) -> bool:
@@ -165,7 +165,8 @@ class Opened(NamedTuple):
         shape = getattr(leaf, "shape", ())
         return any(part.shape == shape for part in (held if type(held) is tuple else (held,)))
 
-    def _paths(self, name: str) -> list[str]:
+    def paths(self, name: str) -> list[str]:
+        """The path of every leaf, in the order of what is held, below this name."""
         count = self.structure.num_leaves
         return leaf_paths(self.backend.trees.unflatten(self.structure, range(count)), self.backend.trees, name)
 

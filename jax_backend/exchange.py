@@ -144,6 +144,14 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     return frozenset(found or ())
 
 
+def typed_axes(names: tuple[str, ...]) -> frozenset[Any]:
+    """Those of the mesh axes along which types say whether an array differs.
+
+    They do not along an axis of vmap, and nowhere in shard_map(check_vma=False).
+    """
+    return frozenset(name for name in names if name in varying_axes(jax.typeof(lax.axis_index(name))))
+
+
 def _manual_axes() -> tuple[Any, ...]:
     """The axes that have replicas in the types of arrays: those of shard_map, not those of vmap."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)

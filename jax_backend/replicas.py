@@ -53,29 +53,38 @@ def _no_axis(across: Any) -> FuncgaError:
     )
 
 
-# The axes along which `replicated` runs a step, while it is traced and nothing has said what merges over them.
-_UNMERGED: ContextVar[tuple[str, ...]] = ContextVar("_UNMERGED", default=())
+@dataclass
+class _Step:
+    """A step while `replicated` traces it: the axes along which it runs, and whether a fold in it had an across=."""
+
+    names: tuple[str, ...]
+    merges: bool = False
+
+
+_STEP: ContextVar[_Step | None] = ContextVar("_STEP", default=None)
 
 
 @contextmanager
 def unmerged(names: tuple[str, ...]) -> Iterator[None]:
     """A context in which a fold has to say whether it merges over these axes."""
-    token = _UNMERGED.set(names)
+    token = _STEP.set(_Step(names) if names else None)
     try:
         yield
     finally:
-        _UNMERGED.reset(token)
+        _STEP.reset(token)
 
 
 def replicas_of(across: Any) -> Any:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
-    if across is None and (names := _UNMERGED.get()):
-        spelled = repr(names[0] if len(names) == 1 else names).replace("'", '"')
+    step = _STEP.get()
+    if across is None and step is not None:
         raise FuncgaError(
-            f"the step runs on every device along {_listed(names)}, in jax_backend.replicated, and has no across=: "
-            f"each device would have the fold of its own rows. Write across={spelled}; or across=() if the step merges "
-            f"in another way."
+            f"the step runs on every device along {listed(step.names)}, in jax_backend.replicated, and has no across=: "
+            f"each device would have the fold of its own rows. Write across={spelled(step.names)}; or across=() if the "
+            f"step merges in another way."
         )
+    if step is not None:
+        step.merges = True
     if across is None or across == ():
         return None
     replicas = across if isinstance(across, Replicas) else Replicas(across)
@@ -97,16 +106,29 @@ def _unbound(name: str) -> FuncgaError:
     if name in mesh.axis_names:
         return FuncgaError(
             f'across="{name}" merges over a mesh axis that this jax.shard_map leaves to the compiler: only '
-            f'{_listed(mesh.manual_axes)} is manual in it. Name it there, axis_names={{..., "{name}"}}; in '
+            f'{listed(mesh.manual_axes)} is manual in it. Name it there, axis_names={{..., "{name}"}}; in '
             f'jax_backend.replicated it is axis=(..., "{name}").'
         )
     return FuncgaError(
-        f'across="{name}" is no axis of the mesh of this jax.shard_map, which has {_listed(mesh.axis_names)}. Write '
+        f'across="{name}" is no axis of the mesh of this jax.shard_map, which has {listed(mesh.axis_names)}. Write '
         f'across="{mesh.manual_axes[0]}".'
     )
 
 
-def _listed(names: Any) -> str:
+def check_step_merges() -> None:
+    """Raises FuncgaError where `replicated` runs a step in which nothing has an across=."""
+    step = _STEP.get()
+    if step is not None and not step.merges:
+        replicas_of(None)
+
+
+def spelled(names: tuple[str, ...]) -> str:
+    """The names of axes as they are written in code."""
+    return repr(names[0] if len(names) == 1 else names).replace("'", '"')
+
+
+def listed(names: Any) -> str:
+    """The names of axes as they are read out."""
     return " and ".join(f'"{name}"' for name in names)
 
 
@@ -128,7 +150,7 @@ def check_replicas(params: Any, across: Any) -> None:
     if jax.process_count() == 1 and not any(map(_is_on_mesh, leaves)):
         raise FuncgaError(
             f"none of the arrays in params lies on a mesh, so there is nothing to compare along "
-            f"{_listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, NamedSharding(mesh, P()))."
+            f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, NamedSharding(mesh, P()))."
         )
     if jax.process_count() > 1:
         differing += _differing_processes(leaves, paths)
@@ -162,7 +184,7 @@ def _places(leaf: jax.Array, names: tuple[str, ...]) -> dict[Any, Any]:
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
         raise FuncgaError(
-            f'across="{missing[0]}" is no axis of the mesh that params lie on, which has {_listed(mesh.axis_names)}. '
+            f'across="{missing[0]}" is no axis of the mesh that params lie on, which has {listed(mesh.axis_names)}. '
             f'Write across="{mesh.axis_names[0]}".'
         )
     others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
@@ -197,6 +219,6 @@ def _apart(differing: list[tuple[str, Any, Any, Any]], replicas: Replicas) -> Fu
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
     return FuncgaError(
         f"`{path}`{more} is not the same on all replicas: {one} and {other} hold different values along "
-        f"{_listed(replicas.names)}. What is averaged would belong to no parameters at all. Give every replica the "
+        f"{listed(replicas.names)}. What is averaged would belong to no parameters at all. Give every replica the "
         f"same: params = jax.device_put(params, jax.NamedSharding(mesh, P()))."
     )

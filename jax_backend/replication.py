@@ -17,7 +17,7 @@ from funcga.prefixes import PrefixError, broadcast, leaf_paths, outline
 from funcga.program import Program
 from jax_backend import arrays, trees
 from jax_backend.compilation import compiled
-from jax_backend.replicas import unmerged
+from jax_backend.replicas import spelled, unmerged
 
 _spec: Any = PartitionSpec  # which JAX has not typed
 
@@ -157,12 +157,8 @@ def _as_split(program: Program, args: tuple[Any, ...], cut: Any) -> list[Partiti
 
 
 def _spelled(count: int, names: tuple[str, ...]) -> str:
-    cut = f"P({_name(names)})"
+    cut = f"P({spelled(names)})"
     return f"({', '.join(['P()', *[cut] * (count - 1)])})"
-
-
-def _name(names: tuple[str, ...]) -> str:
-    return repr(names[0] if len(names) == 1 else names).replace("'", '"')
 
 
 def _check_rows(args: tuple[Any, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Any]) -> None:
@@ -233,8 +229,8 @@ def _explained(mapped: Callable[..., Any], moved: list[Any], names: tuple[str, .
             raise
         raise FuncgaError(
             f"a result of the step is not the same on all devices along {' and '.join(names)}, as nothing has merged "
-            f"it over all of it. Merge where it is folded, funcga.accumulate(grad_fn, n, across={_name(names)}); or "
-            f"leave it cut, as what scatter= scatters: out_specs with P({_name(names)}) in its place."
+            f"it over all of it. Merge where it is folded, funcga.accumulate(grad_fn, n, across={spelled(names)}); or "
+            f"leave it cut, as what scatter= scatters: out_specs with P({spelled(names)}) in its place."
         ) from error
     except TypeError as error:
         if "manual axis types" in str(error):

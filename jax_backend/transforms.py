@@ -18,9 +18,9 @@ from funcga.tally import Tally
 from funcga.transforms import MultiSteps
 from funcga.window import Dropped, MultiStepsState
 from jax_backend import arrays, trees
-from jax_backend.exchange import as_varying, varying_axes
+from jax_backend.exchange import as_varying, typed_axes, varying_axes
 from jax_backend.merging import Folded, merge
-from jax_backend.replicas import Replicas
+from jax_backend.replicas import Replicas, check_step_merges, listed, spelled
 
 
 def detached(tree: Any) -> Any:
@@ -133,6 +133,22 @@ def unscaled(leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
     """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
     wide = [leaf if leaf is None else leaf.astype(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
     return [leaf if leaf is None else leaf * (1 / scale).astype(leaf.dtype) for leaf in wide]
+
+
+def check_merged(leaves: list[Any], paths: Callable[[], list[str]], replicas: Any) -> None:
+    """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
+    if replicas is None:
+        check_step_merges()
+        return
+    axes = typed_axes(replicas.names)
+    for leaf_index, leaf in enumerate(leaves):
+        if leaf is not None and not axes <= varying_axes(jax.typeof(leaf)):
+            raise FuncgaError(
+                f"`{paths()[leaf_index]}` is the same on all devices along {listed(replicas.names)}, so it is merged "
+                f"already: JAX sums the gradient of what does not differ between devices. Take the gradient of the "
+                f'device\'s own copy, jax.grad(loss)(jax.lax.pcast(params, {spelled(replicas.names)}, to="varying"), '
+                f"...); or leave across= out, if it is merged as you want it."
+            )
 
 
 def add(

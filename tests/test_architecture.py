@@ -211,6 +211,9 @@ HELPERS = {
     "state_specs": "jax.shard_map is told how a state lies on the devices; each torch process has its own",
     "seeded": "torch has random numbers from generators that are global; in JAX a key is an argument",
     "unmerged": "jax_backend.replicated runs a step on all devices at once; torch replicas are processes",
+    "check_step_merges": "the same",
+    "listed": "in JAX replicas are named by axes of a mesh; in torch they are a process group",
+    "spelled": "the same",
     "in_transform": "torch must not write to the tensors of a running torch.func transform; JAX has no in-place writes",
 }
 

@@ -257,3 +257,117 @@ def test_plain_data_parallelism_needs_nothing():
         results.append(jax.device_put(params, jax.devices()[0]))
     assert difference(JAX, *results) < 1e-6
     assert not difference(JAX, results[0], PARAMS) < 1e-3
+
+
+# --- gradients that are computed where they are folded -----------------------------------------------------------------
+
+ROWS = jnp.asarray(rng(6).normal(size=(2 * N, 16, 8)), jnp.float32)  # of every call, those of all devices
+
+
+def square(params, x):
+    return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+
+def own_copy(params):
+    return lax.pcast(params, "data", to="varying")
+
+
+def computed(copy, check_vma=True, tx=None):
+    """The params after two windows of gradients that shard_map computes."""
+    tx = multi_steps(adam(), N, across="data") if tx is None else tx
+    specs, devices = jax_backend.state_specs(tx), mesh()
+
+    def step(params, state, x):
+        grads = jax.grad(square)(copy(params), x)
+        updates, state = tx.update(grads, state, params, weight=len(x))
+        return optax.apply_updates(params, updates), state
+
+    over = partial(jax.shard_map, mesh=devices, check_vma=check_vma)
+    step = jax.jit(over(step, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
+    params, state = PARAMS, over(tx.init, in_specs=P(), out_specs=specs)(PARAMS)
+    for x in ROWS:
+        params, state = step(params, state, x)
+    return params
+
+
+def whole_batches():
+    params, state = PARAMS, adam().init(PARAMS)
+    for window in ROWS.reshape(2, N * 16, 8):
+        updates, state = adam().update(jax.grad(square)(params, window), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_the_devices_own_copy(check_vma):
+    assert difference(JAX, computed(own_copy, check_vma), whole_batches()) < 1e-6
+
+
+def test_without_types_a_gradient_is_the_devices_own():
+    """With check_vma=False JAX sums no gradient by itself, so there is nothing to refuse."""
+    assert difference(JAX, computed(lambda params: params, check_vma=False), whole_batches()) < 1e-6
+
+
+SUMMED = (
+    '`grads{}` is the same on all devices along "data", so it is merged already: JAX sums the gradient of what does not '
+    'differ between devices. Take the gradient of the device\'s own copy, jax.grad(loss)(jax.lax.pcast(params, "data", '
+    'to="varying"), ...); or leave across= out, if it is merged as you want it.'
+)
+
+
+def test_gradients_that_jax_has_summed_are_refused():
+    check_refused(SUMMED.format("['b']"), computed, lambda params: params)
+    check_refused(SUMMED.format("['w']"), computed, lambda params: params | {"b": own_copy(params["b"])})
+
+
+def test_gradients_that_are_merged_already_are_refused():
+    tx = multi_steps(adam(), N, across="data")
+    step = funcga.accumulate(jax.grad(square), 2, across="data")
+    both = lambda params, x: tx.update(step(params, x), tx.init(params), params)[0]
+    check_refused(SUMMED.format("['b']"), jax_backend.replicated(both, mesh()), PARAMS, ROWS[0])
+    halves = lambda params, x: tx.flush(tx.accumulate(step(params, x), tx.init(params)), params)[0]
+    check_refused(SUMMED.format("['b']"), jax_backend.replicated(halves, mesh()), PARAMS, ROWS[0])
+
+
+def test_an_axis_of_vmap_has_no_types():
+    tx = multi_steps(adam(), 1, across="data")
+    step = lambda x: tx.update(jax.grad(square)(PARAMS, x), tx.init(PARAMS), PARAMS)[0]
+    updates = jax.vmap(step, axis_name="data")(ROWS[0].reshape(4, 4, 8))
+    grads = jax.grad(square)(PARAMS, ROWS[0])
+    assert difference(JAX, own(updates), adam().update(grads, adam().init(PARAMS))[0]) < 1e-6
+
+
+UNMERGED = (
+    'the step runs on every device along "data", in jax_backend.replicated, and has no across=: each device would have '
+    'the fold of its own rows. Write across="data"; or across=() if the step merges in another way.'
+)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("half", ["update", "accumulate"])
+def test_a_replicated_step_in_which_nothing_merges_is_refused(check_vma, half):
+    tx = multi_steps(adam(), 1)
+
+    def step(params, x):
+        grads = jax.grad(square)(params, x)
+        if half == "update":
+            return tx.update(grads, tx.init(params), params)[0]
+        return tx.flush(tx.accumulate(grads, tx.init(params)), params)[0]
+
+    check_refused(UNMERGED, jax_backend.replicated(step, mesh(), check_vma=check_vma), PARAMS, ROWS[0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_the_step_has_merged_needs_no_across(check_vma):
+    """By a fold of ours before it, or in another way, which across=() says."""
+    plain, told = multi_steps(adam(), 1), multi_steps(adam(), 1, across=())
+    fold = funcga.accumulate(jax.grad(square), 2, across="data")
+
+    def by_hand(params, x):
+        return lax.pmean(jax.grad(square)(own_copy(params), x), "data")
+
+    expected = adam().update(jax.grad(square)(PARAMS, ROWS[0]), adam().init(PARAMS))[0]
+    for tx, gradient in ((plain, fold), (told, by_hand)):
+        step = lambda params, x, tx=tx, gradient=gradient: tx.update(gradient(params, x), tx.init(params), params)[0]
+        updates = jax_backend.replicated(step, mesh(), check_vma=check_vma)(PARAMS, ROWS[0])
+        assert difference(JAX, updates, expected) < 1e-6

