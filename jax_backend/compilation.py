@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from funcga.errors import FuncgaError
 
@@ -65,7 +66,8 @@ def _unhashable(leaves: list[Any]) -> FuncgaError:
 def compiled(function: Callable[..., Any], inline: bool = False) -> Callable[..., Any]:
     """The function, jitted for calls outside of any trace.
 
-    Inside jit, vmap, grad or shard_map it is called as it is, or with `inline` traced once for all such calls.
+    Inside jit, vmap, grad or shard_map it is called as it is, or with `inline` traced once for all such calls. What is
+    traced once may close over values of the running trace, so make it anew in each trace.
     Raises FuncgaError for an argument that is neither an array nor hashable.
     """
 
@@ -75,16 +77,21 @@ def compiled(function: Callable[..., Any], inline: bool = False) -> Callable[...
     jitted = jax.jit(run, static_argnums=0, inline=inline)
 
     def call(*args: Any) -> Any:
-        if not inline and is_traced(args):
+        if not inline and is_tracing():
             return function(*args)
         return jitted(*Static(args).taken())
 
     return call
 
 
-def is_traced(tree: Any) -> bool:
-    """Whether a leaf belongs to a running trace."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+def is_tracing() -> bool:
+    """Whether a trace is running, of jit, vmap, grad or shard_map: a function may close over its tracers."""
+    return bool(_trace() != _OUTSIDE)
+
+
+_trace: Callable[[], Any] = get_opaque_trace_state
+with jax.ensure_compile_time_eval():
+    _OUTSIDE = _trace()
 
 
 def _is_array(leaf: Any) -> bool:

@@ -26,13 +26,21 @@ from jax_backend.replicas import replicas_of, unmerged
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    if "accumulate" not in program.compiled:
-        program.compiled["accumulate"] = compiled(_accumulate(program.bound(backend), backend))
-    fold: Callable[..., Any] = program.compiled["accumulate"]
+    fold = _kept(program, "accumulate", lambda: compiled(_accumulate(program.bound(backend), backend)))
     if program.across is not None or jax.device_count() == 1:
         return lambda args, kwargs: fold(args, kwargs, 1)
     # here, as inside jit an array does not say where it lies
     return lambda args, kwargs: fold(args, kwargs, blocks.blocks_of(program.read(args, backend)))
+
+
+def _kept(program: Program, name: str, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What is made once and kept with what it has traced; inside of a trace, made for this call alone."""
+    if compilation.is_tracing():
+        return make()
+    if name not in program.compiled:
+        program.compiled[name] = make()
+    kept: Callable[..., Any] = program.compiled[name]
+    return kept
 
 
 def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -190,28 +198,24 @@ def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwa
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
-    if "stream" not in program.compiled:
-        program.compiled["stream"] = _stream(program.bound(backend), backend)
-    fold: Callable[..., Any] = program.compiled["stream"]
-    return fold
+    return _kept(program, "stream", lambda: _stream(program.bound(backend), backend))
 
 
 def _outputs_of(program: Program, backend: Backend, evaluate: Callable[..., Any]) -> Callable[..., Outputs]:
-    """f(leading, kwargs, item): the Outputs of micro-batches like this one, bound once for each structure."""
+    """f(leading, kwargs, item): the Outputs of micro-batches like this one, bound once for all of the same types."""
+    config: Any = jax.config
     known: dict[Any, Outputs] = {}
 
     def outputs_of(leading: Any, kwargs: Any, item: Any) -> Outputs:
         key, found = Static((leading, kwargs, item)).taken()
-        shapes = tuple(
-            (leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)) for leaf in found
-        )
-        if (key, shapes) not in known:
+        types = (*map(jax.typeof, found), config.jax_enable_x64, config.jax_numpy_dtype_promotion)
+        if (key, types) not in known:
             arguments = program.read((*leading, *item), backend)
             state = [_strong(leaf) for leaf in arguments.state()]
             # over the arrays alone, as all else is static
             value, _ = jax.eval_shape(lambda found: evaluate(*key.tree(found), state), found)
-            known[key, shapes], _ = program.bind(value, arguments)
-        return known[key, shapes]
+            known[key, types], _ = program.bind(value, arguments)
+        return known[key, types]
 
     return outputs_of
 
@@ -256,7 +260,7 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
         if replicas is not None:
             leading, kwargs = varying(leading, replicas), varying(kwargs, replicas)
         whole, arrays_whole = Static((leading, kwargs)).taken()
-        run = step if is_traced(arrays_whole) else jitted
+        run = step if compilation.is_tracing() else jitted
         for item in microbatches:
             if program.device is not None:
                 item = _moved(item, program.device)  # the copy runs while the last step does
@@ -366,7 +370,7 @@ def _varying(body: Callable[..., Any], carry: Any, start: Any) -> Any:
 
 def is_traced(tree: Any) -> bool:
     """Whether these arguments are those of a program that is being compiled."""
-    return compilation.is_traced(tree)
+    return compilation.is_tracing()
 
 
 def finished(tree: Any) -> Any:

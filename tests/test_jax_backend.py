@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import funcga
+import jax_backend
 from benchmarks.contenders.jax import scan
 from benchmarks.jax_problem import Problem
 from benchmarks.jax_workloads import scanned, tiny
@@ -195,3 +196,79 @@ def test_disabled_jit():
         assert (
             difference(JAX, funcga.accumulate(jax.value_and_grad(loss), 5)(params, *batch), full) <= LIMITS["float32"]
         )
+
+
+def folded_twice(kind, gradient):
+    """f(w, x): the sum of the gradient over two halves, by one function that is made once."""
+    if kind == "accumulate":
+        return funcga.accumulate(gradient, 2, fold=funcga.sum())
+    step = funcga.stream(gradient, fold=funcga.sum())
+    return lambda w, x: step(w, [x[:2], x[2:]])
+
+
+@pytest.mark.parametrize("kind", ["accumulate", "stream"])
+def test_a_trace_sees_what_is_closed_over_now(kind):
+    """As a loop by hand does inside of jit: nothing that was traced is kept beyond the trace."""
+    scale = [1.0]
+    step = folded_twice(kind, lambda w, x: w * scale[0] * x.sum())
+    w, x = jnp.float32(1), jnp.ones(4)
+    for number in (1.0, 2.0):
+        scale[0] = number
+        assert float(jax.jit(lambda w: step(w, x))(w)) == 4 * number
+        assert float(jax.jit(lambda x: step(w, x))(x)) == 4 * number
+        assert float(jax.jit(lambda: step(w, x))()) == 4 * number
+    scale[0] = 3.0
+    with jax.disable_jit():
+        assert float(step(w, x)) == 12
+
+
+@pytest.mark.parametrize("concrete", [True, False])
+@pytest.mark.parametrize("kind", ["accumulate", "stream"])
+def test_tracers_that_are_closed_over(kind, concrete):
+    scale = []
+    step = folded_twice(kind, lambda w, x: w * scale[0] * x.sum())
+    w, x = jnp.float32(1), jnp.ones(4)
+
+    def user(s, w):
+        scale[:] = [s]
+        return step(jnp.float32(1) if concrete else w, x)
+
+    for number in (1.0, 2.0):
+        assert float(jax.jit(user)(number, w)) == 4 * number
+    assert float(jax.grad(user)(3.0, w)) == 4
+    assert float(jax.jit(jax.grad(user))(3.0, w)) == 4
+    assert jax.vmap(user, (0, None))(jnp.arange(3.0), w).tolist() == [0, 4, 8]
+    assert float(jax.jvp(user, (2.0, w), (1.0, w))[1]) == (4 if concrete else 12)
+    scale[:] = [5.0]
+    assert float(step(w, x)) == 20
+
+
+def test_replicated_closes_over_tracers():
+    scale = []
+    step = jax_backend.replicated(funcga.accumulate(lambda w, x: w * scale[0] * x.sum(), 2, across="data"), mesh())
+    w, x = jnp.float32(1), jnp.ones(8)
+
+    def user(s):
+        scale[:] = [s]
+        return step(w, x)
+
+    assert [float(jax.jit(user)(s)) for s in (1.0, 2.0)] == [1, 2]
+
+
+def test_a_search_for_n_is_refused_where_only_what_is_closed_over_is_traced():
+    step = funcga.accumulate(lambda w, x: w * x.sum(), "auto")
+    with pytest.raises(funcga.FuncgaError, match="auto"):
+        jax.jit(lambda s: s * step(jnp.float32(1), jnp.ones(4)))(1.0)
+
+
+def test_one_stream_in_two_widths_and_of_weak_types():
+    """What a micro-batch returns depends on more than the shapes and dtypes that came in."""
+    ones = jnp.ones(2)
+    step = funcga.stream(lambda p, x: (p * x.sum(), x.shape[0] * jnp.arange(2)), fold=funcga.sum())
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            assert step(ones, [ones, ones])[1].dtype == ("int64" if wide else "int32")
+    scaled = funcga.stream(lambda p, s, x: jnp.asarray(p * s * x.sum(), p.dtype) * s, in_axes=(None, None, 0))
+    with jax.numpy_dtype_promotion("standard"):
+        assert scaled(jnp.bfloat16(1), jnp.asarray(2.0), [ones, ones]).dtype == "bfloat16"
+        assert scaled(jnp.bfloat16(1), jnp.float32(2), [ones, ones]).dtype == "float32"
