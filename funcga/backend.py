@@ -166,6 +166,10 @@ class Gradients(Protocol):
         """A function that returns (value, grads), or ((value, aux), grads)."""
         ...
 
+    def check_params(self, params: Tree) -> None:
+        """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
+        ...
+
 
 class Loop(Protocol):
     """A framework's way to go through the micro-batches."""

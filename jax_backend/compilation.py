@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from funcga.errors import FuncgaError
+from jax_backend.nnx import check_unshared
 
 
 class Static:
@@ -22,6 +23,8 @@ class Static:
     def __init__(self, tree: Any):
         leaves, self.structure = jax.tree.flatten(tree)
         self.arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        if len({*map(id, self.arrays)}) < len(self.arrays):
+            check_unshared(tree)
         fixed = [(None, leaf) if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves]
         self.fixed = tuple((kind, None if kind is None else leaf) for kind, leaf in fixed)
         try:

@@ -17,7 +17,7 @@ from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
 from funcga.reducers import Reducer
-from jax_backend import arrays, blocks, compilation, stacked
+from jax_backend import arrays, blocks, compilation, nnx, stacked
 from jax_backend.compilation import Static, compiled
 from jax_backend.exchange import varying_axes
 from jax_backend.merging import Folded, merge, varying
@@ -52,6 +52,7 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             return folded(args, kwargs, parts, replicas)
 
     def folded(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, replicas: Any) -> Any:
+        nnx.check_unshared((args, kwargs))
         arguments = program.read(args, backend)
         found = groups(arguments.rows(), program.n, program.microbatch_size)
         narrow = partial(blocks.narrow, parts) if blocks.fits(parts, found) else None
@@ -190,7 +191,11 @@ def _limbs(program: Program, arguments: Arguments, args: tuple[Any, ...]) -> Any
 def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The value of one micro-batch, and its weight as limbs."""
     limbs = _limbs(program, arguments, args)
+    args, kwargs = nnx.fresh((args, kwargs))
+    whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
+    check_unchanged = nnx.watched((whole, kwargs))
     value = program.grad_fn(*args, **kwargs)
+    check_unchanged()
     for i, leaf in enumerate(jax.tree.leaves(value)):
         as_leaf(leaf, partial(leaf_path, value, i, arguments.backend), arguments.backend)
     return value, limbs

@@ -200,6 +200,7 @@ ALONE = {
     "stacked": "a loop over layers is part of an XLA program; torch adds where autograd computes, in any loop",
     "compilation": "JAX compiles calls outside of jit; torch runs them as they are",
     "merging": "in JAX the merge over replicas is part of the program; torch sends what is ready while it computes the rest",
+    "nnx": "flax has objects with a state in themselves; those of torch have `modules`",
     "exchange": "in JAX collectives are operations; in torch they are calls on a process group",
     "bits": "one reduction of an XLA program has one dtype; a torch bucket has whatever is put in it",
     "blocks": "the rows of a JAX array lie on many devices; in torch those of DTensors do, which `placements` cuts",

@@ -54,3 +54,8 @@ def value_and_grad(
 def _spread(tensors: list[torch.Tensor], present: list[bool]) -> list[torch.Tensor | None]:
     rest = iter(tensors)
     return [next(rest) if there else None for there in present]
+
+
+def check_params(params: Any) -> None:
+    """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
+    # tensors are parameters if they are given as such
