@@ -101,8 +101,8 @@ class Arrays(Protocol):
         """A count as a 0-d int32 array."""
         ...
 
-    def owned(self, array: Array) -> Array:
-        """The array in memory that nobody else writes to."""
+    def owned(self, array: Array, others: Sequence[Array]) -> Array:
+        """The array, or a copy of it where it is one of these others, or a view of one."""
         ...
 
     def count(self, steps: int) -> Any:

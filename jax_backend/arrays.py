@@ -1,5 +1,6 @@
 """The facts about arrays of this framework that the mathematics needs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -113,9 +114,10 @@ def integer(number: Any) -> jax.Array:
     return jnp.asarray(number, dtype=jnp.int32)
 
 
-def owned(array: jax.Array) -> jax.Array:
-    """The array in memory that nobody else writes to."""
-    return array  # JAX's arrays are never written to
+def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
+    """The array, or a copy of it where it is one of these others, or a view of one."""
+    # nobody writes to it, but who donates it would take it from whoever has the other
+    return jnp.array(array, copy=True) if any(array is other for other in others) else array
 
 
 def count(steps: int) -> jax.Array:
