@@ -105,6 +105,14 @@ class Arrays(Protocol):
         """The array, or a copy of it where it is one of these others, or a view of one."""
         ...
 
+    def stored(self, array: Array) -> Array:
+        """The array as one of numbers, which any file format takes: of random keys, their data."""
+        ...
+
+    def restored(self, numbers: Array, like: Array) -> Array:
+        """What was stored of an array like this one."""
+        ...
+
     def count(self, steps: int) -> Any:
         """A number of steps in the type that a loop can carry."""
         ...

@@ -120,6 +120,22 @@ def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
     return jnp.array(array, copy=True) if any(array is other for other in others) else array
 
 
+def stored(array: Any) -> Any:
+    """The array as one of numbers, which any file format takes: of random keys, their data."""
+    return jax.random.key_data(array) if _is_key(array) else array
+
+
+def restored(numbers: Any, like: Any) -> Any:
+    """What was stored of an array like this one."""
+    if not _is_key(like) or _is_key(numbers):
+        return numbers
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(like))
+
+
+def _is_key(array: Any) -> bool:
+    return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
 def count(steps: int) -> jax.Array:
     """A number of steps in the type that a loop can carry."""
     return jnp.asarray(steps, dtype=jnp.int32)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from funcga.errors import FuncgaError
+from jax_backend.arrays import describe
 from jax_backend.nnx import check_unshared
 
 
@@ -25,6 +26,8 @@ class Static:
         self.arrays = [leaf for leaf in leaves if _is_array(leaf)]
         if len({*map(id, self.arrays)}) < len(self.arrays):
             check_unshared(tree)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise _without_numbers(tree)
         fixed = [(None, leaf) if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves]
         self.fixed = tuple((kind, None if kind is None else leaf) for kind, leaf in fixed)
         try:
@@ -47,6 +50,14 @@ class Static:
         """The arguments again, with these arrays."""
         found = iter(arrays)
         return jax.tree.unflatten(self.structure, [next(found) if kind is None else leaf for kind, leaf in self.fixed])
+
+
+def _without_numbers(tree: Any) -> FuncgaError:
+    struct = next(leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct))
+    return FuncgaError(
+        f"an argument is {describe(struct)} of type ShapeDtypeStruct, a shape without numbers, and the call would "
+        f"compute some. For the shapes and dtypes that it returns, write jax.eval_shape(step, params, batch)."
+    )
 
 
 def _unhashable(leaves: list[Any]) -> FuncgaError:

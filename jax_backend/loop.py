@@ -17,7 +17,7 @@ from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
 from funcga.reducers import Reducer
-from jax_backend import arrays, blocks, compilation, nnx, stacked
+from jax_backend import arrays, blocks, compilation, handover, nnx, stacked
 from jax_backend.compilation import Static, compiled
 from jax_backend.exchange import varying_axes
 from jax_backend.merging import Folded, merge, varying
@@ -265,10 +265,11 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
         if replicas is not None:
             leading, kwargs = varying(leading, replicas), varying(kwargs, replicas)
         whole, arrays_whole = Static((leading, kwargs)).taken()
+        device = None if program.device is None else handover.device(program.device)
         run = step if compilation.is_tracing() else jitted
         for item in microbatches:
-            if program.device is not None:
-                item = _moved(item, program.device)  # the copy runs while the last step does
+            if device is not None:
+                item = _moved(item, device)  # the copy runs while the last step does
             if replicas is not None:
                 item = varying(item, replicas)
             if outputs is None:

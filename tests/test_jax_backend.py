@@ -272,3 +272,21 @@ def test_one_stream_in_two_widths_and_of_weak_types():
     with jax.numpy_dtype_promotion("standard"):
         assert scaled(jnp.bfloat16(1), jnp.asarray(2.0), [ones, ones]).dtype == "bfloat16"
         assert scaled(jnp.bfloat16(1), jnp.float32(2), [ones, ones]).dtype == "float32"
+
+
+@pytest.mark.parametrize("kind", ["accumulate", "stream"])
+def test_shapes_without_numbers(kind):
+    step = folded_twice(kind, lambda w, x: w * x.sum())
+    w, x = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((4,), "float32")
+    text = (
+        "an argument is float32[{0}] of type ShapeDtypeStruct, a shape without numbers, and the call would compute "
+        "some. For the shapes and dtypes that it returns, write jax.eval_shape(step, params, batch)."
+    )
+    with pytest.raises(funcga.FuncgaError) as error:
+        step(w, jnp.ones(4))
+    assert str(error.value) == text.format("")
+    if kind == "accumulate":
+        with pytest.raises(funcga.FuncgaError) as error:
+            step(jnp.float32(1), x)
+        assert str(error.value) == text.format("4")
+    assert jax.eval_shape(step, w, x).shape == ()

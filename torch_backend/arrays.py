@@ -150,6 +150,16 @@ def _memory(array: torch.Tensor) -> torch.Tensor:
     return array if array._base is None else array._base
 
 
+def stored(array: Any) -> Any:
+    """The array as one of numbers, which any file format takes: of random keys, their data."""
+    return array  # torch has its generators' states in tensors
+
+
+def restored(numbers: Any, like: Any) -> Any:
+    """What was stored of an array like this one."""
+    return numbers
+
+
 def count(steps: int) -> int:
     """A number of steps in the type that a loop can carry."""
     return steps
