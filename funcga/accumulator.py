@@ -10,7 +10,7 @@ from funcga.folds import mean
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, bind_outputs
 from funcga.tally import Tally
-from funcga.weights import check_weight
+from funcga.weights import check_narrow, check_weight
 
 
 class AccumulatorState(NamedTuple):
@@ -66,6 +66,8 @@ class Accumulator:
         backend = backend_of([state, value], lambda: ["state", "value"])
         outputs = self._outputs(state, backend)
         weight = check_weight(weight, backend.arrays)
+        if any(fold.is_narrow for fold in outputs.folds if fold):
+            check_narrow(weight)
         leaves = outputs.leaves(backend.transforms.detached(value), "this update")
         lifted = [fold.lift(leaf, weight) if fold else None for fold, leaf in _bound(outputs, leaves)]
         more = AccumulatorState(tuple(lifted), state.like, tally.of(weight, backend.arrays))

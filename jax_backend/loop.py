@@ -17,6 +17,7 @@ from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
 from funcga.reducers import Reducer
+from funcga.weights import LEAST32, MOST32, check_narrow
 from jax_backend import arrays, blocks, compilation, handover, nnx, stacked
 from jax_backend.compilation import Static, compiled
 from jax_backend.exchange import varying_axes
@@ -101,9 +102,9 @@ class _Microbatch(NamedTuple):
         leaves = jax.tree.leaves(operands)
         if not self.in_place or not stacked.takes(self.traced.jaxpr, leaves):
             value, limbs = self.evaluate(*operands)
-            return *_combine(self.outputs, reduced, value, _weights(weights, limbs, reduced)), limbs
+            return *_combine(self.outputs, reduced, value, weights or _weights(self.outputs, limbs)), limbs
         limbs = self.weigh(*operands)  # before all else, as it takes part in the loop over the layers
-        weights = _weights(weights, limbs, reduced)
+        weights = weights or _weights(self.outputs, limbs)
         folds = zip(self.outputs.reduced, self.outputs.reduced_folds, weights, strict=True)
         added = {i: partial(_one_more, fold, weight) for i, fold, weight in folds}
         before = dict(zip(added, reduced, strict=True))
@@ -117,10 +118,22 @@ def _one_more(fold: LeafFold, weight: Any, before: Any, value: Any) -> Any:
     return fold.combine(before, fold.lift(value, weight))
 
 
-def _weights(weights: list[Any] | None, limbs: Any, reduced: list[Any]) -> list[Any]:
-    if weights is not None or not reduced:
-        return weights or []
-    return [tally.total(tally.Tally(limbs, arrays.count(1)))] * len(reduced)
+def _weights(outputs: Outputs, limbs: Any) -> list[Any]:
+    """The weight of one micro-batch for each leaf that is reduced."""
+    one = tally.Tally(limbs, arrays.count(1))
+    return [tally.total(each) for each in _tallies(outputs, one)] if outputs.reduced else []
+
+
+def _tallies(outputs: Outputs, one: tally.Tally) -> list[tally.Tally]:
+    """A tally for each leaf that is reduced: NaN where a float32 cannot hold the weight, so that no 0 comes of it."""
+    narrow = tally.Tally((_narrowed(tally.total(one)),), one.steps)
+    return [narrow if fold.is_narrow else one for fold in outputs.reduced_folds]
+
+
+def _narrowed(weight: jax.Array) -> jax.Array:
+    """A weight as a float32, and NaN where that is none to multiply with and divide by."""
+    fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
+    return jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
 
 
 def _in_place(outputs: Outputs, traced: Any, value: Any) -> list[int]:
@@ -185,7 +198,12 @@ def _cut_and_weigh(program: Program, arguments: Arguments, size: int, narrow: An
 
 def _limbs(program: Program, arguments: Arguments, args: tuple[Any, ...]) -> Any:
     """The weight of one micro-batch; the default weight is left to the caller."""
-    return () if program.weight is None else arrays.limbs(program.weigh(arguments, args, None))
+    if program.weight is None:
+        return ()
+    weight = program.weigh(arguments, args, None)
+    if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+        check_narrow(weight)
+    return arrays.limbs(weight)
 
 
 def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -342,7 +360,8 @@ def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]]
     if shared is not None:
         pairs = zip(outputs.reduced_folds, reduced, strict=True)
         reduced = [fold.lift(r, shared) if fold.fold.reducer.linear else r for fold, r in pairs]
-    results = [fold.normalize(r, total) for fold, r in zip(outputs.reduced_folds, reduced, strict=True)]
+    triples = zip(outputs.reduced_folds, reduced, _tallies(outputs, total), strict=True)
+    results = [fold.normalize(r, each) for fold, r, each in triples]
     return outputs.join(results, collected, state)
 
 

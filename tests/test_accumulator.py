@@ -188,3 +188,13 @@ def test_a_normalizer_may_return_a_view():
     state = accumulator.update(accumulator.init(torch.zeros(2)), torch.ones(2))
     accumulator.finalize(state).add_(1)
     assert accumulator.finalize(state).tolist() == [1]
+
+
+@pytest.mark.parametrize("weight", [1e-40, 1e39])
+def test_weights_that_a_float32_cannot_hold(kit, weight, x64):
+    narrow, wide = (kit.arrays(np.ones(2, dtype)) for dtype in ("float32", "float64"))
+    accumulator = funcga.Accumulator()
+    with pytest.raises(funcga.FuncgaError, match="which a float32 cannot hold"):
+        accumulator.update(accumulator.init(narrow), narrow, weight=weight)
+    state = accumulator.update(accumulator.init(wide), wide, weight=weight)
+    np.testing.assert_allclose(kit.numpy(accumulator.finalize(state)), [1, 1])

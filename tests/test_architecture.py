@@ -17,7 +17,7 @@ from funcga.backend import Arrays, Gradients, Handover, Loop, Replicas, Transfor
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.loss_scaling", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
-         "funcga.program", "funcga.reducers", "funcga.scales", "funcga.statistics", "funcga.tally", "funcga.transforms", "funcga.window", "funcga"}  # fmt: skip
+         "funcga.program", "funcga.reducers", "funcga.scales", "funcga.statistics", "funcga.tally", "funcga.transforms", "funcga.weights", "funcga.window", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "quantities", "backend", "learning_rates", "prefixes", "monoids", "reducers", "normalizers", "folds", "statistics", "tally", "weights", "leaves",
           "outputs", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "targets", "streaming", "accumulator", "window",

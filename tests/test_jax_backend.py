@@ -290,3 +290,36 @@ def test_shapes_without_numbers(kind):
             step(jnp.float32(1), x)
         assert str(error.value) == text.format("4")
     assert jax.eval_shape(step, w, x).shape == ()
+
+
+@pytest.mark.parametrize("weight", [1e-40, 3e38, 1e39, 10**40])
+@pytest.mark.parametrize("kind", ["accumulate", "stream"])
+def test_weights_that_a_float32_cannot_hold(kind, weight):
+    def run(weigh, dtype="float32"):
+        w, x = jnp.ones((), dtype), jnp.arange(4, dtype=dtype)
+        gradient = lambda w, x: {"mean": w * x.mean(), "sum": w * x.sum()}
+        folds = {"mean": funcga.mean(), "sum": funcga.sum()}
+        if kind == "accumulate":
+            return funcga.accumulate(gradient, 2, fold=folds, weight=weigh)(w, x)
+        return funcga.stream(gradient, fold=folds, weight=weigh)(w, [x[:2], x[2:]])
+
+    with pytest.raises(funcga.FuncgaError) as error:
+        run(lambda x: weight)
+    assert str(error.value) == (
+        f"the weight of a micro-batch is {weight!r}, which a float32 cannot hold, in which they are counted here. "
+        f"Weigh in other units, as by tokens / 1e6."
+    )
+    with jax.enable_x64(True):  # the weight is one, and the gradient is float32
+        found = run(lambda x: jnp.float64(weight))
+        assert (str(found["mean"]), float(found["sum"])) == ("nan", 6)
+        assert run(lambda x: jnp.float64(weight), "float64") == pytest.approx({"mean": 1.5, "sum": 6}, rel=1e-12)
+        assert run(lambda x: float(weight), "float64") == pytest.approx({"mean": 1.5, "sum": 6}, rel=1e-12)
+
+
+def test_a_total_that_a_float32_cannot_hold():
+    """Each traced weight is one, and the sum of them is not; or none is."""
+    x = jnp.arange(8.0)
+    for factor, expected in ((2e37, "3.5"), (4e37, "nan"), (3e38, "nan")):
+        weigh = lambda x: factor + 0 * x[0]  # noqa: B023
+        step = funcga.accumulate(lambda w, x: w * x.mean(), 4, weight=weigh)
+        assert str(step(jnp.float32(1), x)) == expected
