@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.export import is_symbolic_dim
 
 from funcga.tally import two_sum
 
@@ -97,6 +98,8 @@ def addends(weight: Any, wide: bool) -> tuple[Any, ...]:
     """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
     if wide:
         return (jnp.asarray(weight, dtype=jnp.float64),)
+    if is_symbolic_dim(weight):
+        weight = jnp.asarray(weight)
     if not isinstance(weight, jax.Array):
         high = np.float32(weight)
         return jnp.asarray(high), jnp.asarray(np.float32(weight - float(high)))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.export import is_symbolic_dim
 
 from funcga import reducers, tally
 from funcga.arguments import Arguments, groups
@@ -55,7 +56,7 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     def folded(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, replicas: Any) -> Any:
         nnx.check_unshared((args, kwargs))
         arguments = program.read(args, backend)
-        found = groups(arguments.rows(), program.n, program.microbatch_size)
+        found = _groups(arguments.rows(), program)
         narrow = partial(blocks.narrow, parts) if blocks.fits(parts, found) else None
         carry: Any = None
         chunks: list[list[jax.Array]] = []
@@ -83,6 +84,17 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         return _finish(outputs, replicas, carry, chunks, shared)
 
     return fold
+
+
+def _groups(rows: Any, program: Program) -> list[tuple[int, int]]:
+    """(count, size) of the micro-batches; of a symbolic number of rows as well, which has to divide."""
+    divisor = program.n or program.microbatch_size
+    if is_symbolic_dim(rows) and not rows % divisor == 0:
+        raise FuncgaError(
+            f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that {divisor} divides it. "
+            f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
+        )
+    return groups(rows, program.n, program.microbatch_size)
 
 
 class _Microbatch(NamedTuple):
@@ -172,7 +184,7 @@ def _scan_rows(
     `later`: a linear fold is left to be weighed by `_finish`, so that XLA adds every gradient in place.
     """
     folds = one.outputs.reduced_folds
-    weights = [1 if later and fold.fold.reducer.linear else size for fold in folds]
+    weights = [1 if later and fold.fold.reducer.linear else _weight_of(size) for fold in folds]
 
     def body(carry: Any, start: Any) -> Any:
         reduced, state = carry
@@ -184,6 +196,10 @@ def _scan_rows(
     (reduced, state), collected = lax.scan(body, _varying(body, (reduced, state), places[0]), places)
     total = tally.merge(total, tally.of(count * size, arrays, steps=count))
     return (reduced, total, state), [_unstack(*p) for p in zip(one.outputs.collected_folds, collected, strict=True)]
+
+
+def _weight_of(rows: Any) -> Any:
+    return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
 
 
 def _cut_and_evaluate(
@@ -359,7 +375,7 @@ def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]]
         reduced, total, state, collected = merge(outputs, Folded(reduced, total, state, collected), replicas)
     if shared is not None:
         pairs = zip(outputs.reduced_folds, reduced, strict=True)
-        reduced = [fold.lift(r, shared) if fold.fold.reducer.linear else r for fold, r in pairs]
+        reduced = [fold.lift(r, _weight_of(shared)) if fold.fold.reducer.linear else r for fold, r in pairs]
     triples = zip(outputs.reduced_folds, reduced, _tallies(outputs, total), strict=True)
     results = [fold.normalize(r, each) for fold, r, each in triples]
     return outputs.join(results, collected, state)

@@ -1,6 +1,7 @@
 """What the JAX backend promises beyond the shared properties: traces, memory, sharding, compilation."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -323,3 +324,52 @@ def test_a_total_that_a_float32_cannot_hold():
         weigh = lambda x: factor + 0 * x[0]  # noqa: B023
         step = funcga.accumulate(lambda w, x: w * x.mean(), 4, weight=weigh)
         assert str(step(jnp.float32(1), x)) == expected
+
+
+def exported(step, rows):
+    """f(w, x): the step, exported for any number of rows that this expression can be."""
+    symbols = jax.export.symbolic_shape(rows)
+    struct = jax.ShapeDtypeStruct((*symbols, 3), "float32")
+    program = jax.export.export(jax.jit(step))(jax.ShapeDtypeStruct((3,), "float32"), struct)
+    return program.call
+
+
+EXPORTED = {
+    "n": ("4*b", lambda g, **o: funcga.accumulate(g, 4, **o)),
+    "microbatch_size": ("4*b", lambda g, **o: funcga.accumulate(g, microbatch_size=4, **o)),
+    "any rows": ("b", lambda g, **o: funcga.accumulate(g, 1, **o)),
+    "stream": ("b", lambda g, **o: lambda w, x: funcga.stream(g, **o)(w, [x, x[:1]])),
+}
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_a_program_for_any_number_of_rows(kind):
+    rows, make = EXPORTED[kind]
+
+    def gradient(w, x):
+        loss, grads = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
+        return loss, grads, grads, x @ w, x.max(0)
+
+    folds = (funcga.mean(), funcga.mean(), funcga.moments(), funcga.concat(), funcga.max())
+    step = make(gradient, fold=folds)
+    call, w = exported(step, rows), jnp.arange(3.0)
+    for count in (4, 12):
+        x = jnp.asarray(np.random.default_rng(count).standard_normal((count, 3)), jnp.float32)
+        assert difference(JAX, call(w, x), step(w, x)) <= LIMITS["float32"]
+        if kind != "stream":
+            assert difference(JAX, call(w, x)[:2], gradient(w, x)[:2]) <= LIMITS["float32"]
+
+
+def test_a_program_for_any_number_of_rows_weighed_by_tokens():
+    step = funcga.accumulate(lambda w, x: w * x.sum(), 4, fold=funcga.per_weight(), weight=lambda x: (x > 0).sum())
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 3)), jnp.float32)
+    assert difference(JAX, exported(step, "4*b")(jnp.ones(3), x), step(jnp.ones(3), x)) <= LIMITS["float32"]
+
+
+def test_rows_that_may_not_divide_cannot_be_exported():
+    with pytest.raises(funcga.FuncgaError) as error:
+        exported(funcga.accumulate(lambda w, x: w * x.sum(), 4), "b")
+    assert str(error.value) == (
+        "the batch has a symbolic number of rows, `b`, of which it is not known that 4 divides it. Export the program "
+        'for rows that it does: jax.export.symbolic_shape("4*b").'
+    )
