@@ -37,7 +37,9 @@ def accumulate(
         funcga.value_and_grad(loss_fn) and so on.
     fold: a Fold, or a tree prefix of Folds over grad_fn's output. `mean()` is for a loss that is a mean over its
         micro-batch, `per_weight()` for a sum.
-    weight: `weight(*split_args)` gives a micro-batch's weight, a number or 0-d array >= 0. Default: its rows.
+    weight: `weight(*split_args)` gives a micro-batch's weight, a number or 0-d array >= 0. Default: its rows. What is
+        accumulated in float32 takes weights from 1.2e-38 to 8.5e37. In JAX a traced weight beyond gives NaN, and one
+        that is below in float32 already is 0 for XLA.
     in_axes: as in vmap: an axis, None (passed whole), a tree prefix, or funcga.CARRY for threaded state. Default: the
         first argument whole, every other positional argument split on axis 0; all of them, for a gradient function that
         has its own parameters, as module_value_and_grad. Keyword arguments are passed whole.

@@ -10,7 +10,7 @@ from funcga.folds import mean
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, bind_outputs
 from funcga.tally import Tally
-from funcga.weights import check_weight
+from funcga.weights import check_narrow, check_weight
 
 
 class AccumulatorState(NamedTuple):
@@ -66,6 +66,8 @@ class Accumulator:
         backend = backend_of([state, value], lambda: ["state", "value"])
         outputs = self._outputs(state, backend)
         weight = check_weight(weight, backend.arrays)
+        if any(fold.is_narrow for fold in outputs.folds if fold):
+            check_narrow(weight)
         leaves = outputs.leaves(backend.transforms.detached(value), "this update")
         lifted = [fold.lift(leaf, weight) if fold else None for fold, leaf in _bound(outputs, leaves)]
         more = AccumulatorState(tuple(lifted), state.like, tally.of(weight, backend.arrays))
@@ -85,9 +87,9 @@ class Accumulator:
         """The result: normalised by the weights and steps in the state, in the structure and dtypes of the values."""
         backend = backend_of([state], lambda: ["state"])
         outputs = self._outputs(state, backend)
-        owned = backend.arrays.owned  # the result may be what the state holds, and the caller may write to it
         results = [
-            fold.normalize(_map(owned, r), state.tally) if fold else None for fold, r in _bound(outputs, state.leaves)
+            _apart(fold.normalize(held, state.tally), held, backend) if fold else None
+            for fold, held in _bound(outputs, state.leaves)
         ]
         return outputs.structure_of(results)
 
@@ -100,8 +102,12 @@ class Accumulator:
         return bind_outputs(self.fold, state.like, backend, shaped=False)
 
 
-def _map(function: Any, lifted: Any) -> Any:
-    return tuple(map(function, lifted)) if isinstance(lifted, tuple) else function(lifted)
+def _apart(result: Any, held: Any, backend: Backend) -> Any:
+    """The result in memory of its own: the caller may write to it, or give that of the state away."""
+    if isinstance(result, tuple):
+        parts = [_apart(part, held, backend) for part in result]
+        return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
+    return backend.arrays.owned(result, held if isinstance(held, tuple) else (held,))
 
 
 def _bound(outputs: Outputs, leaves: Any) -> list[tuple[LeafFold | None, Any]]:

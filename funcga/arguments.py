@@ -166,7 +166,8 @@ def _rows(arguments: Arguments, i: int, leaf: Any, axis: int) -> int:
             f"`{arguments.path(i)}` is {backend.arrays.describe(leaf)}: axis {axis} is out of range. in_axes for it "
             f"lies between {-rank} and {rank - 1}."
         )
-    return int(leaf.shape[axis])
+    rows: int = leaf.shape[axis]  # or a symbol for one, where a program is exported or compiled for any number
+    return rows
 
 
 def argument_names(function: Callable[..., Any], count: int) -> list[str]:

@@ -101,8 +101,16 @@ class Arrays(Protocol):
         """A count as a 0-d int32 array."""
         ...
 
-    def owned(self, array: Array) -> Array:
-        """The array in memory that nobody else writes to."""
+    def owned(self, array: Array, others: Sequence[Array]) -> Array:
+        """The array, or a copy of it where it is one of these others, or a view of one."""
+        ...
+
+    def stored(self, array: Array) -> Array:
+        """The array as one of numbers, which any file format takes: of random keys, their data."""
+        ...
+
+    def restored(self, numbers: Array, like: Array) -> Array:
+        """What was stored of an array like this one."""
         ...
 
     def count(self, steps: int) -> Any:
@@ -171,6 +179,10 @@ class Gradients(Protocol):
 
         None where that cannot be known, and for a constant that is 0 or NaN, as of a micro-batch that is masked whole.
         """
+        ...
+
+    def check_params(self, params: Tree) -> None:
+        """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
         ...
 
 

@@ -114,6 +114,7 @@ class GradientFunction:
 
     def check_leaves(self, tree: Any, i: int, backend: Backend) -> None:
         """Raises FuncgaError if there is no gradient with respect to a leaf of the i-th argument."""
+        backend.gradients.check_params(tree)
         leaves, _ = backend.trees.flatten(tree)
         for k, leaf in enumerate(leaves):
             if leaf is not None and not _has_gradient(leaf, backend):

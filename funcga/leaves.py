@@ -20,6 +20,12 @@ class LeafFold:
     result_dtype: Any
     arrays: Arrays
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether what is accumulated is in float32, which holds fewer weights than a Python number."""
+        sizes = {"float": 4, "complex": 8}
+        return bool(sizes.get(self.arrays.kind(self.accumulator_dtype)) == self.accumulator_dtype.itemsize)
+
     def identity(self, like: Any) -> Any:
         """The reduced value of no micro-batch at all; `like` gives the shape."""
         xp = self.arrays.xp

@@ -13,13 +13,14 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
     """The arrays of a tree by their paths, such as `.window.accumulated['w']`; they are not copied.
 
     The paths are the same in both frameworks, whatever the order of their dicts. What has no arrays, None and empty
-    containers, is left out; from_state_dict takes it from the tree that it fills.
+    containers, is left out; from_state_dict takes it from the tree that it fills. Typed keys of JAX are there as their
+    data, jax.random.key_data(key), and from_state_dict makes keys of it.
 
     >>> numpy.savez("state.npz", **funcga.to_numpy(funcga.to_state_dict(state)))
     >>> safetensors.torch.save_file(funcga.to_state_dict(state), "state.safetensors")
     """
     backend = backend_of([tree], lambda: ["tree"])
-    return {path: leaf for path, leaf in _named(tree, backend) if leaf is not None}
+    return {path: backend.arrays.stored(leaf) for path, leaf in _named(tree, backend) if leaf is not None}
 
 
 def _named(tree: Any, backend: Backend) -> list[tuple[str, Any]]:
@@ -68,9 +69,9 @@ def _restored(path: str, array: Any, like: Any, backend: Backend) -> Any:
     if not arrays.is_array(like):
         found = to_numpy(array)
         return type(like)(found.item()) if hasattr(found, "item") else found
-    if arrays.describe(array) != arrays.describe(arrays.as_array(like)):
+    if arrays.describe(arrays.stored(array)) != arrays.describe(arrays.stored(arrays.as_array(like))):
         raise FuncgaError(
             f"{path} is {arrays.describe(array)} in the state dict and {arrays.describe(like)} in the tree to fill. "
             f"Nothing is cast: make `like` of params in the shapes and dtypes that were saved."
         )
-    return arrays.placed(array, like)
+    return arrays.placed(arrays.restored(array, like), like)

@@ -34,9 +34,9 @@ def stream(
     in_axes: as in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says where
         their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the initial state
         stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).
-    device: where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device or a
-        Sharding. On CUDA the next micro-batch is copied while this one computes, if it is in pinned memory
-        (DataLoader(pin_memory=True)); two are on the device at a time.
+    device: where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device, its
+        name, such as "gpu:1", or a Sharding. On CUDA the next micro-batch is copied while this one computes, if it is
+        in pinned memory (DataLoader(pin_memory=True)); two are on the device at a time.
 
     In JAX the step is compiled once for each shape of micro-batch, so make the function once, outside of the loop; the
     accumulator is donated from step to step.

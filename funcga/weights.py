@@ -9,6 +9,7 @@ from funcga.errors import FuncgaError
 from funcga.quantities import as_number
 
 _MOST = sys.float_info.max
+LEAST32, MOST32 = 2.0**-126, 2.0**126  # in which a float32 has all of its bits, and its reciprocal too
 
 
 def check_weight(weight: Any, arrays: Arrays) -> Any:
@@ -26,6 +27,15 @@ def check_weight(weight: Any, arrays: Arrays) -> Any:
             )
         weight = arrays.scalar(weight)
     return _checked(weight) if isinstance(weight, numbers.Number) else weight
+
+
+def check_narrow(weight: Any) -> None:
+    """Raises FuncgaError for a number that cannot weigh in float32; 0 can."""
+    if isinstance(weight, int | float) and weight and not LEAST32 <= weight <= MOST32:
+        raise FuncgaError(
+            f"the weight of a micro-batch is {weight!r}, which a float32 cannot hold, in which they are counted "
+            f"here. Weigh in other units, as by tokens / 1e6."
+        )
 
 
 def known_weight(weight: Any) -> float:

@@ -11,6 +11,7 @@ from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.prefixes import leaf_paths, paths_apart
 from funcga.tally import Tally
+from funcga.weights import check_narrow
 from funcga.window import Parts, Window
 
 
@@ -81,11 +82,8 @@ class Opened(NamedTuple):
         arrays, transforms, wide = self.backend.arrays, self.backend.transforms, self.binding.wide
         if keep is False:
             return self._replace(rejected=self.rejected + 1), 1
-        if not wide and isinstance(weight, int | float) and weight and not _LEAST < weight < _MOST:
-            raise FuncgaError(
-                f"the weight of a micro-batch is {weight!r}, which a float32 cannot hold, in which they are counted "
-                f"here. Weigh in other units, as by tokens / 1e6."
-            )
+        if not wide:
+            check_narrow(weight)
         held, fresh = transforms.add(self.folds, self.held, leaves, weight, donate and keep is True)
         if keep is True:
             more = Tally(arrays.addends(weight, wide), arrays.integer(1))
@@ -169,9 +167,6 @@ class Opened(NamedTuple):
         """The path of every leaf, in the order of what is held, below this name."""
         count = self.structure.num_leaves
         return leaf_paths(self.backend.trees.unflatten(self.structure, range(count)), self.backend.trees, name)
-
-
-_LEAST, _MOST = 1.18e-38, 3.4e38  # of a float32
 
 
 def _selected(xp: Any, keep: Any, kept: Any, other: Any) -> Any:

@@ -1,11 +1,13 @@
 """The facts about arrays of this framework that the mathematics needs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.export import is_symbolic_dim
 
 from funcga.tally import two_sum
 
@@ -96,6 +98,8 @@ def addends(weight: Any, wide: bool) -> tuple[Any, ...]:
     """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
     if wide:
         return (jnp.asarray(weight, dtype=jnp.float64),)
+    if is_symbolic_dim(weight):
+        weight = jnp.asarray(weight)
     if not isinstance(weight, jax.Array):
         high = np.float32(weight)
         return jnp.asarray(high), jnp.asarray(np.float32(weight - float(high)))
@@ -113,9 +117,26 @@ def integer(number: Any) -> jax.Array:
     return jnp.asarray(number, dtype=jnp.int32)
 
 
-def owned(array: jax.Array) -> jax.Array:
-    """The array in memory that nobody else writes to."""
-    return array  # JAX's arrays are never written to
+def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
+    """The array, or a copy of it where it is one of these others, or a view of one."""
+    # nobody writes to it, but who donates it would take it from whoever has the other
+    return jnp.array(array, copy=True) if any(array is other for other in others) else array
+
+
+def stored(array: Any) -> Any:
+    """The array as one of numbers, which any file format takes: of random keys, their data."""
+    return jax.random.key_data(array) if _is_key(array) else array
+
+
+def restored(numbers: Any, like: Any) -> Any:
+    """What was stored of an array like this one."""
+    if not _is_key(like) or _is_key(numbers):
+        return numbers
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(like))
+
+
+def _is_key(array: Any) -> bool:
+    return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def count(steps: int) -> jax.Array:

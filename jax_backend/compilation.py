@@ -8,8 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from funcga.errors import FuncgaError
+from jax_backend.arrays import describe
+from jax_backend.nnx import check_unshared
 
 
 class Static:
@@ -21,6 +24,10 @@ class Static:
     def __init__(self, tree: Any):
         leaves, self.structure = jax.tree.flatten(tree)
         self.arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        if len({*map(id, self.arrays)}) < len(self.arrays):
+            check_unshared(tree)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise _without_numbers(tree)
         fixed = [(None, leaf) if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves]
         self.fixed = tuple((kind, None if kind is None else leaf) for kind, leaf in fixed)
         try:
@@ -45,6 +52,14 @@ class Static:
         return jax.tree.unflatten(self.structure, [next(found) if kind is None else leaf for kind, leaf in self.fixed])
 
 
+def _without_numbers(tree: Any) -> FuncgaError:
+    struct = next(leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct))
+    return FuncgaError(
+        f"an argument is {describe(struct)} of type ShapeDtypeStruct, a shape without numbers, and the call would "
+        f"compute some. For the shapes and dtypes that it returns, write jax.eval_shape(step, params, batch)."
+    )
+
+
 def _unhashable(leaves: list[Any]) -> FuncgaError:
     def hashable(leaf: Any) -> bool:
         try:
@@ -65,7 +80,8 @@ def _unhashable(leaves: list[Any]) -> FuncgaError:
 def compiled(function: Callable[..., Any], inline: bool = False) -> Callable[..., Any]:
     """The function, jitted for calls outside of any trace.
 
-    Inside jit, vmap, grad or shard_map it is called as it is, or with `inline` traced once for all such calls.
+    Inside jit, vmap, grad or shard_map it is called as it is, or with `inline` traced once for all such calls. What is
+    traced once may close over values of the running trace, so make it anew in each trace.
     Raises FuncgaError for an argument that is neither an array nor hashable.
     """
 
@@ -75,16 +91,21 @@ def compiled(function: Callable[..., Any], inline: bool = False) -> Callable[...
     jitted = jax.jit(run, static_argnums=0, inline=inline)
 
     def call(*args: Any) -> Any:
-        if not inline and is_traced(args):
+        if not inline and is_tracing():
             return function(*args)
         return jitted(*Static(args).taken())
 
     return call
 
 
-def is_traced(tree: Any) -> bool:
-    """Whether a leaf belongs to a running trace."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+def is_tracing() -> bool:
+    """Whether a trace is running, of jit, vmap, grad or shard_map: a function may close over its tracers."""
+    return bool(_trace() != _OUTSIDE)
+
+
+_trace: Callable[[], Any] = get_opaque_trace_state
+with jax.ensure_compile_time_eval():
+    _OUTSIDE = _trace()
 
 
 def _is_array(leaf: Any) -> bool:

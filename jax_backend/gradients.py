@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from jax_backend import nnx
+
 
 def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """A function that returns grads, or (grads, aux)."""
@@ -36,3 +38,8 @@ def depends(loss: jax.Array) -> bool | None:
     if any(found):
         return True
     return False if isinstance(loss, jax.core.Tracer) or abs(float(loss)) > 0 else None
+
+
+def check_params(params: Any) -> None:
+    """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
+    nnx.check_trained(params)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.export import is_symbolic_dim
 
 from funcga import reducers, tally
 from funcga.arguments import Arguments, groups
@@ -17,7 +18,8 @@ from funcga.leaves import LeafFold
 from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
 from funcga.reducers import Reducer
-from jax_backend import arrays, blocks, compilation, stacked
+from funcga.weights import LEAST32, MOST32, check_narrow
+from jax_backend import arrays, blocks, compilation, handover, nnx, stacked
 from jax_backend.compilation import Static, compiled
 from jax_backend.exchange import varying_axes
 from jax_backend.merging import Folded, merge, varying
@@ -26,13 +28,21 @@ from jax_backend.replicas import replicas_of, unmerged
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    if "accumulate" not in program.compiled:
-        program.compiled["accumulate"] = compiled(_accumulate(program.bound(backend), backend))
-    fold: Callable[..., Any] = program.compiled["accumulate"]
+    fold = _kept(program, "accumulate", lambda: compiled(_accumulate(program.bound(backend), backend)))
     if program.across is not None or jax.device_count() == 1:
         return lambda args, kwargs: fold(args, kwargs, 1)
     # here, as inside jit an array does not say where it lies
     return lambda args, kwargs: fold(args, kwargs, blocks.blocks_of(program.read(args, backend)))
+
+
+def _kept(program: Program, name: str, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What is made once and kept with what it has traced; inside of a trace, made for this call alone."""
+    if compilation.is_tracing():
+        return make()
+    if name not in program.compiled:
+        program.compiled[name] = make()
+    kept: Callable[..., Any] = program.compiled[name]
+    return kept
 
 
 def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -44,8 +54,9 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             return folded(args, kwargs, parts, replicas)
 
     def folded(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, replicas: Any) -> Any:
+        nnx.check_unshared((args, kwargs))
         arguments = program.read(args, backend)
-        found = groups(arguments.rows(), program.n, program.microbatch_size)
+        found = _groups(arguments.rows(), program)
         narrow = partial(blocks.narrow, parts) if blocks.fits(parts, found) else None
         carry: Any = None
         chunks: list[list[jax.Array]] = []
@@ -75,6 +86,17 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     return fold
 
 
+def _groups(rows: Any, program: Program) -> list[tuple[int, int]]:
+    """(count, size) of the micro-batches; of a symbolic number of rows as well, which has to divide."""
+    divisor = program.n or program.microbatch_size
+    if is_symbolic_dim(rows) and not rows % divisor == 0:
+        raise FuncgaError(
+            f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that {divisor} divides it. "
+            f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
+        )
+    return groups(rows, program.n, program.microbatch_size)
+
+
 class _Microbatch(NamedTuple):
     """One micro-batch: `evaluate` makes its value and weight of some operands, and `weigh` the weight alone."""
 
@@ -92,9 +114,9 @@ class _Microbatch(NamedTuple):
         leaves = jax.tree.leaves(operands)
         if not self.in_place or not stacked.takes(self.traced.jaxpr, leaves):
             value, limbs = self.evaluate(*operands)
-            return *_combine(self.outputs, reduced, value, _weights(weights, limbs, reduced)), limbs
+            return *_combine(self.outputs, reduced, value, weights or _weights(self.outputs, limbs)), limbs
         limbs = self.weigh(*operands)  # before all else, as it takes part in the loop over the layers
-        weights = _weights(weights, limbs, reduced)
+        weights = weights or _weights(self.outputs, limbs)
         folds = zip(self.outputs.reduced, self.outputs.reduced_folds, weights, strict=True)
         added = {i: partial(_one_more, fold, weight) for i, fold, weight in folds}
         before = dict(zip(added, reduced, strict=True))
@@ -108,10 +130,22 @@ def _one_more(fold: LeafFold, weight: Any, before: Any, value: Any) -> Any:
     return fold.combine(before, fold.lift(value, weight))
 
 
-def _weights(weights: list[Any] | None, limbs: Any, reduced: list[Any]) -> list[Any]:
-    if weights is not None or not reduced:
-        return weights or []
-    return [tally.total(tally.Tally(limbs, arrays.count(1)))] * len(reduced)
+def _weights(outputs: Outputs, limbs: Any) -> list[Any]:
+    """The weight of one micro-batch for each leaf that is reduced."""
+    one = tally.Tally(limbs, arrays.count(1))
+    return [tally.total(each) for each in _tallies(outputs, one)] if outputs.reduced else []
+
+
+def _tallies(outputs: Outputs, one: tally.Tally) -> list[tally.Tally]:
+    """A tally for each leaf that is reduced: NaN where a float32 cannot hold the weight, so that no 0 comes of it."""
+    narrow = tally.Tally((_narrowed(tally.total(one)),), one.steps)
+    return [narrow if fold.is_narrow else one for fold in outputs.reduced_folds]
+
+
+def _narrowed(weight: jax.Array) -> jax.Array:
+    """A weight as a float32, and NaN where that is none to multiply with and divide by."""
+    fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
+    return jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
 
 
 def _in_place(outputs: Outputs, traced: Any, value: Any) -> list[int]:
@@ -150,7 +184,7 @@ def _scan_rows(
     `later`: a linear fold is left to be weighed by `_finish`, so that XLA adds every gradient in place.
     """
     folds = one.outputs.reduced_folds
-    weights = [1 if later and fold.fold.reducer.linear else size for fold in folds]
+    weights = [1 if later and fold.fold.reducer.linear else _weight_of(size) for fold in folds]
 
     def body(carry: Any, start: Any) -> Any:
         reduced, state = carry
@@ -162,6 +196,10 @@ def _scan_rows(
     (reduced, state), collected = lax.scan(body, _varying(body, (reduced, state), places[0]), places)
     total = tally.merge(total, tally.of(count * size, arrays, steps=count))
     return (reduced, total, state), [_unstack(*p) for p in zip(one.outputs.collected_folds, collected, strict=True)]
+
+
+def _weight_of(rows: Any) -> Any:
+    return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
 
 
 def _cut_and_evaluate(
@@ -176,13 +214,22 @@ def _cut_and_weigh(program: Program, arguments: Arguments, size: int, narrow: An
 
 def _limbs(program: Program, arguments: Arguments, args: tuple[Any, ...]) -> Any:
     """The weight of one micro-batch; the default weight is left to the caller."""
-    return () if program.weight is None else arrays.limbs(program.weigh(arguments, args, None))
+    if program.weight is None:
+        return ()
+    weight = program.weigh(arguments, args, None)
+    if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+        check_narrow(weight)
+    return arrays.limbs(weight)
 
 
 def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The value of one micro-batch, and its weight as limbs."""
     limbs = _limbs(program, arguments, args)
+    args, kwargs = nnx.fresh((args, kwargs))
+    whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
+    check_unchanged = nnx.watched((whole, kwargs))
     value = program.grad_fn(*args, **kwargs)
+    check_unchanged()
     for i, leaf in enumerate(jax.tree.leaves(value)):
         as_leaf(leaf, partial(leaf_path, value, i, arguments.backend), arguments.backend)
     return value, limbs
@@ -190,28 +237,24 @@ def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwa
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
-    if "stream" not in program.compiled:
-        program.compiled["stream"] = _stream(program.bound(backend), backend)
-    fold: Callable[..., Any] = program.compiled["stream"]
-    return fold
+    return _kept(program, "stream", lambda: _stream(program.bound(backend), backend))
 
 
 def _outputs_of(program: Program, backend: Backend, evaluate: Callable[..., Any]) -> Callable[..., Outputs]:
-    """f(leading, kwargs, item): the Outputs of micro-batches like this one, bound once for each structure."""
+    """f(leading, kwargs, item): the Outputs of micro-batches like this one, bound once for all of the same types."""
+    config: Any = jax.config
     known: dict[Any, Outputs] = {}
 
     def outputs_of(leading: Any, kwargs: Any, item: Any) -> Outputs:
         key, found = Static((leading, kwargs, item)).taken()
-        shapes = tuple(
-            (leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)) for leaf in found
-        )
-        if (key, shapes) not in known:
+        types = (*map(jax.typeof, found), config.jax_enable_x64, config.jax_numpy_dtype_promotion)
+        if (key, types) not in known:
             arguments = program.read((*leading, *item), backend)
             state = [_strong(leaf) for leaf in arguments.state()]
             # over the arrays alone, as all else is static
             value, _ = jax.eval_shape(lambda found: evaluate(*key.tree(found), state), found)
-            known[key, shapes], _ = program.bind(value, arguments)
-        return known[key, shapes]
+            known[key, types], _ = program.bind(value, arguments)
+        return known[key, types]
 
     return outputs_of
 
@@ -256,10 +299,11 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
         if replicas is not None:
             leading, kwargs = varying(leading, replicas), varying(kwargs, replicas)
         whole, arrays_whole = Static((leading, kwargs)).taken()
-        run = step if is_traced(arrays_whole) else jitted
+        device = None if program.device is None else handover.device(program.device)
+        run = step if compilation.is_tracing() else jitted
         for item in microbatches:
-            if program.device is not None:
-                item = _moved(item, program.device)  # the copy runs while the last step does
+            if device is not None:
+                item = _moved(item, device)  # the copy runs while the last step does
             if replicas is not None:
                 item = varying(item, replicas)
             if outputs is None:
@@ -331,8 +375,9 @@ def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]]
         reduced, total, state, collected = merge(outputs, Folded(reduced, total, state, collected), replicas)
     if shared is not None:
         pairs = zip(outputs.reduced_folds, reduced, strict=True)
-        reduced = [fold.lift(r, shared) if fold.fold.reducer.linear else r for fold, r in pairs]
-    results = [fold.normalize(r, total) for fold, r in zip(outputs.reduced_folds, reduced, strict=True)]
+        reduced = [fold.lift(r, _weight_of(shared)) if fold.fold.reducer.linear else r for fold, r in pairs]
+    triples = zip(outputs.reduced_folds, reduced, _tallies(outputs, total), strict=True)
+    results = [fold.normalize(r, each) for fold, r, each in triples]
     return outputs.join(results, collected, state)
 
 
@@ -366,7 +411,7 @@ def _varying(body: Callable[..., Any], carry: Any, start: Any) -> Any:
 
 def is_traced(tree: Any) -> bool:
     """Whether these arguments are those of a program that is being compiled."""
-    return compilation.is_traced(tree)
+    return compilation.is_tracing()
 
 
 def finished(tree: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from funcga.errors import FuncgaError
 from jax_backend import arrays
@@ -17,7 +18,7 @@ def example_keys(key: Any, indices: Any) -> jax.Array:
     key: of jax.random.key or jax.random.PRNGKey, or another of these: `example_keys(key, epoch)` is that of an epoch,
     without which an example has the same noise in each. indices: integers [rows], where the examples are in the
     dataset; or a number, for one key. Returns keys of that shape, `jax.random.fold_in` of each. As they do not depend
-    on n, what is drawn from them does not either.
+    on n, what is drawn from them does not either; keys of "rbg" and "unsafe_rbg" are made one after the other for that.
 
     Raises FuncgaError for a key that is none, for indices that are no integers, and for those that are seen to need
     more than 32 bits, of which JAX would drop some.
@@ -35,10 +36,18 @@ def example_keys(key: Any, indices: Any) -> jax.Array:
             f"jax_backend.example_keys(jax.random.key(0), indices)."
         )
     place = _integers(indices)
-    fold = jax.random.fold_in
-    for _ in range(place.ndim):
-        fold = jax.vmap(fold, (None, 0))
-    return fold(key, place)
+    keys = _each(key, lambda index: jax.random.fold_in(key, index), place.ravel())
+    return keys.reshape(*place.shape, *keys.shape[1:])
+
+
+def _each(key: Any, function: Callable[[Any], Any], rows: jax.Array) -> jax.Array:
+    """The function of every row, as if each was alone.
+
+    Under vmap only threefry's keys draw what they draw alone: rbg's draw what depends on their neighbours.
+    """
+    is_alone = jax.random.key_impl(key) == "threefry2x32"
+    found: jax.Array = jax.vmap(function)(rows) if is_alone else lax.map(function, rows)
+    return found
 
 
 def _integers(indices: Any) -> jax.Array:
@@ -60,8 +69,9 @@ def _integers(indices: Any) -> jax.Array:
 def sampled(sampler: Callable[..., Any], keys: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
     """Noise [rows, *shape], each row drawn with the key of its example: the same in every split of a batch.
 
-    sampler: `sampler(key, shape)`, as jax.random.uniform or jax.random.normal. keys: of `example_keys`. Raises
-    FuncgaError for keys that are not one for each row.
+    sampler: `sampler(key, shape)`, as jax.random.uniform or jax.random.normal. keys: of `example_keys`. With those of
+    "rbg" and "unsafe_rbg" the rows are drawn one after the other, as JAX's vmap would mix them up.
+    Raises FuncgaError for keys that are not one for each row.
 
     >>> kept = jax_backend.sampled(jax.random.uniform, keys, (16,)) < 0.9
     """
@@ -70,5 +80,4 @@ def sampled(sampler: Callable[..., Any], keys: jax.Array, shape: tuple[int, ...]
             f"keys are {arrays.describe(keys)}: there must be one for each row. Make them where the batch is made, "
             f"keys = jax_backend.example_keys(jax.random.key(0), indices), and pass them with it."
         )
-    rows: jax.Array = jax.vmap(lambda key: sampler(key, shape))(keys)
-    return rows
+    return _each(keys, lambda key: sampler(key, shape), keys)

@@ -159,3 +159,42 @@ def test_it_is_differentiated_through_inside_of_a_transform():
 
     x = torch.arange(3.0)
     assert difference(TORCH, torch.func.grad(squares)(x), (2 * x + 12) / 4) == 0
+
+
+@pytest.mark.parametrize("name", ["mean", "per_weight", "sum", "max", "min", "moments", "concat", "carry"])
+def test_a_result_is_the_caller_s_own(kit, name):
+    """A state may be donated, or a result written to: the other one stays as it is."""
+    accumulator = funcga.Accumulator(getattr(funcga, name)())
+    state = accumulator.init(kit.arrays(np.zeros(3, "float32")))
+    state = accumulator.update(state, kit.arrays(np.arange(3, dtype="float32")))
+    leaves = [leaf for leaf in kit.backend.trees.flatten(state)[0] if kit.backend.arrays.is_array(leaf)]
+    before, expected = kit.leaves(leaves), kit.leaves(accumulator.finalize(state))
+    result = accumulator.finalize(state)
+    if kit.name == "torch":
+        for leaf in kit.backend.trees.flatten(result)[0]:
+            leaf.add_(1)
+        for leaf, array in zip(kit.leaves(leaves), before, strict=True):
+            np.testing.assert_array_equal(leaf, array)
+    else:
+        for leaf in leaves:
+            leaf.delete()  # what becomes of what is donated
+        for leaf, array in zip(kit.leaves(result), expected, strict=True):
+            np.testing.assert_array_equal(leaf, array)
+
+
+def test_a_normalizer_may_return_a_view():
+    first = funcga.normalizers.Normalizer(lambda xp, reduced, tally: reduced[:1])
+    accumulator = funcga.Accumulator(funcga.Fold(funcga.reducers.sum, first))
+    state = accumulator.update(accumulator.init(torch.zeros(2)), torch.ones(2))
+    accumulator.finalize(state).add_(1)
+    assert accumulator.finalize(state).tolist() == [1]
+
+
+@pytest.mark.parametrize("weight", [1e-40, 1e39])
+def test_weights_that_a_float32_cannot_hold(kit, weight, x64):
+    narrow, wide = (kit.arrays(np.ones(2, dtype)) for dtype in ("float32", "float64"))
+    accumulator = funcga.Accumulator()
+    with pytest.raises(funcga.FuncgaError, match="which a float32 cannot hold"):
+        accumulator.update(accumulator.init(narrow), narrow, weight=weight)
+    state = accumulator.update(accumulator.init(wide), wide, weight=weight)
+    np.testing.assert_allclose(kit.numpy(accumulator.finalize(state)), [1, 1])

@@ -17,7 +17,7 @@ from funcga.backend import Arrays, Gradients, Handover, Loop, Replicas, Transfor
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.loss_scaling", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
-         "funcga.program", "funcga.reducers", "funcga.scales", "funcga.statistics", "funcga.tally", "funcga.transforms", "funcga.window", "funcga"}  # fmt: skip
+         "funcga.program", "funcga.reducers", "funcga.scales", "funcga.statistics", "funcga.tally", "funcga.transforms", "funcga.weights", "funcga.window", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "quantities", "backend", "learning_rates", "prefixes", "monoids", "reducers", "normalizers", "folds", "statistics", "tally", "weights", "leaves",
           "outputs", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "targets", "streaming", "accumulator", "window",
@@ -201,6 +201,7 @@ ALONE = {
     "stacked": "a loop over layers is part of an XLA program; torch adds where autograd computes, in any loop",
     "compilation": "JAX compiles calls outside of jit; torch runs them as they are",
     "merging": "in JAX the merge over replicas is part of the program; torch sends what is ready while it computes the rest",
+    "nnx": "flax has objects with a state in themselves; those of torch have `modules`",
     "exchange": "in JAX collectives are operations; in torch they are calls on a process group",
     "bits": "one reduction of an XLA program has one dtype; a torch bucket has whatever is put in it",
     "blocks": "the rows of a JAX array lie on many devices; in torch those of DTensors do, which `placements` cuts",

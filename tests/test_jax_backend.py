@@ -1,6 +1,7 @@
 """What the JAX backend promises beyond the shared properties: traces, memory, sharding, compilation."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -10,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import funcga
+import jax_backend
 from benchmarks.contenders.jax import scan
 from benchmarks.jax_problem import Problem
 from benchmarks.jax_workloads import scanned, tiny
@@ -195,3 +197,179 @@ def test_disabled_jit():
         assert (
             difference(JAX, funcga.accumulate(jax.value_and_grad(loss), 5)(params, *batch), full) <= LIMITS["float32"]
         )
+
+
+def folded_twice(kind, gradient):
+    """f(w, x): the sum of the gradient over two halves, by one function that is made once."""
+    if kind == "accumulate":
+        return funcga.accumulate(gradient, 2, fold=funcga.sum())
+    step = funcga.stream(gradient, fold=funcga.sum())
+    return lambda w, x: step(w, [x[:2], x[2:]])
+
+
+@pytest.mark.parametrize("kind", ["accumulate", "stream"])
+def test_a_trace_sees_what_is_closed_over_now(kind):
+    """As a loop by hand does inside of jit: nothing that was traced is kept beyond the trace."""
+    scale = [1.0]
+    step = folded_twice(kind, lambda w, x: w * scale[0] * x.sum())
+    w, x = jnp.float32(1), jnp.ones(4)
+    for number in (1.0, 2.0):
+        scale[0] = number
+        assert float(jax.jit(lambda w: step(w, x))(w)) == 4 * number
+        assert float(jax.jit(lambda x: step(w, x))(x)) == 4 * number
+        assert float(jax.jit(lambda: step(w, x))()) == 4 * number
+    scale[0] = 3.0
+    with jax.disable_jit():
+        assert float(step(w, x)) == 12
+
+
+@pytest.mark.parametrize("concrete", [True, False])
+@pytest.mark.parametrize("kind", ["accumulate", "stream"])
+def test_tracers_that_are_closed_over(kind, concrete):
+    scale = []
+    step = folded_twice(kind, lambda w, x: w * scale[0] * x.sum())
+    w, x = jnp.float32(1), jnp.ones(4)
+
+    def user(s, w):
+        scale[:] = [s]
+        return step(jnp.float32(1) if concrete else w, x)
+
+    for number in (1.0, 2.0):
+        assert float(jax.jit(user)(number, w)) == 4 * number
+    assert float(jax.grad(user)(3.0, w)) == 4
+    assert float(jax.jit(jax.grad(user))(3.0, w)) == 4
+    assert jax.vmap(user, (0, None))(jnp.arange(3.0), w).tolist() == [0, 4, 8]
+    assert float(jax.jvp(user, (2.0, w), (1.0, w))[1]) == (4 if concrete else 12)
+    scale[:] = [5.0]
+    assert float(step(w, x)) == 20
+
+
+def test_replicated_closes_over_tracers():
+    scale = []
+    step = jax_backend.replicated(funcga.accumulate(lambda w, x: w * scale[0] * x.sum(), 2, across="data"), mesh())
+    w, x = jnp.float32(1), jnp.ones(8)
+
+    def user(s):
+        scale[:] = [s]
+        return step(w, x)
+
+    assert [float(jax.jit(user)(s)) for s in (1.0, 2.0)] == [1, 2]
+
+
+def test_a_search_for_n_is_refused_where_only_what_is_closed_over_is_traced():
+    step = funcga.accumulate(lambda w, x: w * x.sum(), "auto")
+    with pytest.raises(funcga.FuncgaError, match="auto"):
+        jax.jit(lambda s: s * step(jnp.float32(1), jnp.ones(4)))(1.0)
+
+
+def test_one_stream_in_two_widths_and_of_weak_types():
+    """What a micro-batch returns depends on more than the shapes and dtypes that came in."""
+    ones = jnp.ones(2)
+    step = funcga.stream(lambda p, x: (p * x.sum(), x.shape[0] * jnp.arange(2)), fold=funcga.sum())
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            assert step(ones, [ones, ones])[1].dtype == ("int64" if wide else "int32")
+    scaled = funcga.stream(lambda p, s, x: jnp.asarray(p * s * x.sum(), p.dtype) * s, in_axes=(None, None, 0))
+    with jax.numpy_dtype_promotion("standard"):
+        assert scaled(jnp.bfloat16(1), jnp.asarray(2.0), [ones, ones]).dtype == "bfloat16"
+        assert scaled(jnp.bfloat16(1), jnp.float32(2), [ones, ones]).dtype == "float32"
+
+
+@pytest.mark.parametrize("kind", ["accumulate", "stream"])
+def test_shapes_without_numbers(kind):
+    step = folded_twice(kind, lambda w, x: w * x.sum())
+    w, x = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((4,), "float32")
+    text = (
+        "an argument is float32[{0}] of type ShapeDtypeStruct, a shape without numbers, and the call would compute "
+        "some. For the shapes and dtypes that it returns, write jax.eval_shape(step, params, batch)."
+    )
+    with pytest.raises(funcga.FuncgaError) as error:
+        step(w, jnp.ones(4))
+    assert str(error.value) == text.format("")
+    if kind == "accumulate":
+        with pytest.raises(funcga.FuncgaError) as error:
+            step(jnp.float32(1), x)
+        assert str(error.value) == text.format("4")
+    assert jax.eval_shape(step, w, x).shape == ()
+
+
+@pytest.mark.parametrize("weight", [1e-40, 3e38, 1e39, 10**40])
+@pytest.mark.parametrize("kind", ["accumulate", "stream"])
+def test_weights_that_a_float32_cannot_hold(kind, weight):
+    def run(weigh, dtype="float32"):
+        w, x = jnp.ones((), dtype), jnp.arange(4, dtype=dtype)
+        gradient = lambda w, x: {"mean": w * x.mean(), "sum": w * x.sum()}
+        folds = {"mean": funcga.mean(), "sum": funcga.sum()}
+        if kind == "accumulate":
+            return funcga.accumulate(gradient, 2, fold=folds, weight=weigh)(w, x)
+        return funcga.stream(gradient, fold=folds, weight=weigh)(w, [x[:2], x[2:]])
+
+    with pytest.raises(funcga.FuncgaError) as error:
+        run(lambda x: weight)
+    assert str(error.value) == (
+        f"the weight of a micro-batch is {weight!r}, which a float32 cannot hold, in which they are counted here. "
+        f"Weigh in other units, as by tokens / 1e6."
+    )
+    with jax.enable_x64(True):  # the weight is one, and the gradient is float32
+        found = run(lambda x: jnp.float64(weight))
+        assert (str(found["mean"]), float(found["sum"])) == ("nan", 6)
+        assert run(lambda x: jnp.float64(weight), "float64") == pytest.approx({"mean": 1.5, "sum": 6}, rel=1e-12)
+        assert run(lambda x: float(weight), "float64") == pytest.approx({"mean": 1.5, "sum": 6}, rel=1e-12)
+
+
+def test_a_total_that_a_float32_cannot_hold():
+    """Each traced weight is one, and the sum of them is not; or none is."""
+    x = jnp.arange(8.0)
+    for factor, expected in ((2e37, "3.5"), (4e37, "nan"), (3e38, "nan")):
+        weigh = lambda x: factor + 0 * x[0]  # noqa: B023
+        step = funcga.accumulate(lambda w, x: w * x.mean(), 4, weight=weigh)
+        assert str(step(jnp.float32(1), x)) == expected
+
+
+def exported(step, rows):
+    """f(w, x): the step, exported for any number of rows that this expression can be."""
+    symbols = jax.export.symbolic_shape(rows)
+    struct = jax.ShapeDtypeStruct((*symbols, 3), "float32")
+    program = jax.export.export(jax.jit(step))(jax.ShapeDtypeStruct((3,), "float32"), struct)
+    return program.call
+
+
+EXPORTED = {
+    "n": ("4*b", lambda g, **o: funcga.accumulate(g, 4, **o)),
+    "microbatch_size": ("4*b", lambda g, **o: funcga.accumulate(g, microbatch_size=4, **o)),
+    "any rows": ("b", lambda g, **o: funcga.accumulate(g, 1, **o)),
+    "stream": ("b", lambda g, **o: lambda w, x: funcga.stream(g, **o)(w, [x, x[:1]])),
+}
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_a_program_for_any_number_of_rows(kind):
+    rows, make = EXPORTED[kind]
+
+    def gradient(w, x):
+        loss, grads = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
+        return loss, grads, grads, x @ w, x.max(0)
+
+    folds = (funcga.mean(), funcga.mean(), funcga.moments(), funcga.concat(), funcga.max())
+    step = make(gradient, fold=folds)
+    call, w = exported(step, rows), jnp.arange(3.0)
+    for count in (4, 12):
+        x = jnp.asarray(np.random.default_rng(count).standard_normal((count, 3)), jnp.float32)
+        assert difference(JAX, call(w, x), step(w, x)) <= LIMITS["float32"]
+        if kind != "stream":
+            assert difference(JAX, call(w, x)[:2], gradient(w, x)[:2]) <= LIMITS["float32"]
+
+
+def test_a_program_for_any_number_of_rows_weighed_by_tokens():
+    step = funcga.accumulate(lambda w, x: w * x.sum(), 4, fold=funcga.per_weight(), weight=lambda x: (x > 0).sum())
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 3)), jnp.float32)
+    assert difference(JAX, exported(step, "4*b")(jnp.ones(3), x), step(jnp.ones(3), x)) <= LIMITS["float32"]
+
+
+def test_rows_that_may_not_divide_cannot_be_exported():
+    with pytest.raises(funcga.FuncgaError) as error:
+        exported(funcga.accumulate(lambda w, x: w * x.sum(), 4), "b")
+    assert str(error.value) == (
+        "the batch has a symbolic number of rows, `b`, of which it is not known that 4 divides it. Export the program "
+        'for rows that it does: jax.export.symbolic_shape("4*b").'
+    )

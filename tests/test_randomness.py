@@ -228,3 +228,23 @@ def test_more_bad_input(text):
 def test_a_batch_of_keys_is_no_key():
     with pytest.raises(funcga.FuncgaError, match="it is one for all examples, which their indices tell apart"):
         jax_backend.example_keys(jax.random.split(jax.random.key(0), 3), jnp.arange(3))
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_every_generator_of_jax_draws_what_an_example_draws_alone(impl, typed):
+    make, sampler = jax.random.key if typed else jax.random.PRNGKey, jax.random.normal
+    with jax.legacy_prng_key("allow"), jax.default_prng_impl(impl):
+        key = jax_backend.example_keys(make(3), 1)  # of an epoch
+        alone = [jax_backend.example_keys(key, i) for i in range(6)]
+        together = jax_backend.example_keys(key, jnp.arange(6))
+        square = jax_backend.example_keys(key, jnp.arange(6).reshape(2, 3))
+        drawn = np.stack([sampler(k, (2,)) for k in alone])
+        for rows in ([0, 1, 2, 3, 4, 5], [4, 1], [5]):
+            np.testing.assert_array_equal(jax_backend.sampled(sampler, together[jnp.array(rows)], (2,)), drawn[rows])
+        np.testing.assert_array_equal(jax_backend.sampled(sampler, square[1], (2,)), drawn[3:])
+        assert jax_backend.sampled(sampler, together[:0], (2,)).shape == (0, 2)
+        draw = lambda k, x: x + jax_backend.sampled(sampler, k, (2,))
+        for n in (1, 3):
+            step = funcga.accumulate(draw, n, in_axes=0, fold=funcga.concat())
+            np.testing.assert_allclose(step(together, jnp.zeros((6, 2))), drawn, rtol=1e-6)

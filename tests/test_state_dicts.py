@@ -3,6 +3,7 @@
 import io
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -207,3 +208,24 @@ def test_nothing_is_shared():
     saved["['w']"].zero_()
     assert (restored["w"] == 1).all()
     assert (like["w"] == 0).all()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_typed_keys_of_jax_go_through_a_file(tmp_path, impl):
+    params = jnp.ones(2)
+    noisy = optax.chain(optax.add_noise(0.1, 0.1, jax.random.key(3, impl=impl)), optax.sgd(1.0))
+    tx = funcga.multi_steps(noisy, 2)
+    with jax.numpy_dtype_promotion("standard"):
+        run = jax.jit(tx.update)
+        _, state = run(params, tx.init(params), params)
+        np.savez(tmp_path / "state.npz", **funcga.to_numpy(funcga.to_state_dict(state)))
+        with np.load(tmp_path / "state.npz") as stored:
+            again = funcga.from_state_dict(tx.init(params), stored)
+        np.testing.assert_array_equal(run(params, again, params)[0], run(params, state, params)[0])
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    keys = {path: leaf for path, leaf in funcga.to_state_dict(state).items() if "key" in path}
+    assert [str(key.dtype) for key in keys.values()] == ["uint32"]
+    typed = {**funcga.to_state_dict(state), **dict.fromkeys(keys, state.inner[0].rng_key)}  # as older ones have them
+    assert funcga.from_state_dict(state, typed).inner[0].rng_key == state.inner[0].rng_key
+    with pytest.raises(funcga.FuncgaError, match="Nothing is cast"):
+        funcga.from_state_dict(state, {**typed, **{path: jnp.zeros(7, "uint32") for path in keys}})

@@ -1,5 +1,6 @@
 """The facts about arrays of this framework that the mathematics needs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -143,9 +144,23 @@ def integer(number: Any) -> torch.Tensor:
     return torch.as_tensor(number, dtype=torch.int32)
 
 
-def owned(array: torch.Tensor) -> torch.Tensor:
-    """The array in memory that nobody else writes to."""
-    return array.clone()
+def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The array, or a copy of it where it is one of these others, or a view of one."""
+    return array.clone() if any(_memory(array) is _memory(other) for other in others) else array
+
+
+def _memory(array: torch.Tensor) -> torch.Tensor:
+    return array if array._base is None else array._base
+
+
+def stored(array: Any) -> Any:
+    """The array as one of numbers, which any file format takes: of random keys, their data."""
+    return array  # torch has its generators' states in tensors
+
+
+def restored(numbers: Any, like: Any) -> Any:
+    """What was stored of an array like this one."""
+    return numbers
 
 
 def count(steps: int) -> int:

@@ -89,3 +89,8 @@ def _recorded(of: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
 def _spread(tensors: list[torch.Tensor], present: list[bool]) -> list[torch.Tensor | None]:
     rest = iter(tensors)
     return [next(rest) if there else None for there in present]
+
+
+def check_params(params: Any) -> None:
+    """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
+    # tensors are parameters if they are given as such

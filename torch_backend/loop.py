@@ -285,7 +285,7 @@ _Window = Engine | Driven | _Calls
 
 def _copied(arguments: Arguments) -> list[Any]:
     """The initial state, which grad_fn may update in place as BatchNorm does its buffers, in memory of its own."""
-    return [arrays.owned(leaf) if arrays.is_array(leaf) else leaf for leaf in arguments.state()]
+    return [arrays.owned(leaf, (leaf,)) if arrays.is_array(leaf) else leaf for leaf in arguments.state()]
 
 
 def is_traced(tree: Any) -> bool:

@@ -138,7 +138,7 @@ def _copy(leaf: Any, backend: Backend, precise: bool) -> Any:
     wide = {"float": "float64", "complex": "complex128"}.get(arrays.kind(leaf.dtype))
     if precise and wide is not None and str(leaf.dtype).removeprefix("torch.") != wide:
         return arrays.cast(leaf, arrays.as_dtype(wide))
-    return arrays.owned(leaf)
+    return arrays.owned(leaf, (leaf,))
 
 
 def as_numbers(leaf: Any, backend: Backend) -> Any:

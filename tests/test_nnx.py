@@ -1,0 +1,261 @@
+"""Models of flax (nnx and linen) and equinox as arguments: objects that hold arrays, and some of them their state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import funcga
+from jax_backend import replicated
+from tests.kits import JAX, LIMITS, difference
+
+nnx = pytest.importorskip("flax.nnx")
+linen = pytest.importorskip("flax.linen")
+eqx = pytest.importorskip("equinox")
+
+
+@pytest.fixture(autouse=True)
+def promotion_as_flax_needs_it():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs):
+        dtype = jnp.result_type(float)
+        self.first = nnx.Linear(3, 4, param_dtype=dtype, rngs=rngs)
+        self.last = nnx.Linear(4, 1, param_dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.first(x)))[:, 0]
+
+
+class Net(Plain):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm = nnx.BatchNorm(4, param_dtype=jnp.result_type(float), rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(self.norm(self.first(x))))[:, 0]
+
+
+class Tied(Plain):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.again = self.last
+
+
+def loss(model, x, y):
+    return ((model(x) - y) ** 2).mean()
+
+
+def batch(rows=8):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((rows, 3)))
+    return x, x.sum(1)
+
+
+def cut(x, y):
+    return [(x[:3], y[:3]), (x[3:], y[3:])]
+
+
+STEPS = {
+    "accumulate": lambda g: funcga.accumulate(g, 3),
+    "one micro-batch": lambda g: funcga.accumulate(g, 1),
+    "nnx.jit": lambda g: nnx.jit(funcga.accumulate(g, 3)),
+    "jax.jit": lambda g: jax.jit(funcga.accumulate(g, 3)),
+    "stream": lambda g: lambda model, x, y: funcga.stream(g)(model, cut(x, y)),
+    "stream in nnx.jit": lambda g: nnx.jit(lambda model, x, y: funcga.stream(g)(model, cut(x, y))),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_gradients_of_nnx_are_those_of_the_whole_batch(kind, x64):
+    model, (x, y) = Plain(nnx.Rngs(0)), batch()
+    expected = nnx.value_and_grad(loss)(model, x, y)
+    step = STEPS[kind](nnx.value_and_grad(loss))
+    for _ in range(2):
+        found = step(model, x, y)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        assert difference(JAX, found, expected) <= LIMITS["float64"]
+        model.first.bias[...] = model.first.bias[...] + 1  # and the next call sees it
+        expected = nnx.value_and_grad(loss)(model, x, y)
+
+
+def test_a_model_in_evaluation_and_by_keyword(x64):
+    model, (x, y) = Net(nnx.Rngs(0)), batch()
+    model.eval()
+    expected = nnx.value_and_grad(loss)(model, x, y)
+    assert difference(JAX, funcga.accumulate(nnx.value_and_grad(loss), 3)(model, x, y), expected) <= LIMITS["float64"]
+    outputs = funcga.accumulate(lambda x, model: model(x), 3, in_axes=0, fold=funcga.concat())(x, model=model)
+    np.testing.assert_allclose(outputs, model(x), rtol=1e-12)
+
+
+def test_a_training_loop_of_nnx(x64):
+    """The optimizer writes to the module between the steps, and each step is that of the whole batch."""
+    import optax
+
+    models, (x, y) = [Plain(nnx.Rngs(0)) for _ in range(2)], batch()
+    steps = [nnx.jit(funcga.accumulate(nnx.value_and_grad(loss), 4)), nnx.value_and_grad(loss)]
+    for model, step in zip(models, steps, strict=True):
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        for _ in range(3):
+            _, grads = step(model, x, y)
+            optimizer.update(model, grads)
+    assert difference(JAX, *map(nnx.state, models)) <= 1e-12
+
+
+def test_verify_takes_an_nnx_module():
+    model, (x, y) = Plain(nnx.Rngs(0)), batch()
+    assert funcga.verify(nnx.value_and_grad(loss), model, x, y, n=2).ok
+
+
+def test_an_nnx_module_on_replicas(x64):
+    model, (x, y) = Plain(nnx.Rngs(0)), batch()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    step = replicated(funcga.accumulate(nnx.value_and_grad(loss), 2, across="data"), mesh)
+    assert difference(JAX, step(model, x, y), nnx.value_and_grad(loss)(model, x, y)) <= LIMITS["float64"]
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_state_that_would_be_lost_is_refused(kind):
+    model, (x, y) = Net(nnx.Rngs(0)), batch()
+    before = jax.tree.leaves(nnx.state(model, nnx.BatchStat))
+    with pytest.raises(funcga.FuncgaError) as error:
+        STEPS[kind](nnx.value_and_grad(loss))(model, x, y)
+    assert str(error.value) == (
+        "grad_fn wrote to `Net.drop.rngs.count`, `Net.norm.mean`, `Net.norm.var`, which would be lost: every "
+        "micro-batch would begin with the same state, and draw the same noise. Thread it: graph, params, state = "
+        "nnx.split(module, nnx.Param, ...), in_axes=(None, funcga.CARRY, 0), a module that is nnx.merge(graph, params, "
+        "state, copy=True), and nnx.state(module, nnx.Not(nnx.Param)) returned where the fold is funcga.carry()."
+    )
+    assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model, nnx.BatchStat)), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_a_variable_that_appears_is_refused():
+    def sowing(model, x, y):
+        model.sow(nnx.Intermediate, "seen", x.sum())
+        return loss(model, x, y)
+
+    with pytest.raises(funcga.FuncgaError, match=r"grad_fn wrote to `Plain.seen"):
+        funcga.accumulate(nnx.value_and_grad(sowing), 2)(Plain(nnx.Rngs(0)), *batch())
+
+
+def threaded(whose):
+    """A step of parameters and state, as the refusal says to write it, and the loss that it accumulates."""
+    graph, params, state = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+
+    def pure(params, state, x, y):
+        module = nnx.merge(graph, params, state, copy=True)
+        return loss(module, x, y), nnx.state(module, nnx.Not(nnx.Param))
+
+    def of_nnx(params, state, x, y):  # which writes to the state that it was given
+        module = nnx.merge(graph, params, state)
+        value, grads = nnx.value_and_grad(loss)(module, x, y)
+        return (value, nnx.state(module, nnx.Not(nnx.Param))), grads
+
+    return {"funcga": funcga.value_and_grad(pure, has_aux=True), "nnx": of_nnx}[whose], params, state
+
+
+@pytest.mark.parametrize("whose", ["funcga", "nnx"])
+@pytest.mark.parametrize("kind", ["accumulate", "stream"])
+def test_state_that_is_threaded_is_that_of_a_loop_by_hand(kind, whose):
+    gradient, params, state = threaded(whose)
+    x, y = batch()
+    options = {
+        "in_axes": (None, funcga.CARRY, 0, 0),
+        "fold": ((funcga.mean(), funcga.carry()), funcga.mean()),
+    }
+    if kind == "accumulate":
+        (value, after), grads = funcga.accumulate(gradient, microbatch_size=4, **options)(params, state, x, y)
+        parts = [(x[:4], y[:4]), (x[4:], y[4:])]
+    else:
+        parts = cut(x, y)
+        (value, after), grads = funcga.stream(gradient, **options)(params, state, parts)
+    by_hand = Net(nnx.Rngs(0))  # which writes to itself
+    made = [(len(part[0]), nnx.value_and_grad(loss)(by_hand, *part)) for part in parts]
+    mean = jax.tree.map(
+        lambda *leaves: sum(w * a for (w, _), a in zip(made, leaves, strict=True)) / 8, *[m for _, m in made]
+    )
+    assert difference(JAX, (value, grads), mean) <= LIMITS["float32"]
+    numbers = lambda tree: [
+        jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a for a in jax.tree.leaves(tree)
+    ]
+    expected = numbers(nnx.state(by_hand, nnx.Not(nnx.Param)))
+    assert difference(JAX, numbers(after), expected) <= LIMITS["float32"]
+    assert int(after["drop"]["rngs"]["count"][...]) == 2  # one mask for each micro-batch, not the same in all
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STEPS if kind != "jax.jit"])  # it takes modules apart before
+def test_variables_that_two_modules_share_are_refused(kind):
+    with pytest.raises(funcga.FuncgaError) as error:
+        STEPS[kind](nnx.value_and_grad(loss))(Tied(nnx.Rngs(0)), *batch())
+    assert str(error.value) == (
+        "`Tied.again.bias` and `Tied.last.bias` are one variable of nnx: a step makes its arguments anew, and the two "
+        "would come apart. Split the module before, graph, params = nnx.split(module, nnx.Param), and make it inside "
+        "of the loss: module = nnx.merge(graph, params)."
+    )
+
+
+def test_shared_variables_that_are_split_before(x64):
+    model, (x, y) = Tied(nnx.Rngs(0)), batch()
+    graph, params = nnx.split(model, nnx.Param)
+    pure = lambda params, x, y: loss(nnx.merge(graph, params), x, y)
+    found = funcga.accumulate(funcga.value_and_grad(pure), 3)(params, x, y)
+    assert difference(JAX, found, nnx.value_and_grad(loss)(model, x, y)) <= LIMITS["float64"]
+
+
+def test_one_array_in_two_places_is_no_shared_variable():
+    model, (x, y) = Plain(nnx.Rngs(0)), batch()
+    twice = funcga.accumulate(nnx.value_and_grad(lambda m, a, b: loss(m, a, y[: len(a)]) + b.mean()), 1)
+    assert np.isfinite(twice(model, x, x)[0])
+
+
+def test_statistics_are_not_differentiated():
+    module, (x, y) = Net(nnx.Rngs(0)), batch()
+    del module.drop.rngs
+    for params in (module, nnx.state(module), {"net": module}):
+        with pytest.raises(funcga.FuncgaError) as error:
+            funcga.accumulate(funcga.value_and_grad(loss), 2)(params, x, y)
+        assert str(error.value).endswith(
+            "norm.mean` is a BatchStat of nnx, which is state and not trained. Write nnx.value_and_grad(loss_fn), "
+            "which differentiates nnx.Param alone, in place of funcga.value_and_grad(loss_fn)."
+        ) or "['norm']['mean']` is a BatchStat" in str(error.value)
+    plain = Plain(nnx.Rngs(0))
+    found = funcga.accumulate(funcga.value_and_grad(loss), 2)(plain, x, y)
+    assert difference(JAX, found, jax.value_and_grad(loss)(plain, x, y)) <= LIMITS["float32"]
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*Possibly assigning a JAX-transformed callable")  # for any that wraps another
+@pytest.mark.parametrize("kind", ["accumulate", "one micro-batch", "jax.jit", "stream"])
+def test_equinox(kind, x64):
+    model, (x, y) = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0)), batch()
+    mean_square = lambda model, x, y: ((jax.vmap(model)(x) - y) ** 2).mean()
+    gradient = eqx.filter_value_and_grad(mean_square)
+    step = STEPS[kind](gradient) if kind != "jax.jit" else eqx.filter_jit(funcga.accumulate(gradient, 3))
+    assert difference(JAX, step(model, x, y), gradient(model, x, y)) <= LIMITS["float64"]
+
+
+def test_linen(x64):
+    model, (x, y) = linen.Dense(1, param_dtype="float64"), batch()
+    params = model.init(jax.random.key(0), x)
+    gradient = jax.value_and_grad(lambda params, x, y: ((model.apply(params, x)[:, 0] - y) ** 2).mean())
+    expected = gradient(params, x, y)
+    for kind in ("accumulate", "jax.jit", "stream"):
+        assert difference(JAX, STEPS[kind](gradient)(params, x, y), expected) <= LIMITS["float64"]
+
+
+def test_a_batch_that_grad_fn_takes_apart():
+    """A dict is the loss's own in every trace, as under jit."""
+
+    def popping(w, batch, *, options):
+        return (w * batch.pop("x")).mean() * options.pop("scale")
+
+    step = funcga.accumulate(funcga.grad(popping), 3)
+    x, options = jnp.arange(8.0), {"scale": 2.0}
+    for kind in (step, jax.jit(step)):
+        for _ in range(2):
+            assert float(kind(jnp.float32(1), {"x": x}, options=options)) == 7
+    assert options == {"scale": 2.0}
