@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
+from funcga.arguments import argument_names
+from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
+from torch_backend.hooks import put_hooks
 
 
 def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -29,8 +32,11 @@ def value_and_grad(
         leaves, structure = trees.flatten(tuple(args[i] for i in places))
         present = [leaf is not None for leaf in leaves]
 
+        paths = lambda: _paths(loss_fn, args, places)
+
         # over the tensors alone: torch.func takes neither None nor numbers among what it differentiates
         def of(tensors: list[torch.Tensor]) -> Any:
+            put_hooks(originals, tensors, paths)
             found = dict(zip(places, trees.unflatten(structure, _spread(tensors, present)), strict=True))
             output = loss_fn(*(found.get(i, arg) for i, arg in enumerate(args)), **kwargs)
             loss, aux = output if has_aux else (output, ())
@@ -39,8 +45,8 @@ def value_and_grad(
             return loss, [leaf for leaf in rest if arrays.is_array(leaf)]
 
         others: list[Any] = []  # what is no tensor in aux, which torch.func does not pass on either
-        tensors = [arrays.as_array(leaf) for leaf in leaves if leaf is not None]
-        grads, (loss, aux) = torch.func.grad_and_value(of, has_aux=True)(tensors)
+        originals = [leaf for leaf in leaves if leaf is not None]
+        grads, (loss, aux) = torch.func.grad_and_value(of, has_aux=True)([*map(arrays.as_array, originals)])
         grads = trees.unflatten(structure, _spread(grads, present))
         if has_aux:
             aux_structure, fixed = others[0]
@@ -49,6 +55,17 @@ def value_and_grad(
         return loss, grads if isinstance(argnums, tuple) else grads[0]
 
     return value_first
+
+
+def _paths(loss_fn: Callable[..., Any], args: tuple[Any, ...], places: tuple[int, ...]) -> list[str]:
+    """The paths of the tensors that are differentiated."""
+    names = argument_names(loss_fn, len(args))
+    found = [
+        (path, leaf)
+        for i in places
+        for path, leaf in zip(leaf_paths(args[i], trees, names[i]), trees.flatten(args[i])[0], strict=True)
+    ]
+    return [path for path, leaf in found if leaf is not None]
 
 
 def _spread(tensors: list[torch.Tensor], present: list[bool]) -> list[torch.Tensor | None]:
