@@ -43,7 +43,7 @@ class GradientFunction:
         def gradient(*args: Any, **kwargs: Any) -> Any:
             for i in self.places(len(args)):
                 self.check_leaves(args[i], i, backend)
-            if not backend.loop.is_traced(()):
+            if not _is_compiling(backend):
                 _EVALUATIONS.count += 1
             scale, kwargs = self.read_scale(kwargs, backend)  # here, as inside of the transform the host sees nothing
             return made(*args, **kwargs) if scale is None else made(scale, *args, **kwargs)
@@ -52,7 +52,7 @@ class GradientFunction:
 
     def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend) -> tuple[Any, Any]:
         """(loss, aux) at these arguments. Raises FuncgaError if the loss is seen not to depend on any of the leaves."""
-        if backend.loop.is_traced(()) or self.reached:
+        if self.reached or _is_compiling(backend):
             return self.split(self.loss_fn(*args, **kwargs), backend)
         before = evaluations()
         loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
@@ -177,6 +177,11 @@ class GradientFunction:
         names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
         backend = backend_of([*args, *kwargs.values()], names)
         return self.bound(backend)(*args, **kwargs)
+
+
+def _is_compiling(backend: Backend) -> bool:
+    """Whether torch.compile traces what runs now, which must not depend on counters of Python's."""
+    return backend.name == "torch" and backend.loop.is_traced(())
 
 
 class _Evaluations(threading.local):

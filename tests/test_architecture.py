@@ -193,6 +193,8 @@ ALONE = {
     "drivers": "torch modules may be wrapped to reduce gradients by themselves; nothing in JAX does",
     "sharded": "the same, of FSDP",
     "driven": "the same: the loop that such a wrapper wants",
+    "graphs": "JAX differentiates a program; in torch a pass goes through a graph, which may reach what belongs to others",
+    "hooks": "arrays of JAX have no hooks",
     "groups": "torch reduces over process groups, which a wrapper may know of; JAX names the axes of a mesh",
     "wrapped": "the same: the gradient function",
     "transfer": "torch copies on a stream of its own; JAX is asynchronous by itself",

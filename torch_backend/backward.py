@@ -7,11 +7,17 @@ gradient in place as soon as it is there and frees it, so that no tree of gradie
 becomes the accumulator itself, unless somebody else may hold its memory; a float32 accumulator of a 16-bit leaf begins
 with zeros, and takes each gradient in one mixed addition. A leaf whose fold is no sum has a hook instead, which folds
 its gradient in and frees it at once.
+
+Functions written in Python may run backward passes of their own, as a reentrant checkpoint does. A pass restricted to
+the leaves leaves them out without a word where their inputs lead to no leaf, and some refuse it; a leaf can get its
+gradient in several parts. So a micro-batch whose graph has such a function is run as a loop by hand would run it, and
+what belongs to others has its own `.grad` again afterwards.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +26,8 @@ from torch.autograd.graph import _engine_run_backward  # the public one spends 3
 
 from funcga.errors import FuncgaError
 from torch_backend.buffers import Buffers, Layout
+from torch_backend.graphs import Graphs, left_alone
+from torch_backend.guards import Surroundings
 from torch_backend.placements import is_placed
 
 _NOTHING = nullcontext()
@@ -64,12 +72,16 @@ class Backward:
     leaf is a weighted sum, the loss's dtype holds that number, and nothing is float16, which would overflow; where it
     cannot be, the gradients are scaled in a hook, in the accumulator's dtype.
 
-    `restricted`: the pass goes to the leaves alone, not to other tensors that loss_fn closes over.
+    `around`: what a function's own backward pass may write to. `seeds`: whether the cotangent may be a weight.
     """
 
-    def __init__(self, buffers: Buffers, leaves: dict[int, torch.Tensor], routes: Routes, restricted: bool = True):
+    def __init__(
+        self, buffers: Buffers, leaves: dict[int, torch.Tensor], routes: Routes, around: Surroundings,
+        seeds: bool = True,
+    ):  # fmt: skip
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
-        self.routes, self.restricted = routes, restricted
+        self.routes, self.around, self.seeds = routes, around, seeds and routes.seeds
+        self.graphs = Graphs(self.inputs)
         for n, k, dtype in routes.widened:
             self.inputs[n].grad_dtype = None  # .grad may have another dtype than the leaf
             if buffers.reduced[k] is None:
@@ -152,46 +164,65 @@ class Backward:
         share, routes = self.buffers.share(weight), self.routes
         if routes.alone and not moving and share == 0:
             return  # it adds nothing, not even a NaN
-        seeds = routes.seeds and not moving and not self.autocast
+        seeds = self.seeds and not moving and not self.autocast
         seed = share if seeds and share is not None and holds(loss.dtype, share) else 1.0
         self._attach(share == seed)
-        if self.held and loss.requires_grad and not moving and ready is None:  # then nothing else is to be done
-            self._run(loss, seed, self.inputs)
-            return
-        hooked = [*routes.others, *routes.placed, *(() if share == seed else routes.scaled)]
-        waiting = {*hooked}
         inputs = (*self.inputs, *moving)
-        if loss.requires_grad and inputs:
-            handles = [self._hook(i, weight, waiting) for i in hooked]
-            if ready is not None and self.restricted:  # else a leaf can get more than one gradient
-                handles += [_announce(leaf, k, ready) for leaf, k, _ in self.sums]
-            try:
-                self._run(loss, seed, inputs)
-            finally:
-                for handle in handles:
-                    handle.remove()
-            if not self.begun:
-                self._adopt()
-        for i in waiting.intersection(routes.others):  # what the loss does not depend on has a gradient of zeros
+        if not (loss.requires_grad and inputs):
+            self._add_zeros(routes.others, weight)
+            return
+        foreign, custom = self.graphs.reach(loss, moving)
+        only = inputs if foreign else ()  # a pass that reaches nothing else need not be restricted
+        if self.held and not (moving or custom or ready):  # then nothing else is to be done
+            self._run(loss, seed, only)
+            return
+        waiting = {*routes.others, *routes.placed, *(() if share == seed else routes.scaled)}
+        if custom:
+            self._run_by_hand(loss, seed, foreign)
+            for i in [i for i in waiting if self.leaves[i].grad is not None]:
+                self._take(i, weight, waiting, self.leaves[i])
+        else:
+            self._run_hooked(loss, seed, only, weight, waiting, ready)
+        if not self.begun:
+            self._adopt()
+        self._add_zeros(waiting.intersection(routes.others), weight)
+
+    def _add_zeros(self, places: Iterable[int], weight: Any) -> None:
+        """Folds in what the loss does not depend on."""
+        for i in places:
             self.buffers.add_leaf(i, torch.zeros_like(self.leaves[i], requires_grad=False), weight)
 
-    def _run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
-        """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
+    def _run_hooked(
+        self, loss: torch.Tensor, seed: float, only: tuple[torch.Tensor, ...], weight: Any, waiting: set[int],
+        ready: _Ready | None,
+    ) -> None:  # fmt: skip
+        """The pass, with a hook on each leaf `waiting` that takes its gradient."""
+        handles = [_after(self.leaves[i], partial(self._take, i, weight, waiting)) for i in waiting]
+        if ready is not None:
+            handles += [_after(leaf, partial(ready, k)) for leaf, k, _ in self.sums]
+        try:
+            self._run(loss, seed, only)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _run_by_hand(self, loss: torch.Tensor, seed: float, foreign: list[torch.Tensor]) -> None:
+        """`torch.autograd.backward(loss, seed)`, and no leaf but the window's own has another `.grad` afterwards."""
+        others = {id(leaf): leaf for leaf in (*foreign, *self.around.leaves) if id(leaf) not in self.graphs.own}
+        with left_alone([*others.values()]):
+            self._run(loss, seed)
+            written = {key: leaf for key, leaf in others.items() if leaf.grad is not None}
+        self.around.check([leaf for key, leaf in written.items() if key not in {*map(id, foreign)}])
+
+    def _run(self, loss: torch.Tensor, seed: float, only: tuple[torch.Tensor, ...] = ()) -> None:
+        """`torch.autograd.backward(loss, seed, inputs=only)`, outside of autocast: that is for the forward pass."""
         cotangent = torch.full_like(loss, seed, requires_grad=False)
-        if not self.restricted:
-            _check_closed(loss, inputs)
         with self._outside() if self.autocast else _NOTHING:
             if type(loss) is not torch.Tensor:
-                torch.autograd.backward(loss, cotangent, inputs=inputs)
+                torch.autograd.backward(loss, cotangent, inputs=only or None)
                 return
-            only = inputs if self.restricted else ()
             run = _run_on_host if self.on_host and loss.is_cpu else _engine_run_backward
-            try:
-                run((loss,), (cotangent,), False, False, only, allow_unreachable=True, accumulate_grad=True)
-            except RuntimeError as error:
-                if only and "use_reentrant" in str(error):
-                    raise Reentered from error
-                raise
+            run((loss,), (cotangent,), False, False, only, allow_unreachable=True, accumulate_grad=True)
 
     def _outside(self) -> ExitStack:
         stack = ExitStack()
@@ -199,14 +230,12 @@ class Backward:
             stack.enter_context(torch.autocast(device, enabled=False))
         return stack
 
-    def _hook(self, i: int, weight: Any, waiting: set[int]) -> Any:
-        def take(leaf: torch.Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            waiting.discard(i)
-            assert gradient is not None
-            self.buffers.add_leaf(i, gradient, weight)
-
-        return self.leaves[i].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    def _take(self, i: int, weight: Any, waiting: set[int], leaf: torch.Tensor) -> None:
+        """Folds in the gradient of a leaf, and frees it."""
+        gradient, leaf.grad = leaf.grad, None
+        waiting.discard(i)
+        assert gradient is not None
+        self.buffers.add_leaf(i, gradient, weight)
 
     def release(self) -> None:
         """Takes the accumulators from the leaves, so that the buffers alone hold them.
@@ -233,8 +262,8 @@ class Backward:
                 self.buffers.reduced[k] = torch.zeros_like(self.leaves[i], dtype=dtype, requires_grad=False)
 
 
-def _announce(leaf: torch.Tensor, k: int, ready: _Ready) -> Any:
-    return leaf.register_post_accumulate_grad_hook(lambda _: ready(k))  # type: ignore[no-untyped-call]
+def _after(leaf: torch.Tensor, call: Callable[..., None]) -> Any:
+    return leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
 def check_no_backward(leaves: Sequence[torch.Tensor | None]) -> None:
@@ -249,42 +278,6 @@ def _ran_backward() -> FuncgaError:
         "loss. Return the loss and leave that to funcga; for a gradient inside of the loss use torch.autograd.grad or "
         "torch.func.grad."
     )
-
-
-class Reentered(Exception):  # noqa: N818 - a word to the caller, and no error
-    """The loss has a checkpoint that runs a backward pass of its own, which a restricted one does not allow."""
-
-
-def _nodes(loss: torch.Tensor) -> Iterator[Any]:
-    """The nodes of the loss's graph."""
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [after for after, _ in node.next_functions]
-            yield node
-
-
-def check_not_reentrant(loss: torch.Tensor) -> None:
-    """Raises Reentered for a checkpoint that runs a backward pass of its own.
-
-    It may not lie on a way to any leaf, as where its input only requires grad to make it run: then a restricted pass
-    leaves it out without a word, and with it the gradients of the parameters inside.
-    """
-    if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(loss)):
-        raise Reentered
-
-
-def _check_closed(loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Raises FuncgaError if an unrestricted backward pass would write to the `.grad` of others than the inputs."""
-    own = {id(leaf) for leaf in inputs}
-    for node in _nodes(loss):
-        if id(getattr(node, "variable", inputs[0])) not in own:
-            raise FuncgaError(
-                "loss_fn has a checkpoint with use_reentrant=True and closes over a tensor that requires grad, other "
-                "than the parameters: its .grad would be written to. Detach that tensor, or use use_reentrant=False."
-            )
 
 
 _use_count = getattr(

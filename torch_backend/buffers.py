@@ -87,10 +87,11 @@ class Buffers:
         self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in self.outputs.collected}
 
     def share(self, weight: Any) -> float | None:
-        """A weight in the unit that weighted sums are held in; None if only the device knows it.
+        """A weight in the unit that weighted sums are held in, 1 at most; None if only the device knows it.
 
         The unit is the first weight, so that micro-batches alike are added as they are, whatever they weigh. When one
-        comes whose share would not be a power of two, the unit becomes one, so that the shares are exact.
+        comes whose share would not be a power of two, the unit becomes one, so that the shares are exact; and when a
+        heavier one comes the unit grows, as a share may be what a backward pass in float16 begins with.
         """
         if self.unit is None and (isinstance(weight, torch.Tensor) or torch.compiler.is_compiling()):
             self.unit = 1.0
@@ -102,11 +103,9 @@ class Buffers:
             self.unit = float(weight)
         if weight == self.unit:
             return 1.0
-        if not torch.compiler.is_compiling():
-            if not _is_power_of_two(weight / self.unit):
-                self._rescale(power_below(self.unit))
-            if weight / self.unit > _MOST:
-                self._rescale(power_below(float(weight)))
+        grows = weight > self.unit or not _is_power_of_two(weight / self.unit)
+        if grows and not torch.compiler.is_compiling():
+            self._rescale(_power_above(max(float(weight), self.unit)))
         return float(weight / self.unit)
 
     def _rescale(self, unit: float) -> None:
@@ -289,12 +288,17 @@ def _strided(value: Any) -> Any:
     return value if value.layout is torch.strided else value.to_dense()
 
 
-_MOST = 2.0**64  # that a share may be: with more, a float32 could overflow where the mean does not
+_MOST = 2.0**64  # of which a float32 holds the inverse
 
 
 def power_below(number: float) -> float:
     """The greatest power of two that is not above a positive number."""
     return math.ldexp(1.0, math.frexp(number)[1] - 1)
+
+
+def _power_above(number: float) -> float:
+    """The smallest power of two that is not below a positive number."""
+    return number if _is_power_of_two(number) else 2 * power_below(number)
 
 
 def _is_power_of_two(ratio: float) -> bool:

@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcga.arguments import Arguments
+from funcga.arguments import Arguments, argument_names
 from funcga.backend import Backend
-from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction, evaluations
 from funcga.outputs import Outputs
+from funcga.prefixes import leaf_paths
 from funcga.program import Program
 from funcga.scales import scaled_loss
 from torch_backend import arrays, trees
-from torch_backend.backward import Backward, Routes, autocasting, check_no_backward, check_not_reentrant
+from torch_backend.backward import Backward, Routes, autocasting, check_no_backward
 from torch_backend.buffers import Buffers, Layout
-from torch_backend.guards import GradsWatch, modules_in
+from torch_backend.guards import GradsWatch, Surroundings
+from torch_backend.hooks import put_hooks
 from torch_backend.modules import PureLoss, own_parameters
 from torch_backend.recording import is_constant, recording_loss
 from torch_backend.reduction import Reduction, begun
@@ -46,7 +47,7 @@ class Engine:
         self.first = 0  # the first argument that loss_fn takes
         self.inference: Any = _NOTHING
         self.visit: Any = _NOTHING
-        self.watch = GradsWatch(())
+        self.watch, self.hooked = GradsWatch(()), False
         self.unreached = False  # whether a loss came to no leaf that should have
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
@@ -92,7 +93,6 @@ class Engine:
             aux = detached(aux)
         if begins:
             self._bind(loss.detach(), aux, found, arguments, weight)
-            self._look(differentiated)
         else:
             self.backward.check_untouched()
         ready = None if self.reduction is None or not last else self.reduction.ready
@@ -101,8 +101,6 @@ class Engine:
             self.backward(differentiated, weight, moving, ready)
         if arrivals is not None and not arrivals():
             self.unreached |= self._should_reach(loss, weight, evaluations() == before)
-        if begins and not self.backward.begun and not last and self.backward.restricted:
-            check_not_reentrant(differentiated)  # one that came since may be why a leaf has no gradient
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state
@@ -116,7 +114,7 @@ class Engine:
         """A function that says, after the next backward pass, whether a gradient came to a leaf, or there is none."""
         leaves = [leaf for leaves in found.values() for leaf in leaves.leaves if leaf is not None]
         note: Any = lambda _: self.gradient.reached.add(True)
-        hooks = [leaf.register_post_accumulate_grad_hook(note) for leaf in leaves]  # type: ignore[no-untyped-call]
+        hooks = [leaf.register_hook(note) for leaf in leaves]  # type: ignore[no-untyped-call]
 
         def arrived() -> bool:
             for hook in hooks:
@@ -135,24 +133,6 @@ class Engine:
             return False
         return loss.requires_grad or (alone and self.replicas is None and is_constant(loss))
 
-    def _look(self, loss: Any) -> None:
-        """Raises Reentered for a checkpoint of that kind, if no loss was looked at in this mode of the module."""
-        module, plans = getattr(self.gradient.loss_fn, "module", None), self.program.compiled
-        if "reenters" not in plans and plans.get("looked") != getattr(module, "training", True):
-            check_not_reentrant(loss)
-            plans["looked"] = getattr(module, "training", True)
-
-    def again(self) -> "Engine":
-        """A window to begin anew with, for a loss whose checkpoints run backward passes of their own."""
-        if self.buffers.steps:
-            raise FuncgaError(
-                f"a checkpoint with use_reentrant=True came only in micro-batch {self.buffers.steps + 1}, when others "
-                f"had been folded already. Call checkpoint(..., use_reentrant=False), which does not run a backward "
-                f"pass of its own."
-            )
-        self.program.compiled["reenters"] = True
-        return Engine(self.program, self.gradient, self.backend, self.replicas)
-
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output."""
         if self.unreached and not self.gradient.reached:
@@ -170,12 +150,14 @@ class Engine:
         whole = [not part.axes for part in arguments.parts]
         self.whole = {i: self._leafy(args[i], i) for i in self.places if whole[i]}
         watched = [p for leaves in self.whole.values() for p in leaves.originals]
-        if "reenters" in self.program.compiled:  # then the backward pass is not restricted to the leaves
-            watched += [p for module in modules_in(self.gradient) for p in module.parameters()]
         self.watch = GradsWatch(watched)
-        if isinstance(self.loss_fn, PureLoss) and whole[0]:
+        in_module = isinstance(self.loss_fn, PureLoss) and whole[0]
+        trees = {i: args[i] for i in self.whole}  # and not the micro-batch, which is not to be kept
+        paths = lambda: [path for i, tree in trees.items() for path in self._paths(tree, i)]
+        self.around = Surroundings(watched, paths, self.gradient, in_module)
+        if isinstance(self.loss_fn, PureLoss) and in_module:
             params = self.whole[0].tree if 0 in self.whole else args[0]
-            visit = self.loss_fn.entered(params)
+            visit = self.loss_fn.entered(params, recorded=True)
             self.loss_fn, self.visit, self.first = visit.__enter__(), visit, 1
 
     def _leafy(self, tree: Any, i: int) -> "_Leaves":
@@ -188,7 +170,11 @@ class Engine:
             made = [
                 leaf if leaf is None else torch.as_tensor(leaf).detach().clone().requires_grad_() for leaf in leaves
             ]
+        self.hooked |= put_hooks(leaves, made, lambda: self._paths(tree, i))
         return _Leaves(self.backend.trees.unflatten(structure, made), made, structure, leaves)
+
+    def _paths(self, tree: Any, i: int) -> list[str]:
+        return leaf_paths(tree, self.backend.trees, argument_names(self.gradient.loss_fn, i + 1)[i])
 
     def _bind(self, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments, weight: Any) -> None:
         """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
@@ -205,7 +191,8 @@ class Engine:
         if self.replicas is not None:
             leaves = self.gradient.compose(loss, aux, [found[i].tree for i in self.places])
             self.reduction = begun(self.program, self.buffers, trees.flatten(leaves)[0], weight, self.replicas)
-        self.backward = Backward(self.buffers, self._given(plan.given), plan.routes, "reenters" not in plans)
+        leaves = self._given(plan.given)
+        self.backward = Backward(self.buffers, leaves, plan.routes, self.around, seeds=not self.hooked)
 
     def _given(self, places: Iterable[int]) -> dict[int, torch.Tensor]:
         """The leaves whose gradients autograd adds, by these places in the output; but for those that are None."""

@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 
+from funcga.arguments import argument_names
 from funcga.errors import FuncgaError
+from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
+from torch_backend.hooks import put_hooks
 from torch_backend.recording import is_constant, is_recorded, transforms
 
 
@@ -31,8 +34,11 @@ def value_and_grad(
         leaves, structure = trees.flatten(tuple(args[i] for i in places))
         present = [leaf is not None for leaf in leaves]
 
+        paths = lambda: _paths(loss_fn, args, places)
+
         # over the tensors alone: torch.func takes neither None nor numbers among what it differentiates
         def of(tensors: list[torch.Tensor]) -> Any:
+            put_hooks(originals, tensors, paths)
             found = dict(zip(places, trees.unflatten(structure, _spread(tensors, present)), strict=True))
             output = loss_fn(*(found.get(i, arg) for i, arg in enumerate(args)), **kwargs)
             loss, aux = output if has_aux else (output, ())
@@ -41,10 +47,10 @@ def value_and_grad(
             return loss, [leaf for leaf in rest if arrays.is_array(leaf)]
 
         others: list[Any] = []  # what is no tensor in aux, which torch.func does not pass on either
-        tensors = [arrays.as_array(leaf) for leaf in leaves if leaf is not None]
+        originals = [leaf for leaf in leaves if leaf is not None]
         recorded = is_recorded() and not torch.compiler.is_compiling()
         transform = _recorded if recorded else torch.func.grad_and_value
-        grads, (loss, aux) = transform(of, has_aux=True)(tensors)
+        grads, (loss, aux) = transform(of, has_aux=True)([*map(arrays.as_array, originals)])
         grads = trees.unflatten(structure, _spread(grads, present))
         if has_aux:
             aux_structure, fixed = others[0]
@@ -84,6 +90,17 @@ def _recorded(of: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         return list(grads), (loss, aux)
 
     return gradient
+
+
+def _paths(loss_fn: Callable[..., Any], args: tuple[Any, ...], places: tuple[int, ...]) -> list[str]:
+    """The paths of the tensors that are differentiated."""
+    names = argument_names(loss_fn, len(args))
+    found = [
+        (path, leaf)
+        for i in places
+        for path, leaf in zip(leaf_paths(args[i], trees, names[i]), trees.flatten(args[i])[0], strict=True)
+    ]
+    return [path for path, leaf in found if leaf is not None]
 
 
 def _spread(tensors: list[torch.Tensor], present: list[bool]) -> list[torch.Tensor | None]:

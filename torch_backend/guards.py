@@ -1,9 +1,11 @@
 """What a pure loss must not do: bypass the reduction of a wrapped module, or write to somebody's `.grad`."""
 
 import functools
+import gc
+import re
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -110,10 +112,15 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values() if len(value) < 100 else ()
     if isinstance(value, types.FunctionType) and not (value.__module__ or "").startswith(_LIBRARIES):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
-        return [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return _closed_over(value)
     return ()
+
+
+def _closed_over(function: types.FunctionType) -> list[Any]:
+    """What a function can name beside its arguments and builtins."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
+    return [*cells, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -165,3 +172,86 @@ class GradsWatch:
                 "module's own parameters. Return the loss without calling .backward(), and use the parameters that "
                 "loss_fn is given: functional_call(module, params, ...), or torch_backend.pure_loss(module, loss_fn)."
             )
+
+
+class Surroundings:
+    """The leaves of autograd around a loss, which backward passes inside of its own may write to.
+
+    `originals`: what the window's leaves are made of, with `paths`. `gradient`: whose loss it is. `in_module`: whether
+    the window's leaves are in its module during the backward pass too, as those of a pure_loss.
+    """
+
+    def __init__(
+        self, originals: list[Any], paths: Callable[[], list[str]], gradient: GradientFunction, in_module: bool
+    ):
+        self.originals, self.paths, self.gradient, self.in_module = originals, paths, gradient, in_module
+
+    @functools.cached_property
+    def objects(self) -> list[Any]:
+        """The tensors and modules that the loss leads to, by closures, modules, and the attributes of objects."""
+        return [*_reachable(self.gradient)]
+
+    @functools.cached_property
+    def leaves(self) -> list[torch.Tensor]:
+        """All leaves of autograd among these, and the originals."""
+        found = [value for value in [*self.originals, *self.objects] if isinstance(value, torch.Tensor)]
+        return [tensor for tensor in found if tensor.requires_grad and tensor.is_leaf]
+
+    def check(self, written: list[torch.Tensor]) -> None:
+        """Raises FuncgaError if a backward pass inside has written to leaves in the place of those of the window.
+
+        They are the originals; or they have the name and the shape of one, as where functional_call has put a module's
+        own parameters back by the time when it runs again.
+        """
+        found = {id(leaf) for leaf in written}
+        if not found:
+            return
+        if found.isdisjoint(map(id, self.originals)) and (self.in_module or not self._replaced(found)):
+            return
+        raise FuncgaError(
+            "loss_fn runs a module again in the backward pass, as a checkpoint with use_reentrant=True does, and then "
+            "with the module's own parameters instead of those that loss_fn is given: functional_call has taken them "
+            "out by then. Use torch_backend.pure_loss(module, loss_fn), or use_reentrant=False."
+        )
+
+    def _replaced(self, written: set[int]) -> bool:
+        """Whether a module has a parameter among those written to, by the name and shape of what is differentiated."""
+        names = [".".join(re.findall(r"[\w-]+", path)) for path in self.paths()]
+        shapes = [getattr(original, "shape", None) for original in self.originals]
+        given = [*zip(names, shapes, strict=True)]
+
+        def fits(name: str, own: str) -> bool:
+            return own.endswith(f".{name}") or own.rpartition(".")[2].isdigit()  # which is an item of a list
+
+        modules = [value for value in self.objects if isinstance(value, nn.Module)]
+        slots = [slot for module in modules for slot in module.named_parameters(remove_duplicate=False)]
+        replaced = [(name, p) for name, p in slots if id(p) in written]
+        return any(fits(name, own) and shape == p.shape for own, shape in given for name, p in replaced)
+
+
+_ENOUGH = 20_000  # objects to look at
+
+
+def _reachable(function: Any) -> Iterator[Any]:
+    """The tensors and modules that can be found from a function, the nearest first."""
+    waiting, seen = [function], {id(function)}
+    for value in waiting:  # which grows meanwhile
+        if issubclass(type(value), torch.Tensor | nn.Module):
+            yield value
+        if not issubclass(type(value), torch.Tensor) and len(waiting) < _ENOUGH:
+            parts = [part for part in _held_by(value, type(value)) if id(part) not in seen]
+            seen.update(map(id, parts))
+            waiting += parts
+
+
+def _held_by(value: Any, kind: type) -> Iterable[Any]:
+    if kind is types.FunctionType:
+        return () if (value.__module__ or "").startswith(_LIBRARIES) else _closed_over(value)
+    if issubclass(kind, nn.Module):
+        return [*value.parameters(), *vars(value).values()]
+    if issubclass(kind, type | types.ModuleType) or (issubclass(kind, _CONTAINERS) and len(value) > 1000):
+        return ()
+    return gc.get_referents(value)  # the items of containers, the attributes of objects, bound arguments
+
+
+_CONTAINERS = (list, tuple, dict, set, frozenset)

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from funcga.gradients import GradientFunction, OwningGradient
 from funcga.program import Program
 from torch_backend import arrays, trees
 from torch_backend.agreement import join
-from torch_backend.backward import Reentered
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.driven import Driven
 from torch_backend.engine import Engine, detached
@@ -110,24 +108,16 @@ def _items(
 
 
 def _fold(program: Program, window: "_Window", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any]) -> Any:
-    found, state = microbatches, None
+    state = None
     with window:
-        if isinstance(window, Driven) and not isinstance(found, _Ahead):
-            found = _Ahead(found)
-        for microbatch in found:
-            try:
-                last = isinstance(found, _Ahead) and found.last
-                state = _fold_one(program, window, microbatch, state, kwargs, last)
-            except Reentered:
-                found = chain([microbatch], found)
-                del microbatch
-                break
+        if isinstance(window, Driven) and not isinstance(microbatches, _Ahead):
+            microbatches = _Ahead(microbatches)
+        for microbatch in microbatches:
+            last = isinstance(microbatches, _Ahead) and microbatches.last
+            state = _fold_one(program, window, microbatch, state, kwargs, last)
             del microbatch  # so that no more than one is held
-        else:
-            assert state is not None
-            return window.result(state)
-    assert not isinstance(window, Driven)
-    return _fold(program, window.again(), found, kwargs)
+        assert state is not None
+        return window.result(state)
 
 
 def _fold_one(
@@ -239,10 +229,6 @@ class _Calls:
         self.program, self.backend, self.replicas = program, backend, replicas
         self.buffers: Buffers | None = None
         self.reduction: Reduction | None = None
-
-    def again(self) -> "_Calls":
-        """A window to begin anew with."""
-        return _Calls(self.program, self.backend, self.replicas)
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
         """The arguments without graphs: torch.func records a second graph for tensors that require grad."""

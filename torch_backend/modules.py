@@ -106,12 +106,15 @@ class PureLoss:
         output, after = torch.func.functional_call(self.call, tensors, (self.loss_fn, *args), kwargs)
         return _with_state(output, {name: after[name] for name in own}) if self.buffers else output
 
-    def entered(self, params: Mapping[str, torch.Tensor]) -> "_Visit":
+    def entered(self, params: Mapping[str, torch.Tensor], recorded: bool = False) -> "_Visit":
         """A context, `loss(*batch)` while the parameters are in the module, which is as before when it is left.
+
+        `recorded`: parameters that are not given require grad if the module's own do, as functions that recompute in
+        the backward pass may be recorded for the sake of these alone.
 
         Meanwhile other threads wait that want to put parameters into the module, or into one that overlaps with it.
         """
-        return _Visit(self, params)
+        return _Visit(self, params, recorded)
 
     def _isolated(
         self,
@@ -237,11 +240,13 @@ def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], _Tables]:
 
 
 def _fill(
-    slots: list[_Slot], tensors: Mapping[int, torch.Tensor], outer: Collection[int] = ()
+    slots: list[_Slot], tensors: Mapping[int, torch.Tensor], outer: Collection[int] = (), recorded: bool = False
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Puts the tensors where those of these ids are held; what is not given stays, without a graph of its own.
 
     But tensors of the ids `outer` keep theirs: they belong to a loss around this one, which is differentiated too.
+    `recorded`: what is not given is a leaf, if it requires grad.
+
     Returns (what is there now, what was before), by the id of the former.
     """
     placed = {}
@@ -249,6 +254,8 @@ def _fill(
         found = tensors.get(id(held))
         if found is None:
             found = held if id(held) in outer else held.detach()
+            if recorded and id(held) not in outer and held.requires_grad:
+                found.requires_grad_()
         table[key] = tensor = found
         placed[id(tensor)] = tensor, held
     return placed
@@ -320,8 +327,8 @@ def _misfit(tensors: Mapping[str, torch.Tensor], held: dict[str, torch.Tensor], 
 class _Visit:
     """A context in which a thread has put parameters into the module of a loss."""
 
-    def __init__(self, loss: PureLoss, params: Mapping[str, torch.Tensor]):
-        self.loss, self.params = loss, params
+    def __init__(self, loss: PureLoss, params: Mapping[str, torch.Tensor], recorded: bool):
+        self.loss, self.params, self.recorded = loss, params, recorded
         self.watching: Any = nullcontext()
 
     def __enter__(self) -> Callable[..., Any]:
@@ -332,7 +339,8 @@ class _Visit:
                 _CHANGED.wait()
             parameters, buffers, tables = _walk(module)
             # (what is there now, what was before), by the id of the former
-            self.placed = _fill(parameters, _checked(self.params, parameters, "parameters"), _placed_around())
+            own = _checked(self.params, parameters, "parameters")
+            self.placed = _fill(parameters, own, _placed_around(), self.recorded)
             self.thread, self.tables, self.taken = threading.get_ident(), tables, tables.ids()
             _VISITS.append(self)
         if self.loss.buffers:

@@ -1,0 +1,147 @@
+"""Hooks on parameters: called for the gradient of every micro-batch, whichever way the gradient is taken."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import funcga
+from torch_backend import module_value_and_grad, pure_loss
+
+MASK = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double(), torch.randn(7, 3, dtype=torch.float64)
+
+
+def mse(module, x):
+    return module(x).square().mean()
+
+
+def params_of(module):
+    return dict(module.named_parameters())
+
+
+def by_hand(module, x, pieces):
+    """The mean over the rows of what .backward() of each micro-batch leaves."""
+    total = {name: torch.zeros_like(p) for name, p in params_of(module).items()}
+    for rows in x.tensor_split(pieces):
+        module.zero_grad()
+        mse(module, rows).backward()
+        for name, p in params_of(module).items():
+            total[name] += p.grad * (len(rows) / len(x))
+    module.zero_grad()
+    return total
+
+
+def steps(module, n):
+    """The gradients by every way that takes a module's parameters."""
+    pure, functional = pure_loss(module, mse), lambda p, x: functional_call(module, p, (x,)).square().mean()
+    return {
+        "pure_loss": lambda x: funcga.accumulate(funcga.grad(pure), n)(params_of(module), x),
+        "functional_call": lambda x: funcga.accumulate(funcga.grad(functional), n)(params_of(module), x),
+        "stream": lambda x: funcga.stream(funcga.grad(pure))(params_of(module), x.tensor_split(n)),
+        "moments": lambda x: {
+            name: moments.mean
+            for name, moments in funcga.accumulate(funcga.grad(pure), n, fold=funcga.moments())(
+                params_of(module), x
+            ).items()
+        },
+        "one call": lambda x: average([funcga.grad(pure)(params_of(module), rows) for rows in x.tensor_split(n)], x, n),
+        "value and grad": lambda x: average(
+            [funcga.value_and_grad(functional)(params_of(module), rows)[1] for rows in x.tensor_split(n)], x, n
+        ),
+    }
+
+
+def average(grads, x, n):
+    rows = [len(piece) / len(x) for piece in x.tensor_split(n)]
+    return {name: sum(share * g[name] for share, g in zip(rows, grads, strict=True)) for name in grads[0]}
+
+
+HOOKS = {
+    "linear": lambda g: g * MASK,
+    "not linear": lambda g: g.clamp(-0.05, 0.05),
+    "two": lambda g: g / (1 + g.norm()),
+    "none": lambda g: None,
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_every_way_calls_them_for_every_micro_batch(hook, n):
+    """Ragged ones too: a hook that is not linear sees the gradient of the micro-batch, not a share of it."""
+    module, x = net()
+    calls = []
+    module[0].weight.register_hook(lambda g: (calls.append(1), HOOKS[hook](g))[1])
+    module[2].bias.register_hook(lambda g: g * 2)
+    module[0].weight.register_hook(lambda g: g + 1e-3)
+    expected = by_hand(module, x, n)
+    for way, step in steps(module, n).items():
+        calls.clear()
+        grads = step(x)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(grads[name], gradient, rtol=1e-12, atol=1e-15, msg=f"{way} {name}")
+        assert len(calls) == n, way
+        assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("n", [1, 3, 7])
+def test_a_driven_module_agrees(n):
+    module, x = net()
+    module[0].weight.register_hook(HOOKS["linear"])
+    _, grads = funcga.accumulate(module_value_and_grad(module, mse), n)(x)
+    for name, gradient in by_hand(module, x, n).items():
+        torch.testing.assert_close(grads[name], gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_the_loss_scale_is_in_what_a_hook_sees():
+    module, x = net()
+    seen = []
+    module[0].weight.register_hook(lambda g: seen.append(g.clone()))
+    step = funcga.accumulate(funcga.grad(pure_loss(module, mse), scaled=True), 2)
+    step(params_of(module), x, loss_scale=8.0)
+    expected = []
+    for rows in x.tensor_split(2):
+        expected.append(torch.autograd.grad(8 * mse(module, rows), module[0].weight)[0])
+    for own, other in zip(seen[:2], expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_a_hook_is_gone_when_its_handle_is_removed():
+    module, x = net()
+    handle = module[0].weight.register_hook(lambda g: g * 0)
+    step = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 2)
+    assert not step(params_of(module), x)["0.weight"].any()
+    handle.remove()
+    assert step(params_of(module), x)["0.weight"].any()
+
+
+def test_hooks_that_act_on_grad_are_refused():
+    module, x = net()
+    handle = module[2].weight.register_post_accumulate_grad_hook(lambda p: None)
+    ways = steps(module, 2)
+    match = (
+        r"`(params|p)\['2\.weight'\]` has a hook of register_post_accumulate_grad_hook, which acts on the \.grad that "
+        r"\.backward\(\) leaves, and here gradients are returned, not left in \.grad\. Remove it with handle\.remove\(\)"
+    )
+    for step in ways.values():
+        with pytest.raises(funcga.FuncgaError, match=match):
+            step(x)
+    handle.remove()
+    for step in ways.values():
+        step(x)
+
+
+def test_tensors_that_are_no_parameters_and_trees():
+    w, x = torch.ones(3, dtype=torch.float64, requires_grad=True), torch.randn(6, 3, dtype=torch.float64)
+    w.register_hook(lambda g: g * 3)
+    loss = lambda tree, x: (x @ tree["deep"][1]).square().mean()
+    tree = {"deep": (None, w), "number": 1.0}
+    for step in (funcga.accumulate(funcga.grad(loss), 3), funcga.grad(loss)):
+        grads = step({"deep": (None, w)}, x)
+        expected = 3 * torch.func.grad(lambda w: loss({"deep": (None, w)}, x))(w.detach())
+        torch.testing.assert_close(grads["deep"][1], expected)
+        assert torch.equal(step(tree, x)["deep"][1], grads["deep"][1])

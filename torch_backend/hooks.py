@@ -1,0 +1,35 @@
+"""Hooks that a user has put on parameters: what is differentiated is not the parameter itself, and takes them over.
+
+Only torch has this file: in JAX arrays have no hooks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from funcga.errors import FuncgaError
+
+
+def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any], paths: Callable[[], list[str]]) -> bool:
+    """Whether a tensor has hooks for its gradient; they are then its leaf's too, called in every micro-batch.
+
+    Raises FuncgaError, with its path, for a tensor with hooks that act on its `.grad`.
+    """
+    if any(getattr(tensor, "_post_accumulate_grad_hooks", None) for tensor in tensors):
+        raise _acts_on_grad(tensors, paths())
+    found = [getattr(tensor, "_backward_hooks", None) for tensor in tensors]
+    if not any(found):
+        return False
+    for leaf, hooks in zip(leaves, found, strict=True):
+        for hook in [] if hooks is None else hooks.values():
+            leaf.register_hook(hook)
+    return True
+
+
+def _acts_on_grad(tensors: Sequence[Any], paths: list[str]) -> FuncgaError:
+    hooked = [getattr(tensor, "_post_accumulate_grad_hooks", None) for tensor in tensors]
+    path = next(path for path, hooks in zip(paths, hooked, strict=True) if hooks)
+    return FuncgaError(
+        f"`{path}` has a hook of register_post_accumulate_grad_hook, which acts on the .grad that .backward() leaves, "
+        f"and here gradients are returned, not left in .grad. Remove it with handle.remove(), and do to the gradients "
+        f"that the step returns what it does. A hook of register_hook, on the gradient itself, is called."
+    )
