@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
+from funcga.examples import Listed, suspect
 from funcga.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline
 
 
@@ -40,6 +41,7 @@ class Arguments:
     parts: tuple[Argument, ...]
     grad_fn: Callable[..., Any]
     backend: Backend
+    assumed: bool = False  # whether no in_axes says where the rows are
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """(leaf, axis) of every leaf that is not simply passed whole."""
@@ -105,6 +107,14 @@ class Arguments:
             )
         return [arg for arg, is_split in zip(args, split, strict=True) if is_split]
 
+    def _check_lists(self, rows: int, even: bool) -> None:
+        """Raises FuncgaError for a list whose arrays are examples, not rows of examples."""
+        names = argument_names(self.grad_fn, len(self.parts))
+        split = [(name, part.value) for name, part in zip(names, self.parts, strict=True) if part.axes]
+        found = suspect(split, rows, even, self.backend)
+        if found is not None:
+            raise _listed(self, found, names)
+
     def rows(self, may_be_empty: bool = False) -> int:
         """The number of rows that the split leaves have in common.
 
@@ -121,11 +131,27 @@ class Arguments:
                 "position."
             )
         first, rows = next(iter(sizes.items()))
-        if any(size != rows for size in sizes.values()):
+        even = all(size == rows for size in sizes.values())
+        if self.assumed:
+            self._check_lists(rows, even)
+        if not even:
             raise _uneven(self, sizes)
         if rows == 0 and not may_be_empty:
             raise FuncgaError(f"the batch has 0 rows (`{self.path(first)}` is empty): there is nothing to fold.")
         return rows
+
+
+def _listed(arguments: Arguments, found: Listed, names: list[str]) -> FuncgaError:
+    backend = arguments.backend
+    entry = backend.trees.flatten(found.value[0])[0][0]
+    split = [name for name, part in zip(names, arguments.parts, strict=True) if part.axes]
+    axes = tuple(0 if part.axes else None for part in arguments.parts)
+    return FuncgaError(
+        f"`{found.path}` is a list of {len(found.value)}, the first {backend.arrays.describe(entry)}: axis 0 of each "
+        f"would be taken for the rows, and these look like examples. If they are, stack them, or stream micro-batches "
+        f"of them with weight=lambda {', '.join(split)}: len({found.path}). If axis 0 is the rows, say so: "
+        f"in_axes={axes}."
+    )
 
 
 def _is_split(axis: Any) -> bool:
@@ -184,9 +210,12 @@ def argument_names(function: Callable[..., Any], count: int) -> list[str]:
     return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
 
 
-def read_arguments(args: tuple[Any, ...], in_axes: Any, grad_fn: Callable[..., Any], backend: Backend) -> Arguments:
+def read_arguments(
+    args: tuple[Any, ...], in_axes: Any, grad_fn: Callable[..., Any], backend: Backend, assumed: bool = False
+) -> Arguments:
     """The Arguments of a call; `in_axes` None is the default: the first whole, the others split on axis 0.
 
+    assumed: whether nobody said where the rows are; then a list of examples is refused when they are counted.
     Raises FuncgaError if in_axes is no tree prefix of the arguments.
     """
     parts = []
@@ -200,7 +229,7 @@ def read_arguments(args: tuple[Any, ...], in_axes: Any, grad_fn: Callable[..., A
         except PrefixError as error:
             raise _no_prefix(error, argument_names(grad_fn, len(args))[i], backend) from error
         parts.append(Argument(arg, leaves, axes, structure))
-    return Arguments(tuple(parts), grad_fn, backend)
+    return Arguments(tuple(parts), grad_fn, backend, assumed)
 
 
 def _no_prefix(error: PrefixError, name: str, backend: Backend) -> FuncgaError:

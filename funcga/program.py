@@ -47,7 +47,7 @@ class Program:
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, with what in_axes says of them."""
         in_axes = 0 if self.in_axes is None and isinstance(self.grad_fn, OwningGradient) else self.in_axes
-        return read_arguments(args, in_axes, self.grad_fn, backend)
+        return read_arguments(args, in_axes, self.grad_fn, backend, assumed=self.in_axes is None)
 
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Any:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet. Default: its rows.

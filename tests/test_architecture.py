@@ -20,7 +20,7 @@ TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.err
          "funcga.program", "funcga.reducers", "funcga.scales", "funcga.statistics", "funcga.tally", "funcga.transforms", "funcga.weights", "funcga.window", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
 LAYERS = ["errors", "quantities", "backend", "learning_rates", "prefixes", "monoids", "reducers", "normalizers", "folds", "statistics", "tally", "weights", "leaves",
-          "outputs", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "targets", "streaming", "accumulator", "window",
+          "outputs", "examples", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "targets", "streaming", "accumulator", "window",
           "transforms", "binding", "windowing", "dropping", "widening", "stepping", "loss_scaling", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
           "verification", "verifying", "__init__", "loading", "information", "parity", "__main__"]  # fmt: skip
 

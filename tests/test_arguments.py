@@ -61,6 +61,82 @@ def test_one_axis_for_all(kit):
     assert read(kit, (x, x), -1).rows() == 2
 
 
+# Lists: of the parts of a batch, as a DataLoader makes them, or of examples
+
+
+def arrays_of(kit, *shapes, dtype="float32"):
+    return [kit.arrays(np.ones(shape, dtype)) for shape in shapes]
+
+
+IMAGES = [(3, 8, 8)] * 5
+EXAMPLES = {
+    "images": lambda kit: ({"images": arrays_of(kit, *IMAGES)},),
+    "images of several sizes": lambda kit: ({"images": arrays_of(kit, (3, 8, 8), (3, 6, 9))},),
+    "images in a list": lambda kit: (arrays_of(kit, *IMAGES),),
+    "images and masks": lambda kit: ({"images": arrays_of(kit, *IMAGES), "masks": arrays_of(kit, *IMAGES)},),
+    "images and boxes": lambda kit: (arrays_of(kit, *IMAGES), [{"boxes": b} for b in arrays_of(kit, (2, 4), (1, 4))]),
+    "examples with an image": lambda kit: ([{"image": image} for image in arrays_of(kit, *IMAGES)],),
+    "tokens": lambda kit: ({"tokens": arrays_of(kit, (7,), (7,))},),
+    "tokens of several lengths": lambda kit: (arrays_of(kit, (7,), (5,), (6,)),),
+}
+PARTS = {
+    "inputs and labels": lambda kit: (arrays_of(kit, (6, 3), (6,)),),
+    "inputs and targets alike": lambda kit: (arrays_of(kit, (6, 3), (6, 3)),),
+    "tokens, mask and labels": lambda kit: (arrays_of(kit, (2, 9), (2, 9), (2, 9), dtype="int32"),),
+    "views": lambda kit: (arrays_of(kit, (6, 3, 8, 8), (6, 3, 8, 8)),),
+    "many views": lambda kit: (arrays_of(kit, *[(16, 3, 8, 8)] * 10),),
+    "views and labels": lambda kit: (arrays_of(kit, (6, 3, 8, 8), (6, 3, 8, 8)), *arrays_of(kit, (6,))),
+    "layers beside tokens": lambda kit: (
+        {"x": arrays_of(kit, (6, 4))[0], "hidden": arrays_of(kit, *[(6, 4, 5)] * 12)},
+    ),
+    "pairs of pairs": lambda kit: ([arrays_of(kit, (6, 3), (6, 3)), arrays_of(kit, (6, 2), (6, 2))],),
+    "a list of one": lambda kit: ({"x": arrays_of(kit, (6, 3))},),
+    "a tuple": lambda kit: ({"x": tuple(arrays_of(kit, *IMAGES))},),
+    "a tuple of parts": lambda kit: (tuple(arrays_of(kit, (6, 3), (6, 3))),),
+    "dicts of parts": lambda kit: ([{"ids": a} for a in arrays_of(kit, (6, 3), (6, 3))],),
+    "parts of several kinds": lambda kit: ({"x": arrays_of(kit, (6, 3), (6,))},),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_list_of_examples_is_refused(kit, name):
+    batch = EXAMPLES[name](kit)
+    gradient = lambda params, *batch: params
+    params = kit.arrays(np.ones(2, "float32"))
+    with pytest.raises(funcga.FuncgaError, match=r"is a list of .* these look like examples"):
+        funcga.accumulate(gradient, 1)(params, *batch)
+    with pytest.raises(funcga.FuncgaError, match=r"is a list of .* these look like examples"):
+        funcga.stream(gradient)(params, [batch])
+    assert kit.numpy(funcga.stream(gradient, weight=lambda *batch: 2)(params, [batch])).tolist() == [1, 1]
+
+
+def test_what_is_said_of_a_list_of_examples(kit):
+    batch = {"images": arrays_of(kit, *IMAGES)}
+    with pytest.raises(funcga.FuncgaError) as caught:
+        funcga.accumulate(lambda params, batch: params, 2)(kit.arrays(np.ones(2, "float32")), batch)
+    assert str(caught.value) == (
+        "`batch['images']` is a list of 5, the first float32[3, 8, 8]: axis 0 of each would be taken for the rows, and "
+        "these look like examples. If they are, stack them, or stream micro-batches of them with weight=lambda batch: "
+        "len(batch['images']). If axis 0 is the rows, say so: in_axes=(None, 0)."
+    )
+    assert kit.numpy(
+        funcga.accumulate(lambda params, batch: params, 2, in_axes=(None, 0))(kit.arrays(np.ones(2, "float32")), batch)
+    ).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_list_of_parts_is_split(kit, name):
+    batch = PARTS[name](kit)
+    rows = kit.backend.trees.flatten(batch)[0][0].shape[0]
+    gradient = lambda params, *batch: kit.backend.trees.flatten(batch)[0][0].sum() / rows
+    params = kit.arrays(np.ones(2, "float32"))
+    for step in (
+        funcga.accumulate(gradient, 2, fold=funcga.sum()),
+        lambda params, *batch: funcga.stream(gradient, fold=funcga.sum())(params, [batch]),
+    ):
+        assert float(step(params, *batch)) == pytest.approx(float(gradient(params, *batch)))
+
+
 def test_weight_gets_the_split_ones(kit):
     x = kit.arrays(np.ones(4, "float32"))
     arguments = read(kit, (x, x, x), (None, 0, CARRY))
