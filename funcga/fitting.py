@@ -9,6 +9,8 @@ from funcga.backend import Backend
 from funcga.errors import FuncgaError
 from funcga.program import Program
 
+_SHAPES = 256  # that are remembered: of batches of many lengths each has its own
+
 
 class Fitting:
     """The fold of a program with the smallest n that fits; what fitted is remembered for each shape of arguments.
@@ -37,8 +39,11 @@ class Fitting:
             program = self.programs.setdefault(n, replace(self.program, n=n, compiled={}))
             return backend.loop.finished(backend.loop.accumulate(program, backend)(args, kwargs))
 
-        known = self.fitted.get(key)
-        self.fitted[key], result = smallest(run, rows, backend.loop.is_out_of_memory, known)
+        n, result = smallest(run, rows, backend.loop.is_out_of_memory, self.fitted.get(key))
+        self.fitted.pop(key, None)
+        self.fitted[key] = n  # the last, as the latest
+        if len(self.fitted) > _SHAPES:
+            del self.fitted[next(iter(self.fitted))]  # which was used longest ago
         return result
 
 

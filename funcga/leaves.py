@@ -56,6 +56,9 @@ class LeafFold:
         if isinstance(result, tuple):
             parts = (self._cast(part) for part in result)
             return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
+        kinds = [self.arrays.kind(dtype) for dtype in (result.dtype, self.result_dtype)]
+        if kinds == ["int", "bool"]:  # of a maximum of no values at all, which is the lowest number, False
+            result = result > 0
         return self.arrays.cast(result, self.result_dtype)
 
 
@@ -75,7 +78,8 @@ def bind(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> Lea
     if normalizer.dtype is not None:
         result = _named(normalizer.dtype, arrays)
     else:
-        result = own if arrays.kind(own) == arrays.kind(accumulator) else accumulator
+        selects = reducer.dtype is None and reducer.lift is reducers.max.lift and reducer.monoid.collective != "sum"
+        result = own if selects or arrays.kind(own) == arrays.kind(accumulator) else accumulator
         if normalizer.wide:
             result = arrays.as_dtype("float32") if arrays.kind(accumulator) == "int" else accumulator
     return LeafFold(fold, accumulator, result, arrays)

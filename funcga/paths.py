@@ -120,4 +120,7 @@ def as_numpy(leaf: Any, path: str) -> Any:
             f"array and has no numbers. Pass the arrays themselves."
         )
     owned = any(backend.arrays.owns(leaf) for backend in load_imported())
-    return to_numpy(leaf, copy=None) if owned else leaf
+    try:
+        return to_numpy(leaf, copy=None) if owned else leaf
+    except FuncgaError as error:  # which calls a leaf by its place in a tree, here none
+        raise FuncgaError(str(error).replace("`tree`", where, 1)) from error

@@ -45,7 +45,11 @@ def broadcast(
     if is_value(prefix):
         return [Placed(prefix, path)] * leaves
     branches, children = trees.children(prefix), trees.children(tree)
-    if branches is None or children is None or len(branches) != len(children):
+    if branches is None or children is None:
+        raise PrefixError(path, prefix, tree)
+    if len(branches) > len(children):
+        branches = _without_absent(branches, tree, {key for key, _ in children})
+    if len(branches) != len(children):
         raise PrefixError(path, prefix, tree)
     if type(prefix) in (tuple, list) and isinstance(tree, tuple | list):
         matched = dict(zip((key for key, _ in children), (branch for _, branch in branches), strict=True))
@@ -57,6 +61,15 @@ def broadcast(
             raise PrefixError(path, prefix, tree)
         placed += broadcast(matched[key], child, len(trees.flatten(child)[0]), is_value, trees, path + key)
     return placed
+
+
+def _without_absent(branches: list[tuple[str, Any]], tree: Any, keys: set[str]) -> list[tuple[str, Any]]:
+    """The branches but for those of the tree's fields that are None: a dataclass of torch has no child there."""
+    return [
+        (key, branch)
+        for key, branch in branches
+        if key in keys or not key.startswith(".") or getattr(tree, key[1:], tree) is not None
+    ]
 
 
 def outline(tree: Any, trees: Trees, leaf: Callable[[Any], str], depth: int = 2) -> str:

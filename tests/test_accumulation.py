@@ -352,3 +352,25 @@ def test_a_ratio_of_no_pair_is_refused(kit):
         "output is float32[3], and the fold `pairs, ratio` takes leaves of 2 arrays that are stacked on axis 0: "
         f"{kit.xp.__name__}.stack([correct, counted]) for ratio()."
     )
+
+
+@pytest.mark.parametrize(("fold", "expected"), [(funcga.max(), True), (funcga.min(), False)])
+def test_extremes_of_bools_are_bools(kit, fold, expected):
+    b = kit.arrays(np.array([True, False, True, True]))
+    gradient = lambda p, b: {"any": b.any(), "each": b[:1] & b[-1:]}
+    one = kit.arrays(np.float32(1))
+    for result in (
+        funcga.accumulate(lambda p, b: {"any": b[0], "each": b[:1]}, 4, fold=fold)(one, b),
+        funcga.stream(gradient, fold=fold)(one, [b[:2], b[1:2], b[2:]]),
+    ):
+        assert {str(leaf.dtype).removeprefix("torch.") for leaf in result.values()} == {"bool"}
+        assert kit.numpy(result)["any"] == expected
+        assert kit.numpy(result)["each"].tolist() == [expected]
+    accumulator = funcga.Accumulator(fold)
+    nothing = kit.numpy(accumulator.finalize(accumulator.init(b)))
+    assert nothing.dtype == bool
+    assert nothing.tolist() == [not expected] * 4  # the identity
+    as_numbers = funcga.accumulate(lambda p, b: b[0], 4, fold=type(fold)(
+        funcga.Reducer(fold.reducer.lift, fold.reducer.monoid, dtype="int32"), fold.normalizer
+    ))(one, b)  # fmt: skip
+    assert str(as_numbers.dtype).removeprefix("torch.") == "int32"

@@ -510,3 +510,12 @@ def test_leaves_that_are_zero_but_for_rounding():
         with pytest.raises(AssertionError) as raised:  # the one is no rounding, and the other leaf is not 0
             funcga.compare(wrong, right).assert_close()
         assert "atol=" not in str(raised.value)
+
+
+def test_a_leaf_that_numpy_cannot_have_is_named():
+    sparse = {"layer": {"w": torch.eye(3).to_sparse()}}
+    with pytest.raises(funcga.FuncgaError) as caught:
+        funcga.compare(sparse, sparse)
+    assert str(caught.value) == (
+        "`layer.w` is a sparse tensor float32[3, 3], or one of other parts; x.to_dense() is in one piece."
+    )

@@ -165,11 +165,14 @@ def test_a_schedule_that_is_refused_adds_nothing():
     assert difference(TORCH, state.window.accumulated, tree(1)) == 0
 
 
-def test_zeros_of_one_element_are_each_their_own():
-    params = {"a": torch.ones(()), "b": torch.ones(()), "c": torch.ones(1)}
+def test_zeros_are_each_their_own_and_may_be_written_to():
+    params = {"a": torch.ones(()), "b": torch.ones(()), "c": torch.ones(3), "d": torch.ones(3)}
     updates, _ = (tx := funcga.multi_steps(adamw(), 2)).update(params, tx.init(params), params)
+    for update in updates.values():
+        update.mul_(2)
     updates["a"].add_(1)
-    assert [updates[name].item() for name in "abc"] == [1, 0, 0]
+    updates["c"][0] += 1
+    assert [updates[name].sum().item() for name in "abcd"] == [1, 0, 1, 0]
 
 
 def test_gradients_of_another_device():

@@ -54,21 +54,17 @@ def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, li
     if predicate:
         return emit(state, operands)
     leaves, structure = trees.flatten(like)
-    known: dict[Any, torch.Tensor] = {}
-    return trees.unflatten(structure, [_zeros(leaf, known) for leaf in leaves]), state
+    return trees.unflatten(structure, [_zeros(leaf) for leaf in leaves]), state
 
 
-def _zeros(like: Any, known: dict[Any, torch.Tensor]) -> Any:
-    """Zeros in the shape of updates. Those of more than one element take no memory, and cannot be written to."""
+def _zeros(like: Any) -> Any:
+    """Zeros in the shape of updates, in memory of their own: the caller may write to them, as to other updates."""
     if not arrays.is_array(like):
         return like
     dtype = arrays.accumulator_dtype(like.dtype) if arrays.kind(like.dtype) in ("float", "complex") else like.dtype
-    if type(like) not in (torch.Tensor, torch.nn.Parameter) or like.numel() < 2:
-        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
-    kind = dtype, like.device, like.shape
-    if kind not in known:
-        known[kind] = torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
-    return known[kind]
+    if like.layout is not torch.strided:
+        return torch.zeros(like.shape, dtype=dtype, device=like.device)
+    return torch.zeros_like(like, dtype=dtype, requires_grad=False)
 
 
 def finite(leaves: list[Any]) -> Any:

@@ -15,8 +15,8 @@ _LEAF = _pytree.tree_structure(0)
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
-@lru_cache(maxsize=64)
-def _dict_of_leaves(keys: tuple[Any, ...]) -> Any:
+@lru_cache(maxsize=64, typed=True)  # 1 and True are equal, and no one key
+def _dict_of_leaves(*keys: Any) -> Any:
     return _pytree.tree_structure(dict.fromkeys(keys, 0))
 
 
@@ -26,7 +26,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         return [tree], _LEAF
     # a dict of tensors, as parameters are, is next
     if type(tree) is dict and _TENSORS.issuperset(map(type, tree.values())) and not torch.compiler.is_compiling():
-        return [*tree.values()], _dict_of_leaves(tuple(tree))
+        return [*tree.values()], _dict_of_leaves(*tree)
     return _pytree.tree_flatten(tree, is_leaf)
 
 
