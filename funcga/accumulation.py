@@ -53,8 +53,8 @@ def accumulate(
     float32. Raises FuncgaError for bad input, before any work.
 
     In JAX the micro-batch body is traced and compiled once (twice if the rows do not divide). A call outside of jit is
-    jitted: arrays are traced and all other arguments are static, so each new number is a new program, and an object
-    that changes without changing its hash is not seen to.
+    jitted: arrays are traced and all other arguments are static, so each new number is a new program. A change goes
+    unnoticed in an object that keeps its hash, and in what grad_fn closes over, as in any function under jit.
 
     A batch that is sharded by its rows stays where it is: outside of jit, or where the mesh has Explicit axes, each
     micro-batch takes as many rows from every device, if they divide, so micro-batches have other rows than on one

@@ -66,11 +66,16 @@ class Accumulator:
         backend = backend_of([state, value], lambda: ["state", "value"])
         outputs = self._outputs(state, backend)
         weight = check_weight(weight, backend.arrays)
-        if any(fold.is_narrow for fold in outputs.folds if fold):
+        arrays, is_narrow = backend.arrays, any(fold.is_narrow for fold in outputs.folds if fold)
+        if is_narrow:
             check_narrow(weight)
+        # of an array two addends, which go to a framework without 64-bit types, unless the state has one already
+        is_one = len(state.tally.weight) == 1 and arrays.is_array(state.tally.weight[0])
+        in_two = is_narrow and arrays.is_array(weight) and not is_one
+        limbs = arrays.addends(weight, wide=False) if in_two else arrays.limbs(weight)
         leaves = outputs.leaves(backend.transforms.detached(value), "this update")
         lifted = [fold.lift(leaf, weight) if fold else None for fold, leaf in _bound(outputs, leaves)]
-        more = AccumulatorState(tuple(lifted), state.like, tally.of(weight, backend.arrays))
+        more = AccumulatorState(tuple(lifted), state.like, Tally(limbs, arrays.count(1)))
         return _merge(outputs, state, more)
 
     def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
@@ -121,7 +126,19 @@ def _merge(outputs: Outputs, a: AccumulatorState, b: AccumulatorState) -> Accumu
         if fold is not None and fold.fold.reducer.monoid.axis is None:
             _check_shapes(outputs, i, before, more)
         merged.append(None if fold is None else fold.combine(before, more))
-    return AccumulatorState(tuple(merged), a.like, tally.merge(a.tally, b.tally))
+    return AccumulatorState(tuple(merged), a.like, _merge_tallies(a.tally, b.tally, outputs.backend))
+
+
+def _merge_tallies(a: Tally, b: Tally, backend: Backend) -> Tally:
+    """The tally of both, of which one may be a Python number, as in torch, and the other two addends."""
+    if len(a.weight) != len(b.weight):
+        a, b = (
+            Tally(backend.arrays.addends(t.weight[0], wide=False), t.steps)
+            if isinstance(t.weight[0], int | float)
+            else t
+            for t in (a, b)
+        )
+    return tally.merge(a, b)
 
 
 def _check_shapes(outputs: Outputs, i: int, before: Any, more: Any) -> None:

@@ -123,6 +123,12 @@ def _unfit(path: str, like: Any, kind: str, arrays: Arrays) -> FuncgaError:
             "Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "
             'funcga.mean()); or average it in floats: funcga.mean(dtype="float32")',
         )
+    elif kind == "other":
+        why, instead = (
+            "it holds no numbers that this fold could combine",
+            "Thread a random key by funcga.carry(), or collect keys by funcga.concat(). The gradient of an integer is "
+            "nothing: pass integers as another argument, whole, in_axes=(None, None, 0)",
+        )
     else:
         why, instead = (
             f"this fold is not defined for {kind} values",

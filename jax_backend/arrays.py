@@ -43,7 +43,8 @@ def describe(leaf: Any) -> str:
     """`float32[8, 3]`, or the type of what is no array."""
     if is_array(leaf):
         kind_of = "a NumPy array " if isinstance(leaf, np.ndarray | np.generic) else ""
-        return f"{kind_of}{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+        dtype = "float0" if leaf.dtype == jax.dtypes.float0 else leaf.dtype
+        return f"{kind_of}{dtype}[{', '.join(map(str, leaf.shape))}]"
     return "None" if leaf is None else f"of type {type(leaf).__name__}"
 
 

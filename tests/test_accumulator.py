@@ -198,3 +198,32 @@ def test_weights_that_a_float32_cannot_hold(kit, weight, x64):
         accumulator.update(accumulator.init(narrow), narrow, weight=weight)
     state = accumulator.update(accumulator.init(wide), wide, weight=weight)
     np.testing.assert_allclose(kit.numpy(accumulator.finalize(state)), [1, 1])
+
+
+@pytest.mark.parametrize("first", [TORCH, JAX], ids=lambda kit: kit.name)
+@pytest.mark.parametrize("kind", ["number", "int", "float"])
+def test_a_state_goes_on_in_the_other_framework(first, kind):
+    """Without JAX's 64-bit types, whether the weights are numbers or arrays; counts stay exact."""
+    accumulator, weights, state = funcga.Accumulator(), (2**24, 1, 3), None
+    for kit, weight in zip((first, JAX if first is TORCH else TORCH, first), weights, strict=True):
+        value = kit.arrays(np.full(2, weight, "float32"))
+        state = accumulator.init(value) if state is None else kit.arrays(state)
+        dtype = {"number": None, "int": "int32", "float": "float32"}[kind]
+        state = accumulator.update(
+            state, value, weight=weight if dtype is None else kit.arrays(np.asarray(weight, dtype))
+        )
+    assert sum(float(limb) for limb in state.tally.weight) == 2**24 + 4
+    expected = sum(float(w) ** 2 for w in weights) / sum(weights)
+    np.testing.assert_allclose(first.numpy(accumulator.finalize(state)), expected, rtol=1e-6)
+
+
+def test_a_state_of_64_bits_goes_on_in_torch():
+    accumulator, ones = funcga.Accumulator(), np.ones(2, "float32")
+    with jax.enable_x64(True):
+        state = accumulator.update(
+            accumulator.init(JAX.arrays(ones)), JAX.arrays(ones), weight=JAX.arrays(np.int64(2**40))
+        )
+        state = funcga.to_torch(state)
+    for weight in (1, torch.tensor(2), torch.tensor(3.0)):
+        state = accumulator.update(state, torch.ones(2), weight=weight)
+    assert float(state.tally.weight[0]) == 2**40 + 6

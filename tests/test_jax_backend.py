@@ -373,3 +373,21 @@ def test_rows_that_may_not_divide_cannot_be_exported():
         "the batch has a symbolic number of rows, `b`, of which it is not known that 4 divides it. Export the program "
         'for rows that it does: jax.export.symbolic_shape("4*b").'
     )
+
+
+@pytest.mark.parametrize("fold", ["mean", "sum", "max", "moments"])
+@pytest.mark.parametrize("leaf", [np.arange(3), jax.random.key(0)], ids=["integers", "key"])
+def test_gradients_of_what_is_no_float(leaf, fold):
+    """JAX has float0 for them, an array of nothing."""
+    gradient = jax.grad(lambda params, x: (params["w"] * x).sum(), allow_int=True)
+    params = {"w": jnp.float32(1), "other": leaf}
+    with pytest.raises(funcga.FuncgaError) as error:
+        funcga.accumulate(gradient, 2, fold=getattr(funcga, fold)())(params, jnp.ones(4))
+    assert str(error.value) == (
+        f"output['other'] is float0[{'3' if leaf.shape else ''}], and it holds no numbers that this fold could "
+        f"combine. Thread a random key by funcga.carry(), or collect keys by funcga.concat(). The gradient of an "
+        f"integer is nothing: pass integers as another argument, whole, in_axes=(None, None, 0)."
+    )
+    apart = jax.grad(lambda w, other, x: (w * x).sum())
+    step = funcga.accumulate(apart, 2, in_axes=(None, None, 0), fold=funcga.sum())
+    assert float(step(params["w"], params["other"], jnp.ones(4))) == 4
