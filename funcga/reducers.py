@@ -48,9 +48,9 @@ def _halves(xp: Any, value: Any, weight: Any) -> Any:
 
 
 def _moments(xp: Any, value: Any, weight: Any) -> tuple[Any, Any, Any]:
-    corner = value[(slice(0, 1),) * value.ndim]  # made of the value, so that it is where and what the value is
-    filled = xp.zeros_like(corner.sum()) + weight
-    return filled, xp.where(filled > 0, value, 0), xp.zeros_like(value)
+    zeros = xp.zeros_like(value)
+    filled = zeros.sum() + weight  # made of the value, so that it is where and what the value is
+    return filled, xp.where(filled > 0, value, 0), zeros
 
 
 def _unstack(xp: Any, value: Any, weight: Any) -> tuple[Any, Any, Any]:

@@ -8,6 +8,7 @@ from jax_backend.randomness import example_keys as example_keys
 from jax_backend.randomness import sampled as sampled
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replication import replicated as replicated
+from jax_backend.stacked import folded_in_place as folded_in_place
 from jax_backend.transforms import state_specs as state_specs
 from jax_backend.updates import apply_updates as apply_updates
 
@@ -17,6 +18,7 @@ __all__ = [
     "apply_updates",
     "collectives",
     "example_keys",
+    "folded_in_place",
     "replicated",
     "sampled",
     "state_specs",

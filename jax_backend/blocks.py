@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga.arguments import Arguments
 from funcga.outputs import Outputs
@@ -81,6 +82,16 @@ def _joined(blocks: int, found: Sequence[tuple[int, int]], axis: int, column: Se
         parts.append(apart.reshape(*apart.shape[: axis + 1], -1, *apart.shape[axis + 3 :]))
     joined = jnp.concatenate(parts, axis=axis + 1)
     return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+
+
+def joined(array: jax.Array, axis: int) -> jax.Array:
+    """The array with an axis and the next one as one, which is sharded as the next one was."""
+    sizes = (*array.shape[:axis], array.shape[axis] * array.shape[axis + 1], *array.shape[axis + 2 :])
+    sharding: Any = jax.typeof(array).sharding
+    if not any(sharding.spec):
+        return array.reshape(sizes)
+    spec: Any = PartitionSpec(*sharding.spec[:axis], *sharding.spec[axis + 1 :])  # type: ignore[no-untyped-call]
+    return lax.reshape(array, sizes, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
 def _reshaped(array: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:

@@ -77,7 +77,7 @@ def _unhashable(leaves: list[Any]) -> FuncgaError:
     )
 
 
-def compiled(function: Callable[..., Any], inline: bool = False) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], inline: bool = False, keep_unused: bool = False) -> Callable[..., Any]:
     """The function, jitted for calls outside of any trace.
 
     Inside jit, vmap, grad or shard_map it is called as it is, or with `inline` traced once for all such calls. What is
@@ -88,7 +88,7 @@ def compiled(function: Callable[..., Any], inline: bool = False) -> Callable[...
     def run(static: Static, arrays: list[Any]) -> Any:
         return function(*static.tree(arrays))
 
-    jitted = jax.jit(run, static_argnums=0, inline=inline)
+    jitted = jax.jit(run, static_argnums=0, inline=inline, keep_unused=keep_unused)
 
     def call(*args: Any) -> Any:
         if not inline and is_tracing():

@@ -1,6 +1,6 @@
 """The loop over the micro-batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
 from funcga.reducers import Reducer
 from funcga.weights import LEAST32, MOST32, check_narrow
-from jax_backend import arrays, blocks, compilation, handover, nnx, stacked
+from jax_backend import accumulators, arrays, blocks, compilation, handover, nnx, stacked
+from jax_backend.accumulators import Places
 from jax_backend.compilation import Static, compiled
-from jax_backend.exchange import varying_axes
 from jax_backend.merging import Folded, merge, varying
 from jax_backend.replicas import replicas_of, unmerged
 
@@ -30,9 +30,11 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
     fold = _kept(program, "accumulate", lambda: compiled(_accumulate(program.bound(backend), backend)))
     if program.across is not None or jax.device_count() == 1:
-        return lambda args, kwargs: fold(args, kwargs, 1)
+        return lambda args, kwargs: fold(args, kwargs, 1, None)
     # here, as inside jit an array does not say where it lies
-    return lambda args, kwargs: fold(args, kwargs, blocks.blocks_of(program.read(args, backend)))
+    return lambda args, kwargs: fold(
+        args, kwargs, blocks.blocks_of(program.read(args, backend)), accumulators.places(args)
+    )
 
 
 def _kept(program: Program, name: str, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -46,14 +48,14 @@ def _kept(program: Program, name: str, make: Callable[[], Callable[..., Any]]) -
 
 
 def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
-    def fold(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Any:
+    def fold(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, places: Places | None) -> Any:
         replicas = replicas_of(program.across)
         if replicas is not None:
             args, kwargs = varying(args, replicas), varying(kwargs, replicas)
         with unmerged(()):  # a fold inside of grad_fn is merged by this one
-            return folded(args, kwargs, parts, replicas)
+            return folded(args, kwargs, parts, places, replicas)
 
-    def folded(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, replicas: Any) -> Any:
+    def folded(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, places: Places | None, replicas: Any) -> Any:
         nnx.check_unshared((args, kwargs))
         arguments = program.read(args, backend)
         found = _groups(arguments.rows(), program)
@@ -69,8 +71,8 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             if carry is None:
                 outputs, _ = program.bind(made[0], arguments)
                 if narrow is not None and not blocks.keeps_result(outputs, size):
-                    return folded(args, kwargs, 1, replicas)
-                carry = (*_nothing(outputs), state)
+                    return folded(args, kwargs, 1, places, replicas)
+                carry = _placed(places, outputs, (*_nothing(outputs, traced.out_avals), state))
             weigh = jax.jit(partial(_cut_and_weigh, program, arguments, size, narrow), inline=True)
             one = _Microbatch(outputs, evaluate, weigh, traced, _in_place(outputs, traced, made[0]))
             if program.weight is not None:
@@ -81,7 +83,7 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             first += count * size
         if narrow is not None:
             chunks = [blocks.in_order(outputs, parts, found, chunks)]
-        return _finish(outputs, replicas, carry, chunks, shared)
+        return _finish(outputs, replicas, _placed(places, outputs, carry), chunks, shared)
 
     return fold
 
@@ -120,7 +122,7 @@ class _Microbatch(NamedTuple):
         folds = zip(self.outputs.reduced, self.outputs.reduced_folds, weights, strict=True)
         added = {i: partial(_one_more, fold, weight) for i, fold, weight in folds}
         before = dict(zip(added, reduced, strict=True))
-        into = {i: (before[i], added[i]) for i in self.in_place}
+        into = {i: stacked.Into(before[i], added[i], self.outputs.paths[i]) for i in self.in_place}
         leaves = stacked.evaluate(self.traced.jaxpr, self.traced.consts, leaves, into)
         reduced = [leaves[i] if i in into else added[i](before[i], leaves[i]) for i in added]
         return reduced, [leaves[i] for i in self.outputs.threads], [leaves[i] for i in self.outputs.collected], limbs
@@ -172,7 +174,7 @@ def _scan(one: _Microbatch, carry: Any, first: int, count: int, size: int) -> tu
         return _add(one, carry, start, carry[-1])
 
     places = first + size * jnp.arange(count, dtype=jnp.int32)
-    carry, collected = lax.scan(body, _varying(body, carry, places[0]), places)
+    carry, collected = lax.scan(body, _typed(body, carry, places[0]), places)
     return carry, [_unstack(*pair) for pair in zip(one.outputs.collected_folds, collected, strict=True)]
 
 
@@ -193,7 +195,7 @@ def _scan_rows(
 
     reduced, total, state = carry
     places = first + size * jnp.arange(count, dtype=jnp.int32)
-    (reduced, state), collected = lax.scan(body, _varying(body, (reduced, state), places[0]), places)
+    (reduced, state), collected = lax.scan(body, _typed(body, (reduced, state), places[0]), places)
     total = tally.merge(total, tally.of(count * size, arrays, steps=count))
     return (reduced, total, state), [_unstack(*p) for p in zip(one.outputs.collected_folds, collected, strict=True)]
 
@@ -269,21 +271,32 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
         value, limbs = _evaluate(program, arguments, arguments.cut(0, None, state), kwargs)
         return value, limbs or arrays.limbs(arguments.rows())
 
-    @compiled
-    def begin(outputs: Outputs, leading: Any, item: Any) -> Any:
-        state = program.read((*leading, *item), backend).state()
-        return *_nothing(outputs), [jnp.array(_strong(leaf), copy=True) for leaf in state]
+    @partial(compiled, keep_unused=True)  # it has no devices but those of its arguments
+    def begin(outputs: Outputs, places: Places | None, leading: Any, kwargs: Any, item: Any) -> Any:
+        state = [_strong(leaf) for leaf in program.read((*leading, *item), backend).state()]
+        types = jax.make_jaxpr(partial(evaluate, leading, kwargs, item))(state).out_avals
+        carry = *_nothing(outputs, types), [jnp.array(leaf, copy=True) for leaf in state]
+        return _placed(places, outputs, carry)
 
-    def step(outputs: Outputs, whole: Static, cut: Static, carry: Any, arrays_whole: Any, arrays_cut: Any) -> Any:
+    def step(
+        outputs: Outputs,
+        places: Places | None,
+        whole: Static,
+        cut: Static,
+        carry: Any,
+        arrays_whole: Any,
+        arrays_cut: Any,
+    ) -> Any:
         (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
         arguments = program.read((*leading, *item), backend)
         of = partial(evaluate, leading, kwargs, item)
         traced, made = jax.make_jaxpr(of, return_shape=True)(carry[-1])
         one = _Microbatch(outputs, of, partial(weigh, arguments), traced, _in_place(outputs, traced, made[0]))
-        return _add(one, carry, carry[-1])
+        carry, collected = _add(one, carry, carry[-1])
+        return _placed(places, outputs, carry), collected
 
     finish = compiled(_finish)
-    jitted = jax.jit(step, static_argnums=(0, 1, 2), donate_argnums=3)
+    jitted = jax.jit(step, static_argnums=(0, 1, 2, 3), donate_argnums=4)
     outputs_of = _outputs_of(program, backend, evaluate)
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
@@ -294,7 +307,7 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def folded(
         leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any], replicas: Any
     ) -> Any:
-        outputs = carry = None
+        outputs = carry = places = None
         chunks = []
         if replicas is not None:
             leading, kwargs = varying(leading, replicas), varying(kwargs, replicas)
@@ -308,8 +321,9 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 item = varying(item, replicas)
             if outputs is None:
                 outputs = outputs_of(leading, kwargs, item)
-                carry = begin(outputs, leading, item)
-            carry, collected = run(outputs, whole, *_parted(item, carry, arrays_whole))
+                places = accumulators.places((*leading, *item))
+                carry = begin(outputs, places, leading, kwargs, item)
+            carry, collected = run(outputs, places, whole, *_parted(item, carry, arrays_whole))
             if collected:  # else finish would be compiled for every number of micro-batches
                 chunks.append(collected)
             del item, collected  # so that no more than one micro-batch is held
@@ -335,11 +349,14 @@ def _parted(item: Any, carry: Any, arrays_whole: list[Any]) -> tuple[Any, ...]:
     return cut, carry, arrays_whole, arrays_cut
 
 
-def _nothing(outputs: Outputs) -> tuple[list[Any], tally.Tally]:
-    """What no micro-batch has contributed."""
+def _placed(places: Places | None, outputs: Outputs, carry: Any) -> Any:
+    return carry if places is None else places.pinned(outputs, carry)
+
+
+def _nothing(outputs: Outputs, types: Sequence[Any]) -> tuple[list[Any], tally.Tally]:
+    """What no micro-batch has contributed, where grad_fn returns leaves of these types."""
     pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
-    zeros = [(fold, jnp.zeros(outputs.shapes[i] or (), outputs.dtypes[i])) for i, fold in pairs]
-    return [fold.identity(like) for fold, like in zeros], tally.empty(arrays)
+    return [fold.identity(accumulators.zeros(types[i])) for i, fold in pairs], tally.empty(arrays)
 
 
 def _add(one: _Microbatch, carry: Any, *operands: Any) -> Any:
@@ -384,8 +401,7 @@ def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]]
 def _unstack(fold: LeafFold, stacked: jax.Array) -> jax.Array:
     """What a scan collected, [micro-batches, ...], with the micro-batches in order along the fold's own axis."""
     axis = (fold.fold.reducer.monoid.axis or 0) % (stacked.ndim - 1)
-    moved = jnp.moveaxis(stacked, 0, axis)
-    return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
+    return blocks.joined(jnp.moveaxis(stacked, 0, axis), axis)
 
 
 def _strong(leaf: Any) -> Any:
@@ -394,17 +410,14 @@ def _strong(leaf: Any) -> Any:
     return jnp.asarray(leaf, dtype=leaf.dtype)
 
 
-def _varying(body: Callable[..., Any], carry: Any, start: Any) -> Any:
-    """The carry marked as varying over the mesh axes that the body makes it vary over, inside shard_map."""
-    for _ in range(3):  # what varies can make more vary; it settles at once in practice
+def _typed(body: Callable[..., Any], carry: Any, start: Any) -> Any:
+    """The carry sharded and varying as the body makes it: what is sharded or varies can make more so."""
+    for _ in range(3):  # it settles at once in practice
         leaves, structure = jax.tree.flatten(carry)
-        after = jax.tree.leaves(jax.eval_shape(body, carry, start)[0])
-        axes = [tuple(varying_axes(b) - varying_axes(jax.typeof(a))) for a, b in zip(leaves, after, strict=True)]
-        if not any(axes):
+        after = jax.make_jaxpr(body)(carry, start).out_avals
+        marked = [accumulators.typed(leaf, aval) for leaf, aval in zip(leaves, after, strict=False)]
+        if all(a is b for a, b in zip(leaves, marked, strict=True)):
             break
-        marked = [
-            lax.pcast(leaf, names, to="varying") if names else leaf for leaf, names in zip(leaves, axes, strict=True)
-        ]
         carry = jax.tree.unflatten(structure, marked)
     return carry
 

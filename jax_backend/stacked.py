@@ -7,6 +7,7 @@ by one that carries the accumulator, and combines the part of every layer with i
 numbers, without the array in between. It is a program of plain operations, to be differentiated and batched as any.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,12 +20,49 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Literal, jaxpr_as_fun
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from jax_backend.exchange import as_varying, varying_axes
 
-Into = tuple[jax.Array, Callable[[Any, Any], Any]]
-"""An accumulator, and combine(part of the accumulator, the same part of what a scan stacks)."""
+
+class Into(NamedTuple):
+    """An accumulator, combine(part of the accumulator, the same part of what a scan stacks), and the leaf's path."""
+
+    accumulator: jax.Array
+    combine: Callable[[Any, Any], Any]
+    path: str
+
+
+def folded_in_place(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    """The leaves of grad_fn's output that a step folds layer by layer, inside of the scan that computes them.
+
+    For all others such a scan makes an array of the leaf's size beside the accumulator. What no scan stacks is added in
+    place by XLA, and is not named. step: of `accumulate` or `stream`, or any function that calls one, jitted or not; it
+    is traced for these arguments, and nothing is run.
+
+    >>> jax_backend.folded_in_place(step, params, batch)
+    ["output[1]['layers']"]
+    """
+    jitted: Any = step if hasattr(step, "trace") else jax.jit(step)
+    found = [path for marked in _marked(jitted.trace(*args, **kwargs).jaxpr.jaxpr) for path in marked.split(_BETWEEN)]
+    return list(dict.fromkeys(found))
+
+
+_MARK, _BETWEEN = re.compile("folded in place<(.*?)>"), "; "
+
+
+def _marked(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield from _MARK.findall(str(equation.source_info.name_stack))
+        for value in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                yield from _marked(getattr(value, "jaxpr", value))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
 
 # A scan with any other option is left as it is.
 _KNOWN = {"jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry", "ft_in", "ft_out"}
@@ -41,7 +79,8 @@ def stacked(jaxpr: Any) -> list[int]:
 
 
 def _stacks(jaxpr: Any) -> dict[int, _Stack]:
-    if jaxpr.effects:
+    # that a program names a mesh axis is an effect of its type, which nothing that is moved could change
+    if any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects):
         return {}
     found: dict[Any, _Stack] = {}
     reads = Counter(v for v in _read(jaxpr) if not isinstance(v, Literal))
@@ -75,9 +114,7 @@ def _made(equation: Any) -> list[int]:
         return stacked(equation.params["jaxpr"].jaxpr) if _is_plain(equation) else []
     if equation.primitive.name != "scan" or not _is_known(equation) or not equation.params["length"]:
         return []
-    # with explicit axes the type says how it lies on a mesh, of which an accumulator knows nothing
-    explicit = [AxisType.Explicit in v.aval.sharding.mesh.axis_types for v in equation.outvars]
-    return [k for k in range(_carried(equation), len(explicit)) if not explicit[k]]
+    return list(range(_carried(equation), len(equation.outvars)))
 
 
 def _is_known(scan: Any) -> bool:
@@ -110,7 +147,9 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], into: Mappi
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read: Callable[[Any], Any] = lambda v: v.val if isinstance(v, Literal) else values[v]
     stacks = _stacks(jaxpr) if into else {}
-    wanted = {stacks[i].variable: (array, _cast_first(stacks[i].casts, add)) for i, (array, add) in into.items()}
+    wanted = {
+        stacks[i].variable: one._replace(combine=_cast_first(stacks[i].casts, one.combine)) for i, one in into.items()
+    }
     for equation in jaxpr.eqns:
         operands = [read(v) for v in equation.invars]
         own = {k: wanted[v] for k, v in enumerate(equation.outvars) if v in wanted}
@@ -147,12 +186,13 @@ def _scan(scan: Any, operands: list[Any], into: Mapping[int, Into]) -> list[Any]
         found = run(*consts, *before, *parts)
         after, rest = found[:carried], dict(enumerate(found[carried:], carried))
         pairs = zip(into, accumulators, strict=True)
-        return (after, [_combined(accumulator, i, rest.pop(k), into[k][1]) for k, accumulator in pairs]), rest
+        return (after, [_combined(accumulator, i, rest.pop(k), into[k].combine) for k, accumulator in pairs]), rest
 
-    accumulators = [_as_combined(*into[k], body.out_avals[k]) for k in into]
+    accumulators = [_as_combined(one.accumulator, one.combine, body.out_avals[k]) for k, one in into.items()]
     places = jnp.arange(length, dtype=jnp.int32)
     options = {name: scan.params[name] for name in ("reverse", "unroll")}
-    (after, added), rest = lax.scan(step, (init, accumulators), (places, xs), length, **options)
+    with jax.named_scope(f"folded in place<{_BETWEEN.join(one.path for one in into.values())}>"):
+        (after, added), rest = lax.scan(step, (init, accumulators), (places, xs), length, **options)
     outputs = dict(enumerate(after)) | rest | dict(zip(into, added, strict=True))
     return [outputs[k] for k in range(len(scan.outvars))]
 

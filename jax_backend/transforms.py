@@ -17,7 +17,7 @@ from funcga.prefixes import leaf_paths
 from funcga.tally import Tally
 from funcga.transforms import MultiSteps
 from funcga.window import Dropped, MultiStepsState
-from jax_backend import arrays, trees
+from jax_backend import accumulators, arrays, trees
 from jax_backend.exchange import as_varying, typed_axes, varying_axes
 from jax_backend.merging import Folded, merge
 from jax_backend.replicas import Replicas, check_step_merges, listed, spelled
@@ -58,7 +58,7 @@ def _optax_type(base: Any) -> Any:
 def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, like: Any) -> Any:
     """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state."""
     if not isinstance(predicate, jax.core.Tracer):
-        return emit(state, operands) if predicate else (_nothing(emit, state, operands), state)
+        return emit(state, operands) if predicate else (_nothing(emit, state, operands, like), state)
     leaves, structure = jax.tree.flatten(operands)
     traced = [i for i, leaf in enumerate(leaves) if arrays.is_array(leaf)]
 
@@ -80,16 +80,20 @@ def _closed(run: Callable[..., Any], state: Any, given: list[Any]) -> tuple[Call
     With it the state, marked as varying as it comes back; the operands; and the types of the updates.
     """
     closed, captured = jax.closure_convert(run, state, given)
-    updates, after = jax.eval_shape(closed, state, given, *captured)
+    traced, made = jax.make_jaxpr(closed, return_shape=True)(state, given, *captured)
+    updates, after = jax.tree.unflatten(jax.tree.structure(made), traced.out_avals)
     typed = _typed(state, after)
     if any(a is not b for a, b in zip(jax.tree.leaves(typed), jax.tree.leaves(state), strict=True)):
         return _closed(run, typed, given)
     return closed, state, [given, *captured], updates
 
 
-def _nothing(emit: Callable[..., Any], state: Any, operands: Any) -> Any:
-    """Updates of zeros, like those that `emit` returns."""
-    return _zeros(jax.eval_shape(lambda state: emit(state, operands)[0], state))
+def _nothing(emit: Callable[..., Any], state: Any, operands: Any, like: Any) -> Any:
+    """Updates of zeros, like those that `emit` returns; they lie where others of their shapes lie."""
+    types = jax.eval_shape(lambda state: emit(state, operands)[0], state)
+    if trees.flatten(types)[1] != trees.flatten(like)[1]:
+        like = types
+    return jax.tree.map(lambda a, b: jnp.zeros_like(b if jnp.shape(b) == a.shape else a, dtype=a.dtype), types, like)
 
 
 def _strong(leaf: Any) -> Any:
@@ -113,12 +117,13 @@ def _branched(run: Callable[..., Any], updates: Any, predicate: Any, state: Any,
 
 
 def _zeros(types: Any) -> Any:
-    return jax.tree.map(jnp.zeros_like, types)  # of a type: as sharded and as varying as it says
+    return jax.tree.map(accumulators.zeros, types)
 
 
 def _typed(found: Any, like: Any) -> Any:
-    """The trees marked as varying over the axes that others vary over."""
-    return jax.tree.map(lambda a, b: as_varying(a, tuple(varying_axes(jax.typeof(b)))), found, like)
+    """The trees sharded and varying as others are, or as types say."""
+    types = jax.tree.map(lambda b: b if isinstance(b, jax.core.ShapedArray) else jax.typeof(b), like)
+    return jax.tree.map(accumulators.typed, found, types)
 
 
 def finite(leaves: list[Any]) -> Any:

@@ -208,6 +208,7 @@ ALONE = {
     "bits": "one reduction of an XLA program has one dtype; a torch bucket has whatever is put in it",
     "blocks": "the rows of a JAX array lie on many devices; in torch those of DTensors do, which `placements` cuts",
     "replication": "one JAX process drives all devices; in torch every replica is a process",
+    "accumulators": "the type of a JAX array says how it lies on a mesh; torch adds where autograd has put a gradient",
     "communication": "XLA decides what is reduced where, so one has to look; torch reduces what it is told to",
 }
 HELPERS = {

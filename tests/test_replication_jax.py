@@ -382,7 +382,7 @@ def collectives_of_a_call(grad_fn, *args, **sizes):
     program = Program(grad_fn, funcga.mean(), **sizes)
     fold = loop._accumulate(program, BACKEND)
     parts = blocks.blocks_of(program.read(args, BACKEND))
-    return collectives(lambda *args: fold(args, {}, parts), *args)
+    return collectives(lambda *args: fold(args, {}, parts, None), *args)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

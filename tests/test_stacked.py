@@ -7,6 +7,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import funcga
+import jax_backend
 from jax_backend import stacked
 from tests.kits import counted
 
@@ -206,3 +207,46 @@ def test_what_differs_between_devices_only_once_it_is_folded(monkeypatch):
         return over_devices(lambda params, x: step(own(params), jnp.float32(1), x)[0])
 
     check_same(threaded, layers(), rows(8), 2, monkeypatch)  # so they would be, if the state were as it came in
+
+
+# -- on a mesh, and how to ask
+
+
+def tensor_parallel(params, x):
+    """Columns of the first matrix and rows of the second on each device, and a sum in every layer."""
+    first = lax.axis_index("model") == 0
+
+    def body(x, w):
+        return lax.psum(jax.nn.relu(x @ w["a"]) @ w["b"] + jnp.where(first, x, 0), "model"), None
+
+    return (lax.scan(body, x, params)[0] ** 2).mean()
+
+
+def whole_layers(params, x):
+    return (lax.scan(lambda x, w: (jax.nn.relu(x @ w["a"]) @ w["b"] + x, None), x, params)[0] ** 2).mean()
+
+
+def test_layers_that_communicate_are_folded_in_place(monkeypatch):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"a": jax.P(None, None, "model"), "b": jax.P(None, "model")}
+    step = lambda: funcga.accumulate(jax.grad(tensor_parallel), 2, across="data")
+    over = lambda: jax.shard_map(step(), mesh=mesh, in_specs=(specs, jax.P("data")), out_specs=specs)
+    params, x = layers(), rows(8)
+    check_same(over, params, x, 2, monkeypatch)
+    assert jax_backend.folded_in_place(over(), params, x) == ["output['a']", "output['b']"]
+    found, expected = jax.jit(over())(params, x), jax.grad(whole_layers)(params, x)
+    assert all(jnp.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6) for name in params)
+
+
+def test_which_leaves_are_folded_in_place():
+    """Of a step by itself, in jit, differentiated and batched; none where nothing is stacked, or something reads it."""
+    params, x = layers(), rows(6)
+    step = funcga.accumulate(jax.value_and_grad(loss), 3)
+    both = ["output[1]['a']", "output[1]['b']"]
+    asked = jax_backend.folded_in_place
+    assert asked(step, params, x) == asked(jax.jit(step), params, x) == both
+    assert asked(jax.vmap(step, (None, 0)), params, jnp.stack([x, x])) == both
+    assert asked(funcga.accumulate(jax.value_and_grad(penalised), 3), params, x) == both[1:]
+    assert asked(funcga.accumulate(jax.grad(tied), 3), params, x) == []
+    assert asked(funcga.accumulate(jax.grad(loss), 3, fold=funcga.moments()), params, x) == []
+    assert asked(lambda params, x: funcga.stream(jax.value_and_grad(loss))(params, [x, x]), params, x) == both
