@@ -1,5 +1,7 @@
 """DTensors: parameters and batches that lie on several devices are added where they lie, and reduced once."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -212,6 +214,49 @@ def test_a_replica_of_a_mesh_without_data():
     with pytest.raises(Failed, match="a replica has nothing to fold in its first window") as failure:
         processes().run(idles, True)
     assert {kind for kind, _ in failure.value.errors} == {"FuncgaError"}
+
+
+def idle_module(group, has_aux):
+    """A replica of a tensor-parallel module that has nothing in the first window, and then has."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    import torch_backend
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+    plain = copy.deepcopy(module)
+    _, *batch = problem()
+    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    loss = lambda m, x, y: ((m(x) - y) ** 2).mean()
+    loss_fn = (lambda m, x, y: (loss(m, x, y), {"rows": torch.tensor(len(x))})) if has_aux else loss
+    gradient = torch_backend.module_value_and_grad(module, loss_fn, has_aux=has_aux)
+    value = (funcga.mean(), funcga.sum()) if has_aux else funcga.mean()
+    step = funcga.accumulate(gradient, 2, across=mesh["dp"], fold=(value, funcga.mean()))
+    errors, kept = [], []
+    for rows in ((8, 0), (8, 8), (0, 8), (5, 1)):
+        start = rows[0] if mesh.get_local_rank("dp") else 0
+        own = slice(start, start + rows[mesh.get_local_rank("dp")])
+        found, grads = step(*(x[own] for x in batch))
+        plain.zero_grad()
+        expected = loss(plain, *(x[: sum(rows)] for x in batch))
+        expected.backward()
+        if has_aux:
+            found, aux = found
+            kept.append(aux["rows"].item() == sum(rows))
+        wanted = {name: p.grad for name, p in plain.named_parameters()}
+        errors.append(difference((found, grads), (expected.detach(), wanted)))
+        kept += [
+            grads[name].placements == p.placements for name, p in module.named_parameters() if hasattr(p, "placements")
+        ]
+    return max(errors), all(kept)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_replica_of_a_tensor_parallel_module_without_data(has_aux):
+    for error, kept in processes().run(idle_module, has_aux):
+        assert error <= 1e-13
+        assert kept
 
 
 def moves(group):

@@ -1,6 +1,8 @@
 """Wrapped modules are driven as they want to be, and what comes out is the gradient of the whole batch on one device."""
 
+import warnings
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -1069,6 +1071,316 @@ def test_arguments_that_are_refused():
         assert str(error.value).startswith(text)
     with pytest.raises(funcga.FuncgaError, match="the stream is empty: there is no micro-batch"):
         funcga.stream(module_value_and_grad(made(), mean_square))([])
+
+
+# Parts of one module that are wrapped unlike each other
+
+
+def deep(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+def parted(group, wrapper, ranks):
+    """A module of two parts, the second one over other ranks, or over the same in another group."""
+    other = [dist.new_group(pair) for pair in ranks][group.rank() % len(ranks)]
+    module = deep()
+    if wrapper == "ddp":
+        module = nn.Sequential(ddp(group, module[:2]), ddp(other, module[2:]))
+    elif wrapper == "fsdp1":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*NO_SHARD")  # as it says of one rank
+            module = nn.Sequential(fsdp1(group, module[:2]), fsdp1(other, module[2:]))
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(module[2], mesh=mesh_of(other))
+        fully_shard(module, mesh=mesh_of(group))
+    step = funcga.accumulate(module_value_and_grad(module, mean_square), 2)
+    x, y = rows_of(group.rank(), torch.float64)
+    _, grads = step(x, y)
+    return difference(full(module, grads), whole_of(deep(), 2))
+
+
+def whole_of(module, size, loss_fn=mean_square, cut=lambda rank, x: x):
+    """The gradients of the rows of all ranks at once, on one device."""
+    parts = [[cut(rank, t) for t in rows_of(rank, torch.float64)] for rank in range(size)]
+    loss_fn(module, *map(torch.cat, zip(*parts, strict=True))).backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_parts_in_different_groups_of_the_same_ranks(wrapper):
+    assert max(processes(2).run(parted, wrapper, [[0, 1]])) <= 1e-13
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
+def test_parts_over_different_replicas_are_refused(wrapper):
+    with pytest.raises(Failed) as failed:
+        processes(2).run(parted, wrapper, [[0], [1]])
+    name = {"ddp": "DistributedDataParallel", "fsdp1": "FullyShardedDataParallel", "fsdp2": "fully_shard"}[wrapper]
+    for rank, (kind, text) in enumerate(failed.value.errors):
+        ranks = ["[0, 1]", f"[{rank}]"]
+        first, second = ranks if f"ranks {ranks[0]} and" in text else ranks[::-1]
+        assert (kind, text) == (
+            "FuncgaError",
+            f"parts of the module are wrapped by {name} over different replicas, the ranks {first} and {second}, so "
+            f"there is no one set of replicas to weigh micro-batches over. Give every part the same process group or "
+            f"mesh; or let funcga reduce: accumulate({PURE}, n, across=group), with the module that was wrapped.",
+        )
+
+
+STOCK = {"mean": funcga.mean(), "sum": funcga.sum()}
+
+
+def divided(group, sync, fold):
+    from torch.distributed.fsdp import fully_shard
+
+    fold = STOCK[fold]
+    module, found = deep(), []
+    for part in (module[0], module[2], module):
+        fully_shard(part, mesh=mesh_of(group)).set_force_sum_reduction_for_comms(True)
+    x, y = rows_of(group.rank(), torch.float64)
+    step = funcga.accumulate(module_value_and_grad(module, mean_square, sync=sync), 2, fold=fold)
+    for factor in (None, 1.0, 3.0):  # of one part alone
+        if factor is not None:
+            module[2].set_gradient_divide_factor(factor)
+        found.append(local(step(x, y)[1].values()))
+    whole = local(
+        funcga.accumulate(module_value_and_grad(fsdp2(group, deep()), mean_square), 2, fold=fold)(x, y)[1].values()
+    )
+    return max(difference(each, whole) for each in found)
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("fold", STOCK)
+def test_a_part_that_divides_by_a_factor_of_its_own(sync, fold):
+    assert max(processes(2).run(divided, sync, fold)) <= 1e-13
+
+
+def nested_half(group, wrapper):
+    """One part of the module reduces in 16 bits, and the whole of it does not."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+
+    module = deep(torch.float32)
+    if wrapper == "fsdp1":
+        options = {"process_group": group, "device_id": torch.device("cpu"), "use_orig_params": True}
+        policy = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+        module[4] = FullyShardedDataParallel(module[4], mixed_precision=policy, **options)
+        module = FullyShardedDataParallel(module, **options)
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        fully_shard(module[2], mesh=mesh_of(group), mp_policy=policy)
+        fully_shard(module, mesh=mesh_of(group))
+    loss = lambda module, x, y: ((module(x).float() - y) ** 2).mean()
+    funcga.accumulate(module_value_and_grad(module, loss), 2)(*rows_of(group.rank(), torch.float32))
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
+def test_a_part_that_sums_in_16_bits_is_refused(wrapper):
+    with pytest.raises(Failed) as failed:
+        processes(2).run(nested_half, wrapper)
+    for kind, text in failed.value.errors:
+        assert kind == "FuncgaError"
+        assert {"2", "4"} & {*text.split("`")[1].split(".")}
+        assert "sums in bfloat16 over the micro-batches, and the fold promises float32" in text
+
+
+def folds_apart(group, wrapper):
+    fold = by_steps() if group.rank() else funcga.mean()
+    step = funcga.accumulate(
+        module_value_and_grad(WRAPPERS[wrapper](group, made()), mean_square), 2, fold=(funcga.mean(), fold)
+    )
+    step(*rows_of(group.rank(), torch.float32))
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
+def test_folds_of_gradients_that_differ_between_replicas_are_found_out(wrapper):
+    with pytest.raises(Failed) as failed:
+        processes(2).run(folds_apart, wrapper)
+    for kind, text in failed.value.errors:
+        assert kind == "FuncgaError"
+        assert "reduced by the module's wrapper (weighted, by_weight) on rank 0 and" in text
+        assert "reduced by the module's wrapper (weighted, by_steps) on rank 1" in text
+
+
+# What does not belong to the module
+
+
+class Trainer:
+    """Where no closure shows what the loss uses."""
+
+    def __init__(self, critic):
+        self.critic, self.late = critic, False
+
+    def adversarial(self, module, x, y):
+        loss = mean_square(module, x, y)
+        return loss + self.critic(module(x)).mean() if self.late else loss
+
+    def features(self, module, x, y):
+        return mean_square(module, self.critic(x), y)
+
+
+def closing_over(group, wrapper, how):
+    """Whether the `.grad`s of another module, and of a tensor, are as before, and the error of the gradients."""
+    torch.manual_seed(1)
+    shapes = (4, 4) if how == "features" else (3, 1)
+    critic, temperature = nn.Linear(*shapes).double(), torch.ones((), dtype=torch.float64, requires_grad=True)
+    trainer = Trainer(critic)
+    losses = {
+        "closure": lambda module, x, y: (critic(module(x)) * temperature).mean(),
+        "adversarial": trainer.adversarial,
+        "features": trainer.features,
+    }
+    module = deep() if wrapper == "plain" else WRAPPERS[wrapper](group, deep())
+    loss_fn, kept = losses[how], []
+    step = funcga.accumulate(module_value_and_grad(module, loss_fn), 3)
+    for before in (None, torch.ones_like(critic.weight)):
+        critic.weight.grad = before
+        for trainer.late in (False, True, True):
+            x, y = rows_of(group.rank(), torch.float64, 6)
+            _, grads = step(x, y)
+            kept.append(critic.weight.grad is before and critic.bias.grad is None and temperature.grad is None)
+            kept.append(before is None or bool((before == 1).all()))
+    size = 1 if wrapper == "plain" else 2
+    plain, parts = deep(), [rows_of(r, torch.float64, 6) for r in (range(2) if size > 1 else [group.rank()])]
+    loss_fn(plain, *map(torch.cat, zip(*parts, strict=True))).backward()
+    return all(kept), difference(full(module, grads), [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("how", ["closure", "adversarial", "features"])
+def test_grads_of_what_the_loss_closes_over_stay(wrapper, how):
+    for kept, error in processes(2).run(closing_over, wrapper, how):
+        assert kept
+        assert error <= 1e-12
+
+
+def unsynchronised(module):
+    """A context in which backward passes do not synchronise, as users write it."""
+    if hasattr(module, "no_sync"):
+        return module.no_sync()
+    module.set_requires_gradient_sync(False)
+    return nullcontext()
+
+
+def left_over(group, wrapper):
+    """A backward pass of the user's that waits, a call, and the pass that ends the user's window."""
+    module, x, y = WRAPPERS[wrapper](group, deep()), *rows_of(group.rank(), torch.float64)
+    with unsynchronised(module):
+        mean_square(module, x, y).backward()
+    _, grads = funcga.accumulate(module_value_and_grad(module, mean_square), 2)(x, y)
+    error = difference(full(module, grads), whole_of(deep(), group.size()))
+    if hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(True)
+    mean_square(module, x, y).backward()
+    own = {name: p.grad for name, p in module.named_parameters()}
+    twice = deep()
+    for rank in range(group.size()):
+        for _ in range(2):
+            (mean_square(twice, *rows_of(rank, torch.float64)) / group.size()).backward()
+    return error, difference(full(module, own), [p.grad for p in twice.parameters()])
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "replicated", "fsdp2", "replicated_by_fsdp"])
+def test_sums_of_the_user_that_wait_are_neither_folded_nor_lost(wrapper):
+    for found in processes(2).run(left_over, wrapper):
+        assert max(found) <= 1e-12
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp1_flat"])
+def test_sums_that_fsdp1_keeps_unsharded_are_refused(wrapper):
+    refused(
+        "the module is wrapped by FullyShardedDataParallel and has gradients of a .backward() in no_sync(), which "
+        "would be reduced along with those of this call. First end that window by a backward pass outside of "
+        "no_sync(), or drop it: module.zero_grad().",
+        left_over,
+        wrapper,
+    )
+
+
+# Replicas with fewer rows than micro-batches
+
+
+def few_rows(group, wrapper, sync, fold):
+    """The errors of a rank with one row, and then with two, where n is 4; an auxiliary maximum and rows too."""
+    module = WRAPPERS[wrapper](group, deep())
+    f = module_value_and_grad(module, aux_of, has_aux=True, sync=sync)
+    aux = {"worst": funcga.max(), "rows": funcga.sum(), "out": funcga.concat(), "none": funcga.mean()}
+    step = funcga.accumulate(f, 4, fold=((STOCK[fold], aux), STOCK[fold]))
+    found = []
+    for rows in (1, 2, 5):
+        cut = lambda rank, t, rows=rows: t[: 3 + 4 * rank] if rank == 0 else t[:rows]
+        parts = [[cut(rank, t) for t in rows_of(rank, torch.float64, 7)] for rank in range(group.size())]
+        (_, extra), grads = step(*parts[group.rank()])
+        plain = deep()
+        x, y = map(torch.cat, zip(*parts, strict=True))
+        if fold == "mean":
+            mean_square(plain, x, y).backward()
+        else:  # the sum of the micro-batches' means
+            for a, b in parts:
+                count = min(4, len(a))
+                for pair in zip(a.tensor_split(count), b.tensor_split(count), strict=True):
+                    mean_square(plain, *pair).backward()
+        assert extra["rows"] == len(x)
+        assert len(extra["out"]) == len(x)
+        found.append(difference(full(module, grads), [p.grad for p in plain.parameters()]))
+        found.append((extra["worst"] - (plain(x) - y).abs().max()).abs().item())
+    return found
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("fold", STOCK)
+def test_a_replica_with_fewer_rows_than_micro_batches(wrapper, sync, fold):
+    for found in processes(2).run(few_rows, wrapper, sync, fold):
+        assert max(found) <= 1e-12
+
+
+class Counts(nn.Module):
+    """A layer that counts the rows that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.rows += len(x)
+        return self.linear(x)
+
+
+def rows_counted(group):
+    from torch.distributed.fsdp import fully_shard
+
+    module = fully_shard(Counts(), mesh=mesh_of(group))
+    funcga.accumulate(module_value_and_grad(module, mean_square), 4)(
+        *rows_of(group.rank(), torch.float32, [8, 2][group.rank()])
+    )
+    return module.rows.item()
+
+
+def test_a_replica_that_keeps_step_leaves_buffers_alone():
+    assert processes(2).run(rows_counted) == [8, 2]
+
+
+def inside_of_join(group, wrapper):
+    from torch.distributed.algorithms.join import Join
+
+    module = WRAPPERS[wrapper](group, made())
+    step = funcga.accumulate(module_value_and_grad(module, mean_square), 2)
+    with Join([module]):
+        step(*rows_of(group.rank(), torch.float32))
+
+
+def test_join_is_refused():
+    refused(
+        "the module is wrapped by DistributedDataParallel and was called inside of Join, which answers for replicas "
+        "that have run out of data, and knows nothing of the counts that funcga merges. Leave Join out: replicas may "
+        "have different numbers of micro-batches, one of weight 0 where there is no more data.",
+        inside_of_join,
+        "ddp",
+    )
 
 
 # The tests above can fail

@@ -171,6 +171,8 @@ def _description(outputs: Outputs, likes: Sequence[Any], replicas: Replicas) -> 
     for i, (path, fold) in enumerate(zip(outputs.paths, outputs.folds, strict=True)):
         if fold is None:
             found[path] = "None" if i not in outputs.threads else "an object"
+        if fold is not None and likes[i] is None:
+            found[path] = f"reduced by the module's wrapper ({fold.fold.name})"
         if fold is None or likes[i] is None:
             continue
         shape = ", ".join(map(str, _shape(outputs, i) or ()))

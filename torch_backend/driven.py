@@ -7,7 +7,9 @@ that they leave are in units of that number, and dividing them by the weight tha
 however uneven they are.
 """
 
-from collections.abc import Iterator
+import math
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,11 +24,13 @@ from funcga.outputs import Outputs
 from funcga.program import Program
 from funcga.scales import scaled_loss
 from torch_backend import arrays
+from torch_backend.agreement import join
 from torch_backend.backward import autocasting, holds, is_alone
 from torch_backend.batch_norm import called
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import detached
 from torch_backend.groups import groups_of
+from torch_backend.guards import leaves_of_graph
 from torch_backend.recording import recording_loss
 from torch_backend.reduction import count_window, merged
 from torch_backend.replicas import Replicas
@@ -67,7 +71,11 @@ class Driven:
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(self.driver.steering())
             self.params = self.driver.params()
-            stack.enter_context(_without_grads([*self.params.values(), *self.driver.holders()], self.driver.views))
+            stack.enter_context(self.driver.aside())
+            self.aside = stack.enter_context(_Aside())
+            self.aside.put([*self.params.values(), *self.driver.holders()], self.driver.views)
+            self.aside.put(self.gradient.others())
+            self.aside.put([leaf for known in self.program.compiled.get("others", ()) if (leaf := known()) is not None])
             self.stack = stack.pop_all()
         return self
 
@@ -83,27 +91,81 @@ class Driven:
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, last: bool
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
+        scale, kwargs = self.parts.read_scale(kwargs, self.backend)
+        missing = self._missing() if last else 0
+        if self.buffers is None and (missing or not last):
+            self.waiting.enter_context(self.driver.waiting(self.gradient.sync))
+        for _ in range(missing):
+            self._keep_step(args, kwargs)
         if last:
             self.waiting.close()
             self.last = True
-        elif self.buffers is None:
-            self.waiting.enter_context(self.driver.waiting(self.gradient.sync))
-        masks = isinstance(weight, torch.Tensor) or not weight
-        scale, kwargs = self.parts.read_scale(kwargs, self.backend)
-        with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-            with _masked(self.gradient.module, weight, self) if masks else _NOTHING:
-                output = called(self.gradient.loss_fn, self.gradient.module, *args, **kwargs)
-            loss, aux = self.parts.split(output, self.backend)
-            differentiated = scaled_loss(loss, scale, arrays)
-        del output
-        if self.parts.has_aux:
-            aux = detached(aux)
+        loss, aux, differentiated = self._forward(args, kwargs, weight, scale)
         if self.buffers is None:
             self.plan = self._planned(loss.detach(), aux, arguments)
             self.buffers = Buffers(self.plan.layout)
         with recording_loss():
             self._run(differentiated, self._cotangent(differentiated, weight))
         return self.buffers.add(self._leaves(loss.detach(), aux), weight)
+
+    def _forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, scale: Any
+    ) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that is not folded."""
+        masks = isinstance(weight, torch.Tensor) or not weight
+        nodes = _nodes_so_far()
+        with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+            with _masked(self.gradient.module, weight, self) if masks else _NOTHING:
+                output = called(self.gradient.loss_fn, self.gradient.module, *args, **kwargs)
+            loss, aux = self.parts.split(output, self.backend)
+            differentiated = scaled_loss(loss, scale, arrays)
+        if loss.grad_fn is not None:
+            self._put_others_aside(loss, loss.grad_fn._sequence_nr() - nodes)
+        return loss, detached(aux) if self.parts.has_aux else aux, differentiated
+
+    def _put_others_aside(self, loss: torch.Tensor, nodes: float) -> None:
+        """Gives leaves of the loss's graph their `.grad` back afterwards that are not the module's.
+
+        To walk through a graph is dear: one with as many `nodes` as another is taken for the same.
+        """
+        known = self.program.compiled.setdefault("graphs", set())
+        if nodes in known:
+            return
+        known.add(nodes)
+        own = {*map(id, self.driver.graph_leaves())}
+        others = self.aside.put([leaf for leaf in leaves_of_graph(loss) if id(leaf) not in own])
+        # weakly, as a loss may make a new leaf in every call
+        self.program.compiled.setdefault("others", []).extend(map(weakref.ref, others))
+
+    def _missing(self) -> int:
+        """How many micro-batches fewer this replica has than others, where all have to call the module as often."""
+        if self.program.n is None or not self.driver.name or not (self.driver.in_step or self.gradient.sync != "last"):
+            return 0
+        return self.program.n - 1 - (0 if self.buffers is None else self.buffers.steps)
+
+    def _keep_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward and backward passes that add nothing, while other replicas have micro-batches and this one has none.
+
+        The module's buffers are as before.
+        """
+        before = [(buffer, buffer.clone()) for buffer in self.gradient.module.buffers()]
+        loss = self._forward(args, kwargs, None, None)[0]
+        with recording_loss():
+            self._run(loss, torch.zeros_like(loss, requires_grad=False))
+        for buffer, values in before:
+            buffer.copy_(values)
+
+    def unfed(self, arguments: Arguments, state: list[Any]) -> Any:
+        """The result on a replica that has no micro-batch in this window, and takes part in the reduction."""
+        assert self.replicas is not None
+        with self:
+            bound = lambda value: self.program.bind((value[0], self.params), arguments)[0]
+            device = next((p.device for p in self.params.values()), torch.device("cpu"))
+            outputs = join(self.program, bound, device, self.replicas).outputs
+            head = [None] * (len(outputs.folds) - len(self.params))
+            self.plan = self._plan(None, outputs, head)
+            self.buffers = Buffers(self.plan.layout)
+            return self.result(state)
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output, the same on every replica."""
@@ -113,6 +175,7 @@ class Driven:
             gradients = {name: _taken(p, self.driver.fresh) for name, p in self.params.items()}
             # without what makes a DTensor of it: it is the shard that is divided
             own = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients.values()]
+            scale = _alike(own, self.driver.scales(self.params.values()))
             buffers.hold_in(1.0)
             if not self.driver.name:
                 self._place(own)
@@ -120,7 +183,7 @@ class Driven:
             leaves = likes + (self.plan.nothing if self.driver.name else own)
             state = merged(self.program, buffers, leaves, state, self.groups)
             if self.driver.name:
-                buffers.hold_in(self.driver.scale())
+                buffers.hold_in(scale)
                 self._place(own)
             value, folded = buffers.result(state)
             return value, {name: _like(folded[name], gradient) for name, gradient in gradients.items()}
@@ -148,13 +211,16 @@ class Driven:
             return plan
         outputs, leaves = self.program.bind(self.parts.compose(loss, aux, [self.params]), arguments)
         own = [*range(len(leaves) - len(self.params))]
-        given = [*range(len(own), len(leaves))]
-        layout = Layout(outputs, given)
-        scaled = self._check_folds([outputs.folds[i] for i in given])
         head = outputs.part(own, trees.flatten(self.parts.compose(loss, aux, [()]))[1])
-        kinds = [leaf if leaf is None else (leaf.shape, leaf.dtype, leaf.device) for leaf in (leaves[i] for i in own)]
-        plan = plans["driven"] = _Plan(key, layout, given, head, scaled, [None] * len(given), kinds)
+        plan = plans["driven"] = self._plan(key, outputs, [leaves[i] for i in own], head)
         return plan
+
+    def _plan(self, key: Any, outputs: Outputs, others: list[Any], head: Any = None) -> "_Plan":
+        """The plan for outputs of which these are the leaves beside the gradients."""
+        given = [*range(len(others), len(outputs.folds))]
+        scaled = self._check_folds([outputs.folds[i] for i in given])
+        kinds = [leaf if leaf is None else (leaf.shape, leaf.dtype, leaf.device) for leaf in others]
+        return _Plan(key, Layout(outputs, given), given, head, scaled, [None] * len(given), kinds)
 
     def _check_folds(self, folds: list[LeafFold | None]) -> bool:
         """Whether the gradients are weighed. Raises FuncgaError if their folds are not what a wrapper can do."""
@@ -252,23 +318,37 @@ class _Plan(NamedTuple):
 
 # What compiles the functions that are called now: also where a function that is compiled runs this as it is.
 _compiling = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+# How many nodes of graphs this thread has made; where torch does not tell, no graph is like another.
+_nodes_so_far = getattr(torch.autograd, "_get_sequence_nr", lambda: math.nan)
 _NOTHING = nullcontext()
 _LIFTS = (reducers.weighted.lift, reducers.sum.lift)
 
 
-@contextmanager
-def _without_grads(tensors: list[torch.Tensor], copied: bool) -> Iterator[None]:
-    """Nobody has a `.grad` in this context, and everybody has their own again afterwards.
+class _Aside:
+    """A context in which some tensors have no `.grad`. Afterwards each has its own again."""
 
-    `copied`: it may be in memory that the wrapper writes to.
-    """
-    before = [(t, t.grad if not copied or t.grad is None or is_alone(t.grad) else t.grad.clone()) for t in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, gradient in before:
+    def __init__(self) -> None:
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def put(self, tensors: Iterable[torch.Tensor], copied: bool = True) -> list[torch.Tensor]:
+        """Puts the `.grad`s of these aside, and returns those that were not there already.
+
+        `copied`: it may be in memory that a wrapper writes to.
+        """
+        new = {id(tensor): tensor for tensor in tensors if id(tensor) not in self.before}
+        for key, tensor in new.items():
+            grad = tensor.grad
+            if grad is not None and copied and not is_alone(grad):
+                grad = grad.clone()
+            self.before[key] = tensor, grad
+            tensor.grad = None
+        return [*new.values()]
+
+    def __enter__(self) -> "_Aside":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for tensor, gradient in self.before.values():
             tensor.grad = gradient
 
 
@@ -276,11 +356,13 @@ def _without_grads(tensors: list[torch.Tensor], copied: bool) -> Iterator[None]:
 def _masked(module: torch.nn.Module, weight: Any, window: Driven) -> Iterator[None]:
     """In a micro-batch that may weigh nothing, the module's outputs get gradients of 0 then, though the loss be NaN.
 
+    `weight` is None for one that is not folded.
+
     Its backward pass is run all the same, as the wrapper communicates in it.
     """
 
     def mask(gradient: torch.Tensor) -> torch.Tensor:
-        if not window.plan.scaled:
+        if weight is not None and not window.plan.scaled:
             return gradient
         counts = (
             weight.to(gradient.device) != 0
@@ -309,6 +391,15 @@ def _taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
     return gradient if fresh or is_alone(gradient) else gradient.clone()
+
+
+def _alike(sums: list[torch.Tensor], scales: list[float]) -> float:
+    """What all sums have been divided by, once those are multiplied that were divided by something else."""
+    scale = scales[0] if scales else 1.0
+    for other in {*scales} - {scale}:
+        chosen = [held for held, own in zip(sums, scales, strict=True) if own == other]
+        torch._foreach_mul_(chosen, other / scale)
+    return scale
 
 
 def _like(folded: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,11 @@ then in the parameters are sums over the replicas, divided by `scale()`.
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from funcga.errors import FuncgaError
@@ -24,6 +26,7 @@ class Plain:
     name = ""
     fresh = False  # whether the gradients are left in memory that nobody else will write to
     views = False  # whether a `.grad` may be in memory that it writes to
+    in_step = False  # whether all replicas need equally many micro-batches, though all but the last wait
     remedy = "Use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), which sums in float32."
 
     def __init__(self, module: nn.Module, wrapped: Sequence[Any] = ()):
@@ -35,7 +38,15 @@ class Plain:
 
     def check(self, sync: str) -> None:
         """Raises FuncgaError if it cannot be driven like this."""
-        if sync == "outer":
+        replicas = list(dict.fromkeys(" x ".join(map(_ranks, groups)) for groups in self.part_groups()))
+        if len(replicas) > 1:
+            raise FuncgaError(
+                f"parts of the module are wrapped by {self.name} over different replicas, the ranks {replicas[0]} and "
+                f"{replicas[1]}, so there is no one set of replicas to weigh micro-batches over. Give every part the "
+                f"same process group or mesh; or let funcga reduce: accumulate(funcga.value_and_grad("
+                f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
+            )
+        if sync == "outer" and not self.has_outer():
             raise FuncgaError(
                 f'sync="outer" was asked of {self.name or "a module that is not wrapped"}, which has no outer mesh to '
                 f"all-reduce over. It is for fully_shard with a mesh of two dimensions (HSDP). Write "
@@ -50,17 +61,38 @@ class Plain:
         """What else than the parameters has a `.grad`."""
         return []
 
-    def groups(self) -> list[Any]:
-        """The process groups that gradients are reduced over, one after the other, the inner one first."""
+    def has_outer(self) -> bool:
+        """Whether it can be told when to all-reduce over the outer of two dimensions of a mesh."""
+        return False
+
+    def graph_leaves(self) -> list[torch.Tensor]:
+        """What a loss's graph ends in, where that is neither the parameters nor the `holders`."""
         return []
 
+    def part_groups(self) -> list[list[Any]]:
+        """For every wrapped part the process groups that its gradients are reduced over, the inner one first."""
+        return []
+
+    def groups(self) -> list[Any]:
+        """Those of all parts, which `check` has found to have the same."""
+        return next(iter(self.part_groups()), [])
+
     def scale(self) -> float:
-        """What sums over the replicas have been divided by."""
-        return 1.0
+        """What sums over the replicas have been divided by: the number of replicas, as wrappers average."""
+        return float(prod(group.size() for group in self.groups()))
+
+    def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
+        """The same for each of the parameters."""
+        scale = self.scale()
+        return [scale for _ in params]
 
     def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
         """The dtype that gradients of a parameter are summed in over a window."""
         return param.dtype
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Sums that the user's own backward passes have left in the wrapper are put aside in this context."""
+        return nullcontext()
 
     @contextmanager
     def steering(self) -> Iterator[None]:
@@ -122,13 +154,19 @@ class DDP(Plain):
                     "several micro-batches would be summed in 16 bits. Leave it out, and use torch.autocast in loss_fn."
                 )
 
-    def groups(self) -> list[Any]:
-        """One group."""
-        return [self.engines()[0].process_group]
+    def part_groups(self) -> list[list[Any]]:
+        """One group each."""
+        return [[ddp.process_group] for ddp in self.engines()]
 
-    def scale(self) -> float:
-        """DDP averages."""
-        return float(self.groups()[0].size())
+    def aside(self) -> AbstractContextManager[None]:
+        """Raises FuncgaError inside of Join, which calls DDP's collectives for others and not funcga's."""
+        if any(getattr(getattr(ddp, "_join_config", None), "enable", False) for ddp in self.engines()):
+            raise FuncgaError(
+                f"the module is wrapped by {self.name} and was called inside of Join, which answers for replicas that "
+                f"have run out of data, and knows nothing of the counts that funcga merges. Leave Join out: replicas "
+                f"may have different numbers of micro-batches, one of weight 0 where there is no more data."
+            )
+        return nullcontext()
 
     @contextmanager
     def steering(self) -> Iterator[None]:
@@ -241,6 +279,10 @@ def mark(tensor: torch.Tensor) -> Any:
     if grad is None:
         return None
     return (grad.data_ptr() if grad.layout is torch.strided else id(grad)), grad._version  # sparse ones have no address
+
+
+def _ranks(group: Any) -> str:
+    return str(sorted(dist.get_process_group_ranks(group)))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -60,6 +60,7 @@ def _untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cuts(program: Program, arguments: Arguments, across: bool) -> Iterator[_Microbatch]:
     """The micro-batches; `across` replicas one may have fewer rows than n, or none."""
+    wrapped = isinstance(program.grad_fn, ModuleGradient) and bool(program.grad_fn.driver.name)
     if isinstance(program.grad_fn, OwningGradient) and not arguments.rows(may_be_empty=True):
         program.grad_fn.check_stream()
     rows = arguments.rows(may_be_empty=across)
@@ -68,7 +69,7 @@ def _cuts(program: Program, arguments: Arguments, across: bool) -> Iterator[_Mic
     if devices > 1 and (arguments.state() or any(f.reducer.monoid.collective is None for f in _folds(program))):
         devices = 1
     rows, size = rows // devices, program.microbatch_size
-    n = min(program.n, rows) if across and program.n is not None else program.n
+    n = min(program.n, rows) if (across or wrapped) and program.n is not None else program.n
     found = groups(rows, n, None if size is None else max(1, size // devices)) if rows else []
     return ((arguments, start, size, devices) for start, size in starts(found))
 
@@ -166,6 +167,8 @@ def _fold_across(
     ahead = _Ahead(microbatches)
     if ahead.next is not None:
         return _fold(program, window, ahead, kwargs)
+    if isinstance(window, Driven):
+        return window.unfed(arguments, _copied(arguments))
     devices = [
         leaf.device for part in arguments.parts for leaf in trees.flatten(part.value)[0] if arrays.is_array(leaf)
     ]

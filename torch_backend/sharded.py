@@ -3,13 +3,11 @@
 Only torch has this file: in JAX nothing synchronises but what the program says.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from math import prod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from funcga.errors import FuncgaError
@@ -20,7 +18,7 @@ from torch_backend.guards import wrapper_of
 class FSDP1(Plain):
     """torch.distributed.fsdp.FullyShardedDataParallel: reduce-scatters one flat gradient for each wrapped module."""
 
-    name = "FullyShardedDataParallel"
+    name, in_step = "FullyShardedDataParallel", True
     remedy = (
         'Keep the parameters in float32 and write module_value_and_grad(module, loss_fn, sync="every"), which sums '
         "shards in their dtype; or use fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32)."
@@ -41,20 +39,35 @@ class FSDP1(Plain):
         """The flat parameters."""
         return [handle.flat_param for handle in self._handles()]
 
-    def groups(self) -> list[Any]:
+    def part_groups(self) -> list[list[Any]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
-        root = self.wrapped[0]
-        outer = getattr(root, "_inter_node_pg", None) if "HYBRID" in root.sharding_strategy.name else None
-        return [root.process_group] if outer is None else [root.process_group, outer]
-
-    def scale(self) -> float:
-        """FSDP1 averages."""
-        return _size(self.groups())
+        found = []
+        for m in self._all():
+            outer = getattr(m, "_inter_node_pg", None) if "HYBRID" in m.sharding_strategy.name else None
+            found.append([m.process_group] if outer is None else [m.process_group, outer])
+        return found
 
     def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
         """While it waits it sums the gradients as they are computed, else shards in the parameter's own dtype."""
-        policy = self.wrapped[0].mixed_precision
-        return (policy.param_dtype or param.dtype) if sync == "last" else param.dtype
+        if sync != "last":
+            return param.dtype
+        for m in self._all():
+            flat = m._handle and m._handle.flat_param
+            if flat is not None and any(param is p for p in (flat, *(flat._params or ()))):
+                return m.mixed_precision.param_dtype or param.dtype
+        return param.dtype
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Raises FuncgaError if there are sums that are not synchronised, which FSDP1 has in the place of shards."""
+        for handle in self._handles():
+            flat = handle.flat_param
+            if handle.uses_sharded_strategy and flat.grad is not None and flat.grad.shape != flat._local_shard.shape:
+                raise FuncgaError(
+                    "the module is wrapped by FullyShardedDataParallel and has gradients of a .backward() in "
+                    "no_sync(), which would be reduced along with those of this call. First end that window by a "
+                    "backward pass outside of no_sync(), or drop it: module.zero_grad()."
+                )
+        return nullcontext()
 
     @contextmanager
     def steering(self) -> Iterator[None]:
@@ -101,7 +114,7 @@ class FSDP1(Plain):
 class FSDP2(Plain):
     """fully_shard, and the replicate that is made of it: gradients are DTensors, in memory that each pass makes."""
 
-    name, fresh = "fully_shard", True
+    name, fresh, in_step = "fully_shard", True, True
     remedy = (
         "Say that it sums in float32: "
         "fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."
@@ -120,17 +133,6 @@ class FSDP2(Plain):
         self._reshard()
         return {id(param.sharded_param) for group in self._groups() for param in group.fsdp_params}
 
-    def check(self, sync: str) -> None:
-        """One set of replicas for all parameters; "outer" where there are two dimensions of them."""
-        groups = self._groups()
-        if len({(*map(_ranks, _process_groups(group.mesh_info)),) for group in groups}) > 1:
-            raise FuncgaError(
-                "parts of the module are sharded over different meshes, so that there is no one set of replicas to "
-                "weigh micro-batches over. Give every fully_shard(...) the same mesh."
-            )
-        if not all(len(_process_groups(group.mesh_info)) == 2 for group in groups):
-            super().check(sync)
-
     def _reshard(self) -> None:
         """Parameters may be left unsharded by the forward pass of an evaluation, and are other tensors then."""
         for module in self.inner:
@@ -142,18 +144,51 @@ class FSDP2(Plain):
         self._reshard()
         return super().params()
 
-    def groups(self) -> list[Any]:
-        """The group of the mesh, or for a mesh of two dimensions the one that shards, then the one that replicates."""
-        return _process_groups(self._groups()[0].mesh_info)
+    def has_outer(self) -> bool:
+        """Where the mesh has two dimensions."""
+        return all(len(groups) == 2 for groups in self.part_groups())
 
-    def scale(self) -> float:
-        """FSDP2 averages, or divides by set_gradient_divide_factor."""
-        return self._groups()[0].gradient_divide_factor or _size(self.groups())
+    def part_groups(self) -> list[list[Any]]:
+        """The group of the mesh, or for a mesh of two dimensions the one that shards, then the one that replicates."""
+        return [_process_groups(group.mesh_info) for group in self._groups()]
+
+    def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
+        """FSDP2 averages, or divides by set_gradient_divide_factor, which each part may have of its own."""
+        scale = self.scale()
+        divided = {
+            id(p.sharded_param): group.gradient_divide_factor
+            for group in self._groups() if group.gradient_divide_factor is not None
+            for p in group.fsdp_params
+        }  # fmt: skip
+        return [divided.get(id(param), scale) for param in params]
 
     def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
         """While it waits it sums in reduce_dtype, else shards in the parameter's own dtype."""
-        policy = self._groups()[0].mp_policy
-        return param.dtype if sync == "every" else policy.reduce_dtype or policy.param_dtype or param.dtype
+        if sync == "every":
+            return param.dtype
+        group = next(g for g in self._groups() if any(p.sharded_param is param for p in g.fsdp_params))
+        return group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or param.dtype
+
+    def graph_leaves(self) -> list[torch.Tensor]:
+        """The unsharded ones, which are made at the first forward pass."""
+        params = [param for group in self._groups() for param in group.fsdp_params]
+        return [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What backward passes without synchronisation have summed, in the three places where FSDP2 keeps it."""
+        places: list[tuple[Any, str]] = [(tensor, "grad") for tensor in self.graph_leaves()]
+        for group in self._groups():
+            places.append((group, "_partial_reduce_output"))
+            places += [(param, "unsharded_accumulated_grad") for param in group.fsdp_params]
+        before = [(where, name, getattr(where, name)) for where, name in places]
+        for where, name, _ in before:
+            setattr(where, name, None)
+        try:
+            yield
+        finally:
+            for where, name, value in before:
+                setattr(where, name, value)
 
     @contextmanager
     def steering(self) -> Iterator[None]:
@@ -224,11 +259,3 @@ def _param_groups(module: Any) -> list[Any]:
 def _process_groups(mesh_info: Any) -> list[Any]:
     found = [getattr(mesh_info, f"{kind}_process_group", None) for kind in ("shard", "replicate")]
     return [group for group in found if group is not None]
-
-
-def _size(groups: Sequence[Any]) -> float:
-    return float(prod(group.size() for group in groups))
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))

@@ -17,7 +17,7 @@ from funcga.gradients import GradientFunction, OwningGradient, check_scaled
 from funcga.program import Program
 from torch_backend.driven import Driven
 from torch_backend.drivers import DDP, Plain, Replicate
-from torch_backend.guards import check_module_and_loss, wrapper_of
+from torch_backend.guards import check_module_and_loss, modules_in, wrapper_of
 
 
 def module_value_and_grad(
@@ -94,6 +94,15 @@ class ModuleGradient(OwningGradient):
     def alone(self) -> Program:
         """The fold of one micro-batch."""
         return Program(self, mean())
+
+    @cached_property
+    def _closed_over(self) -> list[nn.Module]:
+        own = {*self.module.modules()}
+        return [module for module in modules_in(self.loss_fn) if module not in own]
+
+    def others(self) -> list[torch.Tensor]:
+        """The parameters of the other modules that loss_fn is seen to close over, such as a GAN's discriminator."""
+        return [p for module in self._closed_over for p in module.parameters()]
 
     @property
     def parts(self) -> GradientFunction:
