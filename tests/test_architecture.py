@@ -198,7 +198,6 @@ ALONE = {
     "groups": "torch reduces over process groups, which a wrapper may know of; JAX names the axes of a mesh",
     "wrapped": "the same: the gradient function",
     "transfer": "torch copies on a stream of its own; JAX is asynchronous by itself",
-    "scan": "in JAX the loop is lax.scan always; torch has one for torch.compile alone",
     "modules": "torch has modules, whose parameters must be put in; in JAX they are arguments already",
     "stacked": "a loop over layers is part of an XLA program; torch adds where autograd computes, in any loop",
     "compilation": "JAX compiles calls outside of jit; torch runs them as they are",

@@ -435,40 +435,6 @@ def test_refusals():
     Untouched(module).check()
 
 
-# --- torch.compile of the whole step
-
-
-def sizes_of(step, *args):
-    """The result of the compiled step, and the number of nodes in all of its graphs."""
-    torch._dynamo.reset()
-    found = []
-
-    def backend(graph, example):
-        found.append(sum(len(part.graph.nodes) for part in graph.modules() if hasattr(part, "graph")))
-        return graph.forward
-
-    return torch.compile(step, fullgraph=True, backend=backend)(*args), found
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers cannot tell whether a transform is running")
-def test_the_graph_does_not_grow_with_n():
-    """Of every kind of fold: one that adds, one that does not, and one that collects."""
-    module, (x, y) = net(), batch()
-    params, x, y = dict(module.named_parameters()), x.repeat(4, 1), y.repeat(4, 1)
-    folds = {name: funcga.mean() for name in params}
-    folds |= {"first.weight": funcga.moments(), "middle.weight": funcga.concat()}
-    found = []
-    for n in (4, 16):
-        step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), n, fold=(funcga.mean(), folds))
-        compiled, sizes = sizes_of(step, params, x, y)
-        assert difference(TORCH, compiled, step(params, x, y)) <= 2 * LIMITS["float32"]
-        assert len(sizes) == 1
-        found += sizes
-    assert len({*found}) == 1
-    unrolled = lambda n: lambda w: sum((rows * w).sum() for rows in x.chunk(n))
-    assert sizes_of(unrolled(4), x[0])[1] != sizes_of(unrolled(8), x[0])[1]  # the check can fail
-
-
 @pytest.mark.parametrize("statistics", [False, True])
 def test_layers_without_parameters_are_shared_by_threads(statistics):
     layer = torch.nn.BatchNorm1d(3, affine=False)

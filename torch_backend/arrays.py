@@ -86,10 +86,8 @@ def cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return array.to(dtype)
 
 
-def slice(array: torch.Tensor, axis: int, start: Any, size: int) -> torch.Tensor:
+def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
     """`size` rows from `start` on, along an axis."""
-    if isinstance(start, torch.Tensor):  # in a compiled loop
-        return array.index_select(axis, start.to(array.device) + torch.arange(size, device=array.device))
     return array.narrow(axis, start, size)
 
 

@@ -23,7 +23,6 @@ from torch_backend.placements import devices_of, narrow
 from torch_backend.recording import is_recorded
 from torch_backend.reduction import Reduction, begun, count_window
 from torch_backend.replicas import Replicas
-from torch_backend.scan import fold_in_graph
 from torch_backend.transfer import moved
 from torch_backend.wrapped import ModuleGradient
 
@@ -38,8 +37,6 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         window = _window(program, backend)
         args, kwargs = window.detached(args), _detached_kwargs(kwargs, window)
         arguments = program.read(args, backend)
-        if torch.compiler.is_compiling() and not arrays.in_transform() and all(map(arrays.is_array, arguments.state())):
-            return fold_in_graph(program.bound(backend), arguments, _copied(arguments), kwargs)
         cuts = _cuts(program, arguments, across=window.replicas is not None)
         if window.replicas is None:
             return _fold(program, window, cuts, kwargs)

@@ -1,0 +1,162 @@
+"""The whole step under torch.compile, with inductor: as users call it, and against autograd on the whole batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import funcga
+from torch_backend import pure_loss
+
+# torch's compiler warns of torch's own use of what it has deprecated
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.*")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """What was compiled before, and how often, has no influence."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+W, X = torch.linspace(-1, 1, 3), torch.linspace(-2, 3, 24).reshape(8, 3).sin()
+
+
+def loss(w, x):
+    return ((x @ w) ** 2).mean()
+
+
+def whole_batch(w, x):
+    """(value, gradient) by autograd in float64."""
+    w = w.double().requires_grad_()
+    value = loss(w, x.double())
+    return value.detach(), *torch.autograd.grad(value, w)
+
+
+def made(n, **options):
+    return torch.compile(funcga.accumulate(funcga.value_and_grad(loss), n), **options)
+
+
+def check(found, expected):
+    found, expected = tree_leaves(found), tree_leaves(expected)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-6)
+
+
+def test_as_it_is_called_first():
+    """Without options, then with another n, for which the rows do not divide."""
+    for n, rows in ((2, 8), (3, 7)):
+        check(made(n)(W, X[:rows]), whole_batch(W, X[:rows]))
+
+
+@pytest.mark.parametrize("options", [{"fullgraph": True}, {"mode": "reduce-overhead"}], ids=["fullgraph", "mode"])
+def test_options(options):
+    step = made(2, **options)
+    first, second = step(W, X), step(W, X)
+    check(first, whole_batch(W, X))
+    check(second, first)
+
+
+def test_dynamic_shapes():
+    """Another number of rows, and another n."""
+    for n, rows in ((2, 8), (2, 7), (3, 8)):
+        check(made(n, dynamic=True, fullgraph=True)(W, X[:rows]), whole_batch(W, X[:rows]))
+
+
+def test_a_train_step_of_a_module_with_buffers():
+    """The step, and an update in the same graph; the module and its statistics are left alone."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, lambda m, x: (m(x)[:, 0] * x[:, 0]).mean())), 2)
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+    @torch.compile
+    def train(params, x):
+        value, grads = step(params, x)
+        return value, {name: p - 0.1 * grads[name] for name, p in params.items()}
+
+    value, updated = train(params, X)
+    expected, grads = step(params, X)
+    check((value, updated), (expected, {name: p - 0.1 * grads[name] for name, p in params.items()}))
+    check(dict(module.named_buffers()), before)
+
+
+def test_every_micro_batch_draws_its_own_dropout():
+    module = nn.Dropout(0.5)
+    step = torch.compile(funcga.accumulate(lambda x: module(x), 2, in_axes=0, fold=funcga.concat()))
+    first, second = step(torch.ones(2, 256)), step(torch.ones(2, 256))
+    assert {*first.unique().tolist()} == {0.0, 2.0}
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first, second)
+
+
+# What the loop makes of folds, weights and structures is the same for every backend. This one takes no g++.
+def traced(step, **options):
+    return torch.compile(step, backend="aot_eager", **options)
+
+
+def counting(w, x):
+    values = x @ w
+    return (values**2).mean(), {"rows": values, "positive": (values > 0).sum(), "constant": 3}
+
+
+KINDS = {
+    "aux": {"fold": ((funcga.mean(), {"rows": funcga.concat(), "positive": funcga.sum(), "constant": funcga.max()}), funcga.mean())},
+    "moments": {"fold": ((funcga.moments(), {"rows": funcga.concat(), "positive": funcga.max(), "constant": funcga.min()}), funcga.moments())},
+    "weight": {"fold": ((funcga.mean(), {"rows": funcga.concat(), "positive": funcga.sum(), "constant": funcga.sum()}), funcga.per_weight()), "weight": lambda x: (x > 0).sum()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph_for_every_kind_of_fold(kind):
+    step = funcga.accumulate(funcga.value_and_grad(counting, has_aux=True), 3, **KINDS[kind])
+    check(traced(step, fullgraph=True)(W, X), step(W, X))
+
+
+def test_carried_state():
+    module = nn.BatchNorm1d(3)
+    gradient = funcga.value_and_grad(pure_loss(module, lambda m, x: (m(x) ** 3).mean(), buffers=True), has_aux=True)
+    fold = ((funcga.mean(), funcga.carry()), funcga.mean())
+    step = funcga.accumulate(gradient, 2, in_axes=(None, funcga.CARRY, 0), fold=fold)
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    found = traced(step, fullgraph=True)(params, buffers, X)
+    check(found, step(params, buffers, X))
+    assert found[0][1]["num_batches_tracked"] == 2
+
+
+def test_a_stream():
+    step = funcga.stream(funcga.value_and_grad(loss))
+    check(traced(step)(W, list(X.split(3))), whole_batch(W, X))
+    check(traced(lambda w, x: step(w, x.split(3)), fullgraph=True)(W, X), whole_batch(W, X))
+
+
+@pytest.mark.parametrize("how", ["loss", "pure loss", "gradient"])
+def test_a_compiled_part_in_a_step_that_is_not(how):
+    module = nn.Linear(3, 1)
+    squares = lambda m, x: F.mse_loss(m(x), x[:, :1])
+    params = dict(module.named_parameters())
+    gradient = {
+        "loss": lambda: funcga.value_and_grad(pure_loss(module, traced(squares))),
+        "pure loss": lambda: funcga.value_and_grad(traced(pure_loss(module, squares))),
+        "gradient": lambda: traced(funcga.value_and_grad(pure_loss(module, squares))),
+    }[how]()
+    check(funcga.accumulate(gradient, 3)(params, X), funcga.value_and_grad(pure_loss(module, squares))(params, X))
+
+
+def test_a_loss_that_breaks_the_graph():
+    """Numbers that are read, as for a log: what cannot be compiled runs as it is."""
+    seen = []
+
+    def logged(w, x):
+        seen.append(float(x.sum()))
+        return loss(w, x)
+
+    step = traced(funcga.accumulate(funcga.value_and_grad(logged), 2))
+    check(step(W, X), whole_batch(W, X))
+    assert seen == pytest.approx([float(rows.sum()) for rows in X.split(4)])
