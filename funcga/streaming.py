@@ -39,8 +39,8 @@ def stream(
         in pinned memory (DataLoader(pin_memory=True)); two are on the device at a time.
 
     In JAX the step is compiled once for each shape of micro-batch, so make the function once, outside of the loop; the
-    accumulator is donated from step to step. A step runs on while the next micro-batch is made, so a generator that fills
-    one NumPy array again and again yields copies of it.
+    accumulator is donated from step to step. A step runs on while the next micro-batch is made, so a generator that
+    fills one NumPy array again and again yields copies of it.
     Raises FuncgaError for bad input, and for an iterable without any micro-batch, unless other replicas have one.
 
     >>> step = funcga.stream(funcga.value_and_grad(loss_fn))
