@@ -9,7 +9,7 @@ from funcga.errors import FuncgaError
 from funcga.fitting import Fitting
 from funcga.folds import mean
 from funcga.gradients import GradientFunction, OwningGradient
-from funcga.program import Program, check_callable, check_count
+from funcga.program import Program, check_callable, check_count, step_of
 
 
 def accumulate(
@@ -93,7 +93,16 @@ def accumulate(
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     load_imported()
-    program = Program(grad_fn, fold, weight, in_axes, number, microbatch_size, across=across)
+    program = Program(
+        grad_fn,
+        fold,
+        weight,
+        in_axes,
+        number,
+        microbatch_size,
+        across=across,
+        step=None if across is None else step_of(grad_fn),
+    )
     fitting = Fitting(program) if automatic else None
 
     # The signature is grad_fn's in any case; the names are only if grad_fn is a function that has them.

@@ -2,9 +2,11 @@
 
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from funcga.arguments import Arguments, argument_names, read_arguments
 from funcga.backend import Backend, backend_of
@@ -12,6 +14,38 @@ from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction, OwningGradient
 from funcga.outputs import Outputs, sort_outputs
 from funcga.weights import check_weight
+
+
+class Step(NamedTuple):
+    """Which step this is, in words that mean the same in every process that runs this code.
+
+    `name` is that of its function, and `number` how many steps of that name were made before.
+    """
+
+    name: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"the step of {self.name}" + (f", the {self.number + 1}. of it" if self.number else "")
+
+
+_MADE: Counter[str] = Counter()
+
+
+def step_of(function: Any) -> Step:
+    """The Step that is made of this function now."""
+    inner = inspect.unwrap(function)
+    inner = getattr(inner, "func", getattr(inner, "loss_fn", inner))  # of a functools.partial, or a pure_loss
+    code = getattr(inner, "__code__", None)
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    name = f"`{name}`" if code is None else f"`{name}` in line {code.co_firstlineno} of {Path(code.co_filename).name}"
+    _MADE[name] += 1
+    return Step(name, _MADE[name] - 1)
+
+
+def steps_made() -> dict[str, int]:
+    """How many steps of each name this process has made."""
+    return {**_MADE}
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +60,7 @@ class Program:
     microbatch_size: int | None = None
     device: Any = None
     across: Any = None
+    step: Step | None = None  # of one that is merged over replicas
     compiled: dict[Any, Any] = field(
         default_factory=dict, repr=False
     )  # what a backend works out once, not at every call

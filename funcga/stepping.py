@@ -12,6 +12,7 @@ from funcga.binding import Bindings
 from funcga.dropping import Dropping
 from funcga.errors import FuncgaError
 from funcga.folds import mean
+from funcga.program import step_of
 from funcga.targets import check_target, is_full, target_of
 from funcga.transforms import DonatingTransform, MultiSteps, Transform, is_scaled, read_transform
 from funcga.weights import check_weight
@@ -78,7 +79,8 @@ def multi_steps(
     backends = load_imported()
     for backend in backends:
         read = backend.transforms.imported(read)
-    steps = _Steps(read, check_target(n), Windows(Bindings(fold)), Dropping(drop, drop_if), across, donate)
+    known = {} if across is None else {"step": step_of(read.update)}
+    steps = _Steps(read, check_target(n), Windows(Bindings(fold)), Dropping(drop, drop_if), across, donate, known)
     made: Any = MultiSteps(steps.init, steps.update)
     for backend in backends:
         made = backend.transforms.exported(made)

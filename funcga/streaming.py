@@ -8,7 +8,7 @@ from funcga.backend import load_imported
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.gradients import OwningGradient
-from funcga.program import Program, check_callable, check_count
+from funcga.program import Program, check_callable, check_count, step_of
 from funcga.targets import TargetWeight
 from funcga.weights import known_weight
 
@@ -51,7 +51,9 @@ def stream(
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     load_imported()
-    program = Program(grad_fn, fold, weight, in_axes, device=device, across=across)
+    program = Program(
+        grad_fn, fold, weight, in_axes, device=device, across=across, step=None if across is None else step_of(grad_fn)
+    )
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""

@@ -1,10 +1,12 @@
-"""The agreement of the replicas: before the first reduction they compare what they fold.
+"""The agreement of the replicas: before the first reduction of a structure they compare what they fold.
 
 Only torch has this file: in JAX one program describes all replicas.
 """
 
+import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,86 +14,183 @@ import torch.distributed as dist
 from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
-from funcga.program import Program
-from torch_backend import arrays, trees
+from funcga.program import Program, Step, steps_made
+from torch_backend import arrays
 from torch_backend.buckets import Plan, planned
-from torch_backend.buffers import Layout, power_below
-from torch_backend.comparison import check_alike, digest_of, gathered
+from torch_backend.buffers import Layout
+from torch_backend.comparison import check_alike, digest_of
+from torch_backend.header import Report
 from torch_backend.placements import Place, is_placed, local, place_of, ranks_apart
 from torch_backend.replicas import Replicas
 
+_KEPT = 16  # structures that a step is known to have
 
-class Agreement(NamedTuple):
-    """What every replica folds, how it travels, and the unit that weighted sums travel in.
+
+@dataclass(eq=False)
+class Agreement:
+    """What every replica folds, and how it travels.
 
     `kinds` are the shape and the strides of what a process holds of each leaf, by their places among what is reduced;
-    `placed` says where those lie that lie on several devices.
+    `placed` says where those lie that lie on several devices. `description` has a text for each path, `digest` tells
+    them from any others, and `leaves` is what it takes to make leaves like these. `steps` are digests of the Steps that
+    the replicas take, in their order; None until all of them have agreed.
     """
 
     outputs: Outputs
     plan: Plan
-    unit: float
     kinds: dict[int, tuple[Any, Any]]
     placed: dict[int, Place]
+    description: dict[str, str]
+    digest: int
+    leaves: list[Any]
+    steps: tuple[int, ...] | None = None
+
+
+def step_digest(program: Program) -> int:
+    """A number that is another for any other step."""
+    return 0 if program.step is None else digest_of(tuple(program.step))
+
+
+def proposed(
+    program: Program, outputs: Outputs, leaves: Sequence[Any], layout: Layout, replicas: Replicas
+) -> Agreement:
+    """The Agreement on outputs like these: one that there is, or one that the others have yet to agree to.
+
+    `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced elsewhere.
+    """
+    kept = _kept(program, replicas)
+    for known in reversed(kept):
+        if outputs is known.outputs or _same(outputs, leaves, known):
+            return known
+    made = _made(outputs, leaves, layout, replicas)
+    kept[:] = [*kept, made][-_KEPT:]
+    return made
+
+
+def recalled(program: Program, digest: int, replicas: Replicas) -> Agreement | None:
+    """The Agreement on the structure that has this digest."""
+    found = (known for known in _kept(program, replicas) if known.digest == digest and known.steps is not None)
+    return next(found, None)
+
+
+def has_agreed(program: Program, replicas: Replicas) -> bool:
+    """Whether there is any Agreement of these replicas."""
+    return any(known.steps is not None for known in _kept(program, replicas))
+
+
+def _kept(program: Program, replicas: Replicas) -> list[Agreement]:
+    kept: list[Agreement] = program.compiled.setdefault(("agreed", replicas.group), [])
+    return kept
 
 
 def agree(
-    program: Program, outputs: Outputs, leaves: Sequence[Any], weight: Any, layout: Layout, replicas: Replicas
-) -> Agreement:
-    """The Agreement on outputs like these, made once for each structure.
+    program: Program, mine: Agreement | None, like: Callable[[Any], tuple[Outputs, list[Any]]] | None,
+    reports: list[Report], replicas: Replicas,
+) -> Agreement:  # fmt: skip
+    """The Agreement of all replicas after these reports.
 
-    `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced elsewhere. Raises
-    FuncgaError on every replica if they differ.
+    `mine` is what this replica proposes; None if it has nothing to fold. `like(structure)` then makes what the others
+    propose. Raises FuncgaError on every replica if two of them take different steps, or fold different structures.
     """
-    known = last_agreement(program, replicas)
-    if known is not None and (outputs is known.outputs or _same(outputs, leaves, known)):
+    digests = [report.digest or None for report in reports]
+    digest = next(filter(None, digests))
+    steps = tuple([report.step for report in reports])
+    if {*digests} - {None} == {digest} and all(report.known for report in reports):
+        known = recalled(program, digest, replicas) if mine is None else mine
+        assert known is not None  # as all replicas agree in the same windows
+        _check_recalled(known, steps)
         return known
+    _check_steps(program, replicas)
+    description = None if mine is None else mine.description
+    check_alike(description, replicas.channel, "fold different structures", digests)
+    if None in digests:
+        mine = _shared(program, mine, like, replicas)
+    assert mine is not None
+    mine.steps = steps
+    return mine
+
+
+def _check_recalled(known: Agreement, steps: tuple[int, ...]) -> None:
+    """Raises FuncgaError if a replica takes another step than when this one was agreed on."""
+    if known.steps != steps:
+        made = {digest_of((name, k)): Step(name, k) for name, count in steps_made().items() for k in range(count)}
+        raise _mixed_up([str(made.get(step, "another step")) for step in steps])
+
+
+def _check_steps(program: Program, replicas: Replicas) -> None:
+    """Raises FuncgaError if two replicas take different steps of which both have made both."""
+    said = replicas.channel.gathered((program.step, steps_made()))
+    for mine, made_here in said:
+        for other, made_there in said:
+            both = mine is not None and other is not None and mine != other
+            if both and made_here.get(other.name, 0) > other.number and made_there.get(mine.name, 0) > mine.number:
+                raise _mixed_up([str(step) for step, _ in said])
+
+
+def _mixed_up(steps: list[str]) -> FuncgaError:
+    spelled = "; ".join(f"rank {rank} {step}" for rank, step in enumerate(steps[:8]))
+    return FuncgaError(
+        f"the replicas call different steps at the same time: {spelled}. What they fold would be added up all the "
+        f"same. Make and call the steps in one order on every rank, from a list rather than a set."
+    )
+
+
+def _shared(
+    program: Program, mine: Agreement | None, like: Callable[[Any], tuple[Outputs, list[Any]]] | None,
+    replicas: Replicas,
+) -> Agreement:  # fmt: skip
+    """The Agreement, where some replicas have nothing to fold and have to be told what the others fold."""
+    sent = None
+    if mine is not None:
+        # a tree of numbers, as a tree's structure alone does not pickle well
+        sent = _pickled((mine.outputs.structure_of(range(len(mine.leaves))), mine.leaves))
+    said = next(theirs for theirs in replicas.channel.gathered(sent) if theirs is not None)
+    problem = said if isinstance(said, str) else None
+    if problem is None and mine is None and like is not None:
+        try:
+            outputs, leaves = like(pickle.loads(said))
+            mine = proposed(program, outputs, leaves, Layout(outputs), replicas)
+        except Exception as error:  # whatever the user's class raises
+            problem = f"{type(error).__name__}: {error}"
+    problems = [theirs for theirs in replicas.channel.gathered(problem) if theirs is not None]
+    if problems:
+        raise FuncgaError(
+            f"a replica has nothing to fold in its first window, and cannot be told what the others fold "
+            f"({problems[0]}). Give every replica a micro-batch in the first window, later ones may have none; or "
+            f"return dicts, tuples and lists of arrays."
+        )
+    assert mine is not None
+    check_alike(mine.description, replicas.channel, "fold different structures")
+    return mine
+
+
+def _pickled(structure: Any) -> bytes | str:
+    """The structure as bytes; if that cannot be, a text that says why."""
+    try:
+        data = pickle.dumps(structure)
+        pickle.loads(data)
+    except Exception as error:  # whatever the user's class raises
+        return f"{type(error).__name__}: {error}"
+    return data
+
+
+def _made(outputs: Outputs, leaves: Sequence[Any], layout: Layout, replicas: Replicas) -> Agreement:
     given = {*layout.given_scaled, *layout.given_plain}
     pairs = zip(outputs.folds, leaves, strict=True)
     likes = [None if f is None or leaf is None else _like(leaf, i in given) for i, (f, leaf) in enumerate(pairs)]
-    # a tree of numbers, as a tree's structure alone does not pickle well
-    kinds = [
-        None if like is None else (like.shape, local(like).stride(), like.dtype, is_placed(like)) for like in likes
-    ]
-    structure = outputs.structure_of(range(len(likes))), kinds
-    unit = _compare(_description(outputs, likes, replicas), weight, structure, replicas)[0]
-    return _remembered(program, outputs, likes, unit, layout, replicas)
-
-
-def last_agreement(program: Program, replicas: Replicas) -> Agreement | None:
-    """The last Agreement of these replicas, if there is one."""
-    known: Agreement | None = program.compiled.get(("agreed", replicas.group))
-    return known
-
-
-def join(program: Program, like: Callable[[Any], Outputs], device: torch.device, replicas: Replicas) -> Agreement:
-    """The Agreement of the others, for a replica that has nothing to fold; `like(value)` binds values like theirs."""
-    known = last_agreement(program, replicas)
-    if known is not None:
-        return known
-    unit, structure = _compare(None, 0, None, replicas)
-    skeleton, kinds = structure
-    leaves = [None if k is None else torch.empty_strided(*k[:2], dtype=k[2], device=device) for k in kinds]
-    outputs = like(trees.unflatten(trees.flatten(skeleton)[1], leaves))
-    return _remembered(program, outputs, leaves, unit, Layout(outputs), replicas)
-
-
-def _remembered(
-    program: Program, outputs: Outputs, leaves: Sequence[Any], unit: float, layout: Layout, replicas: Replicas
-) -> Agreement:
-    likes = {k: leaves[i] for k, i in enumerate(outputs.reduced) if leaves[i] is not None}
-    placed = {k: place_of(like) for k, like in likes.items() if is_placed(like)}
+    description = _description(outputs, likes, replicas)
+    kinds = [None if x is None else (x.shape, local(x).stride(), x.dtype, is_placed(x)) for x in likes]
+    reduced: dict[int, Any] = {k: likes[i] for k, i in enumerate(outputs.reduced) if likes[i] is not None}
+    placed = {k: place_of(like) for k, like in reduced.items() if is_placed(like)}
     for place in placed.values():
         _check_parts(place, replicas)
-    likes = {k: local(like) for k, like in likes.items()}
+    reduced = {k: local(like) for k, like in reduced.items()}
     # a scalar, as the loss, is not rounded to what is sent for gradients
-    exact = {k for k, like in likes.items() if replicas.wire_dtype is not None and like.ndim == 0}
-    sums = {k for k, like in likes.items() if k in layout.sums or _is_sum(layout.folds[k], like)} - exact
-    plan = planned(layout, likes, sums, replicas.bucket_bytes)
-    kinds = {k: (tuple(like.shape), like.stride()) for k, like in likes.items()}
-    agreement = Agreement(outputs, plan, unit, kinds, placed)
-    program.compiled["agreed", replicas.group] = agreement
-    return agreement
+    exact = {k for k, like in reduced.items() if replicas.wire_dtype is not None and like.ndim == 0}
+    sums = {k for k, like in reduced.items() if k in layout.sums or _is_sum(layout.folds[k], like)} - exact
+    plan = planned(layout, reduced, sums, replicas.bucket_bytes)
+    own = {k: (tuple(like.shape), like.stride()) for k, like in reduced.items()}
+    return Agreement(outputs, plan, own, placed, description, digest_of([*description.items()]), kinds)
 
 
 def _check_parts(place: Place, replicas: Replicas) -> None:
@@ -119,33 +218,6 @@ def _like(leaf: Any, given: bool) -> Any:
     if is_placed(leaf) or leaf.is_contiguous():
         return leaf
     return torch.empty_like(leaf) if given else torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-
-
-def _compare(description: Any, weight: Any, structure: Any, replicas: Replicas) -> tuple[float, Any]:
-    """The unit to travel in, and the structure of the first that has one, which is sent where one has none."""
-    unit = 1.0 if isinstance(weight, torch.Tensor) else float(weight)
-    said = gathered(None if description is None else (unit, digest_of(description)), replicas.group)
-    speakers = [rank for rank, theirs in enumerate(said) if theirs is not None]
-    if not speakers:
-        raise FuncgaError(
-            "no replica has a micro-batch to fold, and so nobody knows the structure to return. Check the loaders, or "
-            "that a generator was not used up before."
-        )
-    digests = [None if theirs is None else theirs[1] for theirs in said]
-    check_alike(description, replicas.group, "fold different structures", digests)
-    if len(speakers) < replicas.count:
-        sent = [structure]
-        source = dist.get_global_rank(replicas.group, speakers[0])
-        dist.broadcast_object_list(sent, src=source, group=replicas.group)
-        structure = sent[0]
-        if any(kind is not None and kind[3] for kind in structure[1]):
-            raise FuncgaError(
-                "a replica has nothing to fold in its first window, and what the others fold lies on the devices of a "
-                "mesh, which it cannot know of. Give every replica a micro-batch in the first window; later ones may "
-                "have none."
-            )
-    units = {theirs[0] for theirs in said if theirs is not None and theirs[0]}
-    return (units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0), structure
 
 
 def _same(outputs: Outputs, leaves: Sequence[Any], known: Agreement) -> bool:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward  # the public one spends 30 microseconds on 24 inputs
 
@@ -155,18 +156,23 @@ class Backward:
         return sum([grad._version + 1 for grad in grads if grad is not None])
 
     def __call__(
-        self, loss: torch.Tensor, weight: Any, moving: Sequence[torch.Tensor] = (), ready: _Ready | None = None
-    ) -> None:
+        self, loss: torch.Tensor, weight: Any, moving: Sequence[torch.Tensor] = (), ready: _Ready | None = None,
+        communicates: bool = False,
+    ) -> None:  # fmt: skip
         """Folds the gradients of this loss in, with this weight; to the leaves `moving` it leaves them as `.grad`.
 
-        `ready` is called with the place of each sum, among what is reduced, as soon as it is complete.
+        `ready` is called with the place of each sum, among what is reduced, as soon as it is complete. A loss that
+        `communicates` leaves the gradients of other processes' losses here as well, whatever its own weight.
         """
         share, routes = self.buffers.share(weight), self.routes
-        if routes.alone and not moving and share == 0:
-            return  # it adds nothing, not even a NaN
+        # it adds nothing, not even a NaN; but other processes may wait for what the loss communicates in its pass
+        idle = routes.alone and not moving and share == 0
+        if idle and not (dist.is_available() and dist.is_initialized()):
+            return
         seeds = self.seeds and not moving and not self.autocast
-        seed = share if seeds and share is not None and holds(loss.dtype, share) else 1.0
-        self._attach(share == seed)
+        seed = 1.0 if share is None or not (idle or (seeds and holds(loss.dtype, share))) else share
+        added = share == seed and (communicates or not idle)
+        self._attach(added)
         inputs = (*self.inputs, *moving)
         if not (loss.requires_grad and inputs):
             self._add_zeros(routes.others, weight)
@@ -176,7 +182,7 @@ class Backward:
         if self.held and not (moving or custom or ready):  # then nothing else is to be done
             self._run(loss, seed, only)
             return
-        waiting = {*routes.others, *routes.placed, *(() if share == seed else routes.scaled)}
+        waiting = {*routes.others, *routes.placed, *(() if added else routes.scaled)}
         if custom:
             self._run_by_hand(loss, seed, foreign)
             for i in [i for i in waiting if self.leaves[i].grad is not None]:

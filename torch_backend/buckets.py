@@ -10,7 +10,7 @@ import torch
 
 from torch_backend.buffers import Layout
 
-_SMALL = 64  # bytes of a leaf that may ride beside the counts, once for every replica
+_SMALL = 64  # bytes of sums in another dtype than most that are worth no bucket of their own
 _ALIGNED = 16  # elements: larger leaves begin at such an element, as kernels like
 
 
@@ -32,14 +32,13 @@ class Bucket(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How each reduced leaf travels: sums in buckets, what is small beside the counts, all others gathered.
+    """How each reduced leaf travels: sums in buckets, all others gathered together.
 
-    The last bucket has the counts in its tail. It is the same on every replica, as it follows from what is folded.
+    It is the same on every replica, as it follows from what is folded.
     """
 
     buckets: tuple[Bucket, ...]
-    small: tuple[int, ...]
-    large: tuple[int, ...]
+    others: tuple[int, ...]
 
     def bucket_of(self) -> dict[int, int]:
         """The bucket of each leaf that has one, by their places."""
@@ -64,11 +63,10 @@ def planned(layout: Layout, likes: Mapping[int, torch.Tensor], sums: Collection[
     for key in main[1:]:
         if sizes[key] * key[0].itemsize <= _SMALL:
             others += groups.pop(key)
-    small = [k for k in others if likes[k].numel() * layout.folds[k].accumulator_dtype.itemsize <= _SMALL]
     buckets = [b for key in main if key in groups for b in _cut(key, groups[key], layout, lengths, bucket_bytes)]
     if not buckets:
         buckets = [Bucket(torch.float32, next((like.device for like in likes.values()), torch.device("cpu")), (), 0)]
-    return Plan(tuple(buckets), tuple(small), tuple(sorted({*others} - {*small})))
+    return Plan(tuple(buckets), tuple(sorted(others)))
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

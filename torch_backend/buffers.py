@@ -82,6 +82,7 @@ class Buffers:
         self.steps = 0
         self.counted: tally.Tally | None = None
         self.unit: float | None = None
+        self.unit_is_fixed = False
         self.reduced: list[Any] = [None] * len(self.folds)
         self.passed: dict[int, torch.Tensor] = {}
         self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in self.outputs.collected}
@@ -91,7 +92,8 @@ class Buffers:
 
         The unit is the first weight, so that micro-batches alike are added as they are, whatever they weigh. When one
         comes whose share would not be a power of two, the unit becomes one, so that the shares are exact; and when a
-        heavier one comes the unit grows, as a share may be what a backward pass in float16 begins with.
+        heavier one comes the unit grows, as a share may be what a backward pass in float16 begins with. A unit that
+        is fixed stays, and shares may be more than 1.
         """
         if self.unit is None and (isinstance(weight, torch.Tensor) or torch.compiler.is_compiling()):
             self.unit = 1.0
@@ -103,6 +105,8 @@ class Buffers:
             self.unit = float(weight)
         if weight == self.unit:
             return 1.0
+        if self.unit_is_fixed:
+            return float(weight / self.unit)
         grows = weight > self.unit or not _is_power_of_two(weight / self.unit)
         if grows and not torch.compiler.is_compiling():
             self._rescale(_power_above(max(float(weight), self.unit)))
@@ -196,6 +200,10 @@ class Buffers:
 
     def _add_all(self, places: list[int], values: dict[int, torch.Tensor], factor: Any) -> None:
         """Adds factor * value to the accumulators at these places, all at once."""
+        fresh = [k for k in places if self.reduced[k] is None]
+        if fresh and len(fresh) < len(places):  # as where some have a place in what will be sent
+            self._add_all(fresh, values, factor)
+            places = [k for k in places if k not in {*fresh}]
         chosen = [values[k] for k in places]
         if self.reduced[places[0]] is not None:
             if factor:  # a weight of 0 adds nothing, not even a NaN

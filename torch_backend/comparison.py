@@ -1,33 +1,22 @@
-"""Comparison: what each replica says, and that all of them describe alike what they have.
+"""Comparison: whether all replicas describe alike what they have.
 
 Only torch has this file: in JAX one program describes all replicas.
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-
 from funcga.errors import FuncgaError
+from torch_backend.channel import Channel
 
 
-def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What each replica has said, in their order: any objects that can be pickled."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    with explained():
-        dist.all_gather_object(said, mine, group=group)
-    return said
-
-
-def digest_of(description: dict[str, str]) -> str:
-    """A short text that is another for any other description."""
-    return hashlib.sha256(repr([*description.items()]).encode()).hexdigest()
+def digest_of(description: Any) -> int:
+    """A number of 64 bits that is another for any other description, and never 0."""
+    return int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:8], "little", signed=True) or 1
 
 
 def check_alike(
-    mine: dict[str, str] | None, group: dist.ProcessGroup, problem: str, digests: list[str | None] | None = None
+    mine: dict[str, str] | None, channel: Channel, problem: str, digests: list[int | None] | None = None
 ) -> None:
     """Raises FuncgaError on every replica if two of them describe differently what stands at a path.
 
@@ -35,10 +24,10 @@ def check_alike(
     all replicas, if they are known already.
     """
     if digests is None:
-        digests = gathered(None if mine is None else digest_of(mine), group)
+        digests = channel.gathered(None if mine is None else digest_of([*mine.items()]))
     if len({*digests} - {None}) <= 1:
         return
-    speakers = [(rank, theirs) for rank, theirs in enumerate(gathered(mine, group)) if theirs is not None]
+    speakers = [(rank, theirs) for rank, theirs in enumerate(channel.gathered(mine)) if theirs is not None]
     first, like = speakers[0]
     for rank, theirs in speakers[1:]:
         differ = [path for path in {**like, **theirs} if like.get(path) != theirs.get(path)]
@@ -52,16 +41,3 @@ def check_alike(
             f"the replicas {problem}: {'; '.join(listed[:4])}{f'; and {len(listed) - 4} more' if listed[4:] else ''}. "
             f"They are merged leaf by leaf: build the model, the batch and the fold alike on every rank."
         )
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """A context that says of an error in a collective what it means."""
-    try:
-        yield
-    except RuntimeError as error:
-        error.add_note(
-            "funcga: the replicas could not be merged. One of them has died, has raised an error of its own, or did "
-            "not call the step within the group's timeout; see what the other processes say."
-        )
-        raise

@@ -24,6 +24,7 @@ from funcga.scales import scaled_loss
 from torch_backend import arrays, trees
 from torch_backend.backward import Backward, Routes, autocasting, check_no_backward
 from torch_backend.buffers import Buffers, Layout
+from torch_backend.channel import Listener
 from torch_backend.guards import GradsWatch, Surroundings
 from torch_backend.hooks import put_hooks
 from torch_backend.modules import PureLoss, own_parameters
@@ -58,12 +59,15 @@ class Engine:
         return tuple([arg if i in found else detached(arg, recorded=True) for i, arg in enumerate(args)])
 
     def __enter__(self) -> "Engine":
+        self.any_group, self.given_group = Listener(), Listener(None if self.replicas is None else self.replicas.group)
         if torch.is_inference_mode_enabled():
             self.inference = torch.inference_mode(False)  # what is made in it has no gradient
             self.inference.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if error[0] is not None and self.reduction is not None:
+            self.reduction.give_up()
         try:
             self.visit.__exit__(*error)
         finally:
@@ -95,15 +99,24 @@ class Engine:
             self._bind(loss.detach(), aux, found, arguments, weight)
         else:
             self.backward.check_untouched()
-        ready = None if self.reduction is None or not last else self.reduction.ready
+        ready = None
+        self._listen()
+        if last and self.reduction is not None and self.reduction.overlaps:
+            self.reduction.announce(weight, steps=1)
+            ready = self.reduction.ready
         arrivals = None if self.gradient.reached else self._arrivals(found)
         with recording_loss():  # as checkpoints run parts of the loss again
-            self.backward(differentiated, weight, moving, ready)
+            self.backward(differentiated, weight, moving, ready, self.any_group.heard)
         if arrivals is not None and not arrivals():
             self.unreached |= self._should_reach(loss, weight, evaluations() == before)
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
         self.backward.settle()
         return state
+
+    def _listen(self) -> None:
+        """Remembers a loss that calls collectives of the group that gradients may travel over."""
+        if self.replicas is not None and self.given_group.heard:
+            self.program.compiled["communicates"] = True
 
     def _evaluated(self, args: list[Any], kwargs: dict[str, Any], scale: Any) -> tuple[Any, Any, Any]:
         """The loss, what comes with it, and the loss as it is differentiated."""
@@ -141,6 +154,8 @@ class Engine:
         self.watch.check()
         self.buffers.settle(self.backward.leaves)
         if self.reduction is not None:
+            if not self.reduction.sent:
+                self._listen()  # to the last backward pass too
             state = self.reduction.finish(state)
         return self.buffers.result(state)
 
@@ -190,7 +205,10 @@ class Engine:
         self.buffers = Buffers(self.plan.layout)
         if self.replicas is not None:
             leaves = self.gradient.compose(loss, aux, [found[i].tree for i in self.places])
-            self.reduction = begun(self.program, self.buffers, trees.flatten(leaves)[0], weight, self.replicas)
+            if self.any_group.heard:
+                # cotangents meet in the backward pass, and have to be in one unit on all replicas
+                self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
+            self.reduction = begun(self.program, self.buffers, trees.flatten(leaves)[0], self.replicas)
         leaves = self._given(plan.given)
         self.backward = Backward(self.buffers, leaves, plan.routes, self.around, seeds=not self.hooked)
 

@@ -12,16 +12,16 @@ from funcga.backend import Backend
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.gradients import GradientFunction, OwningGradient
+from funcga.outputs import Outputs
 from funcga.program import Program
 from torch_backend import arrays, trees
-from torch_backend.agreement import join
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.driven import Driven
 from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
 from torch_backend.placements import devices_of, narrow
 from torch_backend.recording import is_recorded
-from torch_backend.reduction import Reduction, begun, count_window
+from torch_backend.reduction import Reduction, begun, count_window, joined
 from torch_backend.replicas import Replicas
 from torch_backend.transfer import moved
 from torch_backend.wrapped import ModuleGradient
@@ -169,12 +169,18 @@ def _fold_across(
     devices = [
         leaf.device for part in arguments.parts for leaf in trees.flatten(part.value)[0] if arrays.is_array(leaf)
     ]
-    bound = lambda value: program.bind(value, arguments)[0]
-    agreement = join(program, bound, devices[0] if devices else torch.device("cpu"), window.replicas)
-    buffers = Buffers(Layout(agreement.outputs))
-    number = program.compiled["windows"]
-    state = Reduction(agreement, buffers, window.replicas, number).finish(_copied(arguments))
-    return buffers.result(state)
+    device = devices[0] if devices else torch.device("cpu")
+
+    def like(structure: Any) -> tuple[Outputs, list[Any]]:
+        skeleton, kinds = structure
+        if any(kind is not None and kind[3] for kind in kinds):
+            raise FuncgaError("it lies on the devices of a mesh")
+        leaves = [
+            None if kind is None else torch.empty_strided(*kind[:2], dtype=kind[2], device=device) for kind in kinds
+        ]
+        return program.bind(trees.unflatten(trees.flatten(skeleton)[1], leaves), arguments)
+
+    return joined(program, like, _copied(arguments), window.replicas)
 
 
 def _unfed(program: Program, leading: tuple[Any, ...], backend: Backend) -> Arguments:
@@ -249,7 +255,7 @@ class _Calls:
             outputs, leaves = self.program.bind(value, arguments)
             self.buffers = Buffers(Layout(outputs))
             if self.replicas is not None:
-                self.reduction = begun(self.program, self.buffers, leaves, weight, self.replicas)
+                self.reduction = begun(self.program, self.buffers, leaves, self.replicas)
         else:
             leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.steps + 1}")
         del value

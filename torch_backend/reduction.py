@@ -2,125 +2,209 @@
 
 Only torch has this file: in JAX it is a psum after the loop.
 
-Sums are accumulated in the buckets themselves. While the last micro-batch's backward pass runs, a bucket is sent as
-soon as it and those before it are complete, so that all replicas send in one order. The counts, and what is small and
-no sum of the buckets' dtype, ride in the tail of the last one. What is large and no sum is gathered, and combined in
-the order of the replicas.
+Each replica first says what it has counted, in a header, so that all of them know the total weight, the unit that sums
+travel in, and that they do the same. Sums are accumulated in the buckets themselves. While the last micro-batch's
+backward pass runs, a bucket is sent as soon as the header is there and the bucket and those before it are complete, so
+that all replicas send in one order. What is no sum is gathered, and combined in the order of the replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from funcga import tally
 from funcga.errors import FuncgaError
+from funcga.outputs import Outputs
 from funcga.program import Program
-from torch_backend import arrays, tail
-from torch_backend.agreement import Agreement, agree, last_agreement
+from torch_backend import arrays, memory
+from torch_backend.agreement import Agreement, agree, has_agreed, proposed, step_digest
 from torch_backend.buckets import view
-from torch_backend.buffers import Buffers
-from torch_backend.comparison import explained
+from torch_backend.buffers import Buffers, Layout, power_below
+from torch_backend.channel import all_gathered, explained
+from torch_backend.header import Header, Report, check_in_step
+from torch_backend.memory import Field
 from torch_backend.placements import Place, is_placed, local, rewrapped
 from torch_backend.replicas import Replicas
-from torch_backend.tail import Field
 
 
 class Reduction:
     """Merges the buffers of one window over the replicas, once.
 
-    `window` is how many this replica has begun. `begins`: nothing is folded yet, and sums are accumulated in the
-    buckets. `overlaps`: a bucket is sent as soon as its leaves are `ready`; else all of them are sent by `finish`.
+    `begins`: nothing is folded yet, and sums are accumulated in the buckets. A `header` that is given is one that the
+    replicas have agreed after.
     """
 
     def __init__(
-        self, agreement: Agreement, buffers: Buffers, replicas: Replicas, window: int, begins: bool = True,
-        overlaps: bool = False,
+        self, program: Program, replicas: Replicas, agreement: Agreement, buffers: Buffers, begins: bool = False,
+        header: Header | None = None,
     ):  # fmt: skip
-        self.plan, self.unit, self.agreement = agreement.plan, agreement.unit, agreement
-        self.outputs, self.buffers, self.replicas = buffers.outputs, buffers, replicas
-        self.bucket_of = self.plan.bucket_of() if overlaps else {}
-        self.missing = [{slot.place for slot in bucket.slots} for bucket in self.plan.buckets]
+        self.program, self.replicas, self.channel = program, replicas, replicas.channel
+        self.agreement, self.buffers, self.plan, self.outputs = agreement, buffers, agreement.plan, buffers.outputs
+        self.carrier = self.channel.carrier(self._device, replicas.group)
+        self.header, self.agreed = header, header is not None
+        self.unit = 0.0  # that sums travel in, when all have said theirs
         self.sent: list[tuple[Any, torch.Tensor]] = []
-        self.window = window
-        self.small = {k: self._identity(k) for k in self.plan.small}
-        self.fields = [
-            Field(torch.Size([3 + len(self.outputs.collected)]), torch.int64),
-            Field(torch.Size([]), torch.float64),
-        ]
-        self.fields += [Field(part.shape, part.dtype) for held in self.small.values() for part in _parts(held)]
+        self.rest: list[Any] = []  # collectives of what is in no bucket
+        self.problem: Exception | None = None  # what is wrong, if it was seen before it can be raised
+        self.given_up = False
+        self.waiting = [{slot.place for slot in bucket.slots} for bucket in self.plan.buckets]
+        self.bucket_of = self.plan.bucket_of()
         self._allocate()
         if begins:
-            lifts = buffers.layout.lifts
             for k, accumulator in self.views.items():
-                if lifts[k] is not None and k not in agreement.placed:
+                if buffers.layout.lifts[k] is not None and k not in agreement.placed:
                     buffers.reduced[k] = accumulator
 
     def _allocate(self) -> None:
-        """Makes the buckets, and views of the leaves in them."""
-        width = sum(field.nbytes for field in self.fields)
-        extra = [0] * (len(self.plan.buckets) - 1) + [self.replicas.count * width]
+        """Makes the buckets, and views of the leaves in them. The last has an element more, the mark of an error."""
+        buckets, folds, kinds = self.plan.buckets, self.buffers.folds, self.agreement.kinds
         self.flats = [
-            torch.zeros(bucket.length + more, dtype=bucket.dtype, device=bucket.device)
-            for bucket, more in zip(self.plan.buckets, extra, strict=True)
+            torch.zeros(bucket.length + (bucket is buckets[-1]), dtype=bucket.dtype, device=bucket.device)
+            for bucket in buckets
         ]
-        self.tail = self.flats[-1][self.plan.buckets[-1].length :].view(self.replicas.count, width)
-        folds, kinds = self.buffers.folds, self.agreement.kinds
         self.views = {
             slot.place: view(flat, slot, *kinds[slot.place], folds[slot.place].accumulator_dtype)
-            for bucket, flat in zip(self.plan.buckets, self.flats, strict=True)
+            for bucket, flat in zip(buckets, self.flats, strict=True)
             for slot in bucket.slots
         }
-
-    def _identity(self, k: int) -> Any:
-        dtype = self.outputs.dtypes[self.outputs.reduced[k]]
-        like = torch.zeros(self.agreement.kinds[k][0], dtype=dtype, device=self._device)
-        return self.buffers.folds[k].identity(like)
 
     @property
     def _device(self) -> torch.device:
         return self.plan.buckets[-1].device
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether buckets can be sent while the last backward pass runs.
+
+        Not before the replicas have agreed; nor if hooks run in several threads, as for several devices; nor over a
+        group that the loss uses as well, on some replicas earlier than on others.
+        """
+        one_device = len({bucket.device for bucket in self.plan.buckets}) == 1
+        shared = self.carrier is self.replicas.group and "communicates" in self.program.compiled
+        return self.agreement.steps is not None and one_device and not shared
+
+    def announce(self, weight: Any = 0, steps: int = 0) -> None:
+        """Says what this replica will have folded when a last micro-batch of this weight is."""
+        buffers, on_device = self.buffers, isinstance(weight, torch.Tensor)
+        if steps:
+            buffers.share(weight)
+        self.header = announced(
+            self.program, self.replicas, self.agreement, buffers.weight + (0 if on_device else weight),
+            buffers.steps + steps, on_device or buffers.counted is not None, buffers.unit,
+        )  # fmt: skip
+
     def ready(self, k: int) -> None:
-        """Says that nothing more will be added to a leaf. The last bucket waits for the counts in any case."""
+        """Says that nothing more will be added to a leaf. The last bucket, which has the mark, waits for `finish`."""
         bucket = self.bucket_of.get(k)
-        if bucket is not None:
-            self.missing[bucket].discard(k)
-            with explained():
-                while len(self.sent) < len(self.flats) - 1 and not self.missing[len(self.sent)]:
-                    self._send()
+        if bucket is None or self.header is None:
+            return
+        self.waiting[bucket].discard(k)
+        # where the others are not as far yet they cannot take what is sent, and nothing is lost
+        if not self.header.done or not self._fits():
+            return
+        with explained():
+            while len(self.sent) < len(self.flats) - 1 and not self.waiting[len(self.sent)]:
+                self._send()
+
+    def _fits(self) -> bool:
+        """Whether all replicas do the same, as the header says. What is wrong, if anything, is raised by `finish`."""
+        try:
+            self._check()
+        except (FuncgaError, RuntimeError) as problem:
+            self.problem = problem
+        return self.problem is None
+
+    def _check(self) -> None:
+        """Raises FuncgaError, on all replicas, if they do not do the same; else sets the unit."""
+        assert self.header is not None
+        if self.problem is not None:
+            raise self.problem
+        if self.unit:
+            return
+        reports = self.header.reports()
+        check_in_step(reports)
+        if not self.agreed:
+            self.agreed = True
+            agree(self.program, self.agreement, None, reports, self.replicas)
+        units = {report.unit for report in reports} - {0.0}
+        self.unit = units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0
 
     def finish(self, state: list[Any]) -> list[Any]:
         """Sends the rest, and waits: the buffers are then those of all replicas.
 
         Returns the state to be threaded on: that of the last replica that folded anything.
         """
-        others = (*self.plan.small, *self.plan.large)
-        likes = {k: _like(self.buffers.reduced[k], place) for k, place in self.agreement.placed.items()}
-        for k in likes:
-            self.buffers.reduced[k] = local(self.buffers.reduced[k])
-        for k in others:
-            if self.buffers.reduced[k] is None:
-                self.buffers.reduced[k] = self._identity(k)
-        self._rescale(others)
-        self._write_tail()
-        with explained():
-            while len(self.sent) < len(self.flats):
-                self._send()
-            for (work, sent), flat in zip(self.sent, self.flats, strict=True):
-                work.wait()
-                if sent is not flat:
-                    flat.copy_(sent)
-            counts = self._read_tail()
-            for k in self.plan.large:
-                self._combine(k, self._gathered([*_parts(self.buffers.reduced[k])]))
-            self._collect(counts)
-            state = self._state(state, counts)
+        if self.header is None:
+            self.announce()
+        try:
+            self._check()
+            likes = self._unwrapped()
+            self._launch(0)
+            state = self._received(state)
+        except BaseException as error:
+            self.problem = error if isinstance(error, FuncgaError) else None
+            self.give_up()
+            raise
         for k, like in likes.items():
             self.buffers.reduced[k] = rewrapped(self.buffers.reduced[k], like)
+        self.program.compiled["finished", self.replicas.group] = self.program.compiled["windows"]
         return state
+
+    def give_up(self) -> None:
+        """Sends what the others still wait for, with the mark of an error. If they are not as far, it is owed to them.
+
+        Without a header nothing is: the next one says it.
+        """
+        if self.header is None or self.given_up or isinstance(self.problem, FuncgaError):
+            return
+        self.given_up = True
+        if self.header.done:
+            self.settle()
+        else:
+            self.channel.owed = self
+
+    def settle(self) -> None:
+        """Sends what is left of a window that was given up."""
+        try:
+            self._check()
+            self._unwrapped()
+            self._launch(1)
+        except (FuncgaError, RuntimeError):  # then the others have raised it too, and wait for nothing
+            return
+
+    def _unwrapped(self) -> dict[int, Any]:
+        """Leaves in the buffers what this process holds, and an identity where it has folded nothing.
+
+        Returns what tells where leaves lie that lie on several devices.
+        """
+        reduced, placed = self.buffers.reduced, self.agreement.placed
+        likes = {k: _like(reduced[k], place) for k, place in placed.items()}
+        for k in likes:
+            reduced[k] = local(reduced[k])
+        for k in self.plan.others:
+            if reduced[k] is None:
+                dtype = self.outputs.dtypes[self.outputs.reduced[k]]
+                like = torch.zeros(self.agreement.kinds[k][0], dtype=dtype, device=self._device)
+                reduced[k] = self.buffers.folds[k].identity(like)
+        return likes
+
+    def _launch(self, mark: int) -> None:
+        """Begins all collectives that are left; the mark says that this replica has raised an error."""
+        assert self.header is not None
+        with explained():
+            while len(self.sent) < len(self.flats):
+                if mark and len(self.sent) == len(self.flats) - 1:
+                    self.flats[-1][-1] = mark
+                self._send()
+            if not self.rest:
+                if any(report.on_device for report in self.header.reports()):
+                    self.rest.append(self._counts())
+                if self.plan.others:
+                    self._rescale(self.plan.others)
+                    parts = [part for k in self.plan.others for part in _parts(self.buffers.reduced[k])]
+                    self.rest.append(self._gathering(parts))
 
     def _send(self) -> None:
         bucket, flat = self.plan.buckets[len(self.sent)], self.flats[len(self.sent)]
@@ -132,7 +216,7 @@ class Reduction:
         self._rescale([slot.place for slot in bucket.slots])
         wire = self.replicas.wire_dtype if flat.is_floating_point() else None
         sent = flat if wire is None else flat.to(wire)
-        self.sent.append((dist.all_reduce(sent, group=self.replicas.group, async_op=True), sent))
+        self.sent.append((self.carrier.allreduce([sent]), sent))
 
     def _rescale(self, places: Sequence[int]) -> None:
         """Takes weighted sums to the unit of all replicas."""
@@ -143,62 +227,70 @@ class Reduction:
             if held:
                 torch._foreach_mul_(held, factor)
 
-    def _write_tail(self) -> None:
-        buffers, host = self.buffers, self.buffers.weight
-        whole = isinstance(host, int) and host < 2**53
-        rows = [_rows(buffers.collected[i], self._axis(i)) for i in self.outputs.collected]
-        counts = _sent(torch.tensor([buffers.steps, host if whole else 0, self.window, *rows]), self._device)
-        real = _sent(torch.tensor(0.0 if whole else float(host), dtype=torch.float64), self._device)
-        if buffers.counted is not None:
-            counted = buffers.counted.weight[0].to(self._device)
-            if counted.is_floating_point():
-                real += counted
-            else:
-                counts[1] += counted
-        small = [part for k in self.plan.small for part in _parts(buffers.reduced[k])]
-        tail.write(self.tail, self.replicas.rank, [counts, real, *small])
+    def _counts(self) -> tuple[Any, torch.Tensor]:
+        """Adds up what the devices have counted: the weight, and micro-batches that the host does not know of."""
+        counted = self.buffers.counted
+        parts = [torch.zeros(())] * 2 if counted is None else [counted.weight[0], torch.as_tensor(counted.steps)]
+        sent = torch.stack([part.to(self._device, torch.float64) for part in parts])
+        return self.carrier.allreduce([sent]), sent
 
-    def _read_tail(self) -> torch.Tensor:
-        """Takes in what the others have counted, and their small leaves. Returns the counts, int64[replicas, ...]."""
-        said = tail.read(self.tail, self.fields)
-        counts = torch.stack([values[0] for values in said])
-        real = torch.stack([values[1] for values in said]).sum()
-        buffers, start = self.buffers, 2
-        buffers.unit = self.unit
-        if self._device.type == "cpu":
-            self._check_windows(counts[:, 2].tolist())
-            (buffers.steps, whole), part = counts[:, :2].sum(0).tolist(), real.item()
-            buffers.weight, buffers.counted = whole + part if part else whole, None
-        else:
-            # out of step they would be wrong, and asking would make the host wait
-            total = torch.where((counts[:, 2] == counts[0, 2]).all(), real + counts[:, 1].sum(), float("nan"))
-            buffers.weight, buffers.steps = 0, 0
-            buffers.counted = tally.Tally((total,), counts[:, 0].sum())
-        for k, held in self.small.items():
-            end = start + len(_parts(held))
-            self._combine(k, [values[start:end] for values in said])
-            start = end
-        return counts
+    def _received(self, state: list[Any]) -> list[Any]:
+        """Waits for everything, and takes in what the others have folded. Returns the state."""
+        assert self.header is not None
+        reports, rest = self.header.reports(), [*self.rest]
+        with explained():
+            for (work, sent), flat in zip(self.sent, self.flats, strict=True):
+                work.wait()
+                if sent is not flat:
+                    flat.copy_(sent)
+            self._check_mark()
+            self._count(reports, rest.pop(0) if any(report.on_device for report in reports) else None)
+            if self.plan.others:
+                self._combine(_split(*rest.pop()))
+            self._collect()
+            return self._state(state, [rank for rank, report in enumerate(reports) if report.digest])
 
-    def _check_windows(self, windows: list[int]) -> None:
-        """Raises FuncgaError if the replicas have not merged the same window."""
-        if len({*windows}) > 1:
-            spelled = ", ".join(f"rank {rank} its window {window}" for rank, window in enumerate(windows[:8]))
+    def _check_mark(self) -> None:
+        """Raises FuncgaError if a replica has given up. A device is not waited for: see `_count`."""
+        if self._device.type == "cpu" and self.flats[-1][-1] != 0:
             raise FuncgaError(
-                f"the replicas are out of step: {spelled}. One of them has left out a window that the others merged, "
-                f"as after an error that was caught. Let an error end the process, or fold nothing in its place: an "
-                f"empty batch, or an empty window."
+                "another replica has raised an error, or was interrupted, when the others had begun to merge this "
+                "window: nothing of it can be used. See what that process says, and let the error end all of them; or "
+                "leave this window out on every rank."
             )
 
-    def _combine(self, k: int, said: list[list[torch.Tensor]]) -> None:
-        """Makes a leaf what its parts from all replicas, in their order, are together."""
-        is_tuple = isinstance(self.buffers.reduced[k], tuple)
-        lifted = [tuple(parts) if is_tuple else parts[0] for parts in said]
-        self.buffers.reduced[k] = reduce(self.buffers.folds[k].combine, lifted)
+    def _count(self, reports: list[Report], device: tuple[Any, torch.Tensor] | None) -> None:
+        """Takes in what all replicas have counted, and owns the memory of what is small."""
+        buffers = self.buffers
+        whole, real = sum(report.whole for report in reports), sum(report.real for report in reports)
+        buffers.unit, buffers.steps = self.unit, sum(report.steps for report in reports)
+        buffers.weight, buffers.counted = whole + real if real else whole, None
+        if device is not None:
+            device[0].wait()
+            buffers.counted = tally.Tally((device[1][0],), device[1][1].to(torch.int64))
+        if self._device.type != "cpu":
+            # with a mark it would be wrong, and asking for it would make the host wait
+            spoilt = torch.where(self.flats[-1][-1] != 0, float("nan"), 0.0).to(torch.float64)
+            more = tally.Tally((spoilt,), torch.zeros((), dtype=torch.int64, device=self._device))
+            buffers.counted = more if buffers.counted is None else tally.merge(buffers.counted, more)
+        # a view would keep its whole bucket alive as long as the caller keeps a loss
+        for k in buffers.layout.own:
+            if k in self.views and self.views[k].nbytes <= _SMALL:
+                buffers.reduced[k] = self.views[k].clone()
 
-    def _gathered(self, parts: list[torch.Tensor], rows: list[list[int]] | None = None) -> list[list[torch.Tensor]]:
-        """These arrays from each replica; `rows` says for each replica how many rows of each it has, if they differ."""
-        count, group = self.replicas.count, self.replicas.group
+    def _combine(self, said: list[list[torch.Tensor]]) -> None:
+        """Makes the leaves in no bucket what their parts from all replicas, in their order, are together."""
+        start = 0
+        for k in self.plan.others:
+            own = self.buffers.reduced[k]
+            end = start + len(_parts(own))
+            lifted = [tuple(parts[start:end]) if isinstance(own, tuple) else parts[start] for parts in said]
+            self.buffers.reduced[k] = reduce(self.buffers.folds[k].combine, lifted)
+            start = end
+
+    def _gathering(self, parts: list[torch.Tensor], rows: list[list[int]] | None = None) -> Any:
+        """Begins to gather these arrays; `rows` has for each replica how many rows of each it has, if they differ."""
+        count = self.replicas.count
         rows = [[len(part) if part.ndim else 1 for part in parts]] * count if rows is None else rows
         fields = [
             [
@@ -209,13 +301,12 @@ class Reduction:
         ]
         lengths = [sum(field.nbytes for field in mine) for mine in fields]
         sent = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
-        own = torch.cat([tail.as_bytes(part) for part in parts])
+        own = torch.cat([memory.as_bytes(part).to(self._device) for part in parts])
         sent[: own.numel()] = own
         said = [torch.empty_like(sent) for _ in range(count)]
-        dist.all_gather(said, sent, group=group)
-        return [tail.split(data, mine) for data, mine in zip(said, fields, strict=True)]
+        return self.carrier.allgather([said], [sent]), said, fields
 
-    def _collect(self, counts: torch.Tensor) -> None:
+    def _collect(self) -> None:
         """Makes of what was collected the rows of all replicas, in their order."""
         places = self.outputs.collected
         if not places:
@@ -227,7 +318,8 @@ class Reduction:
             shape[axis] = 0
             empty = torch.zeros(shape, dtype=self.outputs.dtypes[i], device=self._device)
             own.append(torch.cat([empty, *chunks], dim=axis).movedim(axis, 0))
-        said = self._gathered(own, counts[:, 3:].tolist())
+        rows = all_gathered(self.channel.group, torch.tensor([len(array) for array in own]))
+        said = _split(*self._gathering(own, [theirs.tolist() for theirs in rows]))
         for k, i in enumerate(places):
             self.buffers.collected[i] = [parts[k].movedim(0, self._axis(i)) for parts in said]
 
@@ -236,24 +328,52 @@ class Reduction:
         assert fold is not None
         return (fold.fold.reducer.monoid.axis or 0) % len(self.outputs.shapes[i] or (0,))
 
-    def _state(self, state: list[Any], counts: torch.Tensor) -> list[Any]:
-        folded = [rank for rank, steps in enumerate(counts[:, 0].tolist()) if steps] if state else []
-        if not folded:
+    def _state(self, state: list[Any], folded: list[int]) -> list[Any]:
+        """The state of the last of the replicas that have folded anything."""
+        if not state:
             return state
-        source = dist.get_global_rank(self.replicas.group, folded[-1])
-        said: list[Any] = [[_kind(leaf) for leaf in state]]
-        dist.broadcast_object_list(said, src=source, group=self.replicas.group)
-        fields = [kind for kind in said[0] if isinstance(kind, Field)]
+        source, mine = folded[-1], folded[-1] == self.replicas.rank
+        kinds = self.channel.gathered([_kind(leaf) for leaf in state] if mine else None)[source]
+        fields = [kind for kind in kinds if isinstance(kind, Field)]
         sent = torch.zeros(sum(field.nbytes for field in fields), dtype=torch.uint8, device=self._device)
-        if folded[-1] == self.replicas.rank and fields:
-            sent = torch.cat([tail.as_bytes(leaf) for leaf in state if arrays.is_array(leaf)]).to(self._device)
+        if mine and fields:
+            own = [memory.as_bytes(leaf).to(self._device) for leaf in state if arrays.is_array(leaf)]
+            sent = torch.cat(own)
         if fields:
-            dist.broadcast(sent, src=source, group=self.replicas.group)
-        found = iter(tail.split(sent, fields))
+            self.carrier.broadcast(sent, source).wait()
+        found = iter(memory.split(sent, fields))
         return [
             next(found) if isinstance(kind, Field) else own if kind is None else kind[0]
-            for kind, own in zip(said[0], state, strict=True)
+            for kind, own in zip(kinds, state, strict=True)
         ]
+
+
+_SMALL = 2**12  # bytes of a value that is copied out of its bucket
+
+
+def _split(work: Any, said: list[torch.Tensor], fields: list[list[Field]]) -> list[list[torch.Tensor]]:
+    """What was gathered: the arrays of each replica."""
+    work.wait()
+    return [memory.split(data, mine) for data, mine in zip(said, fields, strict=True)]
+
+
+def announced(
+    program: Program, replicas: Replicas, agreement: Agreement | None, weight: Any = 0, steps: int = 0,
+    on_device: bool = False, unit: float | None = None,
+) -> Header:  # fmt: skip
+    """The Header of a window, begun. What was owed to the others of an earlier one is sent first."""
+    channel = replicas.channel
+    owed, channel.owed = channel.owed, None
+    if owed is not None:
+        owed.settle()
+    whole = isinstance(weight, int) and weight < 2**53
+    known = has_agreed(program, replicas) if agreement is None else agreement.steps is not None
+    report = Report(
+        step_digest(program), program.compiled["windows"], program.compiled.get(("finished", replicas.group), 0),
+        0 if agreement is None else agreement.digest, known, on_device, steps, weight if whole else 0,
+        0.0 if whole else float(weight), unit or 0.0,
+    )  # fmt: skip
+    return Header(channel, report)
 
 
 def _kind(leaf: Any) -> Any:
@@ -268,14 +388,23 @@ def count_window(program: Program) -> None:
     program.compiled["windows"] = program.compiled.get("windows", 0) + 1
 
 
-def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], weight: Any, replicas: Replicas) -> Reduction:
-    """The Reduction of a window whose first micro-batch has given these leaves, with this weight."""
-    known = (
-        last_agreement(program, replicas) is not None
-    )  # and so is what a window does, which may begin anew in the first
-    agreement = agree(program, buffers.outputs, leaves, weight, buffers.layout, replicas)
-    one_device = len({bucket.device for bucket in agreement.plan.buckets}) == 1  # else hooks run in several threads
-    return Reduction(agreement, buffers, replicas, program.compiled["windows"], overlaps=known and one_device)
+def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], replicas: Replicas) -> Reduction:
+    """The Reduction of a window whose first micro-batch has given these leaves."""
+    agreement = proposed(program, buffers.outputs, leaves, buffers.layout, replicas)
+    return Reduction(program, replicas, agreement, buffers, begins=True)
+
+
+def joined(
+    program: Program, like: Callable[[Any], tuple[Outputs, list[Any]]], state: list[Any], replicas: Replicas
+) -> Any:
+    """The result of a replica that has nothing to fold; `like(structure)` binds outputs like those of the others."""
+    header = announced(program, replicas, None)
+    reports = header.reports()
+    check_in_step(reports)
+    agreement = agree(program, None, like, reports, replicas)
+    buffers = Buffers(Layout(agreement.outputs))
+    state = Reduction(program, replicas, agreement, buffers, header=header).finish(state)
+    return buffers.result(state)
 
 
 def merged(
@@ -286,8 +415,8 @@ def merged(
     What has None among `leaves` is reduced elsewhere.
     """
     for replicas in groups:
-        agreement = agree(program, buffers.outputs, leaves, 1, buffers.layout, replicas)
-        state = Reduction(agreement, buffers, replicas, program.compiled["windows"], begins=False).finish(state)
+        agreement = proposed(program, buffers.outputs, leaves, buffers.layout, replicas)
+        state = Reduction(program, replicas, agreement, buffers).finish(state)
     return state
 
 
@@ -298,12 +427,3 @@ def _like(held: Any, place: Place) -> Any:
 
 def _parts(lifted: Any) -> Sequence[Any]:
     return lifted if isinstance(lifted, tuple) else (lifted,)
-
-
-def _sent(number: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A few numbers of the host's, on the device, without waiting for it."""
-    return number.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else number.to(device)
-
-
-def _rows(chunks: list[torch.Tensor], axis: int) -> int:
-    return sum(chunk.shape[axis] for chunk in chunks)

@@ -1,5 +1,7 @@
 """Replicas: what across= names, and whether they hold the same."""
 
+import ctypes
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
+from torch_backend.channel import Channel, channel_of
 from torch_backend.comparison import check_alike
+from torch_backend.memory import as_bytes
 from torch_backend.placements import is_placed, local, ranks_apart
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
@@ -44,6 +48,11 @@ class Replicas:
                 f"wire_dtype is {self.wire_dtype!r}: gradients can be sent as torch.float32, torch.float64 or "
                 f"torch.bfloat16; None sends them as they are accumulated."
             )
+
+    @property
+    def channel(self) -> Channel:
+        """What they tell each other over."""
+        return channel_of(self.group)
 
     @property
     def count(self) -> int:
@@ -89,15 +98,13 @@ def check_replicas(params: Any, across: Any) -> None:
     paths, leaves = leaf_paths(params, trees, "params"), trees.flatten(params)[0]
     pairs = list(zip(paths, leaves, strict=True))
     kinds = {path: arrays.describe(leaf) if arrays.is_array(leaf) else repr(leaf) for path, leaf in pairs}
-    check_alike(kinds, replicas.group, "have different parameters")
+    check_alike(kinds, replicas.channel, "have different parameters")
     found = [(path, leaf) for path, leaf in pairs if arrays.is_array(leaf) and not _is_divided(leaf, replicas.group)]
     if not found:
         return
-    digests = torch.stack([_digest(leaf) for _, leaf in found])
-    everyone = [torch.empty_like(digests) for _ in range(replicas.count)]
-    dist.all_gather(everyone, digests, group=replicas.group)
+    everyone = replicas.channel.gathered([_digest(leaf) for _, leaf in found])
     others = {
-        path: [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs[i], everyone[0][i])]
+        path: [rank for rank, theirs in enumerate(everyone) if theirs[i] != everyone[0][i]]
         for i, (path, _) in enumerate(found)
     }
     differ = [f"`{path}` of rank {_several(ranks)}" for path, ranks in others.items() if ranks]
@@ -118,22 +125,16 @@ def _several(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-_CHUNK = 2**20
+_CHUNK = 2**24
 
 
 @torch.no_grad()
-def _digest(leaf: torch.Tensor) -> torch.Tensor:
-    """Two sums over the bits of an array, the second one weighted by the places, modulo 2**64: int64[2]."""
-    held = local(leaf)
-    held = held if held.layout is torch.strided else held.to_dense()
-    held = held.resolve_conj().resolve_neg().contiguous().flatten()
-    if held.is_complex():
-        held = torch.view_as_real(held).flatten()
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = held.view(kinds[held.dtype.itemsize])
-    total = torch.zeros(2, dtype=torch.int64, device=held.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        chunk = bits[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start + 1, start + 1 + chunk.numel(), device=held.device)
-        total += torch.stack([chunk.sum(), (chunk * (places * 0x9E3779B1 ^ places)).sum()])
-    return total
+def _digest(leaf: torch.Tensor) -> bytes:
+    """A hash of the bits of an array, 16 bytes. They come to the host in chunks."""
+    own = local(leaf)
+    data = as_bytes(own if own.layout is torch.strided else own.to_dense())
+    digest = hashlib.blake2b(digest_size=16)
+    for start in range(0, data.numel(), _CHUNK):
+        chunk = data[start : start + _CHUNK].cpu()
+        digest.update(ctypes.string_at(chunk.data_ptr(), chunk.numel()))
+    return digest.digest()

@@ -264,9 +264,9 @@ def merged(
     outputs: Outputs, held: list[Any], tally: Tally, replicas: Replicas, known: dict[Any, Any]
 ) -> tuple[list[Any], Tally]:
     """What all replicas hold together; `known` is what a backend works out once."""
-    program = known.setdefault("program", Program(_nothing, None))
+    program = known.setdefault("program", Program(_nothing, None, step=known.get("step")))
     count_window(program)
-    leaves = [h[0] if isinstance(h, tuple) else h for h in held]
+    leaves = [max(h, key=lambda part: part.ndim) if isinstance(h, tuple) else h for h in held]
     buffers = Buffers(Layout(outputs))
     buffers.unit, buffers.reduced = 1.0, [_copied(held[i]) for i in outputs.reduced]
     limbs, steps = [arrays.scalar(limb) for limb in tally.weight], arrays.scalar(tally.steps)
