@@ -58,13 +58,13 @@ def proposed(
 
     `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced elsewhere.
     """
-    kept = _kept(program, replicas)
-    for known in reversed(kept):
+    for known in reversed(_kept(program, replicas)):
         if outputs is known.outputs or _same(outputs, leaves, known):
             return known
-    made = _made(outputs, leaves, layout, replicas)
-    kept[:] = [*kept, made][-_KEPT:]
-    return made
+    given = {*layout.given_scaled, *layout.given_plain}
+    pairs = zip(outputs.folds, leaves, strict=True)
+    likes = [None if f is None or leaf is None else _like(leaf, i in given) for i, (f, leaf) in enumerate(pairs)]
+    return _added(program, outputs, likes, layout, replicas)
 
 
 def recalled(program: Program, digest: int, replicas: Replicas) -> Agreement | None:
@@ -149,7 +149,7 @@ def _shared(
     if problem is None and mine is None and like is not None:
         try:
             outputs, leaves = like(pickle.loads(said))
-            mine = proposed(program, outputs, leaves, Layout(outputs), replicas)
+            mine = _added(program, outputs, leaves, Layout(outputs), replicas)
         except Exception as error:  # whatever the user's class raises
             problem = f"{type(error).__name__}: {error}"
     problems = [theirs for theirs in replicas.channel.gathered(problem) if theirs is not None]
@@ -174,10 +174,8 @@ def _pickled(structure: Any) -> bytes | str:
     return data
 
 
-def _made(outputs: Outputs, leaves: Sequence[Any], layout: Layout, replicas: Replicas) -> Agreement:
-    given = {*layout.given_scaled, *layout.given_plain}
-    pairs = zip(outputs.folds, leaves, strict=True)
-    likes = [None if f is None or leaf is None else _like(leaf, i in given) for i, (f, leaf) in enumerate(pairs)]
+def _added(program: Program, outputs: Outputs, likes: list[Any], layout: Layout, replicas: Replicas) -> Agreement:
+    """An Agreement on outputs with leaves like these, that the others have yet to agree to."""
     description = _description(outputs, likes, replicas)
     kinds = [None if x is None else (x.shape, local(x).stride(), x.dtype, is_placed(x)) for x in likes]
     reduced: dict[int, Any] = {k: likes[i] for k, i in enumerate(outputs.reduced) if likes[i] is not None}
@@ -190,7 +188,10 @@ def _made(outputs: Outputs, leaves: Sequence[Any], layout: Layout, replicas: Rep
     sums = {k for k, like in reduced.items() if k in layout.sums or _is_sum(layout.folds[k], like)} - exact
     plan = planned(layout, reduced, sums, replicas.bucket_bytes)
     own = {k: (tuple(like.shape), like.stride()) for k, like in reduced.items()}
-    return Agreement(outputs, plan, own, placed, description, digest_of([*description.items()]), kinds)
+    made = Agreement(outputs, plan, own, placed, description, digest_of([*description.items()]), kinds)
+    kept = _kept(program, replicas)
+    kept[:] = [*kept, made][-_KEPT:]
+    return made
 
 
 def _check_parts(place: Place, replicas: Replicas) -> None:
