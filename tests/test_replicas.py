@@ -684,32 +684,6 @@ def test_nobody_waits_for_ever():
     assert seconds < 30  # a deadline, not a measurement
 
 
-def goes_on(group, streams):
-    """Rank 1 leaves out a window, after an error that it catches."""
-    odd = dist.get_rank(group) == 1
-    params, *batch = problem()
-    step = made("engine", "mean", 2, group)
-    step(params, *batch)
-    try:
-        step(params, *([None] if odd else batch[:1]), *batch[1:])
-    except TypeError:
-        step(params, *batch)
-
-
-def test_a_rank_that_leaves_out_a_window_is_found_out():
-    own = Processes(2)
-    try:
-        with pytest.raises(Failed) as failure:
-            own.run(goes_on, False)
-    finally:
-        own.stop()
-    text = (
-        "the replicas are out of step: rank 0 begins window 2 and has finished 1, rank 1 begins window 3 and has "
-        "finished 1. One of them has left out a window that the others merged"
-    )
-    assert all(kind == "FuncgaError" and found.startswith(text) for kind, found in failure.value.errors)
-
-
 @pytest.mark.parametrize(
     ("across", "text"),
     [

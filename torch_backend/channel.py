@@ -24,7 +24,7 @@ class Channel:
 
     def __init__(self, group: Any):
         self.group, self.rank, self.count = group, group.rank(), group.size()
-        self.owed: Any = None  # a window that was given up halfway, whose rest the others still wait for
+        self.owed: list[Any] = []  # windows that were given up, whose rest the others still wait for
 
     def carrier(self, device: torch.device, given: Any) -> Any:
         """The group that arrays on this device travel over: our own on the CPU, the given one elsewhere.
@@ -49,6 +49,11 @@ def all_gathered(group: Any, mine: torch.Tensor) -> Sequence[torch.Tensor]:
     found = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([found], [mine]).wait()
     return found
+
+
+def channel_if_any(group: Any) -> Channel | None:
+    """The channel of a process group, if there is one."""
+    return _CHANNELS.get(group)
 
 
 def channel_of(group: Any) -> Channel:

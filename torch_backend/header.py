@@ -29,9 +29,10 @@ class Report(NamedTuple):
     whole: int  # the weight, if it is an integer
     real: float  # the weight, if it is not
     unit: float  # that weighted sums are held in; 0 if none is
+    failed: bool = False  # whether it has raised an error
 
 
-_FORMAT = "=qqqq??qqdd"
+_FORMAT = "=qqqq??qqdd?"
 NBYTES = struct.calcsize(_FORMAT)
 
 
@@ -59,7 +60,13 @@ class Header:
 
 
 def check_in_step(reports: list[Report]) -> None:
-    """Raises FuncgaError if the replicas have not merged the same windows, or none of them has anything to fold."""
+    """Raises FuncgaError if a replica has failed, or they merge different windows, or none has anything to fold."""
+    failed = [str(rank) for rank, report in enumerate(reports) if report.failed]
+    if failed:
+        raise FuncgaError(
+            f"rank {', '.join(failed[:8])} has raised an error in this window, and has nothing to merge. See what that "
+            f"process says, and let the error end all of them; or leave this window out on every rank."
+        )
     if len({(r.begun, r.finished) for r in reports}) > 1:
         spelled = ", ".join(
             f"rank {i} begins window {r.begun} and has finished {r.finished}" for i, r in enumerate(reports[:8])

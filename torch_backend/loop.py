@@ -21,7 +21,7 @@ from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
 from torch_backend.placements import devices_of, narrow
 from torch_backend.recording import is_recorded
-from torch_backend.reduction import Reduction, begun, count_window, joined
+from torch_backend.reduction import Reduction, begun, count_window, joined, owing
 from torch_backend.replicas import Replicas
 from torch_backend.transfer import moved
 from torch_backend.wrapped import ModuleGradient
@@ -35,6 +35,12 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
+        if window.replicas is None:
+            return fold_window(window, args, kwargs)
+        with owing(program, window.replicas):
+            return fold_window(window, args, kwargs)
+
+    def fold_window(window: "_Window", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = window.detached(args), _detached_kwargs(kwargs, window)
         arguments = program.read(args, backend)
         cuts = _cuts(program, arguments, across=window.replicas is not None)
@@ -80,6 +86,14 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
+        if window.replicas is None:
+            return fold_window(window, leading, microbatches, kwargs)
+        with owing(program, window.replicas):
+            return fold_window(window, leading, microbatches, kwargs)
+
+    def fold_window(
+        window: "_Window", leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]
+    ) -> Any:
         leading, kwargs = window.detached(leading, leading=True), _detached_kwargs(kwargs, window)
         items = _items(program, window, leading, microbatches, backend)
         if window.replicas is not None:

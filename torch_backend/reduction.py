@@ -8,9 +8,10 @@ backward pass runs, a bucket is sent as soon as the header is there and the buck
 that all replicas send in one order. What is no sum is gathered, and combined in the order of the replicas.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ from torch_backend import arrays, memory
 from torch_backend.agreement import Agreement, agree, has_agreed, proposed, step_digest
 from torch_backend.buckets import view
 from torch_backend.buffers import Buffers, Layout, power_below
-from torch_backend.channel import all_gathered, explained
+from torch_backend.channel import Channel, all_gathered, channel_if_any, explained
 from torch_backend.header import Header, Report, check_in_step
 from torch_backend.memory import Field
 from torch_backend.placements import Place, is_placed, local, rewrapped
@@ -163,7 +164,7 @@ class Reduction:
         if self.header.done:
             self.settle()
         else:
-            self.channel.owed = self
+            self.channel.owed.append(self)
 
     def settle(self) -> None:
         """Sends what is left of a window that was given up."""
@@ -363,9 +364,9 @@ def announced(
 ) -> Header:  # fmt: skip
     """The Header of a window, begun. What was owed to the others of an earlier one is sent first."""
     channel = replicas.channel
-    owed, channel.owed = channel.owed, None
-    if owed is not None:
-        owed.settle()
+    while channel.owed:
+        channel.owed.pop(0).settle()
+    program.compiled["announced"] = program.compiled["windows"]
     whole = isinstance(weight, int) and weight < 2**53
     known = has_agreed(program, replicas) if agreement is None else agreement.steps is not None
     report = Report(
@@ -386,6 +387,32 @@ def _kind(leaf: Any) -> Any:
 def count_window(program: Program) -> None:
     """Counts one more window of the program, so that replicas that are out of step can be told."""
     program.compiled["windows"] = program.compiled.get("windows", 0) + 1
+
+
+class Failure(NamedTuple):
+    """A window that ended with an error before anything was said of it."""
+
+    channel: Channel
+    report: Report
+
+    def settle(self) -> None:
+        """Says so."""
+        Header(self.channel, self.report)
+
+
+@contextmanager
+def owing(program: Program, replicas: Replicas | None) -> Iterator[None]:
+    """A window; if an error ends it before its header, the others are told when this replica goes on."""
+    try:
+        yield
+    except BaseException:
+        channel = None if replicas is None else channel_if_any(replicas.group)
+        window = program.compiled.get("windows", 0)
+        if channel is not None and replicas is not None and program.compiled.get("announced") != window:
+            finished = program.compiled.get(("finished", replicas.group), 0)
+            report = Report(step_digest(program), window, finished, 0, False, False, 0, 0, 0.0, 0.0, failed=True)
+            channel.owed.append(Failure(channel, report))
+        raise
 
 
 def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], replicas: Replicas) -> Reduction:
