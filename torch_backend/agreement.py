@@ -15,7 +15,7 @@ from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from funcga.program import Program, Step, steps_made
-from torch_backend import arrays
+from torch_backend import arrays, trees
 from torch_backend.buckets import Plan, planned
 from torch_backend.buffers import Layout
 from torch_backend.comparison import check_alike, digest_of
@@ -162,6 +162,15 @@ def _shared(
     assert mine is not None
     check_alike(mine.description, replicas.channel, "fold different structures")
     return mine
+
+
+def built(structure: Any, device: torch.device) -> tuple[Any, list[Any]]:
+    """A value like those of the others, of numbers that mean nothing, and its leaves."""
+    skeleton, kinds = structure
+    if any(kind is not None and kind[3] for kind in kinds):
+        raise FuncgaError("it lies on the devices of a mesh")
+    leaves = [None if kind is None else torch.empty_strided(*kind[:2], dtype=kind[2], device=device) for kind in kinds]
+    return trees.unflatten(trees.flatten(skeleton)[1], leaves), leaves
 
 
 def _pickled(structure: Any) -> bytes | str:

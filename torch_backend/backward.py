@@ -205,7 +205,7 @@ class Backward:
         """The pass, with a hook on each leaf `waiting` that takes its gradient."""
         handles = [_after(self.leaves[i], partial(self._take, i, weight, waiting)) for i in waiting]
         if ready is not None:
-            handles += [_after(leaf, partial(ready, k)) for leaf, k, _ in self.sums]
+            handles += [_after(leaf, lambda _, k=k: ready(k)) for leaf, k, _ in self.sums]
         try:
             self._run(loss, seed, only)
         finally:

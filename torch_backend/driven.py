@@ -24,15 +24,15 @@ from funcga.outputs import Outputs
 from funcga.program import Program
 from funcga.scales import scaled_loss
 from torch_backend import arrays
-from torch_backend.agreement import join
 from torch_backend.backward import autocasting, holds, is_alone
 from torch_backend.batch_norm import called
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.engine import detached
 from torch_backend.groups import groups_of
 from torch_backend.guards import leaves_of_graph
+from torch_backend.header import Header
 from torch_backend.recording import recording_loss
-from torch_backend.reduction import count_window, merged
+from torch_backend.reduction import absent, count_window, merged
 from torch_backend.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Driven:
         # those that a replica without any micro-batch can merge with too
         self.replicas: Replicas | None = None if self.driver.name or not self.groups else self.groups[0]
         self.buffers: Buffers | None = None
+        self.header: Header | None = None  # of a replica without any micro-batch
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
         """The arguments without graphs."""
@@ -161,7 +162,8 @@ class Driven:
         with self:
             bound = lambda value: self.program.bind((value[0], self.params), arguments)[0]
             device = next((p.device for p in self.params.values()), torch.device("cpu"))
-            outputs = join(self.program, bound, device, self.replicas).outputs
+            absence, agreement = absent(self.program, bound, device, self.replicas)
+            outputs, self.header = agreement.outputs, absence.header
             head = [None] * (len(outputs.folds) - len(self.params))
             self.plan = self._plan(None, outputs, head)
             self.buffers = Buffers(self.plan.layout)
@@ -181,7 +183,7 @@ class Driven:
                 self._place(own)
             likes = [k if k is None else torch.empty(k[0], dtype=k[1], device=k[2]) for k in self.plan.kinds]
             leaves = likes + (self.plan.nothing if self.driver.name else own)
-            state = merged(self.program, buffers, leaves, state, self.groups)
+            state = merged(self.program, buffers, leaves, state, self.groups, self.header)
             if self.driver.name:
                 buffers.hold_in(scale)
                 self._place(own)

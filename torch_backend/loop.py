@@ -12,7 +12,6 @@ from funcga.backend import Backend
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.gradients import GradientFunction, OwningGradient
-from funcga.outputs import Outputs
 from funcga.program import Program
 from torch_backend import arrays, trees
 from torch_backend.buffers import Buffers, Layout
@@ -21,7 +20,7 @@ from torch_backend.engine import Engine, detached
 from torch_backend.guards import check_no_wrapped_module_in
 from torch_backend.placements import devices_of, narrow
 from torch_backend.recording import is_recorded
-from torch_backend.reduction import Reduction, begun, count_window, joined, owing
+from torch_backend.reduction import Reduction, absent, begun, count_window, owing
 from torch_backend.replicas import Replicas
 from torch_backend.transfer import moved
 from torch_backend.wrapped import ModuleGradient
@@ -185,16 +184,11 @@ def _fold_across(
     ]
     device = devices[0] if devices else torch.device("cpu")
 
-    def like(structure: Any) -> tuple[Outputs, list[Any]]:
-        skeleton, kinds = structure
-        if any(kind is not None and kind[3] for kind in kinds):
-            raise FuncgaError("it lies on the devices of a mesh")
-        leaves = [
-            None if kind is None else torch.empty_strided(*kind[:2], dtype=kind[2], device=device) for kind in kinds
-        ]
-        return program.bind(trees.unflatten(trees.flatten(skeleton)[1], leaves), arguments)
-
-    return joined(program, like, _copied(arguments), window.replicas)
+    bind = lambda value: program.bind(value, arguments)[0]
+    absence, agreement = absent(program, bind, device, window.replicas)
+    reduction = absence.reduction(agreement)
+    state = reduction.finish(_copied(arguments))
+    return reduction.buffers.result(state)
 
 
 def _unfed(program: Program, leading: tuple[Any, ...], backend: Backend) -> Arguments:

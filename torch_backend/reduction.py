@@ -20,7 +20,7 @@ from funcga.errors import FuncgaError
 from funcga.outputs import Outputs
 from funcga.program import Program
 from torch_backend import arrays, memory
-from torch_backend.agreement import Agreement, agree, has_agreed, proposed, step_digest
+from torch_backend.agreement import Agreement, agree, built, has_agreed, proposed, step_digest
 from torch_backend.buckets import view
 from torch_backend.buffers import Buffers, Layout, power_below
 from torch_backend.channel import Channel, all_gathered, channel_if_any, explained
@@ -421,29 +421,66 @@ def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], replicas: R
     return Reduction(program, replicas, agreement, buffers, begins=True)
 
 
-def joined(
-    program: Program, like: Callable[[Any], tuple[Outputs, list[Any]]], state: list[Any], replicas: Replicas
-) -> Any:
-    """The result of a replica that has nothing to fold; `like(structure)` binds outputs like those of the others."""
-    header = announced(program, replicas, None)
-    reports = header.reports()
-    check_in_step(reports)
-    agreement = agree(program, None, like, reports, replicas)
-    buffers = Buffers(Layout(agreement.outputs))
-    state = Reduction(program, replicas, agreement, buffers, header=header).finish(state)
-    return buffers.result(state)
+class Absence(NamedTuple):
+    """The window of a replica that has nothing to fold, and takes part all the same.
+
+    `bind(value)` is the Outputs of values like those of the others, which are made on `device`.
+    """
+
+    program: Program
+    replicas: Replicas
+    header: Header
+    bind: Callable[[Any], Outputs]
+    device: torch.device
+
+    def agreement(self) -> Agreement:
+        """What the others fold. Raises FuncgaError, on all replicas, if they do not do the same."""
+        reports = self.header.reports()
+        check_in_step(reports)
+        return agree(self.program, None, self._like, reports, self.replicas)
+
+    def _like(self, structure: Any) -> tuple[Outputs, list[Any]]:
+        value, leaves = built(structure, self.device)
+        return self.bind(value), leaves
+
+    def reduction(self, agreement: Agreement) -> Reduction:
+        """One of nothing."""
+        buffers = Buffers(Layout(agreement.outputs))
+        return Reduction(self.program, self.replicas, agreement, buffers, header=self.header)
+
+    def settle(self) -> None:
+        """Sends what the others still wait for, when this replica was interrupted."""
+        try:
+            self.reduction(self.agreement()).settle()
+        except (FuncgaError, RuntimeError):  # then the others have raised it too, and wait for nothing
+            return
+
+
+def absent(
+    program: Program, bind: Callable[[Any], Outputs], device: torch.device, replicas: Replicas
+) -> tuple[Absence, Agreement]:
+    """The window of a replica that has nothing to fold, and what the others fold."""
+    absence = Absence(program, replicas, announced(program, replicas, None), bind, device)
+    try:
+        return absence, absence.agreement()
+    except FuncgaError:
+        raise
+    except BaseException:
+        replicas.channel.owed.append(absence)
+        raise
 
 
 def merged(
-    program: Program, buffers: Buffers, leaves: Sequence[Any], state: list[Any], groups: Sequence[Replicas]
-) -> list[Any]:
+    program: Program, buffers: Buffers, leaves: Sequence[Any], state: list[Any], groups: Sequence[Replicas],
+    header: Header | None = None,
+) -> list[Any]:  # fmt: skip
     """The state when the buffers of a whole window, in units of 1, have been merged over each of the groups in turn.
 
-    What has None among `leaves` is reduced elsewhere.
+    What has None among `leaves` is reduced elsewhere. A `header` that is given is that of an Absence.
     """
     for replicas in groups:
         agreement = proposed(program, buffers.outputs, leaves, buffers.layout, replicas)
-        state = Reduction(program, replicas, agreement, buffers).finish(state)
+        state = Reduction(program, replicas, agreement, buffers, header=header).finish(state)
     return state
 
 
