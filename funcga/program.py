@@ -26,7 +26,7 @@ class Step(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        return f"the step of {self.name}" + (f", the {self.number + 1}. of it" if self.number else "")
+        return f"the step of {self.name}" + (f" (number {self.number + 1})" if self.number else "")
 
 
 _MADE: Counter[str] = Counter()

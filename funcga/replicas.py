@@ -8,8 +8,8 @@ from funcga.backend import backend_of
 def check_replicas(params: Any, across: Any) -> None:
     """Raises FuncgaError, which names the leaf and the replicas, if params are not bit by bit the same on all of them.
 
-    params: a tree of arrays. across: as in `accumulate`; every replica has to call it. In torch it costs one small
-    collective for the structure and one of 16 bytes a leaf and replica. In JAX it is called outside of jit, on arrays
+    params: a tree of arrays. across: as in `accumulate`; every replica has to call it. In torch each array is hashed on
+    the host, and its 16 bytes are sent, after those of the structure. In JAX it is called outside of jit, on arrays
     that lie on the devices of a mesh; the copies of a leaf along the axis are compared.
 
     >>> funcga.check_replicas(params, dist.group.WORLD)

@@ -151,6 +151,27 @@ def test_a_replica_that_is_interrupted_when_it_has_sent_everything():
     )
 
 
+def trains(group, params, first, last):
+    """Some updates on the rows of each of the ranks."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    _, *batch = problem(torch.float64)
+    own = [torch.tensor_split(x, size)[rank] for x in batch]
+    step = made("engine", "mean", 2, group)
+    for _ in range(first, last):
+        _, grads = step(params, *own)
+        params = {name: p - 0.1 * grads[name] for name, p in params.items()}
+    return params
+
+
+def test_replicas_come_back_in_another_number():
+    params = problem(torch.float64)[0]
+    expected = processes().run(trains, params, 0, 4, size=1)[0]
+    for first, then in ((2, 3), (4, 1), (3, 4)):
+        saved = processes().run(trains, params, 0, 2, size=first)[0]
+        for found in processes().run(trains, saved, 2, 4, size=then):
+            assert difference(found, expected) <= 1e-13
+
+
 # ------------------------------------------------------------------------------------- other steps, other structures
 
 

@@ -231,8 +231,8 @@ class Reduction:
     def _counts(self) -> tuple[Any, torch.Tensor]:
         """Adds up what the devices have counted: the weight, and micro-batches that the host does not know of."""
         counted = self.buffers.counted
-        parts = [torch.zeros(())] * 2 if counted is None else [counted.weight[0], torch.as_tensor(counted.steps)]
-        sent = torch.stack([part.to(self._device, torch.float64) for part in parts])
+        parts = (0, 0) if counted is None else (counted.weight[0], counted.steps)
+        sent = torch.stack([_on(part, self._device) for part in parts])
         return self.carrier.allreduce([sent]), sent
 
     def _received(self, state: list[Any]) -> list[Any]:
@@ -350,6 +350,13 @@ class Reduction:
 
 
 _SMALL = 2**12  # bytes of a value that is copied out of its bucket
+
+
+def _on(number: Any, device: torch.device) -> torch.Tensor:
+    """A number in float64 on the device, which is not waited for."""
+    if isinstance(number, torch.Tensor):
+        return number.to(device, torch.float64)
+    return torch.full((), float(number), dtype=torch.float64, device=device)
 
 
 def _split(work: Any, said: list[torch.Tensor], fields: list[list[Field]]) -> list[list[torch.Tensor]]:
