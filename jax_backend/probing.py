@@ -84,6 +84,14 @@ def is_write(error: Exception) -> bool:
     return False  # arrays cannot be written to
 
 
+def other_way(gradient: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a gradient function gives by the framework's own transform, if the loop has another; else None.
+
+    gradient: the transform's. function: that of funcga which it stands for.
+    """
+    return None  # the loop has jax.grad itself
+
+
 def batch_normalisers(function: Callable[..., Any]) -> list[str]:
     """What normalises over the batch among what the function closes over, by path and type."""
     return []  # functions have no parts that could be seen from outside

@@ -393,6 +393,53 @@ def per_example(kit):
     return two_args(loss, grad=functools.partial(funcga.value_and_grad, has_aux=True))(kit)
 
 
+def terms(params, x, y):
+    h = x @ params["w"]
+    return ((h / (1 + h**2)) @ params["v"] - y) ** 2
+
+
+def log(value):
+    return torch.log(value) if isinstance(value, torch.Tensor) else jnp.log(value)
+
+
+def log_sum_exp(params, x, y):
+    logsumexp = torch.logsumexp if isinstance(x, torch.Tensor) else jax.nn.logsumexp
+    return logsumexp(terms(params, x, y), 0)
+
+
+def group_losses(params, x, y):
+    """The mean of each group of rows."""
+    each, group = terms(params, x, y), y > 0
+    return [(each * part).sum() / part.sum() for part in (group, ~group)]
+
+
+def self_paced(params, x, y):
+    """Rows are weighed by their own losses, through which no gradient goes."""
+    weights = torch.exp(-terms(params, x, y)).detach()
+    return (weights * terms(params, x, y)).sum() / weights.sum()
+
+
+def causal(kit):
+    """Labels and the attention mask, shifted, count the same in this batch."""
+    r = np.random.default_rng(7)
+    mask = (np.arange(6) < r.permutation(np.arange(ROWS) % 5 + 2)[:, None]).astype("int64")
+    ids = r.integers(0, 9, (ROWS, 6))
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": np.where(mask > 0, ids, -100)}
+    params = {"e": r.normal(size=(9, 4)).astype("float32"), "o": r.normal(size=(4, 9)).astype("float32")}
+
+    def loss(params, batch):
+        logits = params["e"][batch["input_ids"]] @ params["o"]
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 9), batch["labels"][:, 1:].reshape(-1))
+
+    return funcga.value_and_grad(loss), (kit.arrays(params), kit.arrays(batch)), {}
+
+
+def cut_off(params, x, y):
+    """As a step in a loss is where it does not know that it is differentiated: outside of torch.func."""
+    inner = params if torch_backend.arrays.in_transform() else {k: p.detach() for k, p in params.items()}
+    return regression(params, x, y) + 0.5 * regression(inner, x, y)
+
+
 BOTH = (TORCH, JAX)
 SUM = {"fold": funcga.sum()}
 COUNTED = {"fold": funcga.per_weight(), "weight": count_mask}
@@ -456,6 +503,25 @@ MISTAKES = {
     "outputs of examples": ((TORCH,), per_example, ["per-example output"], "funcga.concat()"),
     "a sum among the metrics": ((TORCH,), summed_metric, ["sum under mean"], "fold=funcga.sum()"),
     "micro-batches alike": ((TORCH,), two_args(regression, {"fold": funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)}), ["by steps"], "fold=funcga.mean()"),
+}  # fmt: skip
+
+
+MISTAKES |= {
+    "a norm": (BOTH, two_args(lambda p, x, y: terms(p, x, y).sum() ** 0.5), ["coupled rows"], "the square of a norm"),
+    "torch.norm": ((TORCH,), two_args(lambda p, x, y: torch.norm(x @ p["w"] @ p["v"] - y), grad=torch.func.grad), ["coupled rows"], "the square of a norm"),
+    "a sum over a root": (BOTH, two_args(lambda p, x, y: terms(p, x, y).sum() / len(x) ** 0.5), ["other normaliser"], "fold=funcga.sum(), and divide the result"),
+    "a token sum over a root": ((TORCH,), case(lambda p, b: token_sum(p, b) / b["mask"].sum() ** 0.5), ["other normaliser"], "count of the whole batch ** 0.5"),
+    "a root of a mean": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).mean() ** 0.5), ["batch statistics"], "n=1"),
+    "log of a mean": (BOTH, two_args(lambda p, x, y: log(terms(p, x, y).mean())), ["batch statistics"], "grads / value"),
+    "log of a mean, per_weight()": ((TORCH,), two_args(lambda p, x, y: log(terms(p, x, y).mean()), {"fold": funcga.per_weight()}), ["batch statistics"], "grads / value"),
+    "log of a mean, and a mean": ((TORCH,), two_args(lambda p, x, y: regression(p, x, y) + log(((x @ p["w"]) ** 2).mean())), ["batch statistics"], "grads / value"),
+    "log of a mean, and a sum": ((TORCH,), two_args(lambda p, x, y: regression_sum(p, x, y) + log(((x @ p["w"]) ** 2).mean()), SUM), ["batch statistics"], "grads / value"),
+    "log-sum-exp over rows": (BOTH, two_args(log_sum_exp), ["batch statistics"], "of log(mean) leave out the logarithm"),
+    "log-sum-exp of groups": ((TORCH,), two_args(lambda p, x, y: torch.logsumexp(torch.stack(group_losses(p, x, y)), 0), rows=24), ["batch statistics"], "n=1"),
+    "the worst of groups": ((TORCH,), two_args(lambda p, x, y: torch.stack(group_losses(p, x, y)).max(), rows=24), ["batch statistics"], "n=1"),
+    "weights of losses": ((TORCH,), two_args(self_paced), ["batch statistics"], "n=1"),
+    "labels and a mask, shifted": ((TORCH,), causal, ["uneven tokens"], "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()"),
+    "a gradient that is cut off": ((TORCH,), two_args(cut_off), ["wrong gradient"], "torch.func.grad_and_value(loss_fn)"),
 }  # fmt: skip
 
 

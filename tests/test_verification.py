@@ -213,6 +213,79 @@ def test_what_cannot_be_told_is_a_note(name, note):
     assert note in verified(TORCH, mistakes.RIGHT[name][1]).notes[0]
 
 
+def cured():
+    """(the mistake, the gradient function and options that its fix says, what is done with the result)."""
+    terms = mistakes.terms
+    root = lambda found: {key: grad / 12**0.5 for key, grad in found[1].items()}
+    yield "a sum over a root", lambda p, x, y: terms(p, x, y).sum(), {"fold": funcga.sum()}, root
+    by_value = lambda found: {key: grad / found[0] for key, grad in found[1].items()}
+    yield "log of a mean", lambda p, x, y: terms(p, x, y).mean(), {}, by_value
+    by_norm = lambda found: {key: grad / 2 / found[0] ** 0.5 for key, grad in found[1].items()}
+    yield "a norm", lambda p, x, y: terms(p, x, y).sum(), {"fold": funcga.sum()}, by_norm
+
+
+@pytest.mark.parametrize("cure", [*cured()], ids=lambda cure: cure[0])
+def test_what_a_fix_says_is_exact(cure):
+    """It is verified, and its result is the gradient of the loss that was meant, in float64."""
+    name, loss, options, after = cure
+    grad_fn, args, _ = mistakes.MISTAKES[name][1](TORCH)
+    wide = {key: p.double().requires_grad_() for key, p in args[0].items()}, *(a.double() for a in args[1:])
+    gradient = funcga.value_and_grad(loss)
+    funcga.verify(gradient, *wide, **options).assert_exact()
+    expected = torch.autograd.grad(grad_fn.loss_fn(*wide), [*wide[0].values()])
+    found = after(funcga.accumulate(gradient, 3, **options)(*wide))
+    for x, y in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def test_the_weight_that_is_offered_cures():
+    grad_fn, args, _ = mistakes.causal(TORCH)
+    funcga.verify(grad_fn, *args, weight=lambda batch: (batch["labels"][:, 1:] != -100).sum()).assert_exact()
+
+
+@pytest.mark.parametrize("kit", [TORCH, JAX], ids=lambda kit: kit.name)
+def test_a_loss_in_place_of_its_gradient(kit):
+    _, args = regress(kit)
+    verdict = funcga.verify(mistakes.regression, *args, n=2)
+    assert (verdict.ok, verdict.gradients, verdict.as_dict()["gradients"]) == (True, False, False)
+    assert "exact" not in str(verdict)
+    assert str(verdict).startswith("The values agree, and no gradient was compared: see the note.")
+    assert "funcga.verify(funcga.value_and_grad(loss_fn), ...)" in verdict.notes[-1]
+    by_hand = lambda *args: funcga.grad(mistakes.regression)(*args)
+    assert funcga.verify(by_hand, *args, n=2).gradients
+    scalar = funcga.verify(torch.func.grad(lambda p, x: (p * x).mean()), torch.tensor(2.0), torch.randn(6))
+    assert scalar.gradients
+
+
+def test_a_step_inside_of_a_loss():
+    """It is exact if and only if it is what torch.func makes of it, which knows that the step is differentiated."""
+    loss = lambda w, x: ((x @ w) ** 2).mean()
+    inner, (w, x) = funcga.accumulate(funcga.grad(loss), 1), (torch.randn(3), torch.randn(6, 3))
+    outer = lambda w, x: loss(w - 0.1 * inner(w, x[:1]), x)
+    right = torch.allclose(funcga.accumulate(funcga.grad(outer), 1)(w, x), torch.func.grad(outer)(w, x))
+    names = {cause.name for cause in funcga.verify(funcga.grad(outer), w, x).causes}
+    assert ("wrong gradient" in names) is not right
+
+
+def test_a_straight_through_gradient_is_not_accused():
+    """What the user cut off himself: differences of the loss disagree with it, and both ways agree."""
+    rounded = lambda w: w + (w.round() - w).detach()
+    frozen = lambda p, x, y: mistakes.regression({"w": rounded(p["w"]), "v": p["v"].detach()}, x, y)
+    grad_fn, args = regress(loss=frozen)
+    funcga.verify(grad_fn, *args).assert_exact()
+
+
+def test_hooks_on_parameters_are_no_wrong_gradient():
+    module = torch.nn.Linear(3, 1)
+    module.weight.register_hook(lambda grad: 2 * grad)
+    pure = torch_backend.pure_loss(module, lambda m, x: (m(x) ** 2).mean())
+    try:
+        verdict = funcga.verify(funcga.grad(pure), dict(module.named_parameters()), torch.randn(6, 3))
+    except funcga.FuncgaError:  # hooks may be refused
+        return
+    assert "wrong gradient" not in {cause.name for cause in verdict.causes}
+
+
 def test_batch_norm_comes_first_only_where_there_is_one():
     with_one, without = (verified(TORCH, mistakes.MISTAKES[name][1]) for name in ("BatchNorm1d", "load balancing"))
     assert [verdict.causes[0].fix.startswith("module.eval()") for verdict in (with_one, without)] == [True, False]

@@ -69,6 +69,21 @@ def is_write(error: Exception) -> bool:
     return "mutate a captured Tensor" in str(error)
 
 
+def other_way(gradient: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a gradient function gives by the framework's own transform, if the loop has another; else None.
+
+    gradient: the transform's. function: that of funcga which it stands for.
+    """
+    modules = [*modules_in(function), *_pure_modules(function)]
+    # torch.func leaves hooks of parameters out
+    if any(p._backward_hooks for module in modules for p in module.parameters()):
+        return None
+    try:
+        return gradient(*args, **kwargs)
+    except Exception:  # checkpoints, saved-tensor hooks and some custom functions are not for torch.func
+        return None
+
+
 def batch_normalisers(function: Callable[..., Any]) -> list[str]:
     """What normalises over the batch among what the function closes over, by path and type."""
     return [

@@ -1,5 +1,6 @@
 """Counting: which expression of the batch counts what a loss divides by."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,10 +25,17 @@ class Count(NamedTuple):
 
 
 def counts(probe: Probe) -> Iterator[Count]:
-    """The counts that people write, of every leaf that is split: simplest first."""
-    for values, spelled, axis, parameters in _leaves(probe):
+    """The counts that people write, of every leaf that is split: simplest first, and those of labels before all.
+
+    Labels say what a loss is over. A mask of what is attended to may well count the same in this batch, and not in the
+    next one.
+    """
+    for values, spelled, axis, parameters in sorted(_leaves(probe), key=lambda leaf: not _LABELS.search(leaf[1])):
         for expression, select in _selections(values, spelled, axis == 0):
             yield Count(parameters, expression, partial(_total, select))
+
+
+_LABELS = re.compile("label|target", re.IGNORECASE)
 
 
 def form(probe: Probe) -> str:

@@ -84,14 +84,16 @@ def _explained(
 def _grows(loss: Callable[[Rows], float], rows: Rows) -> bool:
     """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are repeated.
 
-    Each time that their number is doubled a logarithm grows by the same, and nearly so where a row is no candidate of
-    its own; what grows linearly grows by twice as much as before, what converges as 1/k by half as much.
+    Each time that their number is doubled a logarithm grows by the same; where a row is no candidate of its own, by
+    less and less more than that. What grows as a power of it, as a norm does, grows by the same factor each time.
     """
-    values = [loss(rows * k) for k in (2, 4, 8)]
-    for divided in (False, True):
-        second, fourth, eighth = (value / (k if divided else 1) for k, value in zip((2, 4, 8), values, strict=True))
-        step = fourth - second
-        if abs(step) > 1e-6 * max(abs(second), 1e-9) and 0.7 < (eighth - fourth) / step < 1.4:
+    values = np.array([loss(rows * k) for k in (2, 4, 8, 16)])
+    for each in (values, values / (2, 4, 8, 16)):
+        steps = np.diff(each)
+        if not np.abs(steps).min() > 1e-6 * max(abs(each[0]), 1e-9):  # it stays, or is NaN
+            continue
+        first, second = np.abs(steps[1:] / steps[:-1] - 1)
+        if first < 0.4 and second < max(0.7 * first, 1e-3):
             return True
     return False
 

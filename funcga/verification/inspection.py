@@ -10,9 +10,11 @@ from funcga import normalizers, reducers
 from funcga.accumulation import accumulate
 from funcga.arguments import CARRY
 from funcga.folds import Fold, concat
+from funcga.gradients import GradientFunction
 from funcga.prefixes import leaf_paths
 from funcga.verification.constants import Variant, variants
 from funcga.verification.naming import is_linear
+from funcga.verification.parameters import shifted
 from funcga.verification.probe import Probe, Rows
 from funcga.verification.tolerance import Limit
 from funcga.verification.verdict import Cause
@@ -55,7 +57,7 @@ def unused(probe: Probe) -> list[Cause]:
     whole = probe.values(probe.every)
     if not gradients or any(np.any(whole[i]) for i in gradients):
         return []
-    changed = [_moved(arg, probe) if whole_arg else arg for arg, whole_arg in _whole(probe)]
+    changed = [shifted(arg, probe) if whole_arg else arg for arg, whole_arg in _whole(probe)]
     after = probe.numbers(probe.raw(*changed, **probe.kwargs))
     if any(x is not None and not np.array_equal(x, y, equal_nan=True) for x, y in zip(whole, after, strict=True)):
         return []
@@ -78,16 +80,6 @@ def _whole(probe: Probe) -> list[tuple[Any, bool]]:
     return [(part.value, not part.axes) for part in probe.arguments.parts]
 
 
-def _moved(tree: Any, probe: Probe) -> Any:
-    leaves, structure = probe.backend.trees.flatten(tree)
-    arrays = probe.backend.arrays
-
-    def is_float(leaf: Any) -> bool:
-        return arrays.is_array(leaf) and arrays.kind(leaf.dtype) == "float"
-
-    return probe.backend.trees.unflatten(structure, [leaf * 1.25 + 0.1 if is_float(leaf) else leaf for leaf in leaves])
-
-
 def _gradients(probe: Probe) -> list[int]:
     """The leaves of the output that are gradients of what is passed whole, as far as can be told: same names."""
     found = []
@@ -101,6 +93,17 @@ def _gradients(probe: Probe) -> list[int]:
                 if leaf is not None and (leaf.ndim or names == [""]) and path != "output[0]":
                     found.append(i)
     return found
+
+
+def has_gradients(probe: Probe) -> bool:
+    """Whether the output may have gradients: an array in the shape of one that is passed whole."""
+    if isinstance(probe.program.grad_fn, GradientFunction):
+        return True
+    arrays, flatten = probe.backend.arrays, probe.backend.trees.flatten
+    whole = [leaf for value, is_whole in _whole(probe) if is_whole for leaf in flatten(value)[0]]
+    params = {tuple(leaf.shape) for leaf in whole if arrays.is_array(leaf) and arrays.kind(leaf.dtype) != "int"}
+    shapes = {leaf.shape for leaf in probe.values(probe.every) if leaf is not None}
+    return bool(params & shapes) if params == {()} else bool((params - {()}) & shapes)
 
 
 def divided(probe: Probe, n: int | None, limit: Limit) -> tuple[list[Cause], list[str]]:

@@ -1,7 +1,7 @@
 """Naming: what is wrong, and the line that fixes it, from the kind of a loss and the fold that it was given."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +9,9 @@ import numpy as np
 from funcga import monoids, normalizers, reducers
 from funcga.folds import Fold
 from funcga.verification.counting import Count, form, matching
+from funcga.verification.parameters import moved
 from funcga.verification.probe import Probe, Rows
-from funcga.verification.responses import Responses
+from funcga.verification.responses import Responses, respond
 from funcga.verification.tolerance import Limit, relative, scales_of
 from funcga.verification.verdict import Cause
 
@@ -73,12 +74,18 @@ def causes_of(case: Case) -> list[Cause]:
         return []
     if kind == "statistics" or (kind == "coupled"):
         return [_negatives(case) if case.growing else _statistics(case) if kind == "statistics" else _coupled(case)]
-    if kind in ("two means", "sum and mean"):
-        return [_two(case)]
+    if kind in ("two means", "sum and mean", "power"):
+        if _reweighs(case):
+            return [_coupled(case) if kind == "power" else _reweighed(case)]
+        return [_power(case) if kind == "power" else _two(case)]
     if case.by is normalizers.by_steps.apply:
         return [_by_steps(case)]
     found = _weight(case)
     if kind == "mean":
+        if not (case.weighted and _agrees(case)) and not _fits(case, len):
+            other = _no_count(case)
+            if other:
+                return other
         return found or ([] if case.weighted and _agrees(case) else [_mean(case)])
     if case.weighted:
         return [_sum(case)] + ([_regulariser(case)] if kind == "sum and constant" else [])
@@ -89,6 +96,40 @@ def _agrees(case: Case) -> bool:
     """Whether the fold weighs A and B as the loss does."""
     a, b, _ = case.weights()
     return abs(a - case.ratio * b) <= 100 * case.limit.relative * max(a, case.ratio * b)
+
+
+def _reweighs(case: Case) -> bool:
+    """Whether A weighs more or less for each B with other parameters: then it is no count that the loss divides by."""
+    kind, other = case.found.kind, moved(case.probe)
+    if other is None:
+        return False
+    found = respond(other, case.found.a, case.found.b, case.leaves, case.limit).kind
+    if found.name != kind.name:
+        return found.name in ("statistics", "coupled", "two means")
+    tolerance = max(1e-5, 100 * case.limit.relative)
+    return any(abs(x - y) > tolerance * (x + y) for x, y in zip(kind.ratios, found.ratios, strict=True))
+
+
+def _no_count(case: Case) -> list[Cause]:
+    """Why what weighs A and B in a mean is no count, one that adds up over rows and stays with other parameters."""
+    if _reweighs(case):
+        return [_reweighed(case)]
+    a, b = case.found.a, case.found.b
+    rest = tuple(row for row in case.probe.every if row not in {*a, *b})
+    if not rest or _count(case):
+        return []
+    ratios: list[float] = []
+    for rows in (a, a + b):
+        found = respond(case.probe, rows, rest, case.leaves, case.limit)
+        if found.kind.name in ("two means", "unknown"):  # A and B count as much as each other in both means
+            return causes_of(replace(case, found=found))
+        if found.kind.name != "mean":
+            return [_reweighed(case)]
+        ratios += found.kind.ratios
+    alone, together = ratios
+    expected = alone * (1 + 1 / case.ratio)
+    close = abs(together - expected) <= max(1e-5, 100 * case.limit.relative) * expected
+    return [] if close else [_reweighed(case)]
 
 
 def _weight(case: Case) -> list[Cause]:
@@ -205,7 +246,7 @@ def _regulariser(case: Case) -> Cause:
 
 def _two(case: Case) -> Cause:
     evidence = f"{case.where} is the sum of a part that adds up over rows and of a mean"
-    if case.found.kind.ratios:
+    if case.found.kind.name == "two means":
         x, y = case.found.kind.ratios
         evidence = (
             f"{case.where} is the sum of two means, which weigh the same two groups of rows {x:.6g} : 1 and {y:.6g} : 1"
@@ -217,6 +258,32 @@ def _two(case: Case) -> Cause:
         "divide every term by its count in the whole batch, passed whole, and add up: fold=funcga.sum(), "
         "in_axes=(None, 0, None)",
         evidence,
+    )
+
+
+def _power(case: Case) -> Cause:
+    power = case.found.kind.power
+    return Cause(
+        "other normaliser",
+        f"The loss is a sum that is divided by a count to the power {1 - power:.4g}, as by the root of the number of "
+        f"rows. The fold divides by a count, or by nothing.",
+        f"leave that out of the loss, fold=funcga.sum(), and divide the result, value and gradients, by the count of "
+        f"the whole batch ** {1 - power:.4g}",
+        f"{case.where} of all rows twice is 2 ** {power:.4g} times as large, and in two groups together those of the "
+        f"groups add up, once each is divided by such a power",
+    )
+
+
+def _reweighed(case: Case) -> Cause:
+    return Cause(
+        "batch statistics",
+        "The loss weighs its rows by what the parameters make of all of them, as the logarithm of a mean, a "
+        "log-sum-exp over rows, the worst of several groups, or weights that are normalised over rows do. weight= sees "
+        "the batch alone, so no fold makes up for it.",
+        "write the loss as a sum or a mean of terms of one row each; of log(mean) leave out the logarithm, and take "
+        "log(value) and grads / value of the result; else n=1",
+        f"{case.where} of two groups of rows together is a mean of both, with weights that change with the parameters "
+        f"or with the rows beside them",
     )
 
 
@@ -267,6 +334,8 @@ def _coupled(case: Case) -> Cause:
     return Cause(
         "coupled rows",
         "The loss couples its rows: the value for some rows depends on which others, and how many, it sees with them.",
-        "write the loss as a sum or a mean of terms of one row each; where that is impossible, n=1",
-        f"{case.where} of repeated rows is neither the same nor as many times as large",
+        "write the loss as a sum or a mean of terms of one row each, as the square of a norm is; where that is "
+        "impossible, n=1",
+        f"{case.where} of repeated rows is neither the same nor as many times as large"
+        + (f": of all rows twice it is 2 ** {case.found.kind.power:.4g} times" if case.found.kind.power else ""),
     )

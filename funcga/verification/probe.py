@@ -66,6 +66,10 @@ class Probe:
         """The leaves of an output as NumPy arrays."""
         return [as_numbers(leaf, self.backend) for leaf in self.backend.trees.flatten(output)[0]]
 
+    def forget(self) -> None:
+        """Drops the values that were computed, as when the arguments are others."""
+        self._values = {}
+
     def weigh(self, rows: Rows) -> float:
         """The weight of these rows."""
         weight = self.program.weigh(self.arguments, self.gathered(rows), len(rows))

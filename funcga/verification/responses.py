@@ -21,13 +21,14 @@ _POINTS = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (3, 0), (2, 2), (2, 1), (1, 2
 class Kind(NamedTuple):
     """What kind of function of its rows some leaves are.
 
-    name: "nothing", "sum", "sum and constant", "sum and mean", "mean", "two means", "statistics", "coupled", or
-    "unknown" where it could not be evaluated. ratios: of a mean, how much A weighs for each B.
+    name: "nothing", "sum", "sum and constant", "sum and mean", "mean", "two means", "power", "statistics", "coupled",
+    or "unknown" where it could not be evaluated. ratios: of a mean, how much A weighs for each B; of a power, a sum
+    over something to the power 1 - `power`, how much of that A has for each B.
     """
 
     name: str
     ratios: tuple[float, ...] = ()
-    residual: float = 0.0
+    power: float = 0.0
 
 
 class Responses(NamedTuple):
@@ -127,6 +128,9 @@ def classify(f: dict[tuple[int, int], Any], tolerance: float) -> Kind:
         return bool(np.abs(x - y).max(initial=0.0) <= tolerance)
 
     if (3, 0) in f and not near(f[3, 0], 2 * f[2, 0] - f[1, 0]):
+        power = _of_power(f, near)
+        if power is not None:
+            return power
         steps = [float(np.linalg.norm(f[k + 1, 0] - f[k, 0])) for k in (1, 2)]
         return Kind("statistics" if steps[1] < _SETTLING * steps[0] else "coupled")
     sums = {p: f[2 * p[0], 2 * p[1]] - f[p] for p in ((1, 0), (0, 1), (1, 1))}
@@ -142,9 +146,32 @@ def classify(f: dict[tuple[int, int], Any], tolerance: float) -> Kind:
         return Kind("sum")
     if additive and near(rest[1, 0], rest[0, 1]) and near(rest[1, 1], rest[1, 0]):
         return Kind("sum and constant")
-    if additive and _share(rest, near) is not None:
-        return Kind("sum and mean")
-    return Kind("statistics")
+    share = _share(rest, near) if additive else None
+    return Kind("statistics") if share is None else Kind("sum and mean", (share / (1 - share),))
+
+
+def _of_power(f: dict[tuple[int, int], Any], near: Callable[[Any, Any], bool]) -> Kind | None:
+    """The Kind of a sum over a count to some power, F(i, j) = (i S + j T) / (i c + j d)**(1 - p), if it is one.
+
+    Repeated k times it grows as k**p. Of a sum over the root of its rows the counts are those of rows, and of a norm,
+    which is the gradient's sum over the root of a sum as well, they are sums of squares.
+    """
+    if not {(2, 1), (3, 0)} <= f.keys():
+        return None
+    growth = float(f[2, 0] @ f[1, 0] / (f[1, 0] @ f[1, 0])) if f[1, 0].any() else 0.0
+    if growth <= 0:
+        return None
+    p = float(np.log2(growth))
+    doubled = all(near(f[2 * i, 2 * j], growth * f[i, j]) for i, j in ((1, 0), (0, 1), (1, 1)))
+    (x, y), _, rank, _ = np.linalg.lstsq(np.stack([f[1, 0], f[0, 1]], axis=1), f[1, 1], rcond=1e-6)
+    if not doubled or not near(f[3, 0], 3**p * f[1, 0]) or rank < 2 or min(x, y) <= 0:
+        return None
+    share = float(x ** (1 / (1 - p)))
+    if not 0 < share < 1 or abs(share + y ** (1 / (1 - p)) - 1) > _TRUSTED:
+        return None
+    ratio = share / (1 - share)
+    follows = (2 * ratio ** (1 - p) * f[1, 0] + f[0, 1]) / (2 * ratio + 1) ** (1 - p)
+    return Kind("power", (ratio,), p) if near(f[2, 1], follows) else None
 
 
 # Of what converges as 1/k, such as a variance with Bessel's correction, a step is a third of the last one or less; of

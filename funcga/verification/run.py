@@ -12,8 +12,9 @@ from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction, OwningGradient
 from funcga.prefixes import leaf_paths
 from funcga.program import Program, check_callable, check_count
+from funcga.verification.derivatives import differentiated_wrongly
 from funcga.verification.diagnosis import diagnose
-from funcga.verification.inspection import divided, per_example, unused
+from funcga.verification.inspection import divided, has_gradients, per_example, unused
 from funcga.verification.magnitude import fitted
 from funcga.verification.naming import is_linear
 from funcga.verification.probe import Probe, as_numbers, is_moments, random_states, restore
@@ -155,9 +156,15 @@ def _verdict(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: l
     already, doubts = divided(probe, n, limit)
     if already and any(cause.name == "mean under sum" for cause in causes):
         causes = [cause for cause in causes if cause.name != "mean under sum"]
-    causes += already
+    causes += already + differentiated_wrongly(probe, limit)
+    gradients = has_gradients(probe)
+    if not gradients:
+        notes.append(
+            "nothing that grad_fn returns has the shapes of its parameters: if it is the loss, its values are all that "
+            "was compared. Verify its gradient: funcga.verify(funcga.value_and_grad(loss_fn), ...)"
+        )
     notes += [*small, *remainder, *doubts, *_notes(probe, splits.carried)]
-    return Verdict(not causes, tuple(causes), tuple(splits.rows), dtype, tuple(notes))
+    return Verdict(not causes, tuple(causes), tuple(splits.rows), dtype, tuple(notes), gradients)
 
 
 def _is_weightless(probe: Probe, whole: Sequence[Any]) -> bool:

@@ -45,7 +45,7 @@ class Verdict:
 
     ok: no cause was found: every split gives the result of the whole batch, but for what a note says. rows: a Measured
     for each split. dtype: in which the arguments were; notes: what else is to be known, such as what could not be
-    looked at.
+    looked at. gradients: whether any were compared; False of a loss that was given in place of its gradient.
     """
 
     ok: bool
@@ -53,6 +53,7 @@ class Verdict:
     rows: tuple[Measured, ...]
     dtype: str
     notes: tuple[str, ...] = ()
+    gradients: bool = True
 
     def assert_exact(self) -> None:
         """Raises AssertionError, with the text, if accumulation is not exact."""
@@ -71,6 +72,7 @@ class Verdict:
             "rows": rows,
             "dtype": self.dtype,
             "notes": [*self.notes],
+            "gradients": self.gradients,
         }
 
     def __str__(self) -> str:
@@ -84,7 +86,9 @@ class Verdict:
 
 def _lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
     """(line, style) of the text."""
-    if verdict.ok:
+    if verdict.ok and not verdict.gradients:
+        yield "The values agree, and no gradient was compared: see the note.", "bold yellow"
+    elif verdict.ok:
         yield "Accumulation is exact for this loss.", "bold green"
     else:
         count = len(verdict.causes)
