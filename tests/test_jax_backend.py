@@ -391,3 +391,15 @@ def test_gradients_of_what_is_no_float(leaf, fold):
     apart = jax.grad(lambda w, other, x: (w * x).sum())
     step = funcga.accumulate(apart, 2, in_axes=(None, None, 0), fold=funcga.sum())
     assert float(step(params["w"], params["other"], jnp.ones(4))) == 4
+
+
+@pytest.mark.parametrize(("fold", "expected"), [("max", [True, True, False]), ("min", [True, False, False])])
+def test_bools_stay_bools_on_replicas_and_under_jit(fold, expected):
+    """`~result` of an integer would be true either way."""
+    gradient = lambda w, x: jnp.stack([x.min() >= 0, x.max() > 3, x.max() > 9])
+    chosen, (w, x) = getattr(funcga, fold)(), (jnp.float32(1), jnp.arange(8.0))
+    plain = funcga.accumulate(gradient, 2, fold=chosen)
+    across = jax_backend.replicated(funcga.accumulate(gradient, 2, fold=chosen, across="data"), mesh())
+    for step in (plain, jax.jit(plain), across, jax.jit(across)):
+        assert step(w, x).dtype == "bool"
+        assert step(w, x).tolist() == expected
