@@ -142,18 +142,17 @@ def check_replicas(params: Any, across: Any) -> None:
             "check_replicas compares what lies on the devices, and was called in a program that is being compiled, "
             "where nothing lies anywhere yet. Call it outside of jax.jit and jax.shard_map."
         )
-    differing = [
-        (path, *found[0])
-        for path, leaf in zip(paths, leaves, strict=True)
-        if isinstance(leaf, jax.Array) and (found := list(_differences(leaf, replicas.names)))
-    ]
+    if jax.process_count() > 1:
+        differing = _differing_processes(leaves, paths, replicas.names)
+    else:
+        pairs = zip(paths, leaves, strict=True)
+        pieces = [(path, leaf) for path, leaf in pairs if isinstance(leaf, jax.Array)]
+        differing = [(path, *apart[0]) for path, leaf in pieces if (apart := list(_differences(leaf, replicas.names)))]
     if jax.process_count() == 1 and not any(map(_is_on_mesh, leaves)):
         raise FuncgaError(
             f"none of the arrays in params lies on a mesh, so there is nothing to compare along "
             f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, NamedSharding(mesh, P()))."
         )
-    if jax.process_count() > 1:
-        differing += _differing_processes(leaves, paths)
     if differing:
         raise _apart(differing, replicas)
 
@@ -191,27 +190,41 @@ def _places(leaf: jax.Array, names: tuple[str, ...]) -> dict[Any, Any]:
     return {device: tuple(place[i] for i in others) for place, device in np.ndenumerate(mesh.devices)}
 
 
-def _differing_processes(leaves: list[Any], paths: list[str]) -> list[tuple[str, Any, Any, Any]]:
-    """The leaves that every process holds whole, and that are not the same on all of them."""
-    whole = [isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in leaves]
-    digests = np.zeros((len(leaves), 2), np.uint32)
-    for i, (leaf, is_whole) in enumerate(zip(leaves, whole, strict=True)):
-        if is_whole:
-            digests[i] = np.frombuffer(_digest(leaf), np.uint32)
-    gathered = np.asarray(multihost_utils.process_allgather(digests))
+def _differing_processes(leaves: list[Any], paths: list[str], names: tuple[str, ...]) -> list[Any]:
+    """What `_differences` finds where the copies lie on devices of other processes, with the leaf's path before it."""
+    places = {device: place for place, device in enumerate(jax.devices())}
+    digests = np.zeros((len(leaves), len(places), 2), np.uint32)
+    for leaf, row in zip(leaves, digests, strict=True):
+        for shard in leaf.addressable_shards if isinstance(leaf, jax.Array) else ():
+            row[places[shard.device]] = np.frombuffer(_digest(shard.data), np.uint32)
+    gathered = np.asarray(multihost_utils.process_allgather(digests)).sum(axis=0)  # a device is of one process
     return [
-        (path, ..., "process 0", f"process {int(apart[0])}")
-        for i, path in enumerate(paths)
-        if len(apart := np.flatnonzero((gathered[:, i] != gathered[0, i]).any(axis=-1)))
+        (path, *apart)
+        for path, leaf, row in zip(paths, leaves, gathered, strict=True)
+        if isinstance(leaf, jax.Array) and (apart := _first_difference(leaf, row, places, names))
     ]
 
 
-def _digest(leaf: jax.Array) -> bytes:
+def _first_difference(leaf: jax.Array, row: Any, places: dict[Any, int], names: tuple[str, ...]) -> Any:
+    """(index, device, device) of two copies with other digests; None if there are none."""
+    others, first = _places(leaf, names), dict[Any, Any]()
+    held: list[Any] = [(index, device) for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()]
+    if leaf.is_fully_addressable:  # every process has an array of its own, which is compared if it is whole
+        held = [(..., device) for device, place in places.items() if row[place].any() and leaf.is_fully_replicated]
+        others = {}
+    for index, device in held:
+        one = first.setdefault((str(index), others.get(device)), device)
+        if (row[places[one]] != row[places[device]]).any():
+            return index, one, device
+    return None
+
+
+def _digest(piece: jax.Array) -> bytes:
     from hashlib import blake2b
 
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return blake2b(np.asarray(leaf.addressable_data(0)).tobytes(), digest_size=8).digest()
+    if jax.numpy.issubdtype(piece.dtype, jax.dtypes.prng_key):
+        piece = jax.random.key_data(piece)
+    return blake2b(np.asarray(piece).tobytes(), digest_size=8).digest()
 
 
 def _apart(differing: list[tuple[str, Any, Any, Any]], replicas: Replicas) -> FuncgaError:

@@ -1,0 +1,171 @@
+"""Programs for accelerators that this machine does not have: the main steps are lowered for them, on a CPU."""
+
+from functools import partial
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import funcga
+import jax_backend
+from tests.problems import rng
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+@pytest.fixture(autouse=True)
+def as_optax_is_written():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def arrays(dtype="float32"):
+    r = rng(12)
+    params = {"layers": r.normal(size=(2, 4, 4)) / 2, "out": r.normal(size=4)}
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype), (params, r.normal(size=(8, 4))))
+
+
+def loss(params, x):
+    x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+    return ((x * params["out"]) ** 2).mean()
+
+
+def check_same(left, right):
+    """The same to rounding: of two programs XLA contracts other products and sums."""
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        eps = float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.floating) else 0.0
+        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+        assert np.abs(a - b).max() <= 8 * eps * np.abs(b).max()
+
+
+def check_exported(step, *args):
+    """The program for all platforms, which can call nothing of the host, returns on this one what the step returns."""
+    exported = jax.export.export(jax.jit(step), platforms=PLATFORMS)(*args)
+    assert exported.platforms == PLATFORMS
+    check_same(exported.call(*args), jax.jit(step)(*args))
+
+
+FOLDS = ("mean", "per_weight", "sum", "max", "min", "moments")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_accumulate(dtype):
+    """Every fold, ragged micro-batches, weights, rows and state."""
+    params, x = arrays(dtype)
+
+    def grad_fn(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return (value, {name: grads for name in FOLDS}), x[:, 0], state + x.sum().astype("float32")  # noqa: C420
+
+    folds = (funcga.mean(), {name: getattr(funcga, name)() for name in FOLDS}), funcga.concat(), funcga.carry()
+    options = {"fold": folds, "in_axes": (None, funcga.CARRY, 0)}
+    step = funcga.accumulate(grad_fn, 3, weight=lambda x: (x > 0).sum(), **options)
+    check_exported(step, params, jnp.float32(0), x)
+
+
+def test_stream_and_accumulator():
+    params, x = arrays()
+    accumulator = funcga.Accumulator(funcga.moments())
+
+    def by_hand(params, x):
+        state = accumulator.init(params)
+        for rows in (x[:3], x[3:]):
+            state = accumulator.update(state, jax.grad(loss)(params, rows), len(rows))
+        return accumulator.finalize(state)
+
+    check_exported(lambda params, x: funcga.stream(jax.value_and_grad(loss))(params, [x[:3], x[3:]]), params, x)
+    check_exported(by_hand, params, x)
+
+
+@pytest.mark.parametrize("drop", [None, "microbatch"])
+def test_multi_steps(drop):
+    params, x = arrays("bfloat16")
+    tx = funcga.multi_steps(optax.adamw(1e-2), 2, drop=drop)
+
+    def train(params, x):
+        def step(carry, rows):
+            grads = jax.grad(loss)(carry[0], rows)
+            updates, state = tx.update(grads, carry[1], carry[0], weight=len(rows))
+            return (jax_backend.apply_updates(carry[0], updates), state), tx.has_updated(state)
+
+        (params, state), updated = lax.scan(step, (params, tx.init(params)), x.reshape(4, 2, 4))
+        return tx.flush(tx.accumulate(jax.grad(loss)(params, x), state), params)[0], updated
+
+    check_exported(train, params, x)
+
+
+def test_loss_scale():
+    params, x = arrays("float16")
+    tx = funcga.loss_scaled(optax.sgd(0.1))
+    gradient = funcga.value_and_grad(loss, scaled=True)
+
+    def step(params, x):
+        state = tx.init(params)
+        value, grads = gradient(params, x, loss_scale=state.scale)
+        return value, tx.update(grads, state, params)
+
+    check_exported(step, params, x)
+
+
+def test_random_rows():
+    params, x = arrays()
+
+    def dropped(params, keys, x):
+        return loss(params, x * jax_backend.sampled(jax.random.uniform, keys, (4,)))
+
+    def step(params, x):
+        keys = jax_backend.example_keys(jax.random.key(0), jnp.arange(8))
+        return funcga.accumulate(jax.grad(dropped), 3)(params, keys, x)
+
+    check_exported(step, params, x)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh(kind):
+    """One program for four devices, of any of these kinds."""
+    params, x = arrays()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    fold = ((funcga.mean(), funcga.max()), funcga.concat())
+    grad_fn = lambda params, x: (jax.value_and_grad(loss)(params, x), x)
+    step = funcga.accumulate(grad_fn, 2, fold=fold, across="data")
+    exported = jax.export.export(jax.jit(jax_backend.replicated(step, mesh)), platforms=PLATFORMS)(params, x)
+    assert exported.nr_devices == 4
+    check_same(jax.jit(exported.call)(params, x), jax_backend.replicated(step, mesh)(params, x))
+
+
+def test_a_state_over_a_mesh():
+    params, x = arrays()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    tx = funcga.multi_steps(optax.adam(1e-2), 2, across="data")
+    specs = jax_backend.state_specs(tx)
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(lax.pcast(params, "data", to="varying"), x)
+        return tx.update(grads, state, params, weight=len(x))
+
+    over = partial(jax.shard_map, mesh=mesh)
+    state = over(tx.init, in_specs=P(), out_specs=specs)(params)
+    step = jax.jit(over(step, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
+    exported = jax.export.export(step, platforms=PLATFORMS)(params, state, x)
+    assert exported.platforms == PLATFORMS
+
+
+def test_what_a_platform_cannot_run_is_found():
+    """The check can fail: a program that calls back to the host."""
+    params, x = arrays()
+
+    def called(params, x):
+        x = jax.pure_callback(lambda x: x, jax.typeof(x), lax.stop_gradient(x))
+        return loss(params, x)
+
+    with pytest.raises(NotImplementedError):
+        check_exported(funcga.accumulate(jax.grad(called), 2), params, x)
