@@ -12,13 +12,13 @@ class Window(NamedTuple):
     Parts that its reducer holds. `tally.weight` is two float32 scalars whose sum is exact to 48 bits, or one float64 if
     a gradient is; `tally.steps`, int32, is the number of micro-batches that were folded, and `rejected`, int32, of
     those that were not. `part` says in torch, with across=, whose part of the window it is: int32[2], the replica and
-    how many there are, or zeros for the window of all replicas; elsewhere it is None.
+    how many there are, or zeros for the window of all replicas; elsewhere it is empty.
     """
 
     accumulated: Any
     tally: Tally
     rejected: Any
-    part: Any = None
+    part: Any = ()
 
 
 class Parts(NamedTuple):

@@ -35,7 +35,7 @@ class Windows:
     def opened(self, window: Window, backend: Backend, replicas: Any) -> "Opened":
         """The window of a state."""
         parts = [window]
-        if replicas is not None or window.part is not None:
+        if replicas is not None or type(window.part) is not tuple:
             parts = backend.transforms.parts(window, replicas)
         found = [self._read(part, backend) for part in parts]
         return reduce(Opened.plus, found) if found else self._read(window, backend).emptied(False, None)

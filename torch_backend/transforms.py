@@ -350,7 +350,7 @@ def unparted(windows: Sequence[Window]) -> Window:
 
 def _part(window: Window) -> tuple[int, int]:
     """(replica, replicas) whose part it is; (0, 0) for one of all replicas, or of a transform that has none."""
-    rank, count = (0, 0) if window.part is None else window.part.tolist()
+    rank, count = (0, 0) if type(window.part) is tuple else window.part.tolist()
     return rank, count
 
 
