@@ -281,12 +281,20 @@ class Transforms(Protocol):
         """The sum of a scalar over the replicas, which hold these."""
         ...
 
-    def part(self, window: Tree) -> Tree:
-        """What a replica holds, of a window as a state has it where replicas fold apart."""
+    def parts(self, window: Any, replicas: Any) -> list[Any]:
+        """The parts that are this replica's, of a window as a state has it where replicas fold apart."""
         ...
 
-    def parted(self, window: Tree, replicas: Any) -> Tree:
+    def parted(self, window: Any, replicas: Any, is_empty: bool) -> Any:
         """A window as a state has it where replicas fold apart."""
+        ...
+
+    def in_order(self, windows: Sequence[Any]) -> list[Any]:
+        """The parts of one window, in the order of the replicas. Raises FuncgaError if one is missing."""
+        ...
+
+    def unparted(self, windows: Sequence[Any]) -> Any:
+        """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
         ...
 
     def alike(self, state: Tree, like: Tree) -> Tree:

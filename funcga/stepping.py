@@ -58,8 +58,10 @@ def multi_steps(
     across: the replicas to merge over, as in `accumulate`: each folds what it is given, and what they hold is merged
         once, for the update. In JAX inside shard_map, with jax_backend.state_specs(tx) as the specs of the state, and
         gradients of each device's own copy, jax.lax.pcast(params, axis, to="varying"). The replicas
-        get the same number of calls. A TargetWeight is that of all of them: each call then sends a scalar. (If the
-        weight is on a CUDA device, the host waits for it at every call.)
+        get the same number of calls. Each has its own part of a window: to save a state in the middle of one, save
+        `tx.merge(states)` of all of them, and load that on every replica, whatever their number. A TargetWeight is
+        that of all of them: each call then sends a scalar. (If the weight is on a CUDA device, the host waits for it
+        at every call.)
     donate: in torch, use the memory of the state that is passed in for the one that is returned, as
         jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. To use it all the same
         is not noticed. After an error in tx what was folded is there again, to rounding.
@@ -172,6 +174,22 @@ class _Steps:
             )
         there = offered > 0  # inside of jit it is not known
         return self._emitted(backend, leaves, self.donate, there, state, (params, extra))
+
+    def merge(self, states: Any, replicas: int) -> MultiStepsState:
+        """The state of all replicas, from the states that each of them has."""
+        states = [*states] if isinstance(states, list | tuple) and not isinstance(states, MultiStepsState) else [states]
+        if not states:
+            raise FuncgaError("there are no states to merge. Give those of all replicas: tx.merge(states).")
+        backend, first = _backend_of_state(states[0]), states[0]
+        times = [(int(state.updates), int(state.offered)) for state in states]
+        if len({*times}) > 1:
+            listed = ", ".join(f"{offered} after update {updates}" for updates, offered in times)
+            raise FuncgaError(
+                f"the states to merge are not of one moment: they have been given so many micro-batches: {listed}. "
+                f"Save them after the same call on every replica."
+            )
+        window = self.windows.merged([state.window for state in states], backend, replicas)
+        return first._replace(window=window)  # type: ignore[no-any-return]
 
     def has_updated(self, state: MultiStepsState) -> Any:
         """Whether the call that returned the state was an update."""

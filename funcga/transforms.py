@@ -1,6 +1,6 @@
 """A transform: an optimizer as two pure functions, as optax has it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from funcga.errors import FuncgaError
@@ -60,6 +60,20 @@ class MultiSteps(Transform):
     def has_updated(self, state: MultiStepsState) -> Any:
         """Whether the call that returned this state was an update: a bool, or in JAX a 0-d array of one."""
         return _steps(self).has_updated(state)
+
+    def merge(self, states: Sequence[MultiStepsState], *, replicas: int = 1) -> MultiStepsState:
+        """One state of what all replicas hold, to be saved: each can go on from it, whatever their number.
+
+        In torch each replica has a state of its own: gather them, or load what each has saved. In JAX one state has
+        the parts of all devices, and goes on as it is on as many, or on a number that divides theirs; for any other
+        number of devices write tx.merge([state], replicas=number), outside of shard_map. Raises FuncgaError if a
+        replica's state is missing or there twice, or if they are not of one moment.
+
+        >>> states = [None] * dist.get_world_size()
+        >>> dist.all_gather_object(states, state)
+        >>> torch.save(tx.merge(states), "state.pt")  # load it on every replica, then go on: tx.update(...)
+        """
+        return _steps(self).merge(states, replicas)  # type: ignore[no-any-return]
 
     @property
     def across(self) -> Any:

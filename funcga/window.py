@@ -11,12 +11,14 @@ class Window(NamedTuple):
     `accumulated` has the structure of the gradients: for every leaf an array of its shape, of at least 32 bits, or the
     Parts that its reducer holds. `tally.weight` is two float32 scalars whose sum is exact to 48 bits, or one float64 if
     a gradient is; `tally.steps`, int32, is the number of micro-batches that were folded, and `rejected`, int32, of
-    those that were not.
+    those that were not. `part` says in torch, with across=, whose part of the window it is: int32[2], the replica and
+    how many there are, or zeros for the window of all replicas; elsewhere it is empty.
     """
 
     accumulated: Any
     tally: Tally
     rejected: Any
+    part: Any = ()
 
 
 class Parts(NamedTuple):

@@ -1,7 +1,9 @@
 """Windowing: a window opened to be worked on, with the fold bound to the leaves of the gradients."""
 
 import builtins
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 from funcga import tally
@@ -28,11 +30,23 @@ class Windows:
         folds = binding.outputs.folds[:-1]
         held = [None if fold is None else fold.identity(leaf) for fold, leaf in zip(folds, leaves, strict=True)]
         zero = Tally(backend.arrays.addends(0, binding.wide), backend.arrays.integer(0))
-        return Opened(held, zero, backend.arrays.integer(0), binding)
+        return Opened(held, zero, backend.arrays.integer(0), binding, is_empty=True)
 
     def opened(self, window: Window, backend: Backend, replicas: Any) -> "Opened":
         """The window of a state."""
-        window = window if replicas is None else backend.transforms.part(window)
+        parts = [window]
+        if replicas is not None or type(window.part) is not tuple:
+            parts = backend.transforms.parts(window, replicas)
+        found = [self._read(part, backend) for part in parts]
+        return reduce(Opened.plus, found) if found else self._read(window, backend).emptied(False, None)
+
+    def merged(self, windows: Sequence[Window], backend: Backend, replicas: int) -> Window:
+        """The window of all replicas, of which these are the parts, for as many replicas to go on from."""
+        found = reduce(Opened.plus, [self._read(part, backend) for part in backend.transforms.in_order(windows)])
+        empty = found.emptied(False, None).closed(None)
+        return backend.transforms.unparted([found.closed(None), *[empty] * (replicas - 1)])  # type: ignore[no-any-return]
+
+    def _read(self, window: Window, backend: Backend) -> "Opened":
         leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
         held = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
         binding = self.bindings.of([max(h, key=_rank) if type(h) is tuple else h for h in held], structure, backend)
@@ -48,13 +62,17 @@ def _rank(array: Any) -> int:
 
 
 class Opened(NamedTuple):
-    """A window as it is worked on. `held` has what each leaf's monoid holds; `fresh` says that nobody else has that."""
+    """A window as it is worked on. `held` has what each leaf's monoid holds; `fresh` says that nobody else has that.
+
+    `is_empty` says that it has just been begun or emptied.
+    """
 
     held: list[Any]
     tally: Tally
     rejected: Any
     binding: Binding
     fresh: bool = False
+    is_empty: bool = False
 
     @property
     def backend(self) -> Backend:
@@ -75,25 +93,36 @@ class Opened(NamedTuple):
         """The window as a state has it."""
         leaves = [Parts(h) if type(h) is tuple else h for h in self.held]
         window = Window(self.backend.trees.unflatten(self.structure, leaves), self.tally, self.rejected)
-        return window if replicas is None else self.backend.transforms.parted(window, replicas)
+        return window if replicas is None else self.backend.transforms.parted(window, replicas, self.is_empty)
+
+    def plus(self, other: "Opened") -> "Opened":
+        """The window of what both have folded."""
+        held = [
+            None if fold is None else fold.combine(own, more)
+            for fold, own, more in zip(self.folds, self.held, other.held, strict=True)
+        ]
+        return self._replace(
+            held=held, tally=tally.merge(self.tally, other.tally), rejected=self.rejected + other.rejected
+        )
 
     def added(self, leaves: list[Any], weight: Any, keep: Any, donate: bool) -> tuple["Opened", Any]:
         """The window with one more micro-batch, if `keep` says so, and how many were rejected: 0 or 1."""
         arrays, transforms, wide = self.backend.arrays, self.backend.transforms, self.binding.wide
         if keep is False:
-            return self._replace(rejected=self.rejected + 1), 1
+            return self._replace(rejected=self.rejected + 1, is_empty=False), 1
         if not wide:
             check_narrow(weight)
         held, fresh = transforms.add(self.folds, self.held, leaves, weight, donate and keep is True)
         if keep is True:
             more = Tally(arrays.addends(weight, wide), arrays.integer(1))
-            return self._replace(held=held, tally=tally.merge(self.tally, more), fresh=fresh), 0
+            return self._replace(held=held, tally=tally.merge(self.tally, more), fresh=fresh, is_empty=False), 0
         xp = arrays.xp
         chosen = [_selected(xp, keep, a, b) for a, b in zip(held, self.held, strict=True)]
         limbs = tuple(_selected(xp, keep, limb, xp.zeros_like(limb)) for limb in arrays.addends(weight, wide))
         step = arrays.cast(keep, self.rejected.dtype)
         total = tally.merge(self.tally, Tally(limbs, step))
-        return self._replace(held=chosen, tally=total, rejected=self.rejected + (1 - step), fresh=True), 1 - step
+        rejected = self.rejected + (1 - step)
+        return self._replace(held=chosen, tally=total, rejected=rejected, fresh=True, is_empty=False), 1 - step
 
     def merged(self, replicas: Any, known: dict[Any, Any]) -> "Opened":
         """The window of all replicas."""
@@ -106,7 +135,7 @@ class Opened(NamedTuple):
         arrays = self.backend.arrays
         zero = Tally(arrays.addends(0, self.binding.wide), arrays.integer(0))
         held = self.backend.transforms.emptied(self.folds, self.held, owned, taken)
-        return self._replace(held=held, tally=zero, rejected=arrays.integer(0))
+        return self._replace(held=held, tally=zero, rejected=arrays.integer(0), is_empty=True)
 
     def seen(self, total: Tally) -> Tally:
         """A Tally as a normalizer takes it: numbers where the host sees them."""

@@ -16,7 +16,7 @@ from funcga.outputs import Outputs
 from funcga.prefixes import leaf_paths
 from funcga.tally import Tally
 from funcga.transforms import MultiSteps
-from funcga.window import Dropped, MultiStepsState
+from funcga.window import Dropped, MultiStepsState, Window
 from jax_backend import accumulators, arrays, trees
 from jax_backend.exchange import as_varying, typed_axes, varying_axes
 from jax_backend.merging import Folded, merge
@@ -202,12 +202,30 @@ def summed(number: Any, held: list[Any], replicas: Replicas) -> Any:
     return lax.psum(as_varying(jnp.asarray(number), replicas.names), replicas.names)  # type: ignore[no-untyped-call]
 
 
-def part(window: Any) -> Any:
-    """What a replica holds, of a window as a state has it where replicas fold apart."""
-    return jax.tree.map(lambda leaf: leaf[0], window)
+def parts(window: Window, replicas: Replicas | None) -> list[Window]:
+    """The parts that are this replica's, of a window as a state has it where replicas fold apart.
+
+    It is one, or several of a state that was made on more devices.
+    """
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], window) for i in range(window.rejected.shape[0])]
 
 
-def parted(window: Any, replicas: Replicas) -> Any:
+def in_order(windows: Sequence[Window]) -> list[Window]:
+    """The parts of one window, in the order of the replicas. Raises FuncgaError if one is missing."""
+    if len(windows) > 1 or not windows[0].rejected.ndim:
+        raise FuncgaError(
+            "merge was given states that are not one state of multi_steps(..., across=), which in JAX has the parts "
+            "of all devices. Give that one, as it is outside of shard_map: tx.merge([state])."
+        )
+    return parts(windows[0], None)
+
+
+def unparted(windows: Sequence[Window]) -> Window:
+    """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *windows)  # type: ignore[no-any-return]
+
+
+def parted(window: Window, replicas: Replicas, is_empty: bool) -> Any:
     """A window as a state has it where replicas fold apart."""
     return jax.tree.map(lambda leaf: as_varying(leaf, replicas.names)[None], window)
 

@@ -198,6 +198,46 @@ def test_specs_are_of_a_state_that_differs_between_devices():
     check_refused("state_specs is for funcga.multi_steps(..., across=)", jax_backend.state_specs, tx)
 
 
+# --- a state that is saved in the middle of a window ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_state_goes_on_on_another_number_of_devices(count):
+    """Saved on four devices after two calls of three: as it is on a number that divides four, merged on any."""
+    tx = multi_steps(adam(), N, across="data")
+    steps, params = Stepped(tx), PARAMS
+    state = steps.init(params)
+    for i in range(2):
+        params, state = steps.update(params, state, GRADS[i], WEIGHTS[i])
+    state = jax.tree.map(np.asarray, state)
+    fewer = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count], axis_types=(AxisType.Auto,))
+    merged = jax.tree.map(np.asarray, tx.merge([state], replicas=count))
+    for found in [merged, state] if 4 % count == 0 else [merged]:
+        # the last call has the rows of the fourth device alone, which goes to the first one
+        specs = jax_backend.state_specs(tx)
+        last = jax.tree.map(lambda g: jnp.concatenate([g[:1], *[jnp.zeros_like(g[:1])] * (count - 1)]), GRADS[2])
+        weights = jnp.zeros(count).at[0].set(WEIGHTS[2, 0])
+
+        def update(params, state, grads, weight):
+            updates, state = tx.update(own(grads), state, params, weight=weight[0])
+            return optax.apply_updates(params, updates), state
+
+        each = P("data")
+        step = jax.shard_map(update, mesh=fewer, in_specs=(P(), specs, each, each), out_specs=(P(), specs))
+        after, left = jax.jit(step)(PARAMS, found, last, weights)
+        expected = alone(adam(), [range(3)], WEIGHTS.at[2, 1:].set(0))
+        assert difference(JAX, jax.device_put(after, jax.devices()[0]), expected) < 1e-6
+        assert (int(left.updates), left.window.rejected.shape) == (1, (count,))
+
+
+def test_what_is_merged_is_one_state_of_all_devices():
+    tx = multi_steps(adam(), N, across="data")
+    state = Stepped(tx).init(PARAMS)
+    text = "merge was given states that are not one state of multi_steps(..., across=)"
+    check_refused(text, tx.merge, [state, state])
+    check_refused(text, tx.merge, [multi_steps(adam(), N).init(PARAMS)])
+
+
 # --- sharded state, without across -------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from funcga.program import Program
 from funcga.tally import Tally
+from funcga.window import Window
 from torch_backend import arrays, engine, trees
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.layouts import apart
@@ -301,14 +302,63 @@ def summed(number: Any, held: list[Any], replicas: Replicas) -> Any:
     return arrays.scalar(total)
 
 
-def part(window: Any) -> Any:
-    """What a replica holds, of a window as a state has it where replicas fold apart."""
-    return window
+def parts(window: Window, replicas: Replicas | None) -> list[Window]:
+    """The parts that are this replica's, of a window as a state has it where replicas fold apart.
+
+    One of all replicas is the first one's. Raises FuncgaError if it is the part of another one.
+    """
+    found, own = _part(window), (0, 0) if replicas is None else (replicas.rank, replicas.count)
+    if found == (0, 0):
+        is_first = own[0] == 0 or not (int(window.tally.steps) or int(window.rejected))
+        return [window] if is_first else []
+    if found != own:
+        here = "this transform has no across=" if replicas is None else f"this is replica {own[0]} of {own[1]}"
+        raise FuncgaError(
+            f"the state was saved in the middle of a window, as the part of replica {found[0]} of {found[1]}, and "
+            f"{here}: an update would lack what the others have folded. Merge the states of all replicas, "
+            f"state = tx.merge(states), and load that one on every replica, whatever their number."
+        )
+    return [window]
 
 
-def parted(window: Any, replicas: Replicas) -> Any:
+def parted(window: Window, replicas: Replicas, is_empty: bool) -> Window:
     """A window as a state has it where replicas fold apart."""
-    return window
+    part = (0, 0) if is_empty else (replicas.rank, replicas.count)
+    return window._replace(part=torch.tensor(part, dtype=torch.int32, device="cpu"))
+
+
+def in_order(windows: Sequence[Window]) -> list[Window]:
+    """The parts of one window, in the order of the replicas. Raises FuncgaError if one is missing."""
+    found = [_part(window) for window in windows]
+    if {*found} == {(0, 0)}:  # each of them is that of all replicas already
+        return [*windows[:1]]
+    count = max(count for _, count in found)
+    if sorted(found) != [(rank, count) for rank in range(count)]:
+        listed = ", ".join("all" if count == 0 else f"{rank} of {count}" for rank, count in found)
+        raise FuncgaError(
+            f"the states to merge are those of the replicas {listed}, and a window is made of the state of every "
+            f"replica, each once. Gather them when you save: torch.distributed.all_gather_object(states, state)."
+        )
+    first, *others = [windows[found.index((rank, count))] for rank in range(count)]
+    return [first, *(_beside(window, first) for window in others)]
+
+
+def unparted(windows: Sequence[Window]) -> Window:
+    """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
+    return windows[0]._replace(part=torch.zeros(2, dtype=torch.int32, device="cpu"))
+
+
+def _part(window: Window) -> tuple[int, int]:
+    """(replica, replicas) whose part it is; (0, 0) for one of all replicas, or of a transform that has none."""
+    rank, count = (0, 0) if type(window.part) is tuple else window.part.tolist()
+    return rank, count
+
+
+def _beside(window: Window, first: Window) -> Window:
+    """The window where the first one lies, as each was on a device of its own."""
+    leaves, structure = trees.flatten(window)
+    pairs = zip(leaves, trees.flatten(first)[0], strict=True)
+    return trees.unflatten(structure, [a.to(b.device) if arrays.is_array(a) else a for a, b in pairs])  # type: ignore[no-any-return]
 
 
 def alike(state: Any, like: Any) -> Any:
