@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import funcga
-from torch_backend import pure_loss
+from torch_backend import backward, graphs, pure_loss
 from torch_backend.backward import Backward
 
 
@@ -258,6 +258,46 @@ def test_what_runs_no_backward_pass_is_run_as_ever(kind, monkeypatch):
     grads = funcga.accumulate(funcga.grad(pure_loss(module, made)), 2)(params_of(module), x)
     assert_equal(grads, mean_by_hand(module, loss, x, 2))
     assert not by_hands
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_torch_that_does_not_tell_what_was_applied(noted, monkeypatch):
+    """Then every graph is looked at; else only those of windows in which a function was applied."""
+    looked, module, x = [], *net()
+    monkeypatch.setattr(backward, "reach", recorded(backward.reach, looked))
+    monkeypatch.setattr(graphs, "_NOTED", noted)
+    assert funcga.accumulate(funcga.grad(pure_loss(module, Net.loss)), 3)(params_of(module), x)
+    assert len(looked) == (0 if noted else 3)
+    loss = lambda module, x: module.loss(x.clone().requires_grad_(), RECOMPUTES["reentrant" if x[0, 0] > 0 else "own"])
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)
+    assert_equal(step(params_of(module), x), mean_by_hand(module, loss, x, 3))
+
+
+def test_every_function_is_noted():
+    """Wherever it is applied: recorded or not, in another thread, after a break of a compiled graph."""
+    x = torch.ones(3)
+
+    @torch.compile(backend="eager")
+    def broken(x):
+        torch._dynamo.graph_break()
+        return Recompute.apply(torch.sin, x).sum()
+
+    def in_thread(x):
+        thread = threading.Thread(target=Recompute.apply, args=(torch.sin, x))
+        thread.start()
+        thread.join()
+
+    leaf = torch.ones(3, requires_grad=True)
+    plain, kept = lambda x: Recompute.apply(torch.sin, x), lambda x: checkpoint(torch.sin, x, use_reentrant=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call, given in [(f, t) for f in (plain, kept, in_thread) for t in (x, leaf)] + [(broken, leaf)] * 2:
+            before = graphs.last_applied()
+            call(given)
+            assert graphs.last_applied() is not before
+    before = graphs.last_applied()
+    torch.sin(leaf).sum().backward()
+    assert graphs.last_applied() is before
 
 
 def functional(module, apply):
