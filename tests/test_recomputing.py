@@ -5,12 +5,14 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import funcga
-from torch_backend import backward, graphs, pure_loss
+from tests.processes import processes
+from torch_backend import Replicas, backward, graphs, pure_loss
 from torch_backend.backward import Backward
 
 
@@ -370,3 +372,34 @@ def test_state_and_streams(recompute):
     ):
         assert int(state["seen"]) == len(x)
         assert_equal(grads, expected)
+
+
+def over_replicas(group, kinds):
+    """How far each of three windows is from the gradient of all rows; each rank has its own kind of layer."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)]).double()
+    x = torch.randn(4 * size, 16, dtype=torch.float64)
+
+    def loss_by(apply):
+        def loss(module, x):
+            x = x.clone().requires_grad_()
+            for layer in module:
+                x = apply(lambda h, layer=layer: torch.tanh(layer(h)), x)
+            return apply(lambda h: torch.tanh(module[5](h)), x).square().mean()  # it is complete last, and was first
+
+        return loss
+
+    across = Replicas(group, bucket_bytes=2 * 8 * 16 * 16)
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss_by(RECOMPUTES[kinds[rank]]))), 2, across=across)
+    expected = mean_by_hand(module, loss_by(RECOMPUTES["plain"]), x, 1)
+    own = x[4 * rank :][:4]
+    results = [step(params_of(module), own) for _ in range(3)]
+    return [max(float((grads[k] - g).abs().max()) for k, g in expected.items()) for grads in results]
+
+
+@pytest.mark.parametrize("kinds", [("own", "own"), ("own", "plain"), ("plain", "reentrant")])
+def test_nothing_is_sent_before_it_is_complete(kinds):
+    """A hook cannot say when a leaf is complete that gets its gradient in several parts."""
+    for errors in processes().run(over_replicas, kinds, size=2):
+        assert max(errors) <= 1e-13

@@ -198,7 +198,7 @@ class Backward:
         """The pass, with a hook on each leaf `waiting` that takes its gradient."""
         handles = [_after(self.leaves[i], partial(self._take, i, weight, waiting)) for i in waiting]
         if ready is not None:
-            handles += [_after(leaf, partial(ready, k)) for leaf, k, _ in self.sums]
+            handles += [_announce(leaf, k, ready) for leaf, k, _ in self.sums]
         try:
             self._run(loss, seed, inputs)
         finally:
@@ -265,8 +265,12 @@ class Backward:
                 self.buffers.reduced[k] = torch.zeros_like(self.leaves[i], dtype=dtype, requires_grad=False)
 
 
-def _after(leaf: torch.Tensor, call: Callable[..., None]) -> Any:
+def _after(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Any:
     return leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+
+
+def _announce(leaf: torch.Tensor, k: int, ready: _Ready) -> Any:
+    return _after(leaf, lambda _: ready(k))
 
 
 def check_no_backward(leaves: Sequence[torch.Tensor | None]) -> None:
