@@ -5,12 +5,14 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import funcga
-from torch_backend import pure_loss
+from tests.processes import processes
+from torch_backend import Replicas, backward, graphs, pure_loss
 from torch_backend.backward import Backward
 
 
@@ -260,6 +262,46 @@ def test_what_runs_no_backward_pass_is_run_as_ever(kind, monkeypatch):
     assert not by_hands
 
 
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_torch_that_does_not_tell_what_was_applied(noted, monkeypatch):
+    """Then every graph is looked at; else only those of windows in which a function was applied."""
+    looked, module, x = [], *net()
+    monkeypatch.setattr(backward, "reach", recorded(backward.reach, looked))
+    monkeypatch.setattr(graphs, "_NOTED", noted)
+    assert funcga.accumulate(funcga.grad(pure_loss(module, Net.loss)), 3)(params_of(module), x)
+    assert len(looked) == (0 if noted else 3)
+    loss = lambda module, x: module.loss(x.clone().requires_grad_(), RECOMPUTES["reentrant" if x[0, 0] > 0 else "own"])
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)
+    assert_equal(step(params_of(module), x), mean_by_hand(module, loss, x, 3))
+
+
+def test_every_function_is_noted():
+    """Wherever it is applied: recorded or not, in another thread, after a break of a compiled graph."""
+    x = torch.ones(3)
+
+    @torch.compile(backend="eager")
+    def broken(x):
+        torch._dynamo.graph_break()
+        return Recompute.apply(torch.sin, x).sum()
+
+    def in_thread(x):
+        thread = threading.Thread(target=Recompute.apply, args=(torch.sin, x))
+        thread.start()
+        thread.join()
+
+    leaf = torch.ones(3, requires_grad=True)
+    plain, kept = lambda x: Recompute.apply(torch.sin, x), lambda x: checkpoint(torch.sin, x, use_reentrant=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call, given in [(f, t) for f in (plain, kept, in_thread) for t in (x, leaf)] + [(broken, leaf)] * 2:
+            before = graphs.last_applied()
+            call(given)
+            assert graphs.last_applied() is not before
+    before = graphs.last_applied()
+    torch.sin(leaf).sum().backward()
+    assert graphs.last_applied() is before
+
+
 def functional(module, apply):
     """A loss by functional_call, which has put the module's own parameters back when it runs again."""
 
@@ -330,3 +372,34 @@ def test_state_and_streams(recompute):
     ):
         assert int(state["seen"]) == len(x)
         assert_equal(grads, expected)
+
+
+def over_replicas(group, kinds):
+    """How far each of three windows is from the gradient of all rows; each rank has its own kind of layer."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)]).double()
+    x = torch.randn(4 * size, 16, dtype=torch.float64)
+
+    def loss_by(apply):
+        def loss(module, x):
+            x = x.clone().requires_grad_()
+            for layer in module:
+                x = apply(lambda h, layer=layer: torch.tanh(layer(h)), x)
+            return apply(lambda h: torch.tanh(module[5](h)), x).square().mean()  # it is complete last, and was first
+
+        return loss
+
+    across = Replicas(group, bucket_bytes=2 * 8 * 16 * 16)
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss_by(RECOMPUTES[kinds[rank]]))), 2, across=across)
+    expected = mean_by_hand(module, loss_by(RECOMPUTES["plain"]), x, 1)
+    own = x[4 * rank :][:4]
+    results = [step(params_of(module), own) for _ in range(3)]
+    return [max(float((grads[k] - g).abs().max()) for k, g in expected.items()) for grads in results]
+
+
+@pytest.mark.parametrize("kinds", [("own", "own"), ("own", "plain"), ("plain", "reentrant")])
+def test_nothing_is_sent_before_it_is_complete(kinds):
+    """A hook cannot say when a leaf is complete that gets its gradient in several parts."""
+    for errors in processes().run(over_replicas, kinds, size=2):
+        assert max(errors) <= 1e-13

@@ -27,7 +27,7 @@ from torch.autograd.graph import _engine_run_backward  # the public one spends 3
 
 from funcga.errors import FuncgaError
 from torch_backend.buffers import Buffers, Layout
-from torch_backend.graphs import Graphs, left_alone
+from torch_backend.graphs import last_applied, left_alone, reach
 from torch_backend.guards import Surroundings
 from torch_backend.placements import is_placed
 
@@ -82,7 +82,6 @@ class Backward:
     ):  # fmt: skip
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
         self.routes, self.around, self.seeds = routes, around, seeds and routes.seeds
-        self.graphs = Graphs(self.inputs)
         for n, k, dtype in routes.widened:
             self.inputs[n].grad_dtype = None  # .grad may have another dtype than the leaf
             if buffers.reduced[k] is None:
@@ -173,22 +172,22 @@ class Backward:
         seed = 1.0 if share is None or not (idle or (seeds and holds(loss.dtype, share))) else share
         added = share == seed and (communicates or not idle)
         self._attach(added)
-        inputs = (*self.inputs, *moving)
+        inputs = (*self.inputs, *moving) if moving else self.inputs
         if not (loss.requires_grad and inputs):
             self._add_zeros(routes.others, weight)
             return
-        foreign, custom = self.graphs.reach(loss, moving)
-        only = inputs if foreign else ()  # a pass that reaches nothing else need not be restricted
+        applied = last_applied() is not self.around.since
+        foreign, custom = reach(loss, {*map(id, inputs)}) if applied else ([], False)
         if self.held and not (moving or custom or ready):  # then nothing else is to be done
-            self._run(loss, seed, only)
+            self._run(loss, seed, inputs)
             return
         waiting = {*routes.others, *routes.placed, *(() if added else routes.scaled)}
         if custom:
-            self._run_by_hand(loss, seed, foreign)
+            self._run_by_hand(loss, seed, inputs, foreign)
             for i in [i for i in waiting if self.leaves[i].grad is not None]:
                 self._take(i, weight, waiting, self.leaves[i])
         else:
-            self._run_hooked(loss, seed, only, weight, waiting, ready)
+            self._run_hooked(loss, seed, inputs, weight, waiting, ready)
         if not self.begun:
             self._adopt()
         self._add_zeros(waiting.intersection(routes.others), weight)
@@ -199,36 +198,40 @@ class Backward:
             self.buffers.add_leaf(i, torch.zeros_like(self.leaves[i], requires_grad=False), weight)
 
     def _run_hooked(
-        self, loss: torch.Tensor, seed: float, only: tuple[torch.Tensor, ...], weight: Any, waiting: set[int],
+        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], weight: Any, waiting: set[int],
         ready: _Ready | None,
     ) -> None:  # fmt: skip
         """The pass, with a hook on each leaf `waiting` that takes its gradient."""
         handles = [_after(self.leaves[i], partial(self._take, i, weight, waiting)) for i in waiting]
         if ready is not None:
-            handles += [_after(leaf, lambda _, k=k: ready(k)) for leaf, k, _ in self.sums]
+            handles += [_announce(leaf, k, ready) for leaf, k, _ in self.sums]
         try:
-            self._run(loss, seed, only)
+            self._run(loss, seed, inputs)
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _run_by_hand(self, loss: torch.Tensor, seed: float, foreign: list[torch.Tensor]) -> None:
-        """`torch.autograd.backward(loss, seed)`, and no leaf but the window's own has another `.grad` afterwards."""
-        others = {id(leaf): leaf for leaf in (*foreign, *self.around.leaves) if id(leaf) not in self.graphs.own}
+    def _run_by_hand(
+        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], foreign: list[torch.Tensor]
+    ) -> None:
+        """`torch.autograd.backward(loss, seed)`, and no leaf but the inputs has another `.grad` afterwards."""
+        others = {id(leaf): leaf for leaf in (*foreign, *self.around.leaves)}
+        for leaf in inputs:
+            others.pop(id(leaf), None)
         with left_alone([*others.values()]):
-            self._run(loss, seed)
+            self._run(loss, seed, ())
             written = {key: leaf for key, leaf in others.items() if leaf.grad is not None}
         self.around.check([leaf for key, leaf in written.items() if key not in {*map(id, foreign)}])
 
-    def _run(self, loss: torch.Tensor, seed: float, only: tuple[torch.Tensor, ...] = ()) -> None:
-        """`torch.autograd.backward(loss, seed, inputs=only)`, outside of autocast: that is for the forward pass."""
+    def _run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
+        """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         with self._outside() if self.autocast else _NOTHING:
             if type(loss) is not torch.Tensor:
-                torch.autograd.backward(loss, cotangent, inputs=only or None)
+                torch.autograd.backward(loss, cotangent, inputs=inputs or None)
                 return
             run = _run_on_host if self.on_host and loss.is_cpu else _engine_run_backward
-            run((loss,), (cotangent,), False, False, only, allow_unreachable=True, accumulate_grad=True)
+            run((loss,), (cotangent,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
     def _outside(self) -> ExitStack:
         stack = ExitStack()
@@ -268,8 +271,12 @@ class Backward:
                 self.buffers.reduced[k] = torch.zeros_like(self.leaves[i], dtype=dtype, requires_grad=False)
 
 
-def _after(leaf: torch.Tensor, call: Callable[..., None]) -> Any:
+def _after(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Any:
     return leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+
+
+def _announce(leaf: torch.Tensor, k: int, ready: _Ready) -> Any:
+    return _after(leaf, lambda _: ready(k))
 
 
 def check_no_backward(leaves: Sequence[torch.Tensor | None]) -> None:

@@ -1,11 +1,14 @@
 """What a backward pass would reach: the graph of a loss, looked at before the pass.
 
 Only torch has this file: JAX differentiates a program, which has no tensors of somebody else's.
+
+To look at every graph would take 5 % of the time of a loop over small layers. It is only the functions written in
+Python, each a torch.autograd.Function, that make a difference, and most losses apply none: so it is noted when one is.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -13,44 +16,49 @@ from torch.autograd.graph import get_gradient_edge
 
 # What adds to the `.grad` of a leaf.
 _Accumulates: Any = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
+_LAST = [object()]  # another object whenever a function was applied, in any thread
 
 
-class Reach(NamedTuple):
-    """What a graph has beside the leaves of the window."""
-
-    foreign: list[torch.Tensor]  # other leaves, whose `.grad` a pass without `inputs=` would write to
-    custom: bool  # whether a function written in Python has a say, which may run backward passes of its own
+def last_applied() -> object:
+    """What is another object after a function written in Python was applied, whether autograd recorded it or not."""
+    return _LAST[0] if _NOTED else object()
 
 
-class Graphs:
-    """The graphs of the losses of one window, which has these leaves.
+def _note(_: Any) -> None:
+    _LAST[0] = object()
 
-    To look at every one costs as much as to restrict the pass to `inputs=`, which one without foreign leaves does
-    not need.
-    """
 
-    def __init__(self, leaves: Iterable[torch.Tensor]):
-        self.own = {*map(id, leaves)}
-        self.ends: set[Any] = {None}  # the nodes of own leaves: kept, and so no longer looked at
+class _Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
 
-    def reach(self, loss: torch.Tensor, moving: Sequence[torch.Tensor] = ()) -> Reach:
-        """What the graph of a loss reaches, beside the leaves of the window and those `moving` with the micro-batch."""
-        nodes: list[Any] = [loss.grad_fn]
-        seen = self.ends.union(nodes)
-        for node in nodes:  # which grow meanwhile
-            for after, _ in node.next_functions:
-                if after not in seen:
-                    seen.add(after)
-                    nodes.append(after)
-        kinds = {*map(type, nodes)}
-        foreign = self._foreign(nodes, moving) if _Accumulates in kinds else []
-        return Reach(foreign, any(issubclass(kind, BackwardCFunction) and not _is_compiled(kind) for kind in kinds))
 
-    def _foreign(self, nodes: list[Any], moving: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        ends: list[Any] = [node for node in nodes if type(node) is _Accumulates]
-        self.ends.update([node for node in ends if id(node.variable) in self.own])
-        own = self.own.union(map(id, moving)) if moving else self.own
-        return [node.variable for node in ends if id(node.variable) not in own]
+def _is_noted() -> bool:
+    """Lets every node of such a function note that it is made. False if torch has another way to make them."""
+    if "__init__" in vars(BackwardCFunction):
+        return False
+    BackwardCFunction.__init__ = _note  # type: ignore[assignment, method-assign]
+    before = _LAST[0]
+    _Probe.apply(torch.empty(0, device="cpu"))  # type: ignore[no-untyped-call]
+    return _LAST[0] is not before
+
+
+_NOTED = _is_noted()  # else every graph is looked at
+
+
+def reach(loss: torch.Tensor, own: Collection[int]) -> tuple[list[torch.Tensor], bool]:
+    """(the leaves other than those with these ids, whether a function has a say that may run a pass of its own)."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen = {None, *nodes}
+    for node in nodes:  # which grow meanwhile
+        for after, _ in node.next_functions:
+            if after not in seen:
+                seen.add(after)
+                nodes.append(after)
+    leaves = [node.variable for node in nodes if type(node) is _Accumulates]
+    custom = any(issubclass(kind, BackwardCFunction) and not _is_compiled(kind) for kind in {*map(type, nodes)})
+    return [leaf for leaf in leaves if id(leaf) not in own], custom
 
 
 def _is_compiled(kind: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction
 from torch_backend import arrays, trees
+from torch_backend.graphs import last_applied
 
 
 def check_module_and_loss(module: Any, loss_fn: Any, name: str) -> None:
@@ -196,6 +197,7 @@ class Surroundings:
         self, originals: list[Any], paths: Callable[[], list[str]], gradient: GradientFunction, in_module: bool
     ):
         self.originals, self.paths, self.gradient, self.in_module = originals, paths, gradient, in_module
+        self.since = last_applied()  # before anything of this window was
 
     @functools.cached_property
     def objects(self) -> list[Any]:
