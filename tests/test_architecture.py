@@ -16,10 +16,10 @@ from funcga.backend import Arrays, Gradients, Handover, Loop, Replicas, Transfor
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
-TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.loss_scaling", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
+TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.loss_scaling", "funcga.mappings", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
          "funcga.program", "funcga.reducers", "funcga.scales", "funcga.statistics", "funcga.tally", "funcga.transforms", "funcga.weights", "funcga.window", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
-LAYERS = ["errors", "quantities", "backend", "learning_rates", "prefixes", "monoids", "reducers", "normalizers", "folds", "statistics", "tally", "weights", "leaves",
+LAYERS = ["errors", "quantities", "backend", "learning_rates", "mappings", "prefixes", "monoids", "reducers", "normalizers", "folds", "statistics", "tally", "weights", "leaves",
           "outputs", "examples", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "targets", "streaming", "accumulator", "window",
           "transforms", "binding", "windowing", "dropping", "widening", "stepping", "loss_scaling", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
           "verification", "verifying", "__init__", "loading", "information", "parity", "__main__"]  # fmt: skip

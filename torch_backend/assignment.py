@@ -3,7 +3,7 @@
 Only torch has this file: a parameter of torch has a place for its gradient.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ Pairs = list[tuple[str, Any, Any]]
 
 def _of_module(module: nn.Module, grads: Any) -> Pairs:
     held = dict(module.named_parameters())
-    if not isinstance(grads, dict):
+    if not isinstance(grads, Mapping):
         raise FuncgaError(
             f"grads are {arrays.describe(grads)}, and those of a module are {{name: gradient}}, as they come from "
             f"step(dict(module.named_parameters()), ...). Give params in the structure of grads instead of a module."
