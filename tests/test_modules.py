@@ -335,7 +335,7 @@ def test_an_exception_leaves_the_module_as_it_was(where):
     untouched.check()
 
 
-def test_the_parameters_go_in_once_a_window(monkeypatch):
+def test_what_goes_in_is_worked_out_once_a_window(monkeypatch):
     from torch_backend.modules import PureLoss
 
     module, (x, y) = net(), batch()
@@ -730,6 +730,15 @@ def test_embeddings_with_a_norm(kind, how):
     with torch.no_grad():
         layer.weight.renorm_(layer.norm_type, 0, 1.0)
     gradient(params, torch.tensor([[0, 1], [1, 3]]))
+
+
+def test_an_embedding_with_a_norm_that_is_used_twice():
+    layer = nn.Embedding(4, 2, max_norm=10.0)
+    module = nn.ModuleDict({"encoder": layer, "decoder": layer})
+    loss = pure_loss(module, lambda m, i: (m["encoder"](i) * m["decoder"].forward(i.flip(0))).sum())
+    grads = funcga.accumulate(funcga.grad(loss), 2)({"encoder.weight": layer.weight}, torch.arange(4))
+    assert (layer.max_norm, "forward" in layer.__dict__, layer.weight.grad) == (10.0, False, None)
+    assert grads["encoder.weight"].abs().sum() > 0
 
 
 def test_embeddings_with_a_norm_are_not_compiled():

@@ -16,8 +16,12 @@ Bounded = list[tuple[str, Any]]
 
 def bounded(parts: list[tuple[str, nn.Module]]) -> Bounded:
     """The embeddings among the parts of a module that have a max_norm, by name."""
-    found = [(prefix, layer) for prefix, layer in parts if layer.__dict__.get("max_norm") is not None]
-    return [(prefix.removesuffix("."), layer) for prefix, layer in found if isinstance(layer, _EMBEDDINGS)]
+    found = {
+        id(layer): (prefix.removesuffix("."), layer)  # once, though it be used in several places
+        for prefix, layer in parts
+        if layer.__dict__.get("max_norm") is not None and isinstance(layer, _EMBEDDINGS)
+    }
+    return [*found.values()]
 
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
