@@ -83,7 +83,7 @@ class Visit:
         found = chosen.get(id(held))
         if found is not None:
             return found
-        return held.detach().requires_grad_(self.recorded and held.requires_grad)
+        return held.detach().requires_grad_() if self.recorded and held.requires_grad else held.detach()
 
     def buffers(self) -> list[torch.Tensor]:
         """The module's own buffers; those that several of its parts hold more than once."""
