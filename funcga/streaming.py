@@ -1,6 +1,6 @@
 """`stream`: the same fold over any iterable of micro-batches; `windows`: an iterable of micro-batches, n at a time."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -87,7 +87,7 @@ def _iterate(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Iterator[tuple[Any
             f"microbatches is of type {type(microbatches).__name__}, which cannot be iterated over. Pass a DataLoader, "
             f"a generator or a list of micro-batches; for one batch to be split, use funcga.accumulate(grad_fn, n)."
         ) from None
-    if hasattr(microbatches, "shape") or isinstance(microbatches, dict | str):
+    if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
         raise FuncgaError(
             f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of micro-batches. "
             f"Split it with funcga.accumulate(grad_fn, n), or pass a list of micro-batches."

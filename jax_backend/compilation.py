@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from funcga.errors import FuncgaError
+from jax_backend import trees
 from jax_backend.arrays import describe
 from jax_backend.nnx import check_unshared
 
@@ -22,7 +23,7 @@ class Static:
     """
 
     def __init__(self, tree: Any):
-        leaves, self.structure = jax.tree.flatten(tree)
+        leaves, self.structure = trees.flatten(tree)
         self.arrays = [leaf for leaf in leaves if _is_array(leaf)]
         if len({*map(id, self.arrays)}) < len(self.arrays):
             check_unshared(tree)
@@ -49,7 +50,7 @@ class Static:
     def tree(self, arrays: list[Any]) -> Any:
         """The arguments again, with these arrays."""
         found = iter(arrays)
-        return jax.tree.unflatten(self.structure, [next(found) if kind is None else leaf for kind, leaf in self.fixed])
+        return trees.unflatten(self.structure, [next(found) if kind is None else leaf for kind, leaf in self.fixed])
 
 
 def _without_numbers(tree: Any) -> FuncgaError:

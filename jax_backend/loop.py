@@ -19,7 +19,7 @@ from funcga.outputs import Outputs, as_leaf, leaf_path
 from funcga.program import Program
 from funcga.reducers import Reducer
 from funcga.weights import LEAST32, MOST32, check_narrow
-from jax_backend import accumulators, arrays, blocks, compilation, handover, nnx, stacked
+from jax_backend import accumulators, arrays, blocks, compilation, handover, nnx, stacked, trees
 from jax_backend.accumulators import Places
 from jax_backend.compilation import Static, compiled
 from jax_backend.merging import Folded, merge, varying
@@ -341,7 +341,8 @@ def _moved(item: Any, device: Any) -> Any:
     def move(leaf: Any) -> Any:
         return jax.device_put(leaf, device) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
-    return jax.tree.map(move, item)
+    leaves, structure = trees.flatten(item)
+    return trees.unflatten(structure, [*map(move, leaves)])
 
 
 def _parted(item: Any, carry: Any, arrays_whole: list[Any]) -> tuple[Any, ...]:

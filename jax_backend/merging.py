@@ -16,7 +16,7 @@ from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
 from funcga.outputs import Outputs
 from funcga.prefixes import PrefixError, broadcast, outline
-from jax_backend import arrays
+from jax_backend import arrays, trees
 from jax_backend.exchange import Exchange, Later, as_varying
 from jax_backend.replicas import Replicas
 
@@ -34,7 +34,8 @@ def varying(tree: Any, replicas: Replicas) -> Any:
             leaf = jnp.asarray(leaf)
         return as_varying(leaf, replicas.names) if isinstance(leaf, jax.Array) else leaf
 
-    return jax.tree.map(mark, tree)
+    leaves, structure = trees.flatten(tree)
+    return trees.unflatten(structure, [*map(mark, leaves)])
 
 
 class Folded(NamedTuple):

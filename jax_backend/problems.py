@@ -11,6 +11,7 @@ from jax import lax
 
 from funcga.arguments import Arguments
 from funcga.errors import FuncgaError
+from jax_backend import trees
 from jax_backend.replication import replicated
 from jax_backend.updates import apply_updates
 
@@ -65,7 +66,8 @@ def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int
         raise FuncgaError(f"{len(rows)} replicas need as many devices, and JAX has {len(devices)}.")
     mesh = jax.make_mesh((len(rows),), ("replicas",), devices=devices[: len(rows)])
     everywhere = jax.NamedSharding(mesh, jax.P())  # type: ignore[no-untyped-call]
-    args = jax.tree.map(lambda leaf: jax.device_put(leaf, everywhere), arguments.cut(0, sum(rows), []))
+    leaves, structure = trees.flatten(arguments.cut(0, sum(rows), []))
+    args = trees.unflatten(structure, [jax.device_put(leaf, everywhere) for leaf in leaves])
     # Models may start a scan from zeros, which are of no replica.
     return replicated(step(across="replicas"), mesh, check_vma=False)(*args)
 

@@ -57,7 +57,7 @@ def replicated(
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         specs = _specs(args, in_specs, names, step)
         _check_rows(args, specs, mesh, step)
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        leaves, structure = trees.flatten((args, kwargs))
         specs += [_spec()] * (len(leaves) - len(specs))
         places = [i for i, leaf in enumerate(leaves) if arrays.is_array(leaf)]
 
@@ -65,7 +65,7 @@ def replicated(
             mine = list(leaves)
             for i, array in zip(places, moved, strict=True):
                 mine[i] = array
-            args, kwargs = jax.tree.unflatten(structure, mine)
+            args, kwargs = trees.unflatten(structure, mine)
             with unmerged(names):
                 return step(*args, **kwargs)
 
@@ -130,7 +130,7 @@ def _specs(
         )
     specs = []
     for i, (arg, prefix) in enumerate(zip(args, in_specs, strict=True)):
-        leaves = len(jax.tree.leaves(arg))
+        leaves = len(trees.flatten(arg)[0])
         try:
             placed = broadcast(prefix, arg, leaves, lambda spec: isinstance(spec, PartitionSpec), trees)
         except PrefixError as error:
@@ -149,8 +149,8 @@ def _as_split(program: Program, args: tuple[Any, ...], cut: Any) -> list[Partiti
     """The PartitionSpec of every leaf, cut on the axis that the program splits."""
     found: list[PartitionSpec] = []
     for part in program.read(args, load("jax")).parts:
-        axes = [placed.value for placed in part.axes] or [None] * len(jax.tree.leaves(part.value))
-        for leaf, axis in zip(part.leaves or jax.tree.leaves(part.value), axes, strict=True):
+        axes = [placed.value for placed in part.axes] or [None] * len(trees.flatten(part.value)[0])
+        for leaf, axis in zip(part.leaves or trees.flatten(part.value)[0], axes, strict=True):
             splits = isinstance(axis, int) and getattr(leaf, "ndim", 0) > 0
             found.append(_spec(*[None] * (axis % leaf.ndim), cut) if splits else _spec())
     return found
@@ -163,7 +163,7 @@ def _spelled(count: int, names: tuple[str, ...]) -> str:
 
 def _check_rows(args: tuple[Any, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Any]) -> None:
     """Raises FuncgaError if an array cannot be cut as its PartitionSpec says."""
-    for i, (leaf, spec) in enumerate(zip(jax.tree.leaves(args), specs, strict=True)):
+    for i, (leaf, spec) in enumerate(zip(trees.flatten(args)[0], specs, strict=True)):
         for axis, entry in enumerate(spec):
             if entry is None or not arrays.is_array(leaf):
                 continue
@@ -196,7 +196,7 @@ def _uneven(args: tuple[Any, ...], i: int, leaf: Any, axis: int, count: int, ste
 
 
 def _in(arg: Any) -> bool:
-    return bool(jax.tree.leaves(arg))
+    return bool(trees.flatten(arg)[0])
 
 
 def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Any:

@@ -16,10 +16,10 @@ from funcga.backend import Arrays, Gradients, Handover, Loop, Replicas, Transfor
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
-TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.loss_scaling", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
+TYPES = {"funcga.accumulator", "funcga.arguments", "funcga.backend", "funcga.errors", "funcga.folds", "funcga.gradients", "funcga.leaves", "funcga.loss_scaling", "funcga.mappings", "funcga.normalizers", "funcga.outputs", "funcga.prefixes",
          "funcga.program", "funcga.reducers", "funcga.scales", "funcga.statistics", "funcga.tally", "funcga.transforms", "funcga.weights", "funcga.window", "funcga"}  # fmt: skip
 # Lower imports higher nowhere: each name may import those before it.
-LAYERS = ["errors", "quantities", "backend", "learning_rates", "prefixes", "monoids", "reducers", "normalizers", "folds", "statistics", "tally", "weights", "leaves",
+LAYERS = ["errors", "quantities", "backend", "learning_rates", "mappings", "prefixes", "monoids", "reducers", "normalizers", "folds", "statistics", "tally", "weights", "leaves",
           "outputs", "examples", "arguments", "scales", "gradients", "program", "fitting", "accumulation", "targets", "streaming", "accumulator", "window",
           "transforms", "binding", "windowing", "dropping", "widening", "stepping", "loss_scaling", "replicas", "interop", "state_dicts", "paths", "rules", "matching", "comparison", "comparing", "problem",
           "verification", "verifying", "__init__", "loading", "information", "parity", "__main__"]  # fmt: skip
@@ -201,6 +201,10 @@ ALONE = {
     "wrapped": "the same: the gradient function",
     "transfer": "torch copies on a stream of its own; JAX is asynchronous by itself",
     "modules": "torch has modules, whose parameters must be put in; in JAX they are arguments already",
+    "visits": "the same: by one thread at a time",
+    "copies": "the same: modules write to their buffers",
+    "frozen": "torch parameters say whether they are trained; in JAX what is not trained is another argument",
+    "embeddings": "torch embeddings may write to their weights; JAX arrays cannot be written to",
     "stacked": "a loop over layers is part of an XLA program; torch adds where autograd computes, in any loop",
     "compilation": "JAX compiles calls outside of jit; torch runs them as they are",
     "merging": "in JAX the merge over replicas is part of the program; torch sends what is ready while it computes the rest",

@@ -120,9 +120,6 @@ def test_a_gradient_lies_as_its_parameter(grad):
 
 def test_what_no_optimizer_steps_is_given_no_gradient():
     m = module()
-    m[0].bias.requires_grad_(False)
-    torch_backend.assign_grads(dict(m.named_parameters()), ones(m))
-    assert m[0].bias.grad is not None
     text = (
         "is float32[4, 3] that does not require a gradient, so that no optimizer steps it: it is a gradient, or a detached copy, "
         "such as state_dict() has. The parameters come first, and are those that the optimizer was given: "
@@ -131,6 +128,21 @@ def test_what_no_optimizer_steps_is_given_no_gradient():
     check_refused(f"`params['0.weight']` {text}", torch_backend.assign_grads, m.state_dict(), ones(m))
     check_refused(f"`params['0.weight']` {text}", torch_backend.assign_grads, ones(m), dict(m.named_parameters()))
     torch_backend.assign_grads([m[0].weight, torch.ones(2)], [None, None])
+
+
+@pytest.mark.parametrize("params", [lambda m: m, lambda m: dict(m.named_parameters())], ids=["module", "tree"])
+def test_a_gradient_of_a_frozen_parameter(params):
+    m = module()
+    m[0].bias.requires_grad_(False)
+    check_refused(
+        "is frozen, requires_grad=False, and `grads['0.bias']` is a gradient, with which an optimizer would move it. Take the gradients of "
+        "the parameters that are trained: assign_grads(module, grads) of step(torch_backend.trainable(module), ...). Or unfreeze it: "
+        "parameter.requires_grad_(True).",
+        torch_backend.assign_grads, params(m), ones(m),
+    )  # fmt: skip
+    assert all(p.grad is None for p in m.parameters())
+    torch_backend.assign_grads(params(m), {**ones(m), "0.bias": None})
+    assert [p.grad is None for p in m.parameters()] == [False, True, False, False]
 
 
 def without(grads, name):

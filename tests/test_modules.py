@@ -3,6 +3,7 @@
 import copy
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import funcga
 from tests.kits import LIMITS, TORCH, counted, difference
-from torch_backend import pure_loss
-from torch_backend.modules import own_parameters
+from torch_backend import pure_loss, visits
+from torch_backend.visits import own_parameters
 
 
 class Net(nn.Module):
@@ -334,7 +335,7 @@ def test_an_exception_leaves_the_module_as_it_was(where):
     untouched.check()
 
 
-def test_the_parameters_go_in_once_a_window(monkeypatch):
+def test_what_goes_in_is_worked_out_once_a_window(monkeypatch):
     from torch_backend.modules import PureLoss
 
     module, (x, y) = net(), batch()
@@ -489,3 +490,263 @@ def test_a_buffer_that_two_layers_hold_is_one():
     assert loss(dict(module.named_parameters()), torch.ones(2)) == 2
     assert step(dict(module.named_parameters()), torch.ones(4))[0] == 4
     assert t == 0
+
+
+# --- buffers that no counter tells of
+
+
+class Codebook(nn.Module):
+    """Its output depends on buffers that `write(module, x)` writes to."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("ema", torch.zeros(3))
+        self.register_buffer("tail", self.ema[1:])  # a view
+        self.register_buffer("turned", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("conjugate", self.turned.conj())
+        self.write = write
+
+    def forward(self, x):
+        seen = self.ema.sum() + self.tail.sum() + self.turned.imag.sum() + 2 * self.conjugate.imag.sum()
+        y = self.weight * (x.mean() + seen.detach().clone())
+        self.write(self, x.mean().detach())
+        return y + self.weight * (self.ema.clone().sum() + 2 * self.tail.clone().sum() + self.conjugate.imag.sum())
+
+
+WRITES = {
+    "data": lambda m, x: m.ema.data.add_(x),
+    "numpy": lambda m, x: m.ema.numpy().__iadd__(1.0),
+    "detach": lambda m, x: m.ema.detach().data[1:].add_(x),
+    "in place": lambda m, x: m.ema.add_(x),
+    "through the view": lambda m, x: m.tail.data.add_(x),
+    "another tensor": lambda m, x: setattr(m.ema, "data", x.expand(3).clone()),
+    "a complex one": lambda m, x: m.turned.data.add_(x * 1j),
+    "nothing": lambda m, x: None,
+}
+
+
+@pytest.mark.parametrize("how", ["engine", "torch.func"])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_micro_batch_writes_to_a_buffer_does_not_reach_the_next(write, how):
+    module, x = Codebook(WRITES[write]), torch.arange(1.0, 9.0)
+    untouched, loss = Untouched(module), pure_loss(module, lambda module, x: module(x))
+    gradient = funcga.value_and_grad(loss) if how == "engine" else lambda *a: grad_and_value(loss)(*a)[::-1]
+    if how == "torch.func" and write in ("numpy", "another tensor"):  # which torch.func does not have
+        gradient = lambda *args: (loss(*args), {"weight": loss({"weight": torch.ones(())}, *args[1:])})
+    value, grads = funcga.accumulate(gradient, 4)({"weight": module.weight}, x)
+    untouched.check()
+    expected = [float(Codebook(WRITES[write])(rows).detach()) for rows in x.chunk(4)]
+    assert float(value) == float(grads["weight"]) == sum(expected) / 4
+    assert module.tail.data_ptr() == module.ema[1:].data_ptr()
+
+
+def test_views_among_threaded_buffers_stay_views():
+    module, x = Codebook(lambda m, x: m.tail.add_(1)), torch.zeros(4)
+    loss = pure_loss(module, lambda module, x: module(x), buffers=True)
+    buffers = dict(module.named_buffers())
+    for ema, expected in ((torch.zeros(3), [0.0, 1.0, 1.0]), (torch.ones(3), [1.0, 2.0, 2.0])):
+        given = {**buffers, "ema": ema, "tail": ema[1:].clone()}
+        _, after = loss({"weight": module.weight}, given, x)
+        assert after["ema"].tolist() == expected
+        assert after["tail"].tolist() == expected[1:]
+    assert module.ema.tolist() == [0.0, 0.0, 0.0]
+
+
+# --- what runs between two micro-batches
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("how", ["weight", "generator"])
+def test_between_micro_batches_the_module_has_its_own_parameters(how, statistics):
+    module, (x, y) = net(), batch()
+    untouched, seen = Untouched(module), []
+    doubled = {name: 2 * p.detach() for name, p in module.named_parameters()}
+
+    def look(*args):
+        seen.append(all(p is untouched.state[name][0] for name, p in module.named_parameters()))
+        seen.append(all(b is untouched.state[name][0] for name, b in module.named_buffers()))
+        seen.append(module.norm.momentum == 0.1)
+        return len(args[0]) if args else 0
+
+    loss = pure_loss(module, mse, statistics=statistics)
+    fold = ((funcga.mean(), funcga.pooled()), funcga.mean()) if statistics else funcga.mean()
+    gradient = funcga.value_and_grad(loss, has_aux=statistics)
+    if how == "weight":
+        funcga.accumulate(gradient, 4, weight=look, fold=fold)(doubled, x, y)
+    else:
+        items = ((look(), a, b)[1:] for a, b in zip(x.chunk(4), y.chunk(4), strict=True))
+        funcga.stream(gradient, fold=fold)(doubled, items)
+    assert seen == [True] * 12
+    untouched.check()
+
+
+def test_what_changes_in_the_module_between_micro_batches_is_kept():
+    module, (x, y) = net(), batch()
+    given, own = {name: p.detach().clone() for name, p in module.named_parameters()}, nn.Parameter(torch.zeros(2))
+
+    def weight(x, y):
+        module.norm.running_mean.fill_(5)
+        module.last.bias = own
+        return 1
+
+    loss = pure_loss(module, mse)
+    expected = funcga.accumulate(funcga.value_and_grad(loss), 4, weight=lambda x, y: 1)(given, x, y)
+    assert (
+        difference(TORCH, funcga.accumulate(funcga.value_and_grad(loss), 4, weight=weight)(given, x, y), expected) == 0
+    )
+    assert module.last.bias is own
+    assert module.norm.running_mean.tolist() == [5.0] * 4
+
+
+# --- threads that wait for one another
+
+
+def test_two_threads_whose_losses_step_the_other_s_module():
+    modules, (x, y) = [net(), net()], batch()
+    both, errors, results = threading.Barrier(2), [], []
+
+    def inner(module):
+        return funcga.accumulate(funcga.grad(pure_loss(module, mse)), 2)(dict(module.named_parameters()), x, y)
+
+    def outer(i):
+        def loss(module, x, y):
+            if both is not None and not results and not errors:
+                both.wait(20)
+            inner(modules[1 - i])
+            return mse(module, x, y)
+
+        try:
+            step = funcga.accumulate(funcga.grad(pure_loss(modules[i], loss)), 1)
+            results.append(step(dict(modules[i].named_parameters()), x, y))
+        except funcga.FuncgaError as error:
+            errors.append(str(error))
+
+    untouched = [Untouched(module) for module in modules]
+    threads = [threading.Thread(target=outer, args=(i,), daemon=True) for i in range(2)]
+    [t.start() for t in threads]
+    [t.join(60) for t in threads]
+    assert len(results) == 1
+    assert errors == [
+        "two threads would wait for one another for ever: this one wants to put parameters into a module of type Net, which "
+        "another thread is using, and that one waits for this one. Give each thread a module of its own: "
+        "copy.deepcopy(module)."
+    ]  # fmt: skip
+    [u.check() for u in untouched]
+
+
+@pytest.mark.skipif(
+    not hasattr(time, "pthread_getcpuclockid"), reason="the system does not say how much a thread works"
+)
+def test_a_loss_that_joins_a_thread_that_steps_the_same_module(monkeypatch):
+    monkeypatch.setattr(visits, "_PATIENCE", 0.5)
+    module, (x, y) = net(), batch()
+    untouched, errors = Untouched(module), []
+
+    def run():
+        try:
+            pure_loss(module, mse)(dict(module.named_parameters()), x, y)
+        except funcga.FuncgaError as error:
+            errors.append(str(error))
+
+    def joins(module, x, y):
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(60)
+        return mse(module, x, y)
+
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, joins)), 1)
+    value, _ = step(dict(module.named_parameters()), x, y)
+    assert len(errors) == 1
+    assert "two threads would wait for one another for ever" in errors[0]
+    untouched.check()
+    assert torch.equal(value, mse(module, x, y).detach())
+
+
+@pytest.mark.skipif(
+    not hasattr(time, "pthread_getcpuclockid"), reason="the system does not say how much a thread works"
+)
+def test_a_thread_that_works_for_long_is_waited_for(monkeypatch):
+    monkeypatch.setattr(visits, "_PATIENCE", 0.2)
+    module, (x, y) = net(), batch()
+    inside, results = threading.Event(), []
+
+    def works(module, x, y):
+        inside.set()
+        until = time.thread_time() + 0.6
+        while time.thread_time() < until:
+            pass
+        return mse(module, x, y)
+
+    params = dict(module.named_parameters())
+    thread = threading.Thread(target=lambda: results.append(pure_loss(module, works)(params, x, y)))
+    thread.start()
+    assert inside.wait(20)
+    results.append(pure_loss(module, mse)(params, x, y))
+    thread.join()
+    assert torch.equal(results[0], results[1])
+
+
+# --- embeddings that shorten their rows
+
+
+EMBEDDINGS = {
+    "Embedding": lambda: nn.Embedding(4, 2, max_norm=1.0),
+    "EmbeddingBag": lambda: nn.EmbeddingBag(4, 2, max_norm=1.0, mode="sum"),
+    "another norm": lambda: nn.Embedding(4, 2, max_norm=1.0, norm_type=1.0),
+}
+
+
+@pytest.mark.parametrize("how", ["engine", "torch.func", "called"])
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_embeddings_with_a_norm(kind, how):
+    """As in the loop where nothing is shortened, and refused before anything changes where something would be."""
+    torch.manual_seed(0)
+    layer, indices = EMBEDDINGS[kind](), torch.tensor([[0, 1], [1, 0], [2, 0], [2, 1]])
+    module = nn.Sequential(layer, nn.Linear(2, 1))
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.6, 0.3], [30.0, 40.0]]))  # the last one is not used
+    loss = pure_loss(module, lambda m, i: m(i).square().mean())
+    gradient = {
+        "engine": funcga.accumulate(funcga.value_and_grad(loss), 2),
+        "torch.func": funcga.accumulate(lambda *args: grad_and_value(loss)(*args)[::-1], 2),
+        "called": funcga.value_and_grad(loss),
+    }[how]
+    untouched, params = Untouched(module), dict(module.named_parameters())
+    found = gradient(params, indices)
+    untouched.check()
+    assert layer.max_norm == 1.0
+    value = copy.deepcopy(module)
+    value(indices).square().mean().backward()
+    assert difference(TORCH, found[1], {k: p.grad for k, p in value.named_parameters()}) <= LIMITS["float32"]
+    text = (
+        r"the embedding `0` has max_norm=1.0, and this micro-batch uses a row of norm \d+: torch would shorten it in place, and a pure loss "
+        r"changes no parameter. Shorten the rows between two steps, in torch.no_grad\(\): embedding.weight.renorm_\(\d.0, 0, 1.0\)."
+    )  # fmt: skip
+    with pytest.raises(funcga.FuncgaError, match=text):
+        gradient(params, torch.tensor([[0, 1], [1, 3]]))
+    untouched.check()
+    assert "forward" not in layer.__dict__
+    with torch.no_grad():
+        layer.weight.renorm_(layer.norm_type, 0, 1.0)
+    gradient(params, torch.tensor([[0, 1], [1, 3]]))
+
+
+def test_an_embedding_with_a_norm_that_is_used_twice():
+    layer = nn.Embedding(4, 2, max_norm=10.0)
+    module = nn.ModuleDict({"encoder": layer, "decoder": layer})
+    loss = pure_loss(module, lambda m, i: (m["encoder"](i) * m["decoder"].forward(i.flip(0))).sum())
+    grads = funcga.accumulate(funcga.grad(loss), 2)({"encoder.weight": layer.weight}, torch.arange(4))
+    assert (layer.max_norm, "forward" in layer.__dict__, layer.weight.grad) == (10.0, False, None)
+    assert grads["encoder.weight"].abs().sum() > 0
+
+
+def test_embeddings_with_a_norm_are_not_compiled():
+    layer = nn.Embedding(4, 2, max_norm=1.0)
+    loss = pure_loss(layer, lambda m, i: m(i).square().mean())
+    torch._dynamo.reset()
+    step = torch.compile(funcga.accumulate(funcga.grad(loss), 2), backend="eager", fullgraph=True)
+    before = layer.weight.detach().clone()
+    with pytest.raises(Exception, match=r"the embedding has max_norm=1.0, and is in a function that torch.compile"):
+        step(dict(layer.named_parameters()), torch.arange(4))
+    assert torch.equal(layer.weight, before)

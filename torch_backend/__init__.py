@@ -14,6 +14,7 @@ from torch_backend.bridge import from_optax as from_optax
 from torch_backend.chaining import chain as chain
 from torch_backend.clipping import clip_grad_norm as clip_grad_norm
 from torch_backend.clipping import clip_grad_value as clip_grad_value
+from torch_backend.frozen import trainable as trainable
 from torch_backend.modules import pure_loss as pure_loss
 from torch_backend.optimizer_state import OptimizerState
 from torch_backend.optimizers import from_optimizer as from_optimizer
@@ -40,6 +41,7 @@ __all__ = [
     "running_buffers",
     "sampled",
     "seeded",
+    "trainable",
 ]
 
 BACKEND = Backend("torch", trees, arrays, handover, gradients, loop, replicas, transforms)

@@ -3,7 +3,7 @@
 Only torch has this file: a parameter of torch has a place for its gradient.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,18 @@ from torch_backend.placements import is_placed
 def assign_grads(params: Any, grads: Any) -> None:
     """Sets `.grad` of every parameter to its gradient, for optimizer.step() to find; None for none.
 
-    params: a module, whose gradients are `{name: gradient}`, without those of frozen parameters if one likes; or a tree
-        of parameters, such as `dict(module.named_parameters())` or `list(module.parameters())`, whose gradients have
-        its structure.
+    params: a module, whose gradients are `{name: gradient}`, without those of frozen parameters; or a tree of
+        parameters, such as `torch_backend.trainable(module)` or `list(module.parameters())`, whose gradients have its
+        structure, with None for frozen ones.
     grads: in the parameters' shapes and dtypes, where these lie; DTensors for DTensors.
 
     What was there before is replaced, not added to. The gradients are the parameters' from then on, and clip_grad_norm_
     writes to them. Copied are those in other strides than their parameters, expanded ones among them, and those in the
     memory of another gradient: torch.func.grad may return one tensor for two parameters. The others are not copied.
 
-    Raises FuncgaError, and has set nothing then, where the two do not match, and for a gradient of what no optimizer
-    steps: a tensor that neither requires a gradient nor is a (frozen) nn.Parameter, as those of state_dict().
+    Raises FuncgaError, and has set nothing then, where the two do not match, for a gradient of a frozen parameter, with
+    which an optimizer would move it, and for one of what no optimizer steps: a tensor that does not require a gradient,
+    as those of state_dict().
 
     >>> loss, grads = step(dict(module.named_parameters()), x, y)
     >>> torch_backend.assign_grads(module, grads)
@@ -51,7 +52,7 @@ Pairs = list[tuple[str, Any, Any]]
 
 def _of_module(module: nn.Module, grads: Any) -> Pairs:
     held = dict(module.named_parameters())
-    if not isinstance(grads, dict):
+    if not isinstance(grads, Mapping):
         raise FuncgaError(
             f"grads are {arrays.describe(grads)}, and those of a module are {{name: gradient}}, as they come from "
             f"step(dict(module.named_parameters()), ...). Give params in the structure of grads instead of a module."
@@ -92,7 +93,14 @@ def _check(path: str, parameter: Any, grad: Any) -> None:
         )
     if grad is None:
         return
-    if not (parameter.requires_grad or isinstance(parameter, nn.Parameter)):
+    if not parameter.requires_grad and isinstance(parameter, nn.Parameter):
+        raise FuncgaError(
+            f"`params{path}` is frozen, requires_grad=False, and `grads{path}` is a gradient, with which an optimizer "
+            f"would move it. Take the gradients of the parameters that are trained: "
+            f"assign_grads(module, grads) of step(torch_backend.trainable(module), ...). Or unfreeze it: "
+            f"parameter.requires_grad_(True)."
+        )
+    if not parameter.requires_grad:
         raise FuncgaError(
             f"`params{path}` is {_kind(parameter)} that does not require a gradient, so that no optimizer steps it: it "
             f"is a gradient, or a detached copy, such as state_dict() has. The parameters come first, and are those "

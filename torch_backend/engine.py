@@ -25,29 +25,28 @@ from torch_backend import arrays, trees
 from torch_backend.backward import Backward, Routes, autocasting, check_no_backward
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.channel import Listener
+from torch_backend.frozen import check_unfrozen
 from torch_backend.guards import GradsWatch, Surroundings
 from torch_backend.hooks import put_hooks
-from torch_backend.modules import PureLoss, own_parameters
+from torch_backend.modules import PureLoss
 from torch_backend.recording import is_constant, recording_loss
 from torch_backend.reduction import Reduction, begun
+from torch_backend.visits import own_parameters
 
 
 class Engine:
-    """One window of a program whose grad_fn is a GradientFunction: `fold` each micro-batch, then take the `result`.
-
-    A context, in which the parameters of a `pure_loss` are in its module.
-    """
+    """One window of a program whose grad_fn is a GradientFunction: `fold` each micro-batch, then take the `result`."""
 
     def __init__(self, program: Program, gradient: GradientFunction, backend: Backend, replicas: Any = None):
         self.program, self.gradient, self.backend, self.replicas = program, gradient, backend, replicas
         self.reduction: Reduction | None = None
-        self.loss_fn: Callable[..., Any] = gradient.loss_fn
         self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
         self.arity = 0  # how many arguments a call has
         self.first = 0  # the first argument that loss_fn takes
         self.inference: Any = _NOTHING
-        self.visit: Any = _NOTHING
+        # what the loss is called in: for a pure_loss, while the parameters are in its module
+        self.visit: Any = nullcontext(gradient.loss_fn)
         self.watch, self.hooked = GradsWatch(()), False
         self.unreached = False  # whether a loss came to no leaf that should have
 
@@ -66,10 +65,9 @@ class Engine:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if error[0] is not None and self.reduction is not None:
-            self.reduction.give_up()
         try:
-            self.visit.__exit__(*error)
+            if error[0] is not None and self.reduction is not None:
+                self.reduction.give_up()
         finally:
             self.inference.__exit__(*error)
         self.watch.changed()  # what an exception leaves behind is put right too
@@ -91,22 +89,24 @@ class Engine:
         scale = None
         if kwargs or self.gradient.scaled:
             scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
-        with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-            loss, aux, differentiated = self._evaluated(called, kwargs, scale)
-        if self.gradient.has_aux:
-            aux = detached(aux)
-        if begins:
-            self._bind(loss.detach(), aux, found, arguments, weight)
-        else:
-            self.backward.check_untouched()
-        ready = None
-        self._listen()
-        if last and self.reduction is not None and self.reduction.overlaps:
-            self.reduction.announce(weight, steps=1)
-            ready = self.reduction.ready
-        arrivals = None if self.gradient.reached else self._arrivals(found)
-        with recording_loss():  # as checkpoints run parts of the loss again
-            self.backward(differentiated, weight, moving, ready, self.any_group.heard)
+        with self.visit as loss_fn:
+            with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+                loss, aux = self.gradient.split(loss_fn(*called, **kwargs), self.backend)
+                differentiated = scaled_loss(loss, scale, arrays)
+            if self.gradient.has_aux:
+                aux = detached(aux)
+            if begins:
+                self._bind(loss.detach(), aux, found, arguments, weight)
+            else:
+                self.backward.check_untouched()
+            ready = None
+            self._listen()
+            if last and self.reduction is not None and self.reduction.overlaps:
+                self.reduction.announce(weight, steps=1)
+                ready = self.reduction.ready
+            arrivals = None if self.gradient.reached else self._arrivals(found)
+            with recording_loss():  # as checkpoints run parts of the loss again, with the parameters in the module
+                self.backward(differentiated, weight, moving, ready, self.any_group.heard)
         if arrivals is not None and not arrivals():
             self.unreached |= self._should_reach(loss, weight, evaluations() == before)
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
@@ -117,11 +117,6 @@ class Engine:
         """Remembers a loss that calls collectives of the group that gradients may travel over."""
         if self.replicas is not None and self.given_group.heard:
             self.program.compiled["communicates"] = True
-
-    def _evaluated(self, args: list[Any], kwargs: dict[str, Any], scale: Any) -> tuple[Any, Any, Any]:
-        """The loss, what comes with it, and the loss as it is differentiated."""
-        loss, aux = self.gradient.split(self.loss_fn(*args, **kwargs), self.backend)
-        return loss, aux, scaled_loss(loss, scale, arrays)
 
     def _arrivals(self, found: "dict[int, _Leaves]") -> Callable[[], bool]:
         """A function that says, after the next backward pass, whether a gradient came to a leaf, or there is none."""
@@ -160,24 +155,25 @@ class Engine:
         return self.buffers.result(state)
 
     def _enter(self, arguments: Arguments, args: tuple[Any, ...]) -> None:
-        """Makes leaves of what is differentiated; those of a pure_loss go into its module once for the whole window."""
+        """Makes leaves of what is differentiated, the same for the whole window where the argument is."""
         self.arity, self.places = len(args), self.gradient.places(len(args))
         whole = [not part.axes for part in arguments.parts]
         self.whole = {i: self._leafy(args[i], i) for i in self.places if whole[i]}
         watched = [p for leaves in self.whole.values() for p in leaves.originals]
         self.watch = GradsWatch(watched)
-        in_module = isinstance(self.loss_fn, PureLoss) and whole[0]
+        loss_fn = self.gradient.loss_fn
+        in_module = isinstance(loss_fn, PureLoss) and whole[0]
         trees = {i: args[i] for i in self.whole}  # and not the micro-batch, which is not to be kept
         paths = lambda: [path for i, tree in trees.items() for path in self._paths(tree, i)]
         self.around = Surroundings(watched, paths, self.gradient, in_module)
-        if isinstance(self.loss_fn, PureLoss) and in_module:
+        if isinstance(loss_fn, PureLoss) and in_module:
             params = self.whole[0].tree if 0 in self.whole else args[0]
-            visit = self.loss_fn.entered(params, recorded=True)
-            self.loss_fn, self.visit, self.first = visit.__enter__(), visit, 1
+            self.visit, self.first = loss_fn.entered(params, recorded=True), 1
 
     def _leafy(self, tree: Any, i: int) -> "_Leaves":
         leaves, structure = self.backend.trees.flatten(tree)
         leaves = own_parameters(leaves)
+        check_unfrozen(leaves, tree, self.gradient, i)
         try:
             made = [leaf if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
         except (RuntimeError, AttributeError):  # numbers, integers, or tensors of inference mode

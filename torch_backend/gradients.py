@@ -9,6 +9,7 @@ from funcga.arguments import argument_names
 from funcga.errors import FuncgaError
 from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
+from torch_backend.frozen import check_unfrozen
 from torch_backend.hooks import put_hooks
 from torch_backend.recording import is_constant, is_recorded, transforms
 
@@ -31,6 +32,8 @@ def value_and_grad(
 
     def value_first(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         places = tuple(i % len(args) for i in (argnums if isinstance(argnums, tuple) else (argnums,)))
+        for i in places:
+            check_unfrozen(trees.flatten(args[i])[0], args[i], loss_fn, i)
         leaves, structure = trees.flatten(tuple(args[i] for i in places))
         present = [leaf is not None for leaf in leaves]
 

@@ -17,6 +17,7 @@ from torch_backend import arrays, trees
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.driven import Driven
 from torch_backend.engine import Engine, detached
+from torch_backend.frozen import check_unfrozen
 from torch_backend.guards import check_no_wrapped_module_in
 from torch_backend.placements import devices_of, narrow
 from torch_backend.recording import is_recorded
@@ -220,7 +221,7 @@ def _window(program: Program, backend: Backend) -> "_Window":
         count_window(program)
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
         return Engine(program, gradient, backend, replicas)
-    return _Calls(program.bound(backend), backend, replicas)
+    return _Calls(program.bound(backend), backend, replicas, gradient)
 
 
 def _differentiated_across() -> FuncgaError:
@@ -239,13 +240,16 @@ def _differentiated_across() -> FuncgaError:
 class _Calls:
     """One window of any grad_fn: `fold` each micro-batch, then take the `result`."""
 
-    def __init__(self, program: Program, backend: Backend, replicas: Replicas | None = None):
-        self.program, self.backend, self.replicas = program, backend, replicas
+    def __init__(self, program: Program, backend: Backend, replicas: Replicas | None, gradient: Any):
+        self.program, self.backend, self.replicas, self.gradient = program, backend, replicas, gradient
         self.buffers: Buffers | None = None
         self.reduction: Reduction | None = None
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
         """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
+        if isinstance(self.gradient, GradientFunction):
+            for i in self.gradient.places(len(args)) if not leading else ():
+                check_unfrozen(trees.flatten(args[i])[0], args[i], self.gradient, i)
         return tuple([detached(arg) for arg in args])
 
     def __enter__(self) -> "_Calls":

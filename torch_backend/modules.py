@@ -1,12 +1,10 @@
 """Losses of modules, as pure functions of the parameters."""
 
-import math
-import threading
-from collections.abc import Callable, Collection, Mapping, MutableMapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +12,11 @@ from torch import nn
 from funcga.errors import FuncgaError, similar
 from torch_backend import arrays
 from torch_backend.batch_norm import Watch, called
+from torch_backend.copies import copied
+from torch_backend.embeddings import bounded, check_unbounded, within_norm
+from torch_backend.frozen import check_none_frozen
 from torch_backend.guards import check_module_and_loss, check_not_wrapped
+from torch_backend.visits import Visit, named, owners
 
 
 def pure_loss(
@@ -25,8 +27,9 @@ def pure_loss(
     module: any module, in train or eval mode as it is at the time of a call. It is left as it was, its parameters,
         buffers and `.grad`s too, whatever happens.
     loss_fn: `loss_fn(module, *batch)` returns a scalar, or (scalar, aux) for has_aux=True.
-    params: `{name: tensor}` as `dict(module.named_parameters())`, all of them or those that are trained; the others are
-        the module's own. A parameter that the module uses under several names, tied, has one of them.
+    params: `{name: tensor}` as `dict(module.named_parameters())`, or `torch_backend.trainable(module)` where some are
+        frozen; those that are not given are the module's own. A parameter that the module uses under several names,
+        tied, has one of them.
     buffers: False, and every call sees the module's own buffers, while what it writes to them, as BatchNorm does its
         running statistics, is dropped. True, and they are an argument and a result:
         `loss(params, buffers, *batch) -> (loss, buffers)`, or `(loss, (aux, buffers))`; `{name: tensor}` as
@@ -41,12 +44,15 @@ def pure_loss(
         running ones. Not in torch.compile, though the module may be compiled.
 
     It works in torch.func and torch.compile. In `accumulate` and `stream` over `funcga.grad(loss)` the parameters are
-    put into the module once for a window; other threads that use the module through a pure_loss wait until then. Give
-    it to `funcga.grad` as it is if the module has checkpoints: they run it again in the backward pass, and find the
-    parameters only then. More terms of the loss can be written in loss_fn, which has them as `module.parameters()`.
-    Raises FuncgaError for names that the module does not have, for modules wrapped in DDP or FSDP, whose gradients
-    would silently not be reduced, and for a micro-batch with one value per channel of a BatchNorm layer; with
-    statistics=True if there is no such layer, if one runs twice in a forward pass, or is a SyncBatchNorm.
+    in the module during a micro-batch; between two of them it has its own. Other threads that use the module through a
+    pure_loss wait meanwhile. Give it to `funcga.grad` as it is if the module has checkpoints: they run it again in the
+    backward pass, and find the parameters only then. More terms of the loss can be written in loss_fn, which has them
+    as `module.parameters()`.
+    Raises FuncgaError for names that the module does not have, for gradients of frozen parameters, for modules wrapped
+    in DDP or FSDP, whose gradients would silently not be reduced, for a micro-batch with one value per channel of a
+    BatchNorm layer, for an embedding with max_norm that would shorten a row, and where threads would wait for one
+    another for ever; with statistics=True if there is no such layer, if one runs twice in a forward pass, or is a
+    SyncBatchNorm.
 
     >>> loss = torch_backend.pure_loss(model, lambda model, x, y: F.cross_entropy(model(x), y))
     >>> step = funcga.accumulate(funcga.value_and_grad(loss), n=8)
@@ -93,67 +99,62 @@ class PureLoss:
         """The same by functional_call, which torch.compile knows, also in a loop."""
         if self.statistics:
             raise FuncgaError(_UNWATCHED)
-        parameters, buffers, _ = _walk(self.module)
+        check_unbounded(self.module)
+        held = [*owners(self.module)]
+        parameters = named(held, "_parameters")
         _checked(params, parameters, "parameters")
+        check_none_frozen(params, parameters)
         given = dict(self.module.named_buffers())
         own: Mapping[str, torch.Tensor] = {}
         if self.buffers:
             own, args = args[0], args[1:]
-            _checked(own, buffers, "buffers")
+            _checked(own, named(held, "_buffers"), "buffers")
             given.update(own)
         tensors = {f"module.{name}": tensor for name, tensor in params.items()}
         tensors |= {f"module.{name}": tensor.clone() for name, tensor in given.items()}
         output, after = torch.func.functional_call(self.call, tensors, (self.loss_fn, *args), kwargs)
         return _with_state(output, {name: after[name] for name in own}) if self.buffers else output
 
-    def entered(self, params: Mapping[str, torch.Tensor], recorded: bool = False) -> "_Visit":
+    def entered(self, params: Mapping[str, torch.Tensor], recorded: bool = False) -> "Entrance":
         """A context, `loss(*batch)` while the parameters are in the module, which is as before when it is left.
 
         `recorded`: parameters that are not given require grad if the module's own do, as functions that recompute in
         the backward pass may be recorded for the sake of these alone.
 
-        Meanwhile other threads wait that want to put parameters into the module, or into one that overlaps with it.
+        It can be entered again and again. Meanwhile other threads wait that want to put parameters into the module, or
+        into one that overlaps with it.
         """
-        return _Visit(self, params, recorded)
+        return Entrance(self, params, recorded)
 
-    def _isolated(
-        self,
-        buffers: "list[_Slot]",
-        tables: "_Tables",
-        copies: dict[int, tuple[Any, float]],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def isolated(self, visit: Visit, *args: Any, **kwargs: Any) -> Any:
         """The loss, on copies of the module's own buffers."""
-        _refill(buffers, tables, copies)
+        _isolate(visit)
         return called(self.loss_fn, self.module, *args, **kwargs)
 
-    def _watched(
-        self,
-        watch: Watch,
-        buffers: "list[_Slot]",
-        tables: "_Tables",
-        copies: dict[int, tuple[Any, float]],
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Any, Any]:
+    def watched(self, watch: Watch, visit: Visit, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """(loss, statistics), on copies of the module's own buffers."""
-        _refill(buffers, tables, copies)
+        _isolate(visit)
         with watch.micro_batch():
             output = called(self.loss_fn, self.module, *args, **kwargs)
         return _with_state(output, watch.statistics())
 
-    def _threaded(
-        self, buffers: "list[_Slot]", given: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    def threaded(
+        self, visit: Visit, given: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Any, tuple[Any, Any] | dict[str, torch.Tensor]]:
         """(loss, buffers) on copies of the given buffers, and of the module's own where none is given."""
-        tensors = _checked(given, buffers, "buffers")
-        copies = {id(held): tensors.get(id(held), held).detach().clone() for *_, held in buffers}
-        _fill(buffers, copies)
+        own = named(visit.owners, "_buffers")
+        tensors = _checked(given, own, "buffers")
+        visit.put(copied({id(held): (held, tensors.get(id(held), held)) for held in own.values()}))
         output = called(self.loss_fn, self.module, *args, **kwargs)
-        # a copy, as a checkpoint runs the forward pass again when the loss is already there
-        found = {name: table[key].detach().clone() for table, key, name, _ in buffers}
-        return _with_state(output, {name: found[name] for name in given})
+        found = named(visit.owners, "_buffers")
+        # copies, as a checkpoint runs the forward pass again when the loss is already there
+        return _with_state(output, {name: found[name].detach().clone() for name in given})
+
+
+def _isolate(visit: Visit) -> None:
+    """Puts copies where the module's own buffers are."""
+    if visit.buffered:
+        visit.put(copied({id(held): (held, held) for held in visit.buffers()}))
 
 
 _UNWATCHED = (
@@ -180,110 +181,7 @@ class _Call(nn.Module):
         return output, {name: buffer.detach() for name, buffer in self.module.named_buffers()}
 
 
-# Where a module holds a tensor: `table[key]`, its name in the outermost module, and the tensor. No NamedTuple, which
-# takes a call to make.
-_Slot = tuple[MutableMapping[str, Any], str, str, torch.Tensor]
-# A module's own table of parameters or buffers, and what it held.
-_Table = tuple[dict[str, Any], dict[str, Any]]
-
-
-class _Tables(NamedTuple):
-    """The tables of a module and of those inside: of parameters, of buffers, and of those of buffers that are empty."""
-
-    parameters: list[_Table]
-    buffers: list[_Table]
-    empty: list[dict[str, Any]]
-
-    def restore_buffers(self) -> None:
-        """Lets those of buffers hold what they held."""
-        _restore(self.buffers)
-        if any(self.empty):
-            for table in self.empty:
-                table.clear()
-
-    def restore(self) -> None:
-        """Lets all of them hold what they held."""
-        _restore(self.parameters)
-        self.restore_buffers()
-
-    def ids(self) -> set[int]:
-        """By which they are known."""
-        return {id(table) for table, _ in (*self.parameters, *self.buffers)}.union(map(id, self.empty))
-
-
-def _restore(tables: list[_Table]) -> None:
-    for table, held in tables:
-        table.clear()
-        table.update(held)
-
-
-def _walk(module: nn.Module) -> tuple[list[_Slot], list[_Slot], _Tables]:
-    """The slots of its parameters and of its buffers, and the tables that they are in, or may be put in."""
-    parameters: list[_Slot] = []
-    buffers: list[_Slot] = []
-    tables = _Tables([], [], [])
-    waiting = [("", module)]
-    while waiting:
-        prefix, owner = waiting.pop()
-        own, state, children = owner._parameters, owner._buffers, owner._modules
-        if own:
-            tables.parameters.append((own, own.copy()))
-            parameters += [(own, key, prefix + key, held) for key, held in own.items() if held is not None]
-        if state:
-            tables.buffers.append((state, state.copy()))
-            buffers += [(state, key, prefix + key, held) for key, held in state.items() if held is not None]
-        else:
-            tables.empty.append(state)
-        if children:
-            waiting += [(f"{prefix}{name}.", child) for name, child in children.items() if child is not None]
-    return parameters, buffers, tables
-
-
-def _fill(
-    slots: list[_Slot], tensors: Mapping[int, torch.Tensor], outer: Collection[int] = (), recorded: bool = False
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Puts the tensors where those of these ids are held; what is not given stays, without a graph of its own.
-
-    But tensors of the ids `outer` keep theirs: they belong to a loss around this one, which is differentiated too.
-    `recorded`: what is not given is a leaf, if it requires grad.
-
-    Returns (what is there now, what was before), by the id of the former.
-    """
-    placed = {}
-    for table, key, _, held in slots:
-        found = tensors.get(id(held))
-        if found is None:
-            found = held if id(held) in outer else held.detach()
-            if recorded and id(held) not in outer and held.requires_grad:
-                found.requires_grad_()
-        table[key] = tensor = found
-        placed[id(tensor)] = tensor, held
-    return placed
-
-
-def _refill(slots: list[_Slot], tables: _Tables, copies: dict[int, tuple[Any, float]]) -> None:
-    """Puts copies where the module's own buffers are, new ones in each layer that the last micro-batch wrote to.
-
-    All of the layer's, as the kernel of BatchNorm writes to running statistics without telling autograd.
-    """
-    tables.restore_buffers()
-    if not slots:
-        return
-    known = [(table, held, *copies.get(id(held), (None, 0))) for table, _, _, held in slots]
-    written = {id(table) for table, _, copy, version in known if copy is None or _version(copy) != version}
-    for held in {id(held): held for table, held, *_ in known if id(table) in written}.values():
-        copy = held.detach().clone()
-        copies[id(held)] = copy, _version(copy)
-    for table, key, _, held in slots:  # one that several layers hold is one copy
-        table[key] = copies[id(held)][0]
-
-
-def _version(tensor: torch.Tensor) -> float:
-    """A number that changes when it is written to; NaN, which is no number's equal, where that is not known."""
-    return tensor._version if not tensor.is_inference() else math.nan
-
-
-def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str) -> dict[int, torch.Tensor]:
+def _checked(tensors: Mapping[str, torch.Tensor], held: dict[str, torch.Tensor], what: str) -> dict[int, torch.Tensor]:
     """The given tensors by the id of what they replace. Raises FuncgaError for names that are not the module's."""
     spell = f"dict(module.named_{what}())"
     if not isinstance(tensors, Mapping):
@@ -291,13 +189,11 @@ def _checked(tensors: Mapping[str, torch.Tensor], slots: list[_Slot], what: str)
             f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of name to tensor, such "
             f"as {spell}."
         )
-    held = {name: tensor for _, _, name, tensor in slots}
-    placed: dict[int, torch.Tensor] = {}
     if held.keys() >= tensors.keys():
-        own = [held[name] for name in tensors]
-        placed = dict(zip(map(id, own), tensors.values(), strict=True))
-        fits = [getattr(tensor, "shape", None) for tensor in tensors.values()] == [tensor.shape for tensor in own]
-        if fits and len(placed) == len(own):
+        replaced = [held[name] for name in tensors]
+        placed = dict(zip(map(id, replaced), tensors.values(), strict=True))
+        fits = [getattr(tensor, "shape", None) for tensor in tensors.values()] == [tensor.shape for tensor in replaced]
+        if fits and len(placed) == len(tensors):
             return placed
     raise _misfit(tensors, held, what, spell)
 
@@ -324,80 +220,37 @@ def _misfit(tensors: Mapping[str, torch.Tensor], held: dict[str, torch.Tensor], 
     )
 
 
-class _Visit:
-    """A context in which a thread has put parameters into the module of a loss."""
+class Entrance:
+    """A context in which the parameters are in the module of a loss: `loss(*batch)`. It can be entered again."""
 
     def __init__(self, loss: PureLoss, params: Mapping[str, torch.Tensor], recorded: bool):
-        self.loss, self.params, self.recorded = loss, params, recorded
-        self.watching: Any = nullcontext()
+        check_not_wrapped(loss.module)
+        self.loss, self.params = loss, params
+        self.visit = Visit(loss.module, self._chosen, recorded)
+        self.embeddings = bounded(self.visit.owners)
+        self.watch: Watch | None = None
+        self.stack: ExitStack | None = None
+        self.function: Callable[..., Any] = partial(loss.threaded if loss.buffers else loss.isolated, self.visit)
+
+    def _chosen(self, held: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        found = _checked(self.params, held, "parameters")
+        check_none_frozen(self.params, held)
+        return found
 
     def __enter__(self) -> Callable[..., Any]:
-        module = self.loss.module
-        check_not_wrapped(module)
-        with _CHANGED:
-            while _is_occupied(module):
-                _CHANGED.wait()
-            parameters, buffers, tables = _walk(module)
-            # (what is there now, what was before), by the id of the former
-            own = _checked(self.params, parameters, "parameters")
-            self.placed = _fill(parameters, own, _placed_around(), self.recorded)
-            self.thread, self.tables, self.taken = threading.get_ident(), tables, tables.ids()
-            _VISITS.append(self)
-        if self.loss.buffers:
-            return partial(self.loss._threaded, buffers)
-        if not self.loss.statistics:
-            return partial(self.loss._isolated, buffers, tables, {})
-        try:
-            self.watching = Watch(module).watching()
-            return partial(self.loss._watched, self.watching.__enter__(), buffers, tables, {})
-        except BaseException:
-            self._leave()
-            raise
+        if not (self.loss.statistics or self.embeddings):
+            self.visit.__enter__()
+            return self.function
+        with ExitStack() as stack:
+            stack.enter_context(self.visit)
+            stack.enter_context(within_norm(self.embeddings))
+            if self.loss.statistics:
+                if self.watch is None:
+                    self.watch = Watch(self.loss.module)
+                    self.function = partial(self.loss.watched, self.watch, self.visit)
+                stack.enter_context(self.watch.watching())
+            self.stack = stack.pop_all()
+        return self.function
 
     def __exit__(self, *error: Any) -> None:
-        try:
-            self.watching.__exit__(*error)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        with _CHANGED:
-            self.tables.restore()
-            _VISITS.remove(self)
-            _CHANGED.notify_all()
-
-
-# The visits that go on now, first those that began first. It is asked of each table, as the modules of two losses may
-# overlap, a model and its encoder; and of those of buffers too, as layers may have nothing else.
-_VISITS: list[_Visit] = []
-_CHANGED = threading.Condition()
-
-
-def _is_occupied(module: nn.Module) -> bool:
-    others = [visit.taken for visit in _visits_of_others()]
-    tables = [id(t) for owner in module.modules() for t in (owner._parameters, owner._buffers)] if others else []
-    return any(not taken.isdisjoint(tables) for taken in others)
-
-
-def own_parameters(tensors: list[Any]) -> list[Any]:
-    """The tensors; for one that another thread has put into a module, where it was read, the module's own parameter."""
-    others = _visits_of_others()
-    return [_own_parameter(tensor, others) for tensor in tensors] if others else tensors
-
-
-def _own_parameter(tensor: Any, visits: list[_Visit]) -> Any:
-    for visit in reversed(visits):  # of visits one inside of the other the innermost is the last that began
-        tensor = visit.placed.get(id(tensor), (None, tensor))[1]
-    return tensor
-
-
-def _placed_around() -> set[int]:
-    """The ids of what the losses around this one, if they are differentiated, have put into modules."""
-    own = threading.get_ident()
-    visits = _VISITS if arrays.in_transform() else ()
-    return {key for visit in visits if visit.thread == own for key in visit.placed}
-
-
-def _visits_of_others() -> list[_Visit]:
-    own = threading.get_ident()
-    return [visit for visit in [*_VISITS] if visit.thread != own]  # of a copy, as others come and go meanwhile
+        (self.visit if self.stack is None else self.stack).__exit__(*error)

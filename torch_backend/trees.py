@@ -11,6 +11,9 @@ import torch
 # torch has no public pytree module; this file is the only one that knows the private one.
 from torch.utils import _pytree
 
+from funcga.mappings import Mapped, is_mapping, rebuilt
+
+_pytree.register_pytree_node(Mapped, lambda node: (node.values, node.kind), lambda values, kind: rebuilt(kind, values))
 _LEAF = _pytree.tree_structure(0)
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
@@ -27,7 +30,18 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
     # a dict of tensors, as parameters are, is next
     if type(tree) is dict and _TENSORS.issuperset(map(type, tree.values())) and not torch.compiler.is_compiling():
         return [*tree.values()], _dict_of_leaves(*tree)
-    return _pytree.tree_flatten(tree, is_leaf)
+    leaves, structure = _pytree.tree_flatten(tree, is_leaf)
+    if torch.compiler.is_compiling() or not any(map(is_mapping, {*map(type, leaves)})):
+        return leaves, structure
+
+    def walked(node: Any) -> Any:
+        return _pytree.tree_map(known, node, is_leaf=is_leaf)
+
+    def known(leaf: Any) -> Any:
+        whole = not is_mapping(type(leaf)) or (is_leaf is not None and is_leaf(leaf))
+        return leaf if whole else Mapped(leaf, walked)
+
+    return _pytree.tree_flatten(walked(tree), is_leaf)
 
 
 def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
@@ -61,5 +75,5 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
         subtrees, _ = _pytree.tree_flatten(tree, is_leaf=below)
         return [(f"[{i}]", subtree) for i, subtree in enumerate(subtrees)]
     if [path for path, _ in found] == [()]:
-        return None
+        return [(f"[{key!r}]", tree[key]) for key in tree] if is_mapping(type(tree)) else None
     return [(str(path[0]), subtree) for path, subtree in found]

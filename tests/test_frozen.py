@@ -1,0 +1,191 @@
+"""Frozen parameters: the three ways to a gradient agree that they have none, and an optimizer leaves them alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.func import functional_call, grad_and_value
+
+import funcga
+import torch_backend
+from tests.kits import LIMITS, TORCH, difference
+from tests.test_errors import check_refused
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer, and a trained difference of low rank; its head shares the difference's factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.down, self.up, self.head = (
+            nn.Linear(3, 4),
+            nn.Linear(3, 2, bias=False),
+            nn.Linear(2, 4, bias=False),
+            nn.Linear(4, 2),
+        )
+        self.base.requires_grad_(False)
+        self.again = self.head  # tied
+
+    def forward(self, x):
+        return self.again(torch.tanh(self.base(x) + self.up(self.down(x))))
+
+
+TRAINED = ["down.weight", "up.weight", "head.weight", "head.bias"]
+
+
+def problem():
+    torch.manual_seed(0)
+    return LoRA(), torch.randn(12, 3), torch.randn(12, 2)
+
+
+def mse(module, x, y):
+    return F.mse_loss(module(x), y)
+
+
+def test_trainable():
+    module, *_ = problem()
+    found = torch_backend.trainable(module)
+    assert list(found) == TRAINED
+    assert all(found[name] is p for name, p in module.named_parameters() if p.requires_grad)
+    check_refused(
+        "no parameter of the Linear requires grad, so there is nothing to train. Unfreeze what is to be trained: "
+        "module.requires_grad_(True), or parameter.requires_grad_(True).",
+        torch_backend.trainable, module.base,
+    )  # fmt: skip
+    check_refused(
+        "trainable was given generator as its module. Pass the module whose parameters are trained: torch_backend.trainable(model).",
+        torch_backend.trainable, module.parameters(),
+    )  # fmt: skip
+
+
+def ways(module):
+    """Functions of (params, x, y) to (value, grads), each another way."""
+    pure = torch_backend.pure_loss(module, mse)
+    plain = lambda params, x, y: F.mse_loss(functional_call(module, params, (x,)), y)
+    return {
+        "pure_loss": funcga.accumulate(funcga.value_and_grad(pure), 4),
+        "pure_loss in torch.func": funcga.accumulate(lambda *args: grad_and_value(pure)(*args)[::-1], 4),
+        "pure_loss, called": funcga.value_and_grad(pure),
+        "pure_loss, streamed": lambda p, x, y: funcga.stream(funcga.value_and_grad(pure))(p, [(x[:5], y[:5]), (x[5:], y[5:])]),
+        "functional_call": funcga.accumulate(funcga.value_and_grad(plain), 4),
+        "functional_call, called": funcga.value_and_grad(plain),
+    }  # fmt: skip
+
+
+WAYS = ways(LoRA())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_ways_agree(way):
+    module, x, y = problem()
+    driven = funcga.accumulate(torch_backend.module_value_and_grad(module, mse), 4)(x, y)
+    expected = copy.deepcopy(module)
+    mse(expected, x, y).backward()
+    assert list(driven[1]) == TRAINED
+    found = ways(module)[way](torch_backend.trainable(module), x, y)
+    assert difference(TORCH, found, driven) <= LIMITS["float32"]
+    oracle = {name: p.grad for name, p in expected.named_parameters() if p.grad is not None}
+    assert difference(TORCH, found[1], oracle) <= LIMITS["float32"]
+    assert found[1].keys() == oracle.keys()
+    assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_of_a_frozen_parameter_is_refused(way):
+    module, x, y = problem()
+    text = (
+        r"base.weight.*is frozen, requires_grad=False, as are 1 more, and a gradient was asked for: an optimizer would move it. Give the "
+        r"parameters that are trained: torch_backend.trainable\(module\). Or unfreeze it: parameter.requires_grad_\(True\)."
+    )  # fmt: skip
+    with pytest.raises(funcga.FuncgaError, match=text):
+        ways(module)[way](dict(module.named_parameters()), x, y)
+    if way.startswith("pure_loss"):  # which knows its module
+        with pytest.raises(funcga.FuncgaError, match=text):
+            ways(module)[way]({k: p.detach() for k, p in module.named_parameters()}, x, y)
+    assert not any(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_that_is_a_mere_frame_freezes_nothing(way):
+    """All of its parameters come from elsewhere."""
+    module, x, y = problem()
+    module.requires_grad_(False)
+    params = {name: p.detach().clone() for name, p in module.named_parameters()}
+    expected = copy.deepcopy(module).requires_grad_(True)
+    mse(expected, x, y).backward()
+    _, grads = ways(module)[way](params, x, y)
+    assert difference(TORCH, grads, {name: p.grad for name, p in expected.named_parameters()}) <= LIMITS["float32"]
+
+
+def test_the_value_alone_may_have_all_parameters():
+    module, x, y = problem()
+    loss = torch_backend.pure_loss(module, mse)
+    params = dict(module.named_parameters())
+    assert torch.equal(loss(params, x, y), mse(module, x, y))
+    doubled = {name: 2 * p.detach() for name, p in params.items()}
+    by_input = funcga.grad(loss, argnums=1)(doubled, x, y)
+    x = x.requires_grad_()
+    loss(doubled, x, y).backward()
+    torch.testing.assert_close(by_input, x.grad)
+
+
+def test_a_compiled_step():
+    module, x, y = problem()
+    module = nn.Sequential(module.base, nn.Tanh(), module.head)
+    torch._dynamo.reset()
+    step = torch.compile(ways(module)["pure_loss"], fullgraph=True, backend="eager")
+    expected = ways(module)["pure_loss"](torch_backend.trainable(module), x, y)
+    assert difference(TORCH, step(torch_backend.trainable(module), x, y), expected) <= 2 * LIMITS["float32"]
+    with pytest.raises(Exception, match=r"is frozen, requires_grad=False"):
+        step(dict(module.named_parameters()), x, y)
+
+
+@pytest.mark.parametrize("kind", ["assign_grads", "from_optimizer", "multi_steps"])
+def test_an_optimizer_trains_what_the_loop_trains(kind):
+    """With clipping and weight decay, which frozen parameters must have no part in."""
+    module, x, y = problem()
+    by_hand, step = copy.deepcopy(module), ways(module)["pure_loss"]
+    make = lambda m: optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5)
+    reference, own, params = make(by_hand), make(module), torch_backend.trainable(module)
+    tx = torch_backend.from_optimizer(optim.AdamW, lr=0.1, weight_decay=0.5)
+    if kind == "multi_steps":
+        tx = funcga.multi_steps(tx, 1)
+    state = tx.init(params)
+    for _ in range(3):
+        reference.zero_grad()
+        mse(by_hand, x, y).backward()
+        nn.utils.clip_grad_norm_(by_hand.parameters(), 0.1)
+        reference.step()
+        _, grads = step(params, x, y)
+        if kind == "assign_grads":
+            torch_backend.assign_grads(module, grads)
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            own.step()
+            continue
+        share = min(1.0, 0.1 / float(nn.utils.get_total_norm(grads.values())))
+        updates, state = tx.update({name: share * grad for name, grad in grads.items()}, state, params)
+        params = torch_backend.apply_updates(params, updates)
+    if kind != "assign_grads":
+        module.load_state_dict(params, strict=False)
+    expected = dict(by_hand.named_parameters())
+    assert difference(TORCH, dict(module.named_parameters()), expected) <= 1e-5
+
+
+def test_bytes_of_frozen_parameters_are_not_spent():
+    module = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 1))
+    module[0].requires_grad_(False)
+    step = funcga.accumulate(funcga.grad(torch_backend.pure_loss(module, lambda m, x: m(x).mean())), 2)
+    made = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            output = function(*args, **(kwargs or {}))
+            if isinstance(output, torch.Tensor) and output.untyped_storage().nbytes() >= 500 * 500 * 4:
+                made.append(str(function))
+            return output
+
+    with Sizes():
+        step(torch_backend.trainable(module), torch.ones(4, 500))
+    assert [name for name in made if name not in ("aten.detach.default", "aten.t.default")] == []
