@@ -14,7 +14,7 @@ from torch import nn
 from funcga.errors import FuncgaError, similar
 from torch_backend import arrays
 from torch_backend.batch_norm import Watch, called
-from torch_backend.guards import check_module_and_loss, check_not_wrapped
+from torch_backend.guards import check_module_and_loss, check_not_scripted, check_not_wrapped
 
 
 def pure_loss(
@@ -63,6 +63,7 @@ def pure_loss(
     >>> model.load_state_dict(torch_backend.running_buffers(model, statistics), strict=False)
     """
     check_module_and_loss(module, loss_fn, "pure_loss")
+    check_not_scripted(module)
     check_not_wrapped(module)
     if buffers and statistics:
         raise FuncgaError(
