@@ -217,12 +217,9 @@ def test_optax_wants_from_optax():
         tx.init(tree(0))
 
 
-def test_updates_without_an_update_take_no_memory_and_are_not_written_to():
+def test_updates_without_an_update_change_nothing():
     tx, params = funcga.multi_steps(adamw(), 2), tree(0)
     updates, _ = tx.update(tree(1), tx.init(params), params)
-    assert updates["w"].untyped_storage().nbytes() == 4
-    with pytest.raises(RuntimeError, match="more than one element"):
-        updates["w"].add_(1)
     applied = torch_backend.apply_updates(params, updates)
     assert difference(TORCH, applied, params) == 0
     assert applied["w"].data_ptr() != params["w"].data_ptr()
