@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
-from funcga.examples import Listed, suspect
+from funcga.examples import Listed, has_list, suspect
 from funcga.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline
 
 
@@ -88,14 +88,32 @@ class Arguments:
             if not part.axes:
                 args.append(part.value)
                 continue
-            pieces = [
-                next(threaded) if axis is CARRY
-                else leaf if axis is None or leaf is None or size is None
-                else narrow(leaf, axis, start, size)
-                for leaf, (axis, _) in zip(part.leaves, part.axes, strict=True)
-            ]  # fmt: skip
+            try:
+                pieces = [
+                    next(threaded) if axis is CARRY
+                    else leaf if axis is None or leaf is None or size is None
+                    else narrow(leaf, axis, start, size)
+                    for leaf, (axis, _) in zip(part.leaves, part.axes, strict=True)
+                ]  # fmt: skip
+            except TypeError:
+                self._check_cut(narrow, start, size)
+                raise
             args.append(unflatten(part.structure, pieces))
         return tuple(args)
+
+    def _check_cut(self, narrow: Callable[..., Any], start: Any, size: Any) -> None:
+        """Raises FuncgaError for the first leaf that rows cannot be cut out of, though it has some."""
+        for i, (leaf, axis) in enumerate(self):
+            if leaf is None or not _is_split(axis):
+                continue
+            try:
+                narrow(leaf, axis, start, size)
+            except TypeError as error:
+                raise FuncgaError(
+                    f"`{self.path(i)}` is {error}, {self.backend.arrays.describe(leaf)}, of which rows cannot be cut. "
+                    f"Give it dense and padded; or cut it yourself, and stream the micro-batches: "
+                    f"funcga.stream(grad_fn)(params, microbatches)."
+                ) from error
 
     def split_args(self, args: tuple[Any, ...]) -> list[Any]:
         """Those of a micro-batch's arguments that are split: what `weight` is called with."""
@@ -109,6 +127,8 @@ class Arguments:
 
     def _check_lists(self, rows: int, even: bool) -> None:
         """Raises FuncgaError for a list whose arrays are examples, not rows of examples."""
+        if not any(has_list(part.value, self.backend.trees) for part in self.parts if part.axes):
+            return  # as mostly
         names = argument_names(self.grad_fn, len(self.parts))
         split = [(name, part.value) for name, part in zip(names, self.parts, strict=True) if part.axes]
         found = suspect(split, rows, even, self.backend)
@@ -181,7 +201,14 @@ def _rows(arguments: Arguments, i: int, leaf: Any, axis: int) -> int:
             f"`{path}` is {backend.arrays.describe(leaf)}, and in_axes splits it on axis {axis}: only {backend.name} "
             f"arrays can be split. {remedy} it whole: in_axes with None in its place."
         )
-    if not leaf.shape:
+    try:
+        shape = leaf.shape
+    except RuntimeError as error:
+        raise FuncgaError(
+            f"`{arguments.path(i)}` is {backend.arrays.describe(leaf)}, a tensor without a shape, so its rows cannot "
+            f"be counted. Give it dense and padded, or with layout=torch.jagged; or stream micro-batches, with weight=."
+        ) from error
+    if not shape:
         raise FuncgaError(
             f"`{arguments.path(i)}` is {backend.arrays.describe(leaf)}, a scalar: it has no axis {axis} to split. "
             f"Pass it whole: in_axes with None in its place, or as a keyword argument."

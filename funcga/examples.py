@@ -24,8 +24,6 @@ def suspect(args: Sequence[tuple[str, Any]], rows: int, even: bool, backend: Bac
 
     rows: how many all arrays have along axis 0; if that is not `even`, then the first of them, and the lists are why.
     """
-    if not any(_has_list(arg, backend.trees) for _, arg in args):
-        return None
     lists = [found for name, arg in args for found in _lists(arg, backend, name, False)]
     if not even:  # of two arrays, inputs and labels, one may just be too short
         return next((found for found in lists if found.named or len(found.value) > 2), None)
@@ -41,15 +39,15 @@ def _is_long(found: Listed, rows: int, backend: Backend) -> bool:
     return 1 < rows < len(found.value) and len(backend.trees.flatten(found.value)[0][0].shape) > 2
 
 
-def _has_list(tree: Any, trees: Trees) -> bool:
-    """Whether there is a list in it; the usual containers first, as this is asked of every micro-batch."""
-    if type(tree) is list:
-        return True
+def has_list(tree: Any, trees: Trees) -> bool:
+    """Whether there is a list in it. Quick for arrays and the usual containers: it is asked of every micro-batch."""
+    if tree is None or hasattr(tree, "shape"):
+        return False
     if isinstance(tree, dict):
-        return any(_has_list(child, trees) for child in tree.values())
+        return any(has_list(child, trees) for child in tree.values())
     if type(tree) is tuple:
-        return any(_has_list(child, trees) for child in tree)
-    return any(_has_list(child, trees) for _, child in trees.children(tree) or ())
+        return any(has_list(child, trees) for child in tree)
+    return type(tree) is list or any(has_list(child, trees) for _, child in trees.children(tree) or ())
 
 
 def _lists(tree: Any, backend: Backend, path: str, named: bool) -> Iterator[Listed]:

@@ -119,6 +119,8 @@ class GradientFunction:
         for k, leaf in enumerate(leaves):
             if leaf is not None and not _has_gradient(leaf, backend):
                 name = argument_names(self.loss_fn, i + 1)[i]
+                if hasattr(leaf, "materialize"):
+                    raise uninitialised(leaf_paths(tree, backend.trees, name)[k])
                 if hasattr(leaf, "named_parameters") or type(leaf).__name__ == "generator":
                     raise FuncgaError(
                         f"`{name}` is {backend.arrays.describe(leaf)}, and a gradient is taken with respect to its "
@@ -230,7 +232,17 @@ def check_scaled(loss_fn: Callable[..., Any], scaled: bool) -> None:
         )
 
 
+def uninitialised(path: str) -> FuncgaError:
+    """The error for a parameter that has no shape yet."""
+    return FuncgaError(
+        f"`{path}` has no shape yet: it belongs to a lazy module, which makes its parameters when it first runs. Run "
+        f"it once before: with torch.no_grad(): module(x)."
+    )
+
+
 def _has_gradient(leaf: Any, backend: Backend) -> bool:
+    if hasattr(leaf, "materialize"):
+        return False
     try:
         return backend.arrays.kind(backend.arrays.as_array(leaf).dtype) in ("float", "complex")
     except TypeError:

@@ -12,6 +12,8 @@ from funcga.binding import Bindings
 from funcga.dropping import Dropping
 from funcga.errors import FuncgaError
 from funcga.folds import mean
+from funcga.gradients import uninitialised
+from funcga.prefixes import leaf_paths
 from funcga.program import step_of
 from funcga.targets import check_target, is_full, target_of
 from funcga.transforms import DonatingTransform, MultiSteps, Transform, is_scaled, read_transform
@@ -118,6 +120,9 @@ class _Steps:
                 f"name: tx.init(dict(module.named_parameters()))."
             )
         backend = _backend_of(params, "params")
+        for place, leaf in enumerate(backend.trees.flatten(params)[0]):
+            if hasattr(leaf, "materialize"):
+                raise uninitialised(leaf_paths(params, backend.trees, "params")[place])
         if self.donate and backend.name == "jax":
             raise FuncgaError(
                 "donate=True is for torch. In JAX give the state away where you compile the step: "

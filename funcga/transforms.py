@@ -1,5 +1,6 @@
 """A transform: an optimizer as two pure functions, as optax has it."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -99,7 +100,24 @@ def read_transform(tx: Any, name: str = "tx") -> Transform:
         return Transform(*tx)
     if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise FuncgaError(_no_transform(tx, name))
+    _check_update(tx, name)
     return tx  # type: ignore[no-any-return]
+
+
+def _check_update(tx: Any, name: str) -> None:
+    """Raises FuncgaError if update is seen not to take (grads, state, params)."""
+    try:
+        signature = inspect.signature(tx.update)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind("grads", "state", "params")
+    except TypeError as error:
+        inplace = ", inplace=False" if "inplace" in signature.parameters else ""
+        raise FuncgaError(
+            f"{name}.update is not called as update(grads, state, params): {error}. Adapt it: ({name}.init, lambda "
+            f"grads, state, params: {name}.update(grads, state, params=params{inplace}))."
+        ) from error
 
 
 def _no_transform(tx: Any, name: str) -> str:

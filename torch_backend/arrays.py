@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from torch_backend.layouts import laid_as
 from torch_backend.placements import is_placed
@@ -49,7 +50,10 @@ def _moved(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def describe(leaf: Any) -> str:
     """`float32[8, 3]`, or the type of what is no array."""
     if isinstance(leaf, torch.Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, leaf.shape))}]"
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        if is_lazy(leaf) or (leaf.is_nested and leaf.layout is torch.strided):  # which have no shape
+            return f"{dtype}[?]"
+        return f"{dtype}[{', '.join(map(str, leaf.shape))}]"
     if type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
         return f"a NumPy array {leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
     return "None" if leaf is None else f"of type {type(leaf).__name__}"
@@ -88,7 +92,12 @@ def cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
     """`size` rows from `start` on, along an axis."""
-    return array.narrow(axis, start, size)
+    try:
+        return array.narrow(axis, start, size)
+    except RuntimeError as error:
+        if array.is_nested or array.layout is not torch.strided:
+            raise TypeError("a nested tensor" if array.is_nested else "a sparse tensor") from error
+        raise
 
 
 def in_transform() -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from funcga.arguments import Arguments, argument_names
 from funcga.backend import Backend
+from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction, evaluations
 from funcga.outputs import Outputs
 from funcga.prefixes import leaf_paths
@@ -29,7 +30,7 @@ from torch_backend.frozen import check_unfrozen
 from torch_backend.guards import GradsWatch, Surroundings
 from torch_backend.hooks import put_hooks
 from torch_backend.modules import PureLoss
-from torch_backend.recording import is_constant, recording_loss
+from torch_backend.recording import is_constant, recording_loss, switched_off
 from torch_backend.reduction import Reduction, begun
 from torch_backend.visits import own_parameters
 
@@ -105,8 +106,14 @@ class Engine:
                 self.reduction.announce(weight, steps=1)
                 ready = self.reduction.ready
             arrivals = None if self.gradient.reached else self._arrivals(found)
-            with recording_loss():  # as checkpoints run parts of the loss again, with the parameters in the module
-                self.backward(differentiated, weight, moving, ready, self.any_group.heard)
+            try:
+                with recording_loss():  # as checkpoints run parts of the loss again, with the parameters in the module
+                    self.backward(differentiated, weight, moving, ready, self.any_group.heard)
+            except RuntimeError as error:
+                leaves = [leaf for own in found.values() for leaf in own.leaves if leaf is not None]
+                if all(leaf.requires_grad for leaf in leaves):
+                    raise
+                raise switched_off() from error
         if arrivals is not None and not arrivals():
             self.unreached |= self._should_reach(loss, weight, evaluations() == before)
         state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
@@ -176,7 +183,7 @@ class Engine:
         check_unfrozen(leaves, tree, self.gradient, i)
         try:
             made = [leaf if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
-        except (RuntimeError, AttributeError):  # numbers, integers, or tensors of inference mode
+        except (RuntimeError, AttributeError, ValueError):  # numbers, integers, or tensors of inference mode
             self.gradient.check_leaves(tree, i, self.backend)
             made = [
                 leaf if leaf is None else torch.as_tensor(leaf).detach().clone().requires_grad_() for leaf in leaves
@@ -215,6 +222,8 @@ class Engine:
 
     def _planned(self, key: Any, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> "_Plan":
         compose, trees = self.gradient.compose, self.backend.trees
+        for i in self.places:
+            self._check_dense(found[i], i)
         outputs, leaves = self.program.bind(compose(loss, aux, [found[i].tree for i in self.places]), arguments)
         # the gradients are the last of what grad_fn returns, or the first
         place = len(leaves) - sum(len(found[i].leaves) for i in self.places) if self.gradient.with_value else 0
@@ -228,6 +237,17 @@ class Engine:
         head = outputs.part(own, trees.flatten(compose(loss, aux, rest))[1])
         layout = Layout(outputs, given)
         return _Plan(key, layout, Routes(layout, self._given(given), self.gradient.scaled), [*given], own, head)
+
+    def _check_dense(self, leaves: "_Leaves", i: int) -> None:
+        """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
+        for place, leaf in enumerate(leaves.leaves):
+            if leaf is not None and leaf.layout is not torch.strided:
+                path = self._paths(self.backend.trees.unflatten(leaves.structure, leaves.leaves), i)[place]
+                raise FuncgaError(
+                    f"`{path}` is a sparse tensor {arrays.describe(leaf)}, and sums of gradients are dense, as "
+                    f"parameters have to be. Let the values be the parameter, and make the sparse tensor of them in "
+                    f"loss_fn: torch.sparse_coo_tensor(indices, values, shape)."
+                )
 
     def _leaves(self, loss: Any, aux: Any, found: "dict[int, _Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns, None where the gradient is added already."""
@@ -277,7 +297,7 @@ class _Leaves(NamedTuple):
         return detached(backend.trees.unflatten(self.structure, grads))
 
 
-_KIND = operator.attrgetter("shape", "dtype")
+_KIND = operator.attrgetter("shape", "dtype", "layout")
 _NOTHING = nullcontext()
 _NO_LEAVES: list[torch.Tensor] = []
 

@@ -11,7 +11,7 @@ from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
 from torch_backend.frozen import check_unfrozen
 from torch_backend.hooks import put_hooks
-from torch_backend.recording import is_constant, is_recorded, transforms
+from torch_backend.recording import is_constant, is_recorded, switched_off, transforms
 
 
 def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -53,7 +53,11 @@ def value_and_grad(
         originals = [leaf for leaf in leaves if leaf is not None]
         recorded = is_recorded() and not torch.compiler.is_compiling()
         transform = _recorded if recorded else torch.func.grad_and_value
-        grads, (loss, aux) = transform(of, has_aux=True)([*map(arrays.as_array, originals)])
+        try:
+            grads, (loss, aux) = transform(of, has_aux=True)([*map(arrays.as_array, originals)])
+        except RuntimeError as error:
+            _explain(error, (args, kwargs))
+            raise
         grads = trees.unflatten(structure, _spread(grads, present))
         if has_aux:
             aux_structure, fixed = others[0]
@@ -62,6 +66,19 @@ def value_and_grad(
         return loss, grads if isinstance(argnums, tuple) else grads[0]
 
     return value_first
+
+
+def _explain(error: RuntimeError, arguments: Any) -> None:
+    """Raises FuncgaError where torch says in words of its own what it does not take."""
+    if "requires_grad_()" in str(error) or "requires_grad flags" in str(error):
+        raise switched_off() from error
+    tensors = [leaf for leaf in trees.flatten(arguments)[0] if isinstance(leaf, torch.Tensor)]
+    if "strides" in str(error) and any(t.is_nested or t.layout is not torch.strided for t in tensors):
+        raise FuncgaError(
+            "an argument is a compressed sparse or a nested tensor, which torch.func does not take. Give it dense, as "
+            "x.to_sparse_coo(), or with layout=torch.jagged. As a micro-batch funcga.stream(grad_fn, weight=...) takes "
+            "it as it is."
+        ) from error
 
 
 def depends(loss: torch.Tensor) -> bool | None:

@@ -31,6 +31,18 @@ def check_module_and_loss(module: Any, loss_fn: Any, name: str) -> None:
         )
 
 
+def check_not_scripted(module: nn.Module) -> None:
+    """Raises FuncgaError for a module of TorchScript, or one inside, in which nobody can put other parameters."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            where = f"the part `{name}` of the module" if name else "the module"
+            raise FuncgaError(
+                f"{where} is one of TorchScript, whose parameters cannot be replaced by others for a pure loss. Use "
+                f"the module that it was made of; or torch_backend.module_value_and_grad(module, loss_fn), which runs "
+                f"on the module's own parameters."
+            )
+
+
 def check_not_wrapped(*modules: nn.Module) -> None:
     """Raises FuncgaError if a module, or one inside, is wrapped to reduce gradients: a pure loss bypasses that."""
     for module in modules if _distributed() else ():

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from funcga.errors import FuncgaError
+from funcga.gradients import uninitialised
 from funcga.prefixes import leaf_paths, outline
 from torch_backend import arrays, trees
 from torch_backend.placements import is_placed
@@ -100,6 +102,8 @@ def _dtype(tensor: torch.Tensor) -> str:
 def check_parameters(leaves: list[Any], params: Any) -> None:
     """Raises FuncgaError for what no optimizer can change: anything but tensors of floating point numbers, or None."""
     for place, leaf in enumerate(leaves):
+        if is_lazy(leaf):
+            raise uninitialised(leaf_paths(params, trees, "params")[place])
         if leaf is None or (isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
             continue
         path = leaf_paths(params, trees)[place]

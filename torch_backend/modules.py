@@ -15,7 +15,7 @@ from torch_backend.batch_norm import Watch, called
 from torch_backend.copies import copied
 from torch_backend.embeddings import bounded, check_unbounded, within_norm
 from torch_backend.frozen import check_none_frozen
-from torch_backend.guards import check_module_and_loss, check_not_wrapped
+from torch_backend.guards import check_module_and_loss, check_not_scripted, check_not_wrapped
 from torch_backend.visits import Visit, named, owners
 
 
@@ -69,6 +69,7 @@ def pure_loss(
     >>> model.load_state_dict(torch_backend.running_buffers(model, statistics), strict=False)
     """
     check_module_and_loss(module, loss_fn, "pure_loss")
+    check_not_scripted(module)
     check_not_wrapped(module)
     if buffers and statistics:
         raise FuncgaError(

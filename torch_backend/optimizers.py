@@ -142,6 +142,8 @@ class _Functions:
         copies = [leaf.clone().requires_grad_() for leaf in given.leaves]
         names = given.of(names_of(given.params)) if self.options.groups else []
         optimizer = self.options.build(copies, names, given.count)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            _check_sparse(given)
         closure = self._closure(optimizer, closure, given, copies)
         for copy, grad in zip(copies, self._gradients(optimizer, given, copies, owned), strict=True):
             copy.grad = grad
@@ -194,6 +196,14 @@ def _step_from(given: Given, optimizer: Optimizer, closure: Any) -> None:
         if closure is None:  # whose own it might be
             given.check_key(error.args[0], type(optimizer).__name__)
         raise
+
+
+def _check_sparse(given: Given) -> None:
+    if any(grad is not None and grad.layout is torch.strided for grad in given.grads):
+        raise FuncgaError(
+            "SparseAdam takes sparse gradients alone, and was given a dense one: what funcga sums, in accumulate, "
+            "stream and multi_steps, is dense. Use torch.optim.Adam; or give it the sparse gradients of a .backward()."
+        )
 
 
 def _step(optimizer: Optimizer, closure: Any) -> None:

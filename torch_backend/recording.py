@@ -10,6 +10,8 @@ import torch
 from torch._C import _functorch  # no public test for a running transform exists
 from torch.autograd import forward_ad
 
+from funcga.errors import FuncgaError
+
 _RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
 # How many losses are recorded in all threads: torch.compile guards a global, and no variable of a context. It may be
 # that of another thread: then what is compiled has a graph that nobody needs, and the same numbers.
@@ -48,3 +50,11 @@ def in_forward_mode() -> bool:
 def is_constant(loss: torch.Tensor) -> bool:
     """Whether a loss without a gradient is a number other than 0: that is one of a batch that is masked whole."""
     return abs(loss.detach().item()) > 0
+
+
+def switched_off() -> FuncgaError:
+    """The error for a loss that changes what its own gradient is taken with respect to."""
+    return FuncgaError(
+        "loss_fn calls requires_grad_() on a parameter that it is given, whose gradient is being taken. Leave what is "
+        "frozen out of the parameters, as a pure_loss allows; or use p.detach() in loss_fn."
+    )

@@ -1,0 +1,206 @@
+"""Tensors, modules and transforms that torch has and a fold cannot take: told in words that say what to write."""
+
+import pytest
+import torch
+from torch import nn
+
+import funcga
+import torch_backend
+
+X = torch.arange(18.0).reshape(6, 3)
+W = {"w": torch.tensor([1.0, 2.0, 3.0])}
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support is in beta", "ignore:.*nested tensors is in prototype", "ignore:.*torch.jit"
+)
+
+
+def steps_of(gradient):
+    return {
+        "accumulate": funcga.accumulate(gradient, 2),
+        "one micro-batch": funcga.accumulate(gradient, 1),
+        "stream": lambda params, *batch: funcga.stream(gradient)(params, [batch, batch]),
+    }
+
+
+def refusal(call):
+    with pytest.raises(funcga.FuncgaError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", steps_of(min))
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_parameters(way, layout):
+    params = {"w": torch.eye(3).to_sparse(layout=layout)}
+    gradient = funcga.value_and_grad(lambda p, x: (p["w"] @ x.T).sum())
+    assert refusal(lambda: steps_of(gradient)[way](params, X)) == (
+        "`p['w']` is a sparse tensor float32[3, 3], and sums of gradients are dense, as parameters have to be. Let the "
+        "values be the parameter, and make the sparse tensor of them in loss_fn: torch.sparse_coo_tensor(indices, "
+        "values, shape)."
+    )
+
+
+def test_sparse_parameters_the_other_way():
+    """What the refusal says works."""
+    indices = torch.tensor([[0, 1, 2], [0, 1, 2]])
+    loss = lambda p, x: torch.sparse.mm(
+        torch.sparse_coo_tensor(indices, p["w"], (3, 3), check_invariants=True), x.T
+    ).mean()
+    got = funcga.accumulate(funcga.grad(loss), 2)(W, X)
+    torch.testing.assert_close(got["w"], X.mean(0) / 3)
+
+
+def test_a_dense_parameter_and_then_a_sparse_one():
+    step = funcga.accumulate(funcga.grad(lambda p, x: (p["w"] @ x.T).sum()), 2)
+    step({"w": torch.eye(3)}, X)
+    assert "is a sparse tensor" in refusal(lambda: step({"w": torch.eye(3).to_sparse()}, X))
+
+
+BATCHES = {
+    "a sparse tensor, float32[6, 3]": lambda: X.to_sparse(),
+    "a sparse tensor, float32[6, 3] ": lambda: X.to_sparse_csr(),
+    "a nested tensor": lambda: torch.nested.nested_tensor([X[:2], X[2:]], layout=torch.jagged),
+}
+
+
+def of_rows(params, x):
+    rows = x.unbind() if x.is_nested else [x.to_dense()]
+    return sum((part @ params["w"]).sum() for part in rows)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_without_rows_to_cut(kind):
+    batch = BATCHES[kind]()
+    for gradient in (funcga.grad(of_rows), torch.func.grad(of_rows)):
+        message = refusal(lambda gradient=gradient: funcga.accumulate(gradient, 2)(W, batch))
+        assert message.startswith(f"`x` is {kind.strip()}")
+        assert message.endswith(
+            "of which rows cannot be cut. Give it dense and padded; or cut it yourself, and stream the micro-batches: "
+            "funcga.stream(grad_fn)(params, microbatches)."
+        )
+    streamed = funcga.stream(funcga.grad(of_rows))(W, [batch, batch])
+    torch.testing.assert_close(streamed["w"], X.sum(0))
+
+
+def test_a_batch_without_a_shape():
+    batch = torch.nested.nested_tensor([X[:2], X[2:]])
+    expected = (
+        "`x` is float32[?], a tensor without a shape, so its rows cannot be counted. Give it dense and padded, or with "
+        "layout=torch.jagged; or stream micro-batches, with weight=."
+    )
+    assert refusal(lambda: funcga.accumulate(funcga.grad(of_rows), 2)(W, batch)) == expected
+    assert refusal(lambda: funcga.stream(funcga.grad(of_rows))(W, [batch])) == expected
+    streamed = funcga.stream(funcga.grad(of_rows), weight=lambda x: 2)(W, [batch])
+    torch.testing.assert_close(streamed["w"], X.sum(0))
+
+
+@pytest.mark.parametrize("make", [lambda: X.to_sparse_csr(), lambda: torch.nested.nested_tensor([X[:2], X[2:]])])
+def test_what_torch_func_does_not_take(make):
+    assert refusal(lambda: funcga.grad(of_rows)(W, make())) == (
+        "an argument is a compressed sparse or a nested tensor, which torch.func does not take. Give it dense, as "
+        "x.to_sparse_coo(), or with layout=torch.jagged. As a micro-batch funcga.stream(grad_fn, weight=...) takes it "
+        "as it is."
+    )
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, X)])
+def test_modules_of_torchscript(make):
+    module = make(nn.Linear(3, 1))
+    rest = (
+        "is one of TorchScript, whose parameters cannot be replaced by others for a pure loss. Use the module that it "
+        "was made of; or torch_backend.module_value_and_grad(module, loss_fn), which runs on the module's own "
+        "parameters."
+    )
+    loss = lambda m, x: m(x).mean()
+    assert refusal(lambda: torch_backend.pure_loss(module, loss)) == f"the module {rest}"
+    inside = nn.Sequential(nn.Tanh(), module)
+    assert refusal(lambda: torch_backend.pure_loss(inside, loss)) == f"the part `1` of the module {rest}"
+    _, grads = funcga.accumulate(torch_backend.module_value_and_grad(module, loss), 2)(X)
+    torch.testing.assert_close(grads["weight"][0], X.mean(0))
+
+
+def test_lazy_modules():
+    module = nn.Sequential(nn.LazyLinear(1))
+    params, loss = dict(module.named_parameters()), torch_backend.pure_loss(module, lambda m, x: m(x).mean())
+    tx = torch_backend.from_optimizer(torch.optim.SGD, lr=0.1)
+    for call in (
+        lambda: funcga.accumulate(funcga.grad(loss), 2)(params, X),
+        lambda: funcga.stream(funcga.grad(loss))(params, [X]),
+        lambda: funcga.grad(loss)(params, X),
+        lambda: tx.init(params),
+        lambda: funcga.multi_steps(tx, 2).init(params),
+    ):
+        assert refusal(call) == (
+            "`params['0.weight']` has no shape yet: it belongs to a lazy module, which makes its parameters when it "
+            "first runs. Run it once before: with torch.no_grad(): module(x)."
+        )
+    with torch.no_grad():
+        module(X)
+    got = funcga.accumulate(funcga.grad(loss), 2)(dict(module.named_parameters()), X)
+    torch.testing.assert_close(got["0.weight"][0], X.mean(0))
+
+
+def freezes(params, x):
+    params["w"].requires_grad_(False)
+    return (x @ params["w"]).sum() + params["b"].sum()
+
+
+def freezes_in_a_module(module, x):
+    module.requires_grad_(False)
+    return module(x).sum()
+
+
+@pytest.mark.parametrize("way", [*steps_of(min), "alone", "inside"])
+@pytest.mark.parametrize("kind", ["arguments", "module"])
+def test_requires_grad_inside_of_a_loss(way, kind):
+    module = nn.Linear(3, 1)
+    params = {**W, "b": torch.ones(1)} if kind == "arguments" else dict(module.named_parameters())
+    loss = freezes if kind == "arguments" else torch_backend.pure_loss(module, freezes_in_a_module)
+    gradient = funcga.grad(loss)
+    inside = funcga.accumulate(funcga.grad(lambda p, x: sum(g.sum() for g in gradient(p, x).values())), 1)
+    step = {**steps_of(gradient), "alone": gradient, "inside": inside}[way]
+    assert refusal(lambda: step(params, X)) == (
+        "loss_fn calls requires_grad_() on a parameter that it is given, whose gradient is being taken. Leave what is "
+        "frozen out of the parameters, as a pure_loss allows; or use p.detach() in loss_fn."
+    )
+    assert module.weight.requires_grad
+
+
+class OfTorchOpt:
+    """A transform whose update takes its parameters by name, and writes to the gradients unless it is told not to."""
+
+    def init(self, params):
+        return ()
+
+    def update(self, updates, state, *, params=None, inplace=True):
+        for update in updates.values():
+            update.mul_(-1) if inplace else None
+        return updates if inplace else {key: -update for key, update in updates.items()}, state
+
+
+def test_transforms_that_are_called_in_another_way():
+    tx = OfTorchOpt()
+    assert refusal(lambda: funcga.multi_steps(tx, 2)) == (
+        "tx.update is not called as update(grads, state, params): too many positional arguments. Adapt it: (tx.init, "
+        "lambda grads, state, params: tx.update(grads, state, params=params, inplace=False))."
+    )
+    adapted = (tx.init, lambda grads, state, params: tx.update(grads, state, params=params, inplace=False))
+    multi = funcga.multi_steps(adapted, 1)
+    updates, _ = multi.update(W, multi.init(W), W)
+    assert updates["w"].tolist() == [-1, -2, -3]
+
+
+def test_sparse_adam_and_dense_sums():
+    params = {"w": torch.ones(2, 2)}
+    tx = torch_backend.from_optimizer(torch.optim.SparseAdam, lr=0.1)
+    multi = funcga.multi_steps(tx, 1)
+    sparse = {"w": torch.eye(2).to_sparse()}
+    expected = (
+        "SparseAdam takes sparse gradients alone, and was given a dense one: what funcga sums, in accumulate, stream "
+        "and multi_steps, is dense. Use torch.optim.Adam; or give it the sparse gradients of a .backward()."
+    )
+    assert refusal(lambda: multi.update(sparse, multi.init(params), params)) == expected
+    assert refusal(lambda: tx.update(params, tx.init(params), params)) == expected
+    updates, _ = tx.update(sparse, tx.init(params), params)
+    torch.testing.assert_close(updates["w"], -0.1 * torch.eye(2))
