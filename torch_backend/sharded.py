@@ -192,7 +192,14 @@ class FSDP2(Plain):
 
     @contextmanager
     def steering(self) -> Iterator[None]:
-        """Synchronises, whatever the user has set."""
+        """Synchronises, whatever the user has set, and what one replica alone has used too, if torch can do that."""
+        unused = "reduce_scatter_unused_params"
+        groups = [group for group in self._groups() if hasattr(group, unused)]
+        with flagged(groups, unused, True), self._synchronised():
+            yield
+
+    @contextmanager
+    def _synchronised(self) -> Iterator[None]:
         flags = [(group, group.reduce_grads, group.all_reduce_grads) for group in self._groups()]
         ends = [m._get_fsdp_state()._state_ctx.is_last_backward for m in self.inner]
         self._require(True, True, True)
