@@ -49,8 +49,9 @@ def module_value_and_grad(
     write to them as in any loop. Called by itself, f is one micro-batch, synchronised.
 
     Every replica needs a micro-batch; with FSDP, whose forward passes communicate, and with sync="every", all need
-    equally many. A stream holds one micro-batch more than otherwise, as it looks for the last. The weight is the
-    cotangent of a micro-batch's loss, which a loss in float16 may not hold: return it in float32.
+    equally many: one with fewer rows than n runs passes that add nothing, which a stream cannot. A stream holds one
+    micro-batch more than otherwise, as it looks for the last. The weight is the cotangent of a micro-batch's loss,
+    which a loss in float16 may not hold: return it in float32.
     Raises FuncgaError for folds that are no sums, 16-bit sums where the fold promises 32, and what a wrapper cannot do.
 
     >>> model = nn.parallel.DistributedDataParallel(model)
