@@ -35,11 +35,11 @@ def verify(
     loss is. The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
     "wrong weight", "weight not additive", "divided by n", "regulariser", "other normaliser", "batch statistics",
     "in-batch negatives", "coupled rows", "row order", "randomness", "state", "per-example output", "params unused",
-    "by steps", "wrong gradient" where one by torch.func is another, "small remainder" for what is exact but for less
-    than 1e-5, such as an epsilon in a count, and "not decomposable" where none of them explains what was seen. A note
-    tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss is divided by a number
-    which equals n, maybe by chance, that its value alone differs by less than 1e-5, that every gradient is as small as
-    rounding, or that there are none.
+    "by steps", "wrong gradient" where one by torch.func is another, "first-order step", "small remainder" for what is
+    exact but for less than 1e-5, such as an epsilon in a count, and "not decomposable" where none of them explains what
+    was seen. A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss is
+    divided by a number which equals n, maybe by chance, that its value alone differs by less than 1e-5, that every
+    gradient is as small as rounding, or that there are none.
 
     A difference is relative to the largest of what was added up to a leaf, plus a thousandth of the largest of all
     leaves, plus a floor; up to 1e-9 is rounding, in float64. Where a loss computes in float32 it is 1e-4, plus a tenth;

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -17,6 +17,11 @@ def precision(dtype: str) -> Iterator[None]:
     """A context in which arrays of this dtype exist and are computed with in all of their bits."""
     with jax.enable_x64(dtype == "float64" or _has_x64()), jax.default_matmul_precision("highest"):
         yield
+
+
+def differentiated() -> AbstractContextManager[Any]:
+    """A context in which steps keep the graph of what they return, as inside of a loss that is differentiated."""
+    return nullcontext()  # what they return can always be differentiated
 
 
 def _has_x64() -> bool:

@@ -344,6 +344,22 @@ def unused_torch(kit):
     return funcga.value_and_grad(lambda p, x, y: F.mse_loss(F.linear(x, *own.values())[:, 0], y)), args, {}
 
 
+def after_a_step(params, x, y):
+    """The loss after one step on other rows."""
+    rows = torch.linspace(-1, 1, 12, dtype=x.dtype).reshape(4, 3)
+    grads = funcga.accumulate(funcga.grad(regression), 2)(params, rows, rows.sum(1))
+    return regression({key: p - 0.1 * grads[key] for key, p in params.items()}, x, y)
+
+
+def by_autograd(loss):
+    def gradient(params, x, y):
+        own = {key: p.detach().requires_grad_() for key, p in params.items()}
+        value = loss(own, x, y)
+        return value.detach(), dict(zip(own, torch.autograd.grad(value, list(own.values())), strict=True))
+
+    return gradient
+
+
 def unused_jax(kit):
     own = kit.arrays({"w": np.ones((3, 4), "float32"), "v": np.ones(4, "float32")})
     return two_args(lambda p, x, y: regression({k: v.astype(x.dtype) for k, v in own.items()}, x, y))(kit)
@@ -499,6 +515,7 @@ MISTAKES = {
     "/ n of gradients": ((TORCH,), two_args(hand_divided, N4, grad=lambda f: f), ["divided by n"], "drop `/ accumulation_steps`"),
     "/ n, summed": ((TORCH,), two_args(divided_by_global, {"n": 4, **SUM}), ["divided by n"], "fold=funcga.mean(), the default"),
     "a loss of other parameters": ((TORCH,), unused_torch, ["params unused"], "torch_backend.pure_loss"),
+    "a step by autograd": ((TORCH,), two_args(after_a_step, grad=by_autograd), ["first-order step"], "funcga.grad(outer_loss)"),
     "a loss of other parameters, JAX": ((JAX,), unused_jax, ["params unused"], "use the argument"),
     "outputs of examples": ((TORCH,), per_example, ["per-example output"], "funcga.concat()"),
     "a sum among the metrics": ((TORCH,), summed_metric, ["sum under mean"], "fold=funcga.sum()"),
@@ -724,6 +741,9 @@ def tied(params, x, y):
 
 RIGHT = {
     "mean": (BOTH, two_args(regression)),
+    "a step in a loss": ((TORCH,), two_args(after_a_step)),
+    "a step in a loss, torch.func": ((TORCH,), two_args(after_a_step, grad=torch.func.grad_and_value)),
+    "by autograd": ((TORCH,), two_args(regression, grad=by_autograd)),
     "sum": ((TORCH,), two_args(regression_sum, SUM)),
     "token sum": (BOTH, case(token_sum, **COUNTED)),
     "token mean": ((TORCH,), case(token_mean, weight=count_mask)),

@@ -105,8 +105,8 @@ class Engine:
             if last and self.reduction is not None and self.reduction.overlaps:
                 self.reduction.announce(weight, steps=1)
                 ready = self.reduction.ready
-            arrivals = None if self.gradient.reached else self._arrivals(found)
             try:
+                arrivals = None if self.gradient.reached else self._arrivals(found)
                 with recording_loss():  # as checkpoints run parts of the loss again, with the parameters in the module
                     self.backward(differentiated, weight, moving, ready, self.any_group.heard)
             except RuntimeError as error:

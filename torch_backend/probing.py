@@ -10,11 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_backend import arrays, trees
 from torch_backend.guards import modules_in
+from torch_backend.recording import recording_loss
 
 
 def precision(dtype: str) -> AbstractContextManager[Any]:
     """A context in which arrays of this dtype exist and are computed with in all of their bits."""
     return nullcontext()  # on the CPU they always are
+
+
+def differentiated() -> AbstractContextManager[Any]:
+    """A context in which steps keep the graph of what they return, as inside of a loss that is differentiated."""
+    return recording_loss()
 
 
 def take(array: torch.Tensor, axis: int, rows: Sequence[int]) -> torch.Tensor:

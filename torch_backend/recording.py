@@ -3,6 +3,7 @@
 Only torch has this file: every transform of JAX shows in the types of what it traces.
 """
 
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +19,7 @@ _RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
 _recordings = 0
 
 
-class recording_loss:  # noqa: N801 - a context, as torch.no_grad
+class recording_loss(AbstractContextManager[None]):  # noqa: N801 - a context, as torch.no_grad
     """A context in which autograd records a loss, or runs parts of it again: steps inside of it are differentiated."""
 
     def __enter__(self) -> None:

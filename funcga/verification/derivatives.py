@@ -5,6 +5,7 @@ computed once more, by the framework's own transform; where the two differ, diff
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,33 @@ def differentiated_wrongly(probe: Probe, limit: Limit) -> list[Cause]:
             f"of the loss agree",
         )
     ]
+
+
+def first_order(probe: Probe, whole: Sequence[Any], limit: Limit) -> list[Cause]:
+    """A function that differentiates through a step by itself, for which its results have no graph."""
+    if isinstance(probe.program.grad_fn, GradientFunction) or probe.backend.name == "jax":
+        return []  # which see the derivative of a step
+    try:
+        with probe.own.differentiated():
+            after = probe.numbers(probe.program.grad_fn(*probe.gathered(probe.every), **probe.kwargs))
+    except Exception:  # which it is not made for
+        return []
+    for path, x, y in zip(probe.paths, whole, after, strict=True):
+        if x is None or x.shape != y.shape:
+            continue
+        scale, apart = np.abs(y).max(initial=0), np.abs(x - y).max(initial=0)
+        if apart > 1e3 * limit.relative * scale:
+            return [
+                Cause(
+                    "first-order step",
+                    "A step of funcga's inside of grad_fn is taken for a constant: the results of accumulate and "
+                    "stream have no graph, so torch.autograd.grad and .backward() do not see their derivative.",
+                    "funcga.grad(outer_loss), with the step in outer_loss, in place of torch.autograd.grad",
+                    f"{path} differs by {apart / scale:.2g} of its largest element from what it is with that "
+                    f"derivative",
+                )
+            ]
+    return []
 
 
 def _gradient(probe: Probe, grad_fn: GradientFunction, output: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from funcga.errors import FuncgaError
 from funcga.gradients import GradientFunction, OwningGradient
 from funcga.prefixes import leaf_paths
 from funcga.program import Program, check_callable, check_count
-from funcga.verification.derivatives import differentiated_wrongly
+from funcga.verification.derivatives import differentiated_wrongly, first_order
 from funcga.verification.diagnosis import diagnose
 from funcga.verification.inspection import divided, has_gradients, per_example, unused
 from funcga.verification.magnitude import fitted
@@ -149,6 +149,7 @@ def _verdict(probe: Probe, ns: Sequence[int], n: int | None, seed: int, notes: l
     if found:
         probe = _replaced(probe, fold=folds)
     causes += unused(probe)
+    causes += first_order(probe, whole, limit)
     splits = compare(probe, ns, limit, parts)
     why, remainder = without_remainder(probe, splits, diagnose(probe, splits, seen, limit, random), limit)
     late = None if why else written_later(probe, whole, limit)
