@@ -3,6 +3,7 @@
 Only JAX has this file: in torch a gradient is added where autograd has put it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,13 @@ def typed(array: jax.Array, aval: Any) -> jax.Array:
     if now.sharding != aval.sharding and not aval.sharding.mesh.empty:
         array = jax.sharding.reshard(array, aval.sharding)  # type: ignore[no-untyped-call]
     return as_varying(array, tuple(varying_axes(aval)))
+
+
+def alike(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """The parts of one array sharded as that of them which is sharded over the fewest Explicit axes."""
+    types: list[Any] = [jax.typeof(part) for part in parts]
+    least = min(types, key=lambda aval: sum(entry is not None for entry in aval.sharding.spec))
+    return [typed(part, least) for part in parts]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The facts about arrays of this framework that the mathematics needs."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.export import is_symbolic_dim
+from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga.tally import two_sum
 
@@ -80,7 +82,23 @@ def cast(array: Any, dtype: Any) -> Any:
 
 def slice(array: Any, axis: int, start: Any, size: int) -> jax.Array:
     """`size` rows from `start` on, along an axis."""
-    return lax.dynamic_slice_in_dim(jnp.asarray(array), start, size, axis)
+    return lax.dynamic_slice_in_dim(_gathered(jnp.asarray(array), axis, size), start, size, axis)
+
+
+def _gathered(array: jax.Array, axis: int, size: int) -> jax.Array:
+    """The array whole along an axis, if that is an Explicit one that so many rows cannot be sharded over."""
+    sharding: Any = jax.typeof(array).sharding
+    names = sharding.spec[axis] if any(sharding.spec) else None
+    if (
+        names is None
+        or size % prod(sharding.mesh.shape[n] for n in (names if isinstance(names, tuple) else (names,))) == 0
+    ):
+        return array
+    entries = [*sharding.spec]
+    entries[axis] = None
+    spec: Any = PartitionSpec(*entries)  # type: ignore[no-untyped-call]
+    whole: jax.Array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))  # type: ignore[no-untyped-call]
+    return whole
 
 
 def scalar(weight: Any) -> Any:

@@ -78,10 +78,9 @@ def in_order(
 def _joined(blocks: int, found: Sequence[tuple[int, int]], axis: int, column: Sequence[jax.Array]) -> jax.Array:
     parts = []
     for array, (count, size) in zip(column, found, strict=True):
-        apart = jnp.moveaxis(_reshaped(array, axis, (count, blocks, size // blocks)), axis + 1, axis)
-        parts.append(apart.reshape(*apart.shape[: axis + 1], -1, *apart.shape[axis + 3 :]))
-    joined = jnp.concatenate(parts, axis=axis + 1)
-    return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+        apart = jnp.moveaxis(_apart(array, axis, (count, blocks, size // blocks)), axis + 1, axis)
+        parts.append(joined(apart, axis + 1))
+    return joined(jnp.concatenate(parts, axis=axis + 1), axis)
 
 
 def joined(array: jax.Array, axis: int) -> jax.Array:
@@ -92,6 +91,17 @@ def joined(array: jax.Array, axis: int) -> jax.Array:
         return array.reshape(sizes)
     spec: Any = PartitionSpec(*sharding.spec[:axis], *sharding.spec[axis + 1 :])  # type: ignore[no-untyped-call]
     return lax.reshape(array, sizes, out_sharding=NamedSharding(sharding.mesh, spec))
+
+
+def _apart(array: jax.Array, axis: int, sizes: tuple[int, int, int]) -> jax.Array:
+    """The array with an axis as three, of which the second one is sharded as that was."""
+    sharding: Any = jax.typeof(array).sharding
+    if not any(sharding.spec):
+        return _reshaped(array, axis, sizes)
+    before, own, after = sharding.spec[:axis], sharding.spec[axis], sharding.spec[axis + 1 :]
+    spec: Any = PartitionSpec(*before, None, own, None, *after)  # type: ignore[no-untyped-call]
+    whole = (*array.shape[:axis], *sizes, *array.shape[axis + 1 :])
+    return lax.reshape(array, whole, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
 def _reshaped(array: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:

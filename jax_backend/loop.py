@@ -386,7 +386,7 @@ def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]]
     """
     reduced, total, state = carry
     collected = [
-        jnp.concatenate(column, axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
+        jnp.concatenate(accumulators.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
     ]
     if replicas is not None:

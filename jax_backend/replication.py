@@ -202,7 +202,8 @@ def _in(arg: Any) -> bool:
 def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Any:
     """The array, resharded where the axis is an Explicit one and the types would have to agree."""
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
-    if not set(names) & set(explicit):
+    names = tuple(name for name in names if name in explicit)
+    if not names:
         return leaf
     now = jax.typeof(leaf).sharding
     before = tuple(now.spec) if now.mesh.axis_names == mesh.axis_names else ()

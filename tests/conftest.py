@@ -20,7 +20,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 LONGEST = (
     "parity", "multi_steps_jax", "examples", "replicas_jax", "torch_backend", "laws", "accumulation", "replicas", "verification",
     "wrapped", "bridge", "training", "jax_backend", "replication_jax", "modules", "recipes", "multi_steps_replicas_jax", "engine",
-    "placements", "architecture", "fitting", "teeth",
+    "placements", "architecture", "fitting", "teeth", "sharded_jax", "fuzz_mesh", "processes_jax", "export_jax",
 )  # fmt: skip
 
 # The files that compare to the bit what several programs have rounded. In all others LLVM does not optimise what XLA has

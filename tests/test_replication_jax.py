@@ -426,3 +426,14 @@ def test_order_that_counts_is_kept():
         lambda s, x: (x.mean(), x[0]), 6, in_axes=(funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry())
     )
     np.testing.assert_array_equal(step(jnp.zeros(5), batch)[1], whole[40])
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
+def test_replicas_over_axes_of_both_kinds(kinds):
+    params, batch, loss = regression()
+    names = ("data", "model")
+    on = jax.make_mesh((2, 2), names, axis_types=kinds)
+    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=names), on, axis=names)
+    full = jax.value_and_grad(loss)(params, *batch)
+    assert difference(JAX, step(params, *batch), full) <= LIMITS["float32"]
+    assert difference(JAX, jax.jit(step)(params, *batch), full) <= LIMITS["float32"]

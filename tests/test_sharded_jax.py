@@ -172,6 +172,19 @@ def test_every_fold(kinds, is_set):
     check_lies_as(found[2], params)
 
 
+@pytest.mark.parametrize("n", [3, 5])
+@pytest.mark.parametrize("kinds", ["explicit", "mixed"])
+def test_rows_that_are_collected(kinds, n):
+    """In the order of the batch, whether a micro-batch has rows of every device (8 of 24) or cannot have (5)."""
+    mesh, (_, rows) = over(kinds), arrays()
+    step = funcga.accumulate(lambda p, x: (x.T * p, x.mean()), n, fold=(funcga.concat(1), funcga.mean()))
+    for spec in (P("data", "model"), P(("data", "model"))):
+        x = jax.device_put(rows, NamedSharding(mesh, spec))
+        for found in (step(jnp.float32(2), x), jax.jit(step)(jnp.float32(2), x)):
+            np.testing.assert_array_equal(found[0], rows.T * 2)
+            np.testing.assert_allclose(found[1], rows.mean(), rtol=1e-5)
+
+
 # -- stream
 
 
