@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 
 import funcga
 import torch_backend
+from torch_backend import modules
 
 CASES = int(os.environ.get("FUNCGA_FUZZ", "200"))
 WIDTH = 3
@@ -54,7 +55,7 @@ class Writes(nn.Module):
             self.nothing = self.tail.data * 2
         elif way == "scaled":
             self.state.mul_(2).add_(0.1)
-        return y
+        return y + self.tail.detach().clone() - 3 * self.state.detach().clone()[1:]
 
 
 class Rows(nn.Module):
@@ -312,6 +313,24 @@ def by_hand_of_part(part, params, rows):
     if not any(p.requires_grad for p in part.parameters()):
         part.requires_grad_(True)
     return by_hand(part, params, rows, [len(a) for a, _ in rows], False)
+
+
+WRONG = {
+    "buffers are not copied": lambda values: {key: value for key, (_, value) in values.items()},
+    "buffers come apart": lambda values: {key: value.detach().clone() for key, (_, value) in values.items()},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_copies_of_buffers_are_found(wrong, monkeypatch):
+    monkeypatch.setattr(modules, "copied", WRONG[wrong])
+    failures = 0
+    for seed in range(60):
+        try:
+            test_a_pure_loss_is_the_loop_by_hand(seed)
+        except (AssertionError, RuntimeError):  # torch.func refuses to write to what is no copy
+            failures += 1
+    assert failures
 
 
 def test_the_loop_by_hand_is_not_blind():
