@@ -108,14 +108,14 @@ def hooked(module, dice):
 
 
 def gradients_by_hand(module, loss, pieces):
-    """What .backward() of each micro-batch leaves in the module's own parameters, zeros where it leaves nothing."""
+    """What .backward() of each micro-batch leaves in the module's own parameters, None where it leaves nothing."""
     found = []
     for piece in pieces:
         module.zero_grad()
         value = loss(module, *piece)
         if value.requires_grad:
             value.backward()
-        found.append({k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in module.named_parameters()})
+        found.append({name: p.grad for name, p in module.named_parameters()})
     module.zero_grad()
     return found
 
@@ -160,14 +160,21 @@ def recomputing_losses(dice):
     given = dict(dice.sample([*params.items()], dice.randint(1, len(params)))) if dice.random() < 0.3 else params
     gradient = funcga.grad(pure_loss(module, loss))
     options = {"fold": getattr(funcga, fold)(), "weight": weigh}
-    if dice.random() < 0.5:
-        result = funcga.accumulate(gradient, n, **options)(given, x, weights)
-    else:
-        result = funcga.stream(gradient, **options)(given, pieces)
+    reached = any(g[k] is not None for g, number in zip(found, numbers, strict=True) for k in given if number)
+    try:
+        if dice.random() < 0.5:
+            result = funcga.accumulate(gradient, n, **options)(given, x, weights)
+        else:
+            result = funcga.stream(gradient, **options)(given, pieces)
+    except funcga.FuncgaError as error:
+        if reached or "the loss does not depend on `params`" not in str(error):
+            raise
+        return
 
     assert result.keys() == given.keys()
     for name, value in result.items():
-        expected = folded_by_hand(fold, [gradients[name] for gradients in found], numbers)
+        gradients = [torch.zeros_like(params[name]) if g[name] is None else g[name] for g in found]
+        expected = folded_by_hand(fold, gradients, numbers)
         own = torch.stack([*value]) if fold == "moments" else value
         torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-12, msg=lambda text, k=name: f"{k}: {text}")
     assert all(p.grad is None for p in module.parameters())

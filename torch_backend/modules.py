@@ -29,7 +29,8 @@ def pure_loss(
     loss_fn: `loss_fn(module, *batch)` returns a scalar, or (scalar, aux) for has_aux=True.
     params: `{name: tensor}` as `dict(module.named_parameters())`, or `torch_backend.trainable(module)` where some are
         frozen; those that are not given are the module's own. A parameter that the module uses under several names,
-        tied, has one of them.
+        tied, has one of them. What is left out and requires grad is recorded, as in a loop by hand; frozen by
+        requires_grad_(False), its activations are not kept.
     buffers: False, and every call sees the module's own buffers, while what it writes to them, as BatchNorm does its
         running statistics, is dropped. True, and they are an argument and a result:
         `loss(params, buffers, *batch) -> (loss, buffers)`, or `(loss, (aux, buffers))`; `{name: tensor}` as
