@@ -451,8 +451,8 @@ def causal(kit):
 
 
 def cut_off(params, x, y):
-    """As a step in a loss is where it does not know that it is differentiated: outside of torch.func."""
-    inner = params if torch_backend.arrays.in_transform() else {k: p.detach() for k, p in params.items()}
+    """As a step in a loss that would not know that it is differentiated outside of torch.func."""
+    inner = params if torch_backend.arrays.transforms() else {k: p.detach() for k, p in params.items()}
     return regression(params, x, y) + 0.5 * regression(inner, x, y)
 
 

@@ -35,11 +35,10 @@ def differentiated_wrongly(probe: Probe, limit: Limit) -> list[Cause]:
     return [
         Cause(
             "wrong gradient",
-            "The gradient of the loss misses a part of it, in a micro-batch as in the whole batch: something inside of "
-            "the loss is cut off from the graph, as the result of a step, of .backward(), or of torch.autograd.grad "
-            "without create_graph=True is.",
+            "The gradient misses a part of the loss, in a micro-batch as in the whole batch: something inside of the "
+            "loss takes itself out of the graph, as what calls .detach() or .backward() outside of torch.func does.",
             "torch.func.grad_and_value(loss_fn) in place of funcga.value_and_grad(loss_fn), which gives the gradients "
-            "first; or torch.func.grad inside of the loss",
+            "first",
             f"the gradient of the whole batch differs by {worst:.1e} from that of torch.func, with which differences "
             f"of the loss agree",
         )
