@@ -237,8 +237,13 @@ class Transforms(Protocol):
         """A transform of funcga's in the type that the framework's own combinators take."""
         ...
 
-    def when(self, predicate: Any, emit: Callable[..., Any], state: Tree, operands: Tree, like: Tree) -> Any:
-        """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state."""
+    def when(
+        self, predicate: Any, emit: Callable[..., Any], state: Tree, operands: Tree, like: Tree, donate: bool = False
+    ) -> Any:
+        """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
+
+        `donate`: the zeros need no memory, and then are not to be written to.
+        """
         ...
 
     def finite(self, leaves: list[Any]) -> Any:

@@ -66,7 +66,8 @@ def multi_steps(
         at every call.)
     donate: in torch, use the memory of the state that is passed in for the one that is returned, as
         jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. To use it all the same
-        is not noticed. After an error in tx what was folded is there again, to rounding.
+        is not noticed. After an error in tx what was folded is there again, to rounding. Updates of a window that is
+        not full, zeros, take no memory either: read them, and write to none in place.
 
     Gradients are accumulated in at least float32. What tx sees, gradients and params, has floats of less than 32 bits
     as float32, and so have its state and the updates. Raises FuncgaError for bad input; the state given is then as good
@@ -158,7 +159,9 @@ class _Steps:
         state = state._replace(window=opened.closed(self._replicas(backend)))
         emit = partial(self._emitted, backend, leaves, self.donate or opened.fresh, True)
         like = params if params is not None else grads
-        return backend.transforms.when(full, emit, state, (params, extra), like)  # type: ignore[no-any-return]
+        return backend.transforms.when(  # type: ignore[no-any-return]
+            full, emit, state, (params, extra), like, self.donate
+        )
 
     def accumulate(self, grads: Any, state: MultiStepsState, weight: Any) -> MultiStepsState:
         """The state with one more micro-batch in its window."""

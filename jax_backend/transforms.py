@@ -55,8 +55,11 @@ def _optax_type(base: Any) -> Any:
     return type("MultiSteps", (MultiSteps, base), {"__doc__": MultiSteps.__doc__, "__slots__": ()})
 
 
-def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, like: Any) -> Any:
-    """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state."""
+def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, like: Any, donate: bool = False) -> Any:
+    """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
+
+    `donate` is for torch: here the program that calls it says what it gives away.
+    """
     if not isinstance(predicate, jax.core.Tracer):
         return emit(state, operands) if predicate else (_nothing(emit, state, operands, like), state)
     leaves, structure = jax.tree.flatten(operands)

@@ -50,22 +50,34 @@ def exported(made: Any) -> Any:
     return made
 
 
-def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, like: Any) -> Any:
-    """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state."""
+def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, like: Any, donate: bool = False) -> Any:
+    """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
+
+    Zeros are like other updates in memory of their own. Where memory is donated, to save it, they are views of a 0.
+    """
     if predicate:
         return emit(state, operands)
     leaves, structure = trees.flatten(like)
-    return trees.unflatten(structure, [_zeros(leaf) for leaf in leaves]), state
+    zeros = _views_of_zero if donate else _zeros
+    return trees.unflatten(structure, [zeros(leaf) if arrays.is_array(leaf) else leaf for leaf in leaves]), state
 
 
-def _zeros(like: Any) -> Any:
-    """Zeros in the shape of updates, in memory of their own: the caller may write to them, as to other updates."""
-    if not arrays.is_array(like):
-        return like
-    dtype = arrays.accumulator_dtype(like.dtype) if arrays.kind(like.dtype) in ("float", "complex") else like.dtype
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    """Zeros in the shape of an update."""
     if like.layout is not torch.strided:
-        return torch.zeros(like.shape, dtype=dtype, device=like.device)
-    return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return torch.zeros(like.shape, dtype=_dtype_of_update(like), device=like.device)
+    return torch.zeros_like(like, dtype=_dtype_of_update(like), requires_grad=False)
+
+
+def _views_of_zero(like: torch.Tensor) -> torch.Tensor:
+    """The same without memory for each element, so that they cannot be written to."""
+    if type(like) not in (torch.Tensor, torch.nn.Parameter) or like.numel() < 2:
+        return _zeros(like)
+    return torch.zeros((), dtype=_dtype_of_update(like), device=like.device).expand(like.shape)
+
+
+def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
+    return arrays.accumulator_dtype(like.dtype) if arrays.kind(like.dtype) in ("float", "complex") else like.dtype
 
 
 def finite(leaves: list[Any]) -> Any:
