@@ -111,7 +111,7 @@ def _check_update(tx: Any, name: str) -> None:
     except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
-        signature.bind("grads", "state", "params")
+        signature.bind_partial("grads", "state", "params")  # optax has some with arguments of their own
     except TypeError as error:
         inplace = ", inplace=False" if "inplace" in signature.parameters else ""
         raise FuncgaError(

@@ -1383,6 +1383,39 @@ def test_join_is_refused():
     )
 
 
+def past_the_wrapper(group, n):
+    """A loss that closes over the module which was wrapped, as the script had it before."""
+    inside = made()
+    step = funcga.accumulate(
+        module_value_and_grad(WRAPPERS["ddp"](group, inside), lambda _, *b: mean_square(inside, *b)),
+        n,
+    )
+    step(*rows_of(group.rank(), torch.float32))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_that_calls_the_module_inside_of_its_wrapper(n):
+    refused(
+        "DistributedDataParallel has reduced nothing in the last backward pass: loss_fn does not call it, but perhaps "
+        "the module inside of it, that it closes over, whose gradients would differ from replica to replica. Call the "
+        "module that loss_fn is given: lambda module, x, y: F.mse_loss(module(x), y).",
+        past_the_wrapper,
+        n,
+    )
+
+
+def test_a_loss_that_does_not_use_the_module():
+    module, other, x = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1), torch.randn(4, 3)
+    for loss in (lambda _, x: other(x).mean(), lambda module, x: module(x).detach().square().mean()):
+        with pytest.raises(
+            funcga.FuncgaError, match="the loss does not depend on any parameter of the module: nothing"
+        ):
+            funcga.accumulate(module_value_and_grad(module, loss), 2)(x)
+    masked = module_value_and_grad(module, lambda module, x: x.sum() * 0)
+    _, gradients = funcga.accumulate(masked, 2)(x)
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
 # The tests above can fail
 
 

@@ -105,14 +105,19 @@ class Listener:
         """Whether there were any; False if torch does not tell."""
         return self._calls() != self.before
 
-    def _calls(self) -> int:
+    @property
+    def is_silent(self) -> bool:
+        """Whether there were none; False if torch does not tell."""
+        return self._calls() == self.before is not None
+
+    def _calls(self) -> int | None:
         if not (dist.is_available() and dist.is_initialized()):
             return 0
         try:
             groups: Iterable[Any] = dist.distributed_c10d._world.pg_map if self.group is None else [self.group]
-            return sum([group._get_sequence_number_for_group() for group in groups])
+            return sum([int(group._get_sequence_number_for_group()) for group in groups])
         except (AttributeError, RuntimeError):
-            return 0
+            return None
 
 
 @contextmanager

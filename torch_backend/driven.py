@@ -31,7 +31,7 @@ from torch_backend.engine import detached
 from torch_backend.groups import groups_of
 from torch_backend.guards import leaves_of_graph
 from torch_backend.header import Header
-from torch_backend.recording import recording_loss
+from torch_backend.recording import is_constant, recording_loss
 from torch_backend.reduction import absent, count_window, merged
 from torch_backend.replicas import Replicas
 
@@ -61,6 +61,7 @@ class Driven:
         self.replicas: Replicas | None = None if self.driver.name or not self.groups else self.groups[0]
         self.buffers: Buffers | None = None
         self.header: Header | None = None  # of a replica without any micro-batch
+        self.unreached = False  # whether a loss may have come to no parameter though it should have
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
         """The arguments without graphs."""
@@ -173,6 +174,7 @@ class Driven:
         """The normalised result, in the structure of grad_fn's output, the same on every replica."""
         buffers = self.buffers
         assert buffers is not None
+        self._check_reached()
         with torch.no_grad():
             gradients = {name: _taken(p, self.driver.fresh) for name, p in self.params.items()}
             # without what makes a DTensor of it: it is the shard that is divided
@@ -189,6 +191,19 @@ class Driven:
                 self._place(own)
             value, folded = buffers.result(state)
             return value, {name: _like(folded[name], gradient) for name, gradient in gradients.items()}
+
+    def _check_reached(self) -> None:
+        """Raises FuncgaError if no parameter has a gradient, here and in every window before, and the loss is why."""
+        if self.parts.reached or self.driver.name:  # wrappers find it out in the backward pass
+            return
+        if any(p.grad is not None for p in self.params.values()):
+            self.parts.reached.add(True)
+        elif self.unreached and self.params:
+            raise FuncgaError(
+                "the loss does not depend on any parameter of the module: nothing would be trained. loss_fn uses "
+                "another module, that it closes over, or it detaches what it computes. Call the module that it is "
+                "given: lambda module, x, y: F.mse_loss(module(x), y)."
+            )
 
     def _place(self, gradients: list[torch.Tensor]) -> None:
         """Puts the sums that the wrapper has left into the buffers."""
@@ -284,7 +299,9 @@ class Driven:
                     f"{self.driver.name} to synchronise in. Return a loss that is computed from module(x), 0 times "
                     f"that if need be."
                 )
+            self.unreached |= is_constant(loss)
             return
+        self.unreached = True
         devices = autocasting((loss.device.type,))
         if not (devices or self.last):
             torch.autograd.backward(loss, cotangent)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from funcga.errors import FuncgaError
+from torch_backend.channel import Listener
 
 
 class Plain:
@@ -182,6 +183,7 @@ class DDP(Plain):
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
         """DDP waits for a gradient of every parameter, and says nothing if one does not come."""
         before = [mark(p) for p in params.values()]
+        listeners = [Listener(ddp.process_group) for ddp in self.engines() if not ddp._comm_hooks]
         yield
         missed = [name for (name, p), was in zip(params.items(), before, strict=True) if mark(p) == was]
         try:
@@ -191,12 +193,21 @@ class DDP(Plain):
             if "finished reduction" not in str(error):
                 raise
         else:
+            if listeners and all(listener.is_silent for listener in listeners):
+                raise self._passed_by()
             if len(missed) < len(params):
                 return
         raise FuncgaError(
             f"the last micro-batch has no gradient for {_some(missed)}, so that {self.name} did not synchronise, "
             f"nor what earlier micro-batches had summed: it waits for every parameter in that backward pass. Use all "
             f"parameters in every micro-batch, or wrap the module with find_unused_parameters=True."
+        )
+
+    def _passed_by(self) -> FuncgaError:
+        return FuncgaError(
+            f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call it, but perhaps the "
+            f"module inside of it, that it closes over, whose gradients would differ from replica to replica. Call the "
+            f"module that loss_fn is given: lambda module, x, y: F.mse_loss(module(x), y)."
         )
 
     def recover(self) -> None:

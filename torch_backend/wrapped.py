@@ -105,7 +105,7 @@ class ModuleGradient(OwningGradient):
         """The parameters of the other modules that loss_fn is seen to close over, such as a GAN's discriminator."""
         return [p for module in self._closed_over for p in module.parameters()]
 
-    @property
+    @cached_property
     def parts(self) -> GradientFunction:
         """What splits the output of loss_fn, and composes that of a gradient function."""
         return GradientFunction(self.loss_fn, 0, self.has_aux, True, self.scaled)
