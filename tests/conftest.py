@@ -28,7 +28,13 @@ LONGEST = (
 OPTIMISED = ("accumulator", "bridge", "laws", "tally")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fuzz", type=int, metavar="N", help="generate N cases of each kind, in place of some hundred")
+
+
 def pytest_configure(config):
+    if config.option.fuzz is not None:
+        os.environ["FUNCGA_FUZZ"] = str(config.option.fuzz)  # which the files of these tests read, in every worker
     config.option.loadscopereorder = False  # xdist would start the files with the most tests first
     # a process that reads what another is still writing compiles it for itself
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
