@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import pytest
+import torch
 
 from tests.kits import JAX, TORCH
 
@@ -79,6 +80,15 @@ def dtype(request):
 def x64():
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Arrays this small are only slowed down by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcga
+from tests.test_recomputing import Recompute
 from torch_backend import pure_loss
 
 CASES = int(os.environ.get("FUNCGA_FUZZ", "200"))
@@ -24,23 +25,6 @@ CHUNKS = 8  # tests that the cases of a kind are spread over
 
 
 # --- losses of one module, layer by layer, each applied in a way of its own
-
-
-class Recompute(torch.autograd.Function):
-    """Runs a function again in the backward pass, and a backward pass of its own through it."""
-
-    @staticmethod
-    def forward(ctx, function, x):
-        ctx.function = function
-        ctx.save_for_backward(x)
-        return function(x).detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.function(x), gradient)
-        return None, x.grad
 
 
 class Doubled(torch.autograd.Function):

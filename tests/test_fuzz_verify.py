@@ -12,16 +12,10 @@ import torch
 import funcga
 from tests.kits import JAX, TORCH
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COUNT = int(os.environ.get("FUNCGA_FUZZ", "240"))
 CUT = 5  # how many of the rows the first micro-batch of the loop by hand has
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Words:

@@ -17,17 +17,10 @@ from funcga.verification.verdict import Cause, Verdict
 from tests import mistakes
 from tests.kits import JAX, TORCH
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASES = [(kit, name) for name, (kits, *_) in mistakes.MISTAKES.items() for kit in kits]
 RIGHT = [(kit, name) for name, (kits, _) in mistakes.RIGHT.items() for kit in kits]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Arrays this small are only slowed down by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def verified(kit, made):
