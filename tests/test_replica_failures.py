@@ -1,6 +1,7 @@
 """What a replica may do, and what happens: nothing is silently wrong, and nobody waits for ever."""
 
 import collections
+import datetime
 import gc
 import signal
 import threading
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import funcga
 from tests.processes import Processes, processes
 from tests.test_replicas import averaged, difference, layers, made, problem, refused
-from torch_backend import Replicas, channel
+from torch_backend import Replicas, channel, module_value_and_grad
 
 
 def alone(function, *args, count=2):
@@ -88,6 +89,26 @@ def test_an_error_that_is_caught_reaches_the_others(n):
         assert max(found[0], found[1], found[3]) <= 1e-6
         text = "another replica has raised an error, or was int" if n == 1 else "rank 1 has raised an error in this w"
         assert found[2].startswith("out of memory" if rank == 1 else text)
+
+
+def stays_away(_):
+    """What each of two sees when the stream of rank 1 is empty."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    module = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    f = module_value_and_grad(module, lambda m, x: m(x).sum())
+    try:
+        funcga.stream(f)([] if dist.get_rank() else [torch.ones(2, 3)])
+    except (RuntimeError, funcga.FuncgaError) as error:
+        return type(error).__name__, [str(error), *getattr(error, "__notes__", ())][-1]
+
+
+def test_a_wrapped_module_says_that_others_stay_away():
+    other, own = alone(stays_away)
+    assert other == ("RuntimeError", channel.COULD_NOT_MERGE)
+    assert own[0] == "FuncgaError"
+    assert own[1].startswith("there is no micro-batch on this replica")
 
 
 class Sleeps(torch.autograd.Function):

@@ -1364,6 +1364,90 @@ def test_a_replica_that_keeps_step_leaves_buffers_alone():
     assert processes(2).run(rows_counted) == [8, 2]
 
 
+def no_rows(group, wrapper, sync, fold):
+    """The errors of windows in which rank 0, or rank 1, has no row; and the error when nobody has any."""
+    module = WRAPPERS[wrapper](group, deep())
+    f = module_value_and_grad(module, aux_of, has_aux=True, sync=sync)
+    aux = {"worst": funcga.max(), "rows": funcga.sum(), "out": funcga.concat(), "none": funcga.mean()}
+    step = funcga.accumulate(f, 3, fold=((STOCK[fold], aux), STOCK[fold]))
+    found = []
+    for empty in (0, 1, 0):
+        parts = [[t[: 0 if rank == empty else 7] for t in rows_of(rank, torch.float64, 7)] for rank in range(2)]
+        (_, extra), grads = step(*parts[group.rank()])
+        plain = deep()
+        x, y = parts[1 - empty]
+        if fold == "mean":
+            mean_square(plain, x, y).backward()
+        else:
+            for pair in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
+                mean_square(plain, *pair).backward()
+        assert extra["rows"] == len(extra["out"]) == len(x)
+        found.append(difference(full(module, grads), [p.grad for p in plain.parameters()]))
+        found.append((extra["worst"] - (plain(x) - y).abs().max()).abs().item())
+    with pytest.raises(funcga.FuncgaError, match="no replica has a micro-batch to fold"):
+        step(*[t[:0] for t in rows_of(0, torch.float64, 7)])
+    return found
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("fold", STOCK)
+def test_a_replica_without_any_row(wrapper, sync, fold):
+    for found in processes(2).run(no_rows, wrapper, sync, fold):
+        assert max(found) <= 1e-12
+
+
+def no_rows_of_a_mesh(group):
+    """The error where both replicas of one inner group, and then one of each, have no row."""
+    module = fsdp2(group, made(torch.float64), mesh_of(group, (2, 2)))
+    step = funcga.accumulate(module_value_and_grad(module, mean_square), 2)
+    found = []
+    for empty in ((0, 1), (1, 2)):
+        parts = [[t[: 0 if rank in empty else 5] for t in rows_of(rank, torch.float64, 5)] for rank in range(4)]
+        _, grads = step(*parts[group.rank()])
+        plain = made(torch.float64)
+        mean_square(plain, *map(torch.cat, zip(*parts, strict=True))).backward()
+        found.append(difference(full(module, grads), [p.grad for p in plain.parameters()]))
+    return max(found)
+
+
+def test_replicas_of_two_dimensions_without_any_row():
+    assert max(processes().run(no_rows_of_a_mesh, size=4)) <= 1e-12
+
+
+def no_rows_and_state(group):
+    """What is threaded, and the module's buffer, where the last rank has no row."""
+    counting = ddp(group, Counts())
+    f = module_value_and_grad(counting, lambda m, seen, x, y: (mean_square(m, x, y), seen + len(x)), has_aux=True)
+    step = funcga.accumulate(
+        f, 2, in_axes=(funcga.CARRY, 0, 0), fold=((funcga.mean(), funcga.carry()), funcga.mean())
+    )  # fmt: skip
+    (_, seen), _ = step(torch.zeros(()), *rows_of(0, torch.float32, [6, 0][group.rank()]))
+    return seen.item(), counting.module.rows.item()
+
+
+def test_a_replica_without_any_row_threads_the_state_of_the_others():
+    first, second = processes(2).run(no_rows_and_state)
+    assert first == (6.0, 6)
+    assert second == (6.0, 0)
+
+
+def synchronised_statistics(group):
+    from torch.distributed.fsdp import fully_shard
+
+    module = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3)), mesh=mesh_of(group))
+    funcga.accumulate(module_value_and_grad(module, mean_square), 2)(torch.zeros(0, 4), torch.zeros(0, 3))
+
+
+def test_rows_that_stand_in_do_not_count_in_synchronised_statistics():
+    refused(
+        "this replica has fewer micro-batches than others, and the module has a SyncBatchNorm layer: rows that stand "
+        "in for the missing ones would count in the statistics of all replicas. Give every replica equally many "
+        "micro-batches.",
+        synchronised_statistics,
+    )
+
+
 def inside_of_join(group, wrapper):
     from torch.distributed.algorithms.join import Join
 

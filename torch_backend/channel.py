@@ -126,8 +126,17 @@ def explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        error.add_note(
-            "funcga: the replicas could not be merged. One of them has died, has raised an error of its own, or did "
-            "not call the step within the group's timeout; see what the other processes say."
-        )
+        error.add_note(COULD_NOT_MERGE)
         raise
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether an error comes from torch's collectives, as far as it says."""
+    unexplained = COULD_NOT_MERGE not in getattr(error, "__notes__", ())
+    return unexplained and (isinstance(error, dist.DistError) or "gloo/" in str(error))
+
+
+COULD_NOT_MERGE = (
+    "funcga: the replicas could not be merged. One of them has died, has raised an error of its own, or did not call "
+    "the step within the group's timeout; see what the other processes say."
+)

@@ -11,12 +11,14 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from funcga import reducers
-from funcga.arguments import Arguments
+from funcga.arguments import CARRY, Arguments
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
 from funcga.leaves import LeafFold
@@ -27,10 +29,11 @@ from torch_backend import arrays
 from torch_backend.backward import autocasting, holds, is_alone
 from torch_backend.batch_norm import called
 from torch_backend.buffers import Buffers, Layout
+from torch_backend.channel import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.engine import detached
 from torch_backend.groups import groups_of
 from torch_backend.guards import leaves_of_graph
-from torch_backend.header import Header
+from torch_backend.header import Header, nothing_to_fold
 from torch_backend.recording import is_constant, recording_loss
 from torch_backend.reduction import absent, count_window, merged
 from torch_backend.replicas import Replicas
@@ -86,6 +89,8 @@ class Driven:
             self.waiting.close()
             if kind is not None:
                 self.driver.recover()
+                if self.driver.name and is_of_a_collective(error):
+                    error.add_note(COULD_NOT_MERGE)
         if autocasting(("cuda",)):
             torch.clear_autocast_cache()
 
@@ -145,17 +150,45 @@ class Driven:
             return 0
         return self.program.n - 1 - (0 if self.buffers is None else self.buffers.steps)
 
-    def _keep_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         """Forward and backward passes that add nothing, while other replicas have micro-batches and this one has none.
 
-        The module's buffers are as before.
+        Returns the loss and its aux, which mean nothing. The module's buffers are as before.
         """
-        before = [(buffer, buffer.clone()) for buffer in self.gradient.module.buffers()]
-        loss = self._forward(args, kwargs, None, None)[0]
+        module = self.gradient.module
+        if any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in module.modules()):
+            raise FuncgaError(
+                "this replica has fewer micro-batches than others, and the module has a SyncBatchNorm layer: rows that "
+                "stand in for the missing ones would count in the statistics of all replicas. Give every replica "
+                "equally many micro-batches."
+            )
+        before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        loss, aux, _ = self._forward(args, kwargs, None, None)
         with recording_loss():
             self._run(loss, torch.zeros_like(loss, requires_grad=False))
         for buffer, values in before:
             buffer.copy_(values)
+        return loss.detach(), aux
+
+    def without_rows(self, arguments: Arguments, state: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The result on a replica whose batch is empty: its passes, over a row of zeros, add nothing.
+
+        A row of zeros, as many modules cannot run without any.
+        """
+        if self.program.n is None and (self.driver.in_step or self.gradient.sync != "last"):
+            self.gradient.check_stream()  # nobody knows how often the others call the module
+        kwargs = self.parts.read_scale(kwargs, self.backend)[1]
+        arguments = _with_a_blank_row(arguments)
+        args = arguments.cut(0, 1, state)
+        with self:
+            with self.driver.waiting(self.gradient.sync):
+                for _ in range(self._missing()):
+                    self._keep_step(args, kwargs)
+            self.last = True
+            loss, aux = self._keep_step(args, kwargs)
+            self.plan = self._planned(loss, aux, arguments)
+            self.buffers = Buffers(self.plan.layout)
+            return self.result(state)
 
     def unfed(self, arguments: Arguments, state: list[Any]) -> Any:
         """The result on a replica that has no micro-batch in this window, and takes part in the reduction."""
@@ -186,6 +219,8 @@ class Driven:
             likes = [k if k is None else torch.empty(k[0], dtype=k[1], device=k[2]) for k in self.plan.kinds]
             leaves = likes + (self.plan.nothing if self.driver.name else own)
             state = merged(self.program, buffers, leaves, state, self.groups, self.header)
+            if not buffers.steps:
+                raise nothing_to_fold()
             if self.driver.name:
                 buffers.hold_in(scale)
                 self._place(own)
@@ -400,6 +435,25 @@ def _masked(module: torch.nn.Module, weight: Any, window: Driven) -> Iterator[No
         yield
     finally:
         handle.remove()
+
+
+def _with_a_blank_row(arguments: Arguments) -> Arguments:
+    """The arguments of an empty batch, with one row of zeros in it."""
+
+    def blank(leaf: Any, axis: Any) -> Any:
+        if leaf is None or axis is None or axis is CARRY:
+            return leaf
+        shape = [*leaf.shape]
+        shape[axis] = 1
+        return leaf.new_zeros(shape)
+
+    parts = [
+        part._replace(leaves=[blank(leaf, placed.value) for leaf, placed in zip(part.leaves, part.axes, strict=True)])
+        if part.axes
+        else part
+        for part in arguments.parts
+    ]
+    return replace(arguments, parts=tuple(parts))
 
 
 def _taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:

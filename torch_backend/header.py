@@ -77,7 +77,12 @@ def check_in_step(reports: list[Report]) -> None:
             f"its place: an empty batch, or an empty window."
         )
     if not any(r.digest for r in reports):
-        raise FuncgaError(
-            "no replica has a micro-batch to fold, so there is no gradient to return. Check the loaders, or that a "
-            "generator was not used up before."
-        )
+        raise nothing_to_fold()
+
+
+def nothing_to_fold() -> FuncgaError:
+    """The error, on all replicas, for a window in which none of them has a micro-batch."""
+    return FuncgaError(
+        "no replica has a micro-batch to fold, so there is no gradient to return. Check the loaders, or that a "
+        "generator was not used up before."
+    )

@@ -11,7 +11,7 @@ from funcga.arguments import Arguments, groups, starts
 from funcga.backend import Backend
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
-from funcga.gradients import GradientFunction, OwningGradient
+from funcga.gradients import GradientFunction
 from funcga.program import Program
 from torch_backend import arrays, trees
 from torch_backend.buffers import Buffers, Layout
@@ -43,6 +43,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold_window(window: "_Window", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = window.detached(args), _detached_kwargs(kwargs, window)
         arguments = program.read(args, backend)
+        if isinstance(window, Driven) and window.driver.name and not arguments.rows(may_be_empty=True):
+            return window.without_rows(arguments, _copied(arguments), kwargs)
         cuts = _cuts(program, arguments, across=window.replicas is not None)
         if window.replicas is None:
             return _fold(program, window, cuts, kwargs)
@@ -64,8 +66,6 @@ def _untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
 def _cuts(program: Program, arguments: Arguments, across: bool) -> Iterator[_Microbatch]:
     """The micro-batches; `across` replicas one may have fewer rows than n, or none."""
     wrapped = isinstance(program.grad_fn, ModuleGradient) and bool(program.grad_fn.driver.name)
-    if isinstance(program.grad_fn, OwningGradient) and not arguments.rows(may_be_empty=True):
-        program.grad_fn.check_stream()
     rows = arguments.rows(may_be_empty=across)
     # rows of several devices at once are other rows together, which sums and extremes alone do not show
     devices = devices_of(arguments)

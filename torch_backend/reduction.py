@@ -249,7 +249,7 @@ class Reduction:
             if self.plan.others:
                 self._combine(_split(*rest.pop()))
             self._collect()
-            return self._state(state, [rank for rank, report in enumerate(reports) if report.digest])
+            return self._state(state, [rank for rank, report in enumerate(reports) if report.steps])
 
     def _check_mark(self) -> None:
         """Raises FuncgaError if a replica has given up. A device is not waited for: see `_count`."""
@@ -331,7 +331,7 @@ class Reduction:
 
     def _state(self, state: list[Any], folded: list[int]) -> list[Any]:
         """The state of the last of the replicas that have folded anything."""
-        if not state:
+        if not state or not folded:
             return state
         source, mine = folded[-1], folded[-1] == self.replicas.rank
         kinds = self.channel.gathered([_kind(leaf) for leaf in state] if mine else None)[source]

@@ -48,10 +48,11 @@ def module_value_and_grad(
     wrapper's flags and the parameters are as before, whatever happens. Buffers are the module's, and its forward passes
     write to them as in any loop. Called by itself, f is one micro-batch, synchronised.
 
-    Every replica needs a micro-batch; with FSDP, whose forward passes communicate, and with sync="every", all need
-    equally many: one with fewer rows than n runs passes that add nothing, which a stream cannot. A stream holds one
-    micro-batch more than otherwise, as it looks for the last. The weight is the cotangent of a micro-batch's loss,
-    which a loss in float16 may not hold: return it in float32.
+    With FSDP, whose forward passes communicate, and with sync="every", all replicas need equally many micro-batches:
+    one with fewer rows than n runs passes that add nothing. So does one without any row, whose batch is empty: over a
+    row of zeros. A stream cannot, and needs a micro-batch on every replica. A stream holds one micro-batch more than
+    otherwise, as it looks for the last. The weight is the cotangent of a micro-batch's loss, which a loss in float16
+    may not hold: return it in float32.
     Raises FuncgaError for folds that are no sums, 16-bit sums where the fold promises 32, and what a wrapper cannot do.
 
     >>> model = nn.parallel.DistributedDataParallel(model)
@@ -131,7 +132,7 @@ class ModuleGradient(OwningGradient):
             )
 
     def check_stream(self) -> None:
-        """Raises FuncgaError if a replica without micro-batches would make the others wait."""
+        """Raises FuncgaError, as a replica without micro-batches would make the others wait."""
         if self.driver.name:
             raise FuncgaError(
                 f"there is no micro-batch on this replica, and the module is wrapped by {self.driver.name}, which "
