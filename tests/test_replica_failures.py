@@ -111,6 +111,30 @@ def test_a_wrapped_module_says_that_others_stay_away():
     assert own[1].startswith("there is no micro-batch on this replica")
 
 
+def checks(group):
+    """In window 1 rank 1 raises before its header, and catches that; then all compare their parameters."""
+    rank, params, fails = dist.get_rank(group), {"w": torch.ones(3)}, []
+
+    def loss(params, x):
+        if fails:
+            raise MemoryError("out of memory, say")
+        return (x * params["w"]).sum()
+
+    step, found = funcga.accumulate(funcga.value_and_grad(loss), 2, across=group), []
+    for window in range(3):
+        fails[:] = [1] if window == 1 and rank == 1 else []
+        try:
+            found.append(step(params, torch.ones(4, 3))[0].item())
+        except (MemoryError, funcga.FuncgaError) as error:
+            found.append(type(error).__name__)
+        funcga.check_replicas(params, group)
+    return found
+
+
+def test_parameters_can_be_compared_after_an_error():
+    assert alone(checks) == [[6.0, "FuncgaError", 6.0], [6.0, "MemoryError", 6.0]]
+
+
 class Sleeps(torch.autograd.Function):
     """Takes as long in its backward pass as it is told to."""
 

@@ -1415,6 +1415,37 @@ def test_replicas_of_two_dimensions_without_any_row():
     assert max(processes().run(no_rows_of_a_mesh, size=4)) <= 1e-12
 
 
+def no_rows_of_a_size(group, wrapper):
+    """The error where rank 0 has no row, and micro-batches have a size and not a number."""
+    module = WRAPPERS[wrapper](group, made(torch.float64))
+    step = funcga.accumulate(module_value_and_grad(module, mean_square), microbatch_size=2)
+    _, grads = step(*rows_of(1, torch.float64, [0, 7][group.rank()]))
+    plain = made(torch.float64)
+    mean_square(plain, *rows_of(1, torch.float64, 7)).backward()
+    return difference(full(module, grads), [p.grad for p in plain.parameters()])
+
+
+def test_a_replica_of_ddp_without_any_row_need_not_know_how_many_microbatches_there_are():
+    assert max(processes(2).run(no_rows_of_a_size, "ddp")) <= 1e-12
+
+
+def none_of_a_size(group):
+    module = fsdp2(group, made())
+    funcga.accumulate(module_value_and_grad(module, mean_square), microbatch_size=2)(
+        torch.zeros(0, 4), torch.zeros(0, 3)
+    )
+
+
+def test_a_replica_of_fsdp_without_any_row_has_to_know_it():
+    refused(
+        "there is no micro-batch on this replica, and the module is wrapped by fully_shard, which synchronises inside "
+        "the backward pass of a micro-batch: without one the others wait for ever. Give every replica a micro-batch, "
+        f"one of weight 0 if need be, or let funcga reduce, for which a replica may have none: stream({PURE}, "
+        "across=group), with the module that was wrapped.",
+        none_of_a_size,
+    )
+
+
 def no_rows_and_state(group):
     """What is threaded, and the module's buffer, where the last rank has no row."""
     counting = ddp(group, Counts())

@@ -33,6 +33,11 @@ class Channel:
         """
         return self.group if device.type == "cpu" else given
 
+    def settle(self) -> None:
+        """Sends what is owed to the others of windows that an error has ended: they may still wait for it."""
+        while self.owed:
+            self.owed.pop(0).settle()
+
     def gathered(self, mine: Any) -> list[Any]:
         """What each replica has said, in their order: any objects that can be pickled."""
         with explained():

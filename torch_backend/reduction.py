@@ -371,8 +371,7 @@ def announced(
 ) -> Header:  # fmt: skip
     """The Header of a window, begun. What was owed to the others of an earlier one is sent first."""
     channel = replicas.channel
-    while channel.owed:
-        channel.owed.pop(0).settle()
+    channel.settle()
     program.compiled["announced"] = program.compiled["windows"]
     whole = isinstance(weight, int) and weight < 2**53
     known = has_agreed(program, replicas) if agreement is None else agreement.steps is not None

@@ -95,6 +95,7 @@ def replicas_of(across: Any) -> Any:
 def check_replicas(params: Any, across: Any) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
     replicas = replicas_of(across)
+    replicas.channel.settle()
     paths, leaves = leaf_paths(params, trees, "params"), trees.flatten(params)[0]
     pairs = list(zip(paths, leaves, strict=True))
     kinds = {path: arrays.describe(leaf) if arrays.is_array(leaf) else repr(leaf) for path, leaf in pairs}
