@@ -40,6 +40,7 @@ class GradientFunction:
 
         made = self._scaled(backend) if self.scaled else transform(checked, self.argnums, self.has_aux)
 
+        @functools.wraps(self.loss_fn, updated=())  # for the names of its parameters in messages
         def gradient(*args: Any, **kwargs: Any) -> Any:
             for i in self.places(len(args)):
                 self.check_leaves(args[i], i, backend)

@@ -110,10 +110,13 @@ def test_a_list_of_examples_is_refused(kit, name):
     assert kit.numpy(funcga.stream(gradient, weight=lambda *batch: 2)(params, [batch])).tolist() == [1, 1]
 
 
-def test_what_is_said_of_a_list_of_examples(kit):
+@pytest.mark.parametrize(
+    "gradient", [lambda params, batch: params, funcga.grad(lambda params, batch: params.sum())], ids=["any", "grad"]
+)
+def test_what_is_said_of_a_list_of_examples(kit, gradient):
     batch = {"images": arrays_of(kit, *IMAGES)}
     with pytest.raises(funcga.FuncgaError) as caught:
-        funcga.accumulate(lambda params, batch: params, 2)(kit.arrays(np.ones(2, "float32")), batch)
+        funcga.accumulate(gradient, 2)(kit.arrays(np.ones(2, "float32")), batch)
     assert str(caught.value) == (
         "`batch['images']` is a list of 5, the first float32[3, 8, 8]: axis 0 of each would be taken for the rows, and "
         "these look like examples. If they are, stack them, or stream micro-batches of them with weight=lambda batch: "

@@ -145,3 +145,27 @@ def test_tensors_that_are_no_parameters_and_trees():
         expected = 3 * torch.func.grad(lambda w: loss({"deep": (None, w)}, x))(w.detach())
         torch.testing.assert_close(grads["deep"][1], expected)
         assert torch.equal(step(tree, x)["deep"][1], grads["deep"][1])
+
+
+def test_a_transform_of_torch_func_is_refused_where_it_would_not_call_them():
+    """As they are gone from what it differentiates: the module's own parameters are not seen there."""
+    module, x = net()
+    loss = pure_loss(module, mse)
+    plain = torch.func.grad(loss)(params_of(module), x)
+    handle = module[0].weight.register_hook(lambda g: g * 2)
+    for gradient in (torch.func.grad(loss), torch.func.jacrev(loss), funcga.accumulate(torch.func.grad(loss), 2)):
+        with pytest.raises(funcga.FuncgaError) as error:
+            gradient(params_of(module), x)
+        assert str(error.value) == (
+            "`0.weight` has a hook of register_hook, which a transform of torch.func does not call. Take the gradient "
+            "with funcga.grad or funcga.value_and_grad, which do; or remove it with handle.remove()."
+        )
+    torch.func.vmap(lambda row: loss(params_of(module), row))(x)  # no gradient, no hook
+
+    def adapted(params, x):
+        """What is computed from a parameter, in an inner step, has no hook, and needs none."""
+        return loss({name: p * 2 for name, p in params.items()}, x)
+
+    torch.func.grad(adapted)(params_of(module), x)
+    handle.remove()
+    assert torch.equal(torch.func.grad(loss)(params_of(module), x)["0.weight"], plain["0.weight"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import funcga
 import torch_backend
@@ -160,11 +161,57 @@ def test_requires_grad_inside_of_a_loss(way, kind):
     gradient = funcga.grad(loss)
     inside = funcga.accumulate(funcga.grad(lambda p, x: sum(g.sum() for g in gradient(p, x).values())), 1)
     step = {**steps_of(gradient), "alone": gradient, "inside": inside}[way]
+    if way == "alone":
+        assert refusal(lambda: step(params, X)) == UNKNOWN_TO_FUNC
+        return
     assert refusal(lambda: step(params, X)) == (
         "loss_fn calls requires_grad_() on a parameter that it is given, whose gradient is being taken. Leave what is "
         "frozen out of the parameters, as a pure_loss allows; or use p.detach() in loss_fn."
     )
     assert module.weight.requires_grad
+
+
+UNKNOWN_TO_FUNC = (
+    "loss_fn does what torch.func does not take, and a gradient function that is called by itself runs on it. "
+    "Checkpoints, saved-tensor hooks and the like need autograd: call a step of one micro-batch, "
+    "funcga.accumulate(funcga.value_and_grad(loss_fn), n=1), which returns the same."
+)
+
+
+def of_checkpoint(module, x):
+    return checkpoint(module, x, use_reentrant=False).square().mean()
+
+
+def of_reentrant_checkpoint(module, x):
+    return checkpoint(module, x.clone().requires_grad_(), use_reentrant=True).square().mean()
+
+
+def of_older_checkpoint(module, x):
+    return checkpoint(torch.tanh, module(x), use_reentrant=True).mean()
+
+
+def of_offloaded(module, x):
+    with torch.autograd.graph.save_on_cpu():
+        return module(x).square().mean()
+
+
+def of_numpy(module, x):
+    return module(x).mean() * float(module(x).detach().numpy().mean())
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [of_checkpoint, of_reentrant_checkpoint, of_older_checkpoint, of_offloaded, of_numpy]
+)
+def test_a_gradient_alone_names_the_step_that_takes_what_it_does_not(loss_fn):
+    module = nn.Linear(3, 2).double()
+    x, params = torch.randn(4, 3, dtype=torch.float64), dict(module.named_parameters())
+    gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))
+    assert refusal(lambda: gradient(params, x)) == UNKNOWN_TO_FUNC
+    value, grads = funcga.accumulate(gradient, n=1)(params, x)
+    loss = loss_fn(module, x)
+    torch.testing.assert_close(value, loss.detach())
+    loss.backward()
+    torch.testing.assert_close(grads, {name: p.grad for name, p in module.named_parameters()})
 
 
 class OfTorchOpt:

@@ -68,8 +68,18 @@ def value_and_grad(
     return value_first
 
 
+# What its own errors say, of which there is no type.
+_UNKNOWN_TO_FUNC = "functorch transform", "saved tensor hooks", "doesn't have storage"
+
+
 def _explain(error: RuntimeError, arguments: Any) -> None:
     """Raises FuncgaError where torch says in words of its own what it does not take."""
+    if not transforms() and any(words in str(error) for words in _UNKNOWN_TO_FUNC):
+        raise FuncgaError(
+            "loss_fn does what torch.func does not take, and a gradient function that is called by itself runs on it. "
+            "Checkpoints, saved-tensor hooks and the like need autograd: call a step of one micro-batch, "
+            "funcga.accumulate(funcga.value_and_grad(loss_fn), n=1), which returns the same."
+        ) from error
     if "requires_grad_()" in str(error) or "requires_grad flags" in str(error):
         raise switched_off() from error
     tensors = [leaf for leaf in trees.flatten(arguments)[0] if isinstance(leaf, torch.Tensor)]

@@ -3,7 +3,7 @@
 Only torch has this file: in JAX arrays have no hooks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from funcga.errors import FuncgaError
@@ -33,3 +33,18 @@ def _acts_on_grad(tensors: Sequence[Any], paths: list[str]) -> FuncgaError:
         f"and here gradients are returned, not left in .grad. Remove it with handle.remove(), and do to the gradients "
         f"that the step returns what it does. A hook of register_hook, on the gradient itself, is called."
     )
+
+
+def check_hooks_known(given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+    """Raises FuncgaError if a module's parameter has hooks that what is differentiated in its place has not.
+
+    A transform of torch.func differentiates tensors of its own, and calls no hook of those that they were made of.
+    """
+    for name, tensor in given.items():
+        # what is computed from a parameter, as in meta-learning, has a gradient function, and is no parameter
+        differentiated = tensor.requires_grad and tensor.is_leaf
+        if differentiated and getattr(held[name], "_backward_hooks", None) and not tensor._backward_hooks:
+            raise FuncgaError(
+                f"`{name}` has a hook of register_hook, which a transform of torch.func does not call. Take the "
+                f"gradient with funcga.grad or funcga.value_and_grad, which do; or remove it with handle.remove()."
+            )

@@ -16,6 +16,8 @@ from torch_backend.copies import copied
 from torch_backend.embeddings import bounded, check_unbounded, within_norm
 from torch_backend.frozen import check_none_frozen
 from torch_backend.guards import check_module_and_loss, check_not_scripted, check_not_wrapped
+from torch_backend.hooks import check_hooks_known
+from torch_backend.recording import transforms
 from torch_backend.visits import Visit, named, owners
 
 
@@ -237,6 +239,8 @@ class Entrance:
     def _chosen(self, held: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         found = _checked(self.params, held, "parameters")
         check_none_frozen(self.params, held)
+        if transforms():
+            check_hooks_known(self.params, held)
         return found
 
     def __enter__(self) -> Callable[..., Any]:
