@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import funcga
 import jax_backend
 
-PROGRAMS, BATCHES, WIDTH = int(os.environ.get("FUNCGA_FUZZ", "8")), 4, 4
+PROGRAMS, BATCHES, WIDTH = int(os.environ.get("FUNCGA_FUZZ", "6")), 4, 4
 LIMITS = {"float32": 2e-5, "float64": 1e-12}
 
 

@@ -262,6 +262,24 @@ def test_threads_that_read_the_parameters_while_others_are_in_the_module():
     untouched.check()
 
 
+def test_a_thread_that_reads_the_parameters_and_uses_them_when_the_other_one_has_left():
+    module, (x, y) = net(), batch()
+    seen = {}
+
+    def reads(module, x, y):  # what another thread would read meanwhile
+        seen.update(module.named_parameters())
+        return mse(module, x, y)
+
+    params = dict(module.named_parameters())
+    other = threading.Thread(target=funcga.accumulate(funcga.grad(pure_loss(module, reads)), 2), args=(params, x, y))
+    other.start()
+    other.join()
+    assert not any(seen[name] is p for name, p in params.items())
+    assert all(own is p for own, p in zip(own_parameters([*seen.values()]), module.parameters(), strict=True))
+    step = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 2)
+    assert difference(TORCH, step(seen, x, y), step(params, x, y)) == 0
+
+
 def test_a_thread_that_reads_the_parameters_of_a_window_inside_of_another_one():
     module, (x, y) = net(), batch()
     params, inside, done = dict(module.named_parameters()), threading.Event(), threading.Event()

@@ -81,9 +81,13 @@ class Visit:
 
     def _stand_in(self, held: torch.Tensor, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor:
         found = chosen.get(id(held))
-        if found is not None:
-            return found
-        return held.detach().requires_grad_() if self.recorded and held.requires_grad else held.detach()
+        if found is not None and not self.recorded:
+            return found  # which may be the caller's own
+        if found is None:
+            found = held.detach().requires_grad_() if self.recorded and held.requires_grad else held.detach()
+        if found is not held:
+            found._stands_in = self.thread, held  # type: ignore[attr-defined]
+        return found
 
     def buffers(self) -> list[torch.Tensor]:
         """The module's own buffers; those that several of its parts hold more than once."""
@@ -205,11 +209,17 @@ def _placed_around() -> dict[int, torch.Tensor]:
 
 def own_parameters(tensors: list[Any]) -> list[Any]:
     """The tensors; for one that another thread has put into a module, where it was read, the module's own parameter."""
-    if not _VISITS:
-        return tensors
     own = threading.get_ident()
     # of visits one inside of the other the innermost is the last that began; of a copy, as others come and go meanwhile
-    others = [visit.replaced() for visit in reversed([*_VISITS]) if visit.thread != own]
-    for replaced in others:
-        tensors = [replaced.get(id(tensor), tensor) for tensor in tensors]
-    return tensors
+    for visit in reversed([*_VISITS]):
+        if visit.thread != own:
+            replaced = visit.replaced()
+            tensors = [replaced.get(id(tensor), tensor) for tensor in tensors]
+    return [_original(tensor, own) for tensor in tensors]
+
+
+def _original(tensor: Any, own: int) -> Any:
+    """The same for a tensor of funcga's, which may be read while the other thread is in the module, and used later."""
+    while (stands_in := getattr(tensor, "_stands_in", None)) is not None and stands_in[0] != own:
+        tensor = stands_in[1]
+    return tensor
