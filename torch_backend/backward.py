@@ -168,7 +168,8 @@ class Backward:
         idle = routes.alone and not moving and share == 0
         if idle and not (dist.is_available() and dist.is_initialized()):
             return
-        seeds = self.seeds and not moving and not self.autocast
+        # what a loss that communicates gets from other processes has their weights, and not this one's
+        seeds = self.seeds and not moving and (communicates or not self.autocast)
         seed = 1.0 if share is None or not (idle or (seeds and holds(loss.dtype, share))) else share
         added = share == seed and (communicates or not idle)
         self._attach(added)
