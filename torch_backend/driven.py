@@ -31,8 +31,8 @@ from torch_backend.batch_norm import called
 from torch_backend.buffers import Buffers, Layout
 from torch_backend.channel import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.engine import detached
+from torch_backend.graphs import reach
 from torch_backend.groups import groups_of
-from torch_backend.guards import leaves_of_graph
 from torch_backend.header import Header, nothing_to_fold
 from torch_backend.recording import is_constant, recording_loss
 from torch_backend.reduction import absent, count_window, merged
@@ -140,7 +140,7 @@ class Driven:
             return
         known.add(nodes)
         own = {*map(id, self.driver.graph_leaves())}
-        others = self.aside.put([leaf for leaf in leaves_of_graph(loss) if id(leaf) not in own])
+        others = self.aside.put(reach(loss, own)[0])
         # weakly, as a loss may make a new leaf in every call
         self.program.compiled.setdefault("others", []).extend(map(weakref.ref, others))
 

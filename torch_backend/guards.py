@@ -159,17 +159,6 @@ def check_not_differentiated(name: str, tree: Any) -> None:
         )
 
 
-def leaves_of_graph(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors whose `.grad`s a backward pass of the loss would write to."""
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [after for after, _ in node.next_functions]
-    return [node.variable for node in seen if hasattr(node, "variable")]
-
-
 class GradsWatch:
     """The `.grad`s of some tensors, which a call must leave alone."""
 
