@@ -128,7 +128,7 @@ class Arguments:
     def _check_lists(self, rows: int, even: bool) -> None:
         """Raises FuncgaError for a list whose arrays are examples, not rows of examples."""
         if not any(has_list(part.value, self.backend.trees) for part in self.parts if part.axes):
-            return  # as mostly
+            return  # as usual
         names = argument_names(self.grad_fn, len(self.parts))
         split = [(name, part.value) for name, part in zip(names, self.parts, strict=True) if part.axes]
         found = suspect(split, rows, even, self.backend)

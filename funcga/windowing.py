@@ -157,7 +157,7 @@ class Opened(NamedTuple):
             leaves = [placed[path] for path in expected]
         for i, (leaf, own) in enumerate(zip(leaves, self.held, strict=True)):
             dtype = getattr(leaf, "dtype", None)
-            alike = dtype is not None and dtype == getattr(own, "dtype", None) and leaf.shape == own.shape  # as mostly
+            alike = dtype is not None and dtype == getattr(own, "dtype", None) and leaf.shape == own.shape  # as usual
             if not alike and not _fits(leaf, own, self.backend.arrays):
                 raise _unfit(self.paths("grads")[i], leaf, own, self.backend.arrays)
         return leaves
@@ -180,7 +180,7 @@ class Opened(NamedTuple):
                 _check_paths("params", paths, known)
             leaves = [placed[path] for path in known]
         for i, (leaf, held) in enumerate(zip(leaves, self.held, strict=True)):
-            alike = type(leaf) is type(held) and getattr(leaf, "shape", ()) == getattr(held, "shape", None)  # as mostly
+            alike = type(leaf) is type(held) and getattr(leaf, "shape", ()) == getattr(held, "shape", None)  # as usual
             if held is not None and not alike and not self._is_like(leaf, held):
                 raise _unfit(self.paths("params")[i], leaf, held, self.backend.arrays)
         return params, leaves

@@ -145,7 +145,7 @@ def _tallies(outputs: Outputs, one: tally.Tally) -> list[tally.Tally]:
 
 
 def _narrowed(weight: jax.Array) -> jax.Array:
-    """A weight as a float32, and NaN where that is none to multiply with and divide by."""
+    """A weight as a float32, and NaN where a float32 cannot multiply with it and divide by it."""
     fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
     return jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
 

@@ -328,7 +328,7 @@ def test_wrong_copies_of_buffers_are_found(wrong, monkeypatch):
     for seed in range(60):
         try:
             test_a_pure_loss_is_the_loop_by_hand(seed)
-        except (AssertionError, RuntimeError):  # torch.func refuses to write to what is no copy
+        except (AssertionError, RuntimeError):  # torch.func refuses to write to anything but a copy
             failures += 1
     assert failures
 

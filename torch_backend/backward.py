@@ -118,7 +118,7 @@ class Backward:
     def _check_grads(self) -> None:
         """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
         if self.held and all(map(operator.is_, map(_GRAD, self.inputs), self.held)):
-            return  # as mostly
+            return  # as usual
         for leaf, k, plain in self.sums:
             expected = self.buffers.reduced[k] if self.attached or plain else None
             if leaf.grad is not expected:
@@ -313,7 +313,7 @@ def holds(dtype: torch.dtype, number: float) -> bool:
 
 def autocasting(devices: Iterable[str]) -> list[str]:
     """The types of device, the host's and these, that autocast is on for."""
-    if not torch._C._is_any_autocast_enabled():  # as mostly
+    if not torch._C._is_any_autocast_enabled():  # as usual
         return []
     found = {"cpu", *devices}
     return [d for d in found if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]

@@ -238,7 +238,7 @@ class Buffers:
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces what lies on the devices of a mesh as sums that are not done yet, to where `likes` of outputs lie."""
-        if {*map(type, self.reduced)} != {torch.Tensor}:  # as mostly
+        if {*map(type, self.reduced)} != {torch.Tensor}:  # as usual
             for k, value in enumerate(self.reduced):
                 self.reduced[k] = settled(value, likes.get(self.outputs.reduced[k]))
 

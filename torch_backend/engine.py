@@ -285,7 +285,7 @@ class _Leaves(NamedTuple):
 
     def kinds(self) -> list[Any]:
         """What a fold sees of each leaf."""
-        if {*map(type, self.leaves)} == {torch.Tensor}:  # as mostly
+        if {*map(type, self.leaves)} == {torch.Tensor}:  # as usual
             return [*map(_KIND, self.leaves)]
         return [None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None)) for leaf in self.leaves]
 

@@ -82,7 +82,7 @@ def rewrapped(held: Any, like: Any) -> Any:
 
 def locals_of(tensors: list[Any]) -> list[Any]:
     """What this process holds of each tensor, in the same memory: Partials are added there, without a collective."""
-    if all(type(tensor) is torch.Tensor for tensor in tensors):  # as mostly
+    if all(type(tensor) is torch.Tensor for tensor in tensors):  # as usual
         return tensors
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
