@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from funcga._cli.information import check_installed
+from funcga._cli.loading import blamed
 from funcga.errors import FuncgaError
-from funcga.information import check_installed
-from funcga.loading import blamed
 
 PROBLEMS = ("digits", "cnn", "text", "batchnorm", "mixed")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -151,9 +151,9 @@ def _picture(text: str) -> Path:
 
 def _parity(options: argparse.Namespace) -> int:
     check_installed("numpy", "rich")
-    from funcga.parity.choice import choices
-    from funcga.parity.command import Outputs, parity
-    from funcga.parity.run import Plan
+    from funcga._parity.choice import choices
+    from funcga._parity.command import Outputs, parity
+    from funcga._parity.run import Plan
 
     check_installed(*(("matplotlib",) if options.plot else ()), *(("matplotlib", "jinja2") if options.html else ()))
     plan = Plan(options.dtype, sorted(options.n), options.updates, options.device, options.ranks)
@@ -163,7 +163,7 @@ def _parity(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     check_installed("numpy", "rich")
-    from funcga.verification.command import Options, verify_file
+    from funcga._verify.command import Options, verify_file
 
     o = options
     return verify_file(Options(o.grad_fn, o.args, o.n, o.fold, o.weight, o.seed, o.json))
@@ -171,7 +171,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _info(options: argparse.Namespace) -> int:
     check_installed("rich")
-    from funcga.information import show
+    from funcga._cli.information import show
 
     show()
     return 0

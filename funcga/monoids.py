@@ -18,8 +18,9 @@ class Monoid:
 
     `xp` is the array namespace, `torch` or `jax.numpy`. `like` has the shapes and dtypes of the operands.
     `widens` says that operands of less than 32 bits are held in 32. `axis` is that of a monoid whose values grow along
-    an axis: loops collect such values and join them once. `collective` names the reduction, "sum", "max" or "min", that
-    is `combine` over replicas; where there is none they are gathered, and combined in their order.
+    an axis: loops collect such values and join them once. `ordered` says that the order of the operands counts.
+    `collective` names the reduction, "sum", "max" or "min", that is `combine` over replicas; where there is none they
+    are gathered, and combined in their order.
     """
 
     identity: Callable[[Any, Any], Any]
@@ -27,6 +28,7 @@ class Monoid:
     widens: bool = True
     axis: int | None = None
     collective: str | None = None
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         if self.collective not in (None, "sum", "max", "min"):
@@ -87,7 +89,8 @@ def _empty(axis: int) -> Callable[[Any, Any], Any]:
 
 def concat(axis: int) -> Monoid:
     """Concatenation along an axis: what came first stays first."""
-    return Monoid(_empty(axis), lambda xp, a, b: xp.concatenate((a, b), axis=axis), widens=False, axis=axis)
+    join = lambda xp, a, b: xp.concatenate((a, b), axis=axis)
+    return Monoid(_empty(axis), join, widens=False, axis=axis, ordered=True)
 
 
 _zeros = _each(lambda xp, like: xp.zeros_like(like))
@@ -97,4 +100,4 @@ max = Monoid(_each(_lowest), _each(lambda xp, a, b: xp.maximum(a, b)), collectiv
 min = Monoid(_each(_highest), _each(lambda xp, a, b: xp.minimum(a, b)), collective="min")
 counts = Monoid(_zeros, _add_counts)
 moments = Monoid(_zeros, _merge_moments)
-last = Monoid(_zeros, _latest, widens=False)
+last = Monoid(_zeros, _latest, widens=False, ordered=True)

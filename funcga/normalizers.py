@@ -16,13 +16,15 @@ class Normalizer:
 
     `tally.weight` and `tally.steps` are numbers, or 0-d arrays of the reduced dtype. `dtype` is that of the result;
     None keeps the leaf's own. `kinds` are the kinds of accumulator dtype that it accepts. `wide` says that the
-    result is in the dtype of the accumulator, and of integers a float32.
+    result is in the dtype of the accumulator, and of integers a float32. `divides_by` says that all it does is divide
+    by the tally's "weight" or "steps", which a backend may do in place.
     """
 
     apply: Callable[[Any, Any, Any], Any]
     dtype: Any = None
     kinds: tuple[str, ...] = _ANY
     wide: bool = False
+    divides_by: str | None = None
 
 
 class Moments(NamedTuple):
@@ -70,9 +72,13 @@ def _first(xp: Any, reduced: Any, tally: Any) -> Any:
 
 
 # By the total weight; zeros if that is 0.
-by_weight = Normalizer(lambda xp, reduced, tally: _divide(xp, reduced, tally.weight), kinds=("float", "complex"))
+by_weight = Normalizer(
+    lambda xp, reduced, tally: _divide(xp, reduced, tally.weight), kinds=("float", "complex"), divides_by="weight"
+)
 # By the number of micro-batches, whatever their weights.
-by_steps = Normalizer(lambda xp, reduced, tally: _divide(xp, reduced, tally.steps), kinds=("float", "complex"))
+by_steps = Normalizer(
+    lambda xp, reduced, tally: _divide(xp, reduced, tally.steps), kinds=("float", "complex"), divides_by="steps"
+)
 # The first of a pair by the second.
 ratio = Normalizer(_quotient, kinds=("int", "float"), wide=True)
 # Nothing: the reduced value itself.

@@ -21,8 +21,8 @@ class Reducer:
     `value` comes in the dtype of the accumulator: `dtype`, or that of the leaf with floats of less than 32 bits in
     float32. `weight` is a number, or a 0-d array of that dtype. `kinds` are the kinds of dtype that it accepts:
     'bool', 'int', 'float', 'complex', 'other'. `linear` says that lift(v, w) = w * v in the monoid of sums, so that a
-    weight which all micro-batches share can be taken out of the loop. `stacked` is the length that axis 0 of a leaf
-    must have, where a leaf is several arrays, stacked.
+    weight which all micro-batches share can be taken out of the loop; `unweighted`, that lift(v, w) = v. `stacked` is
+    the length that axis 0 of a leaf must have, where a leaf is several arrays, stacked.
     """
 
     lift: Callable[[Any, Any, Any], Any]
@@ -31,6 +31,22 @@ class Reducer:
     kinds: tuple[str, ...] = _NUMBERS
     linear: bool = False
     stacked: int | None = None
+    unweighted: bool = False
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of the result depends on the same element of the values alone."""
+        return self.monoid.collective is not None and (self.linear or self.unweighted)
+
+    @property
+    def additive(self) -> bool:
+        """Whether it is a sum, of w * v if `linear`, else of v: what a backend adds in place."""
+        return self.monoid.collective == "sum" and (self.linear or self.unweighted)
+
+    @property
+    def carries(self) -> bool:
+        """Whether it keeps the last value alone, as carry() does."""
+        return self.monoid.ordered and self.monoid.axis is None
 
 
 def _scale(xp: Any, value: Any, weight: Any) -> Any:
@@ -65,12 +81,12 @@ def _mark(xp: Any, value: Any, weight: Any) -> tuple[Any, Any]:
 # The weighted sum, `sum(w * v)`; a micro-batch of weight 0 is left out.
 weighted = Reducer(_scale, monoids.sum, kinds=("float", "complex"), linear=True)
 # The sum, `sum(v)`, whatever the weights.
-sum = Reducer(_keep, monoids.sum)
+sum = Reducer(_keep, monoids.sum, unweighted=True)
 # The same of pairs, [2, ...]; integers in two halves, which 2**47 do not overflow.
 pairs = Reducer(_halves, monoids.counts, kinds=("int", "float"), stacked=2)
 # The elementwise maximum and minimum.
-max = Reducer(_keep, monoids.max, kinds=("bool", "int", "float"))
-min = Reducer(_keep, monoids.min, kinds=("bool", "int", "float"))
+max = Reducer(_keep, monoids.max, kinds=("bool", "int", "float"), unweighted=True)
+min = Reducer(_keep, monoids.min, kinds=("bool", "int", "float"), unweighted=True)
 # (total weight, weighted mean, weighted sum of squared deviations from it).
 moments = Reducer(_moments, monoids.moments, kinds=("float",))
 # (count, mean, sum of squared deviations from it), of leaves [3, ...] = (count, mean, variance); no weights.
@@ -81,4 +97,4 @@ carry = Reducer(_mark, monoids.last, kinds=(*_NUMBERS, "other"))
 
 def concat(axis: int = 0) -> Reducer:
     """Collects the values of all micro-batches along an axis, in their order."""
-    return Reducer(_keep, monoids.concat(axis), kinds=(*_NUMBERS, "other"))
+    return Reducer(_keep, monoids.concat(axis), kinds=(*_NUMBERS, "other"), unweighted=True)

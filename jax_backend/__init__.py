@@ -1,15 +1,17 @@
 """The JAX backend of funcga: lax.scan and JAX arrays on any device."""
 
-from funcga.backend import Backend
-from jax_backend import arrays, gradients, handover, loop, replicas, transforms, trees
-from jax_backend.communication import Collective as Collective
-from jax_backend.communication import collectives as collectives
+from funcga._backend.protocols import Backend
+from jax_backend import arrays, gradients, loop, replicas, trees
+from jax_backend import dlpack as handover
+from jax_backend import multi_steps as transforms
+from jax_backend.hlo import Collective as Collective
+from jax_backend.hlo import collectives as collectives
+from jax_backend.multi_steps import state_specs as state_specs
 from jax_backend.randomness import example_keys as example_keys
 from jax_backend.randomness import sampled as sampled
 from jax_backend.replicas import Replicas as Replicas
-from jax_backend.replication import replicated as replicated
-from jax_backend.stacked import folded_in_place as folded_in_place
-from jax_backend.transforms import state_specs as state_specs
+from jax_backend.replicated import replicated as replicated
+from jax_backend.scan_layers import folded_in_place as folded_in_place
 from jax_backend.updates import apply_updates as apply_updates
 
 __all__ = [

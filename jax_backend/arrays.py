@@ -11,7 +11,7 @@ from jax import lax
 from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
-from funcga.tally import two_sum
+from funcga._fold.tally import two_sum
 
 xp = jnp
 

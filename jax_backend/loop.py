@@ -10,16 +10,18 @@ import numpy as np
 from jax import lax
 from jax.export import is_symbolic_dim
 
-from funcga import reducers, tally
-from funcga.arguments import Arguments, groups
-from funcga.backend import Backend
+from funcga._backend.protocols import Backend
+from funcga._call.arguments import Arguments, groups
+from funcga._call.outputs import Outputs, as_leaf, leaf_path
+from funcga._call.program import Program
+from funcga._fold import tally
+from funcga._fold.leaf import LeafFold
+from funcga._fold.weight import LEAST32, MOST32, check_narrow
 from funcga.errors import FuncgaError
-from funcga.leaves import LeafFold
-from funcga.outputs import Outputs, as_leaf, leaf_path
-from funcga.program import Program
-from funcga.reducers import Reducer
-from funcga.weights import LEAST32, MOST32, check_narrow
-from jax_backend import accumulators, arrays, blocks, compilation, handover, nnx, stacked, trees
+from jax_backend import accumulators, arrays, compilation, nnx, trees
+from jax_backend import dlpack as handover
+from jax_backend import scan_layers as stacked
+from jax_backend import sharded_rows as blocks
 from jax_backend.accumulators import Places
 from jax_backend.compilation import Static, compiled
 from jax_backend.merging import Folded, merge, varying
@@ -159,12 +161,8 @@ def _in_place(outputs: Outputs, traced: Any, value: Any) -> list[int]:
     ):
         return []  # which is an error that has its words elsewhere
     pairs = zip(outputs.reduced_folds, outputs.reduced, strict=True)
-    elementwise = {i for fold, i in pairs if _is_elementwise(fold.fold.reducer)}
+    elementwise = {i for fold, i in pairs if fold.fold.reducer.elementwise}
     return [i for i in stacked.stacked(traced.jaxpr) if i in elementwise]
-
-
-def _is_elementwise(reducer: Reducer) -> bool:
-    return reducer.monoid.collective is not None and (reducer.linear or reducer.lift is reducers.sum.lift)
 
 
 def _scan(one: _Microbatch, carry: Any, first: int, count: int, size: int) -> tuple[Any, list[jax.Array]]:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcga import tally
+from funcga._call.outputs import Outputs
+from funcga._call.prefixes import PrefixError, broadcast, outline
+from funcga._fold import tally
+from funcga._fold.leaf import LeafFold
 from funcga.errors import FuncgaError
-from funcga.leaves import LeafFold
-from funcga.outputs import Outputs
-from funcga.prefixes import PrefixError, broadcast, outline
 from jax_backend import arrays, trees
-from jax_backend.exchange import Exchange, Later, as_varying
+from jax_backend.collectives import Exchange, Later, as_varying
 from jax_backend.replicas import Replicas
 
 

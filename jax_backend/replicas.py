@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from funcga._call.prefixes import leaf_paths
 from funcga.errors import FuncgaError
-from funcga.prefixes import leaf_paths
 from jax_backend import trees
 
 

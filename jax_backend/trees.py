@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from funcga.mappings import Mapped, is_mapping, rebuilt
+from funcga._trees.mappings import Mapped, is_mapping, rebuilt
 
 jax.tree_util.register_pytree_node(Mapped, lambda node: (node.values, node.kind), rebuilt)
 

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from funcga._call.prefixes import leaf_paths
 from funcga.errors import FuncgaError
-from funcga.prefixes import leaf_paths
 from jax_backend import arrays, trees
 
 

@@ -19,14 +19,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
-    "parity", "multi_steps_jax", "examples", "replicas_jax", "torch_backend", "laws", "accumulation", "replicas", "verification",
-    "wrapped", "bridge", "training", "jax_backend", "replication_jax", "modules", "recipes", "multi_steps_replicas_jax", "engine",
-    "placements", "architecture", "fitting", "teeth", "sharded_jax", "fuzz_mesh", "processes_jax", "export_jax",
+    "parity", "multi_steps_jax", "examples", "replicas_jax", "torch_backend", "laws", "accumulate", "replicas", "verify",
+    "wrapped", "optax_adapter", "training", "jax_backend", "replicated", "pure_loss", "recipes", "multi_steps_replicas_jax", "engine",
+    "dtensor", "architecture", "auto_n", "teeth", "sharded_jax", "fuzz_mesh", "processes_jax", "export_jax",
 )  # fmt: skip
 
 # The files that compare to the bit what several programs have rounded. In all others LLVM does not optimise what XLA has
 # made of a program, which is the same and takes as much memory: that would be a third of the time to compile it.
-OPTIMISED = ("accumulator", "bridge", "laws", "tally")
+OPTIMISED = ("accumulator", "optax_adapter", "laws", "tally")
 
 
 def pytest_addoption(parser):

@@ -19,7 +19,7 @@ from tests import handwritten
 from tests.kits import TORCH
 from tests.processes import processes
 from tests.programs import beside_the_examples, example
-from tests.test_wrapped import Collectives
+from tests.torch_backend.wrapped.test_wrapped import Collectives
 
 with beside_the_examples():
     from sentences import count_tokens, microbatch, summed_loss, window
@@ -412,7 +412,7 @@ def test_a_schedule_of_epochs(double, name):
 @pytest.fixture
 def quick(monkeypatch):
     """A search that collects no garbage, of which the other tests have made much."""
-    monkeypatch.setattr("funcga.fitting.gc.collect", lambda: 0)
+    monkeypatch.setattr("funcga._auto_n.gc.collect", lambda: 0)
 
 
 def test_memory_that_runs_out_in_the_middle(double, quick):

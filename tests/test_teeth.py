@@ -169,7 +169,7 @@ def test_wrong_backends_are_rejected(kit, mutant, monkeypatch):
 
 def test_a_buffer_that_is_not_copied_is_rejected(monkeypatch):
     """The first gradient taken as the accumulator: what is returned aliases an argument."""
-    from torch_backend.buffers import Buffers
+    from torch_backend.engine.buffers import Buffers
 
     def steals(self, places, values, factor):
         for k in places:

@@ -2,29 +2,31 @@
 
 import torch
 
-from funcga.accumulator import AccumulatorState
-from funcga.backend import Backend
-from funcga.loss_scaling import LossScaledState
-from funcga.tally import Tally
-from funcga.window import Dropped, MultiStepsState, Parts, Window
-from torch_backend import arrays, gradients, handover, loop, replicas, transforms, trees
-from torch_backend.assignment import assign_grads as assign_grads
-from torch_backend.batch_norm import running_buffers as running_buffers
-from torch_backend.bridge import from_optax as from_optax
-from torch_backend.chaining import chain as chain
-from torch_backend.clipping import clip_grad_norm as clip_grad_norm
-from torch_backend.clipping import clip_grad_value as clip_grad_value
-from torch_backend.frozen import trainable as trainable
-from torch_backend.modules import pure_loss as pure_loss
-from torch_backend.optimizer_state import OptimizerState
-from torch_backend.optimizers import from_optimizer as from_optimizer
+from funcga._backend.protocols import Backend
+from funcga._fold.accumulator import AccumulatorState
+from funcga._fold.tally import Tally
+from funcga._transform.loss_scale import LossScaledState
+from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
+from torch_backend import arrays, gradients, loop, replicas, trees
+from torch_backend import dlpack as handover
+from torch_backend import multi_steps as transforms
+from torch_backend.modules.batch_norm import running_buffers as running_buffers
+from torch_backend.modules.frozen import trainable as trainable
+from torch_backend.modules.pure_loss import pure_loss as pure_loss
+from torch_backend.optim.assign import assign_grads as assign_grads
+from torch_backend.optim.chain import chain as chain
+from torch_backend.optim.clip import clip_grad_norm as clip_grad_norm
+from torch_backend.optim.clip import clip_grad_value as clip_grad_value
+from torch_backend.optim.from_optimizer import from_optimizer as from_optimizer
+from torch_backend.optim.optax_adapter import from_optax as from_optax
+from torch_backend.optim.slots import Number
+from torch_backend.optim.state import OptimizerState
+from torch_backend.optim.updates import apply_updates as apply_updates
 from torch_backend.randomness import example_keys as example_keys
 from torch_backend.randomness import sampled as sampled
 from torch_backend.randomness import seeded as seeded
 from torch_backend.replicas import Replicas as Replicas
-from torch_backend.slots import Number
-from torch_backend.updates import apply_updates as apply_updates
-from torch_backend.wrapped import module_value_and_grad as module_value_and_grad
+from torch_backend.wrapped.gradient import module_value_and_grad as module_value_and_grad
 
 __all__ = [
     "Replicas",

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from torch_backend.layouts import laid_as
-from torch_backend.placements import is_placed
-from torch_backend.recording import in_forward_mode, is_recorded, transforms
+from torch_backend.dtensor import is_placed
+from torch_backend.engine.recording import in_forward_mode, is_recorded, transforms
+from torch_backend.strides import laid_as
 
 xp = torch
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from funcga.arguments import argument_names
+from funcga._call.arguments import argument_names
+from funcga._call.prefixes import leaf_paths
 from funcga.errors import FuncgaError
-from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
-from torch_backend.frozen import check_unfrozen
-from torch_backend.hooks import put_hooks
-from torch_backend.recording import is_constant, is_recorded, switched_off, transforms
+from torch_backend.engine.hooks import put_hooks
+from torch_backend.engine.recording import is_constant, is_recorded, switched_off, transforms
+from torch_backend.modules.frozen import check_unfrozen
 
 
 def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:

@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 
-from funcga.arguments import Arguments, groups, starts
-from funcga.backend import Backend
+from funcga._backend.protocols import Backend
+from funcga._call.arguments import Arguments, groups, starts
+from funcga._call.program import Program
+from funcga._grad import GradientFunction
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
-from funcga.gradients import GradientFunction
-from funcga.program import Program
 from torch_backend import arrays, trees
-from torch_backend.buffers import Buffers, Layout
-from torch_backend.driven import Driven
-from torch_backend.engine import Engine, detached
-from torch_backend.frozen import check_unfrozen
-from torch_backend.guards import check_no_wrapped_module_in
-from torch_backend.placements import devices_of, narrow
-from torch_backend.recording import is_recorded
-from torch_backend.reduction import Reduction, absent, begun, count_window, owing
+from torch_backend.dtensor import devices_of, narrow
+from torch_backend.engine.buffers import Buffers, Layout
+from torch_backend.engine.recording import is_recorded
+from torch_backend.engine.transfer import moved
+from torch_backend.engine.window import Engine, detached
+from torch_backend.modules.frozen import check_unfrozen
+from torch_backend.modules.guards import check_no_wrapped_module_in
+from torch_backend.reduce.reduction import Reduction, absent, begun, count_window, owing
 from torch_backend.replicas import Replicas
-from torch_backend.transfer import moved
-from torch_backend.wrapped import ModuleGradient
+from torch_backend.wrapped.gradient import ModuleGradient
+from torch_backend.wrapped.window import Driven
 
 # The arguments that a micro-batch comes from, its first row on each device and how many, None for all, and the devices.
 _Microbatch = tuple[Arguments, int, int | None, int]

@@ -12,7 +12,7 @@ from torch import nn
 
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.modules import PureLoss
+from torch_backend.modules.pure_loss import PureLoss
 
 
 def example_keys(key: Any, indices: Any) -> torch.Tensor:

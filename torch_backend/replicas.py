@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from funcga._call.prefixes import leaf_paths
 from funcga.errors import FuncgaError
-from funcga.prefixes import leaf_paths
 from torch_backend import arrays, trees
-from torch_backend.channel import Channel, channel_of
-from torch_backend.comparison import check_alike
-from torch_backend.memory import as_bytes
-from torch_backend.placements import is_placed, local, ranks_apart
+from torch_backend.dtensor import is_placed, local, ranks_apart
+from torch_backend.reduce.channel import Channel, channel_of
+from torch_backend.reduce.comparison import check_alike
+from torch_backend.reduce.memory import as_bytes
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
 

@@ -11,7 +11,7 @@ import torch
 # torch has no public pytree module; this file is the only one that knows the private one.
 from torch.utils import _pytree
 
-from funcga.mappings import Mapped, is_mapping, rebuilt
+from funcga._trees.mappings import Mapped, is_mapping, rebuilt
 
 _pytree.register_pytree_node(Mapped, lambda node: (node.values, node.kind), lambda values, kind: rebuilt(kind, values))
 _LEAF = _pytree.tree_structure(0)

@@ -1,0 +1,80 @@
+"""`n="auto"`: the smallest number of micro-batches whose memory suffices, found by trying."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from funcga._backend.protocols import Backend
+from funcga._call.program import Program
+from funcga.errors import FuncgaError
+
+_SHAPES = 256  # that are remembered: of batches of many lengths each has its own
+
+
+class Fitting:
+    """The fold of a program with the smallest n that fits; what fitted is remembered for each shape of arguments.
+
+    A window that runs out of memory is dropped and replayed from its start with more micro-batches. So no part of it
+    is counted twice, and the result is that of the n that ran to its end.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.fitted: dict[Any, int] = {}
+        self.programs: dict[int, Program] = {}
+
+    def __call__(self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result. Raises what the framework raises if not even one row at a time fits."""
+        if backend.loop.is_traced((args, kwargs)):
+            raise FuncgaError(
+                'n="auto" tries sizes out when it is called, which cannot be done in a program that is being compiled. '
+                "Call the step outside of jax.jit or torch.compile, or give a number: n=8."
+            )
+        leaves = [leaf for leaf in backend.trees.flatten((args, kwargs))[0] if hasattr(leaf, "shape")]
+        key = backend.name, *[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
+        rows = self.program.read(args, backend).rows()
+
+        def run(n: int) -> Any:
+            program = self.programs.setdefault(n, replace(self.program, n=n, compiled={}))
+            return backend.loop.finished(backend.loop.accumulate(program, backend)(args, kwargs))
+
+        n, result = smallest(run, rows, backend.loop.is_out_of_memory, self.fitted.get(key))
+        self.fitted.pop(key, None)
+        self.fitted[key] = n  # the last, as the latest
+        if len(self.fitted) > _SHAPES:
+            del self.fitted[next(iter(self.fitted))]  # which was used longest ago
+        return result
+
+
+def smallest(
+    run: Callable[[int], Any], most: int, is_out_of_memory: Callable[[BaseException], bool], known: int | None = None
+) -> tuple[int, Any]:
+    """The smallest n from 1 to `most` for which `run(n)` has enough memory, and what it returns.
+
+    `known` fitted before: it is tried first, and is the answer if it still fits.
+    """
+
+    def attempt(n: int) -> tuple[bool, Any]:
+        try:
+            return True, run(n)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if n == most:
+                error.add_note(f"funcga: tried up to n={n}, one row a micro-batch, and that does not fit either.")
+                raise
+        gc.collect()  # here, where the error no longer holds the frames that hold the arrays
+        return False, None
+
+    n, too_few = (1, 0) if known is None else (min(known, most), known - 1)
+    fits, result = attempt(n)
+    while not fits:
+        too_few, n = n, min(2 * n, most)
+        fits, result = attempt(n)
+    while n - too_few > 1:
+        middle = (n + too_few) // 2
+        result = None  # it would take room from the next attempt
+        fits, result = attempt(middle)
+        n, too_few = (middle, too_few) if fits else (n, middle)
+    return (n, result) if fits else smallest(run, most, is_out_of_memory, n)

@@ -1,0 +1,1 @@
+"""What the core asks of a framework, and which framework owns a call."""

@@ -1,0 +1,425 @@
+"""What a framework must supply, and which framework owns a call.
+
+The mathematics of a fold is in this package and is written against an array namespace, `xp`: `torch` or `jax.numpy`.
+A backend supplies only what a framework truly owns: its trees, the facts about its arrays, its loop and its gradients.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from funcga._types import Array, Dtype, Tree
+from funcga.errors import FuncgaError
+
+if TYPE_CHECKING:
+    from funcga._call.outputs import Outputs
+    from funcga._call.program import Program
+    from funcga._fold.leaf import LeafFold
+    from funcga._fold.tally import Tally
+
+
+class Trees(Protocol):
+    """A framework's own idea of a tree: which containers it walks, in which order, and what it does with None."""
+
+    def flatten(self, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+        """The leaves, in the framework's order, and the structure that puts them back."""
+        ...
+
+    def unflatten(self, structure: Any, leaves: Sequence[Any]) -> Tree:
+        """The tree of this structure with these leaves."""
+        ...
+
+    def children(self, tree: Tree) -> list[tuple[str, Any]] | None:
+        """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
+        ...
+
+
+class Arrays(Protocol):
+    """The facts about a framework's arrays that the mathematics needs."""
+
+    xp: Any
+
+    def owns(self, leaf: Any) -> bool:
+        """Whether only this framework can have made the leaf."""
+        ...
+
+    def is_array(self, leaf: Any) -> bool:
+        """Whether the leaf can be split and folded as it is."""
+        ...
+
+    def as_array(self, leaf: Any) -> Array:
+        """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
+        ...
+
+    def placed(self, array: Array, like: Array) -> Array:
+        """The array where another one of its shape lies."""
+        ...
+
+    def describe(self, leaf: Any) -> str:
+        """`float32[8, 3]`, or the type of what is no array."""
+        ...
+
+    def kind(self, dtype: Dtype) -> str:
+        """'bool', 'int', 'float', 'complex' or 'other'."""
+        ...
+
+    def as_dtype(self, dtype: Any) -> Dtype:
+        """The dtype of this name; TypeError if the framework has none."""
+        ...
+
+    def accumulator_dtype(self, dtype: Dtype) -> Dtype:
+        """The dtype that sums of this dtype are held in: at least 32 bits."""
+        ...
+
+    def cast(self, array: Array, dtype: Dtype) -> Array:
+        """The array in another dtype."""
+        ...
+
+    def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
+        """`size` rows from `start` on, along an axis."""
+        ...
+
+    def scalar(self, weight: Any) -> Any:
+        """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
+        ...
+
+    def limbs(self, weight: Any) -> tuple[Any, ...]:
+        """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
+        ...
+
+    def addends(self, weight: Any, wide: bool) -> tuple[Array, ...]:
+        """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
+        ...
+
+    def integer(self, number: Any) -> Array:
+        """A count as a 0-d int32 array."""
+        ...
+
+    def owned(self, array: Array, others: Sequence[Array]) -> Array:
+        """The array, or a copy of it where it is one of these others, or a view of one."""
+        ...
+
+    def stored(self, array: Array) -> Array:
+        """The array as one of numbers, which any file format takes: of random keys, their data."""
+        ...
+
+    def restored(self, numbers: Array, like: Array) -> Array:
+        """What was stored of an array like this one."""
+        ...
+
+    def count(self, steps: int) -> Any:
+        """A number of steps in the type that a loop can carry."""
+        ...
+
+
+class Handed(NamedTuple):
+    """An array on its way to another framework, and why it is in new memory: None where it is in its owner's."""
+
+    array: Any
+    why: str | None = None
+
+
+class UnfitError(Exception):
+    """What an array is, and why it cannot be handed over; the caller knows its path."""
+
+
+class Handover(Protocol):
+    """A framework's way to hand its arrays to others, NumPy among them, and to take theirs."""
+
+    def platforms(self) -> set[str]:
+        """The kinds of devices on which this framework can take arrays: 'cpu', 'gpu' and so on."""
+        ...
+
+    def device(self, name: Any) -> Any:
+        """The device of this name; FuncgaError, which says what there is, if there is none."""
+        ...
+
+    def devices(self) -> list[str]:
+        """The names of the devices that there are."""
+        ...
+
+    def lent(self, leaf: Array, platforms: set[str]) -> Handed:
+        """The array for others to take: by DLPack, on platforms of theirs, else as NumPy's; or UnfitError."""
+        ...
+
+    def check(self, array: Any) -> None:
+        """Raises UnfitError if this framework cannot have the array of another, or NumPy's, as it is."""
+        ...
+
+    def taken(self, lent: Sequence[Handed], device: Any, copy: bool) -> list[Handed]:
+        """Arrays of this framework in the memory that is lent, where that is possible; if `copy`, all in new memory."""
+        ...
+
+    def extents(self, leaf: Array) -> list[tuple[int, int]]:
+        """The addresses of the first byte and of that after the last, of every piece of memory of the array."""
+        ...
+
+
+class Gradients(Protocol):
+    """A framework's transforms from a loss to its gradient."""
+
+    def grad(self, loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
+        """A function that returns grads, or (grads, aux)."""
+        ...
+
+    def value_and_grad(
+        self, loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    ) -> Any:
+        """A function that returns (value, grads), or ((value, aux), grads)."""
+        ...
+
+    def depends(self, loss: Array) -> bool | None:
+        """Whether a loss depends on what the innermost transform, one of these, differentiates it by.
+
+        None where that cannot be known, and for a constant that is 0 or NaN, as of a micro-batch that is masked whole.
+        """
+        ...
+
+    def check_params(self, params: Tree) -> None:
+        """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
+        ...
+
+
+class Loop(Protocol):
+    """A framework's way to go through the micro-batches."""
+
+    def accumulate(self, program: "Program", backend: "Backend") -> Callable[..., Any]:
+        """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+        ...
+
+    def stream(self, program: "Program", backend: "Backend") -> Callable[..., Any]:
+        """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+        ...
+
+    def is_traced(self, tree: Tree) -> bool:
+        """Whether these arguments are those of a program that is being compiled."""
+        ...
+
+    def finished(self, tree: Tree) -> Tree:
+        """The tree when it is computed, or the error that computing it raises."""
+        ...
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether the error says that memory has run out."""
+        ...
+
+
+class Replicas(Protocol):
+    """A framework's replicas: what `across=` names, and whether they hold the same."""
+
+    def replicas_of(self, across: Any) -> Any:
+        """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
+        ...
+
+    def check_replicas(self, params: Tree, across: Any) -> None:
+        """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
+        ...
+
+
+class Transforms(Protocol):
+    """What a fold that is spread over calls needs of a framework: its branch, and its own type of transforms."""
+
+    def detached(self, tree: Tree) -> Tree:
+        """The tree without the graphs that its arrays are in."""
+        ...
+
+    def imported(self, tx: Any) -> Any:
+        """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
+        ...
+
+    def exported(self, made: Any) -> Any:
+        """A transform of funcga's in the type that the framework's own combinators take."""
+        ...
+
+    def when(
+        self, predicate: Any, emit: Callable[..., Any], state: Tree, operands: Tree, like: Tree, donate: bool = False
+    ) -> Any:
+        """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
+
+        `donate`: the zeros need no memory, and then are not to be written to.
+        """
+        ...
+
+    def finite(self, leaves: list[Any]) -> Any:
+        """Whether every number is finite: a 0-d array."""
+        ...
+
+    def unscaled(self, leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
+        """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
+        ...
+
+    def check_merged(self, leaves: list[Any], paths: Callable[[], list[str]], replicas: Any) -> None:
+        """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
+        ...
+
+    def add(
+        self, folds: "Sequence[LeafFold | None]", held: list[Any], leaves: list[Any], weight: Any, donate: bool
+    ) -> tuple[list[Any], bool]:
+        """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
+        ...
+
+    def finish(self, folds: "Sequence[LeafFold | None]", held: list[Any], tally: "Tally", donate: bool) -> list[Any]:
+        """The normalised leaves; in the same memory if that is donated."""
+        ...
+
+    def restore(self, folds: "Sequence[LeafFold | None]", held: list[Any], tally: "Tally") -> None:
+        """Takes back what `finish` has done to memory that was donated, to rounding."""
+        ...
+
+    def emptied(self, folds: "Sequence[LeafFold | None]", held: list[Any], donate: bool, taken: Tree) -> list[Any]:
+        """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
+        ...
+
+    def merged(
+        self, outputs: "Outputs", held: list[Any], tally: "Tally", replicas: Any, known: dict[Any, Any]
+    ) -> tuple[list[Any], "Tally"]:
+        """What all replicas hold together; `known` is what a backend works out once."""
+        ...
+
+    def summed(self, number: Any, held: list[Any], replicas: Any) -> Any:
+        """The sum of a scalar over the replicas, which hold these."""
+        ...
+
+    def parts(self, window: Any, replicas: Any) -> list[Any]:
+        """The parts that are this replica's, of a window as a state has it where replicas fold apart."""
+        ...
+
+    def parted(self, window: Any, replicas: Any, is_empty: bool) -> Any:
+        """A window as a state has it where replicas fold apart."""
+        ...
+
+    def in_order(self, windows: Sequence[Any]) -> list[Any]:
+        """The parts of one window, in the order of the replicas. Raises FuncgaError if one is missing."""
+        ...
+
+    def unparted(self, windows: Sequence[Any]) -> Any:
+        """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
+        ...
+
+    def alike(self, state: Tree, like: Tree) -> Tree:
+        """The state in the dtypes that it came in."""
+        ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One framework's seven parts, under the framework's name."""
+
+    name: str
+    trees: Trees
+    arrays: Arrays
+    handover: Handover
+    gradients: Gradients
+    loop: Loop
+    replicas: Replicas
+    transforms: Transforms
+
+
+def load(framework: str) -> Backend:
+    """The backend of a framework.
+
+    Raises FuncgaError if the framework is not installed, or if another module stands under the backend's name.
+    """
+    if framework not in _LOADED:
+        _LOADED[framework] = _imported(framework)
+    return _LOADED[framework]
+
+
+_LOADED: dict[str, Backend] = {}  # as sys.modules would be, but torch.compile guards all of that
+
+
+def _imported(framework: str) -> Backend:
+    name = f"{framework}_backend"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in (framework, name):
+            raise
+        raise FuncgaError(
+            f"{error.name} is not installed, and this call needs it. Install it: pip install 'funcga[{framework}]'"
+        ) from error
+    backend = getattr(module, "BACKEND", None)
+    if not isinstance(backend, Backend):
+        found = getattr(module, "__file__", None) or "a module without a file"
+        raise FuncgaError(
+            f"`import {name}` finds {found}, which is not funcga's: it hides the backend. Rename that file (or "
+            f"take its folder off sys.path), or reinstall: pip install 'funcga[{framework}]'"
+        )
+    return backend
+
+
+def load_imported() -> list[Backend]:
+    """The backends of the frameworks that are imported.
+
+    What makes a step calls this, so that no import is left for the first call, which torch.compile may be tracing.
+    """
+    return [_LOADED[framework] for framework in _loaded()]
+
+
+def _loaded() -> tuple[str, ...]:
+    """The frameworks that are imported, whose backends are loaded now."""
+    found = tuple(framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None)
+    for framework in found:
+        load(framework)
+    return found
+
+
+# Torch.compile runs it as it is, and what is imported later changes nothing: an import it could not trace.
+_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Backend:
+    """The backend that owns the array leaves of some trees, asked only of frameworks already imported.
+
+    NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none and it is imported.
+    Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
+    """
+    loaded = load_imported()
+    for test in ("owns", "is_array"):
+        for backend in loaded:
+            leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
+            mine = getattr(backend.arrays, test)
+            if not any(map(mine, leaves)) or (test == "is_array" and backend.name != "jax"):
+                continue
+            # by the name of the type, as torch.compile cannot look into another framework
+            if any(_framework(leaf) not in (None, backend.name) for leaf in leaves if not mine(leaf)):
+                raise _mixed(trees, names(), loaded)
+            return backend
+    raise _without_arrays(names(), [backend.name for backend in loaded])
+
+
+def _framework(leaf: Any) -> str | None:
+    if isinstance(leaf, int | float) or not hasattr(
+        leaf, "shape"
+    ):  # of an int in its graph torch.compile knows no more
+        return None
+    return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(type(leaf).__module__.split(".")[0])
+
+
+def _without_arrays(names: Sequence[str], loaded: list[str]) -> FuncgaError:
+    where = ", ".join(f"`{name}`" for name in names) or "the call, which has no arguments"
+    return FuncgaError(
+        f"no array was found in {where}"
+        + (f" (looked for arrays of {' and '.join(loaded)})" if loaded else "")
+        + ". A fold needs torch tensors or JAX arrays, which also say in which framework it runs. Convert first: "
+        "`funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
+    )
+
+
+def _mixed(trees: Sequence[Any], names: Sequence[str], loaded: list[Backend]) -> FuncgaError:
+    from funcga._call.prefixes import leaf_paths
+
+    found: dict[str, tuple[str, str]] = {}
+    for backend in loaded:
+        for name, tree in zip(names, trees, strict=True):
+            for path, leaf in zip(leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True):
+                if backend.arrays.owns(leaf):
+                    found.setdefault(backend.name, (path, name))
+    articles = {"torch": "a torch tensor", "jax": "a JAX array"}
+    what = " and ".join(f"`{path}` is {articles[framework]}" for framework, (path, _) in found.items())
+    return FuncgaError(
+        f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
+        f"`funcga.to_{loaded[0].name}({found[loaded[-1].name][1]})`."
+    )

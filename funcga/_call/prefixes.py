@@ -1,0 +1,85 @@
+"""Tree prefixes: one value for a whole subtree, as `in_axes` of vmap, and the names of the leaves below."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from funcga._backend.protocols import Trees
+
+
+class Placed(NamedTuple):
+    """A prefix's value at one leaf of the tree that it covers, and the path at which the prefix says so."""
+
+    value: Any
+    root: str
+
+
+class PrefixError(Exception):
+    """The prefix and the tree part ways at a path; the caller knows what to say about it."""
+
+    def __init__(self, path: str, prefix: Any, tree: Any):
+        super().__init__(path)
+        self.path, self.prefix, self.tree = path, prefix, tree
+
+
+def leaf_paths(tree: Any, trees: Trees, path: str = "") -> list[str]:
+    """The path of every leaf, as one would write it in code, in the order of `trees.flatten`."""
+    children = trees.children(tree)
+    if children is None:
+        return [path]
+    return [p for key, child in children for p in leaf_paths(child, trees, path + key)]
+
+
+def paths_apart(expected: list[str], found: list[str]) -> tuple[list[str], list[str]]:
+    """The paths that are expected and missing, and those that are found and new, each in its order."""
+    known, there = {*expected}, {*found}
+    return [path for path in expected if path not in there], [path for path in found if path not in known]
+
+
+def broadcast(
+    prefix: Any, tree: Any, leaves: int, is_value: Callable[[Any], bool], trees: Trees, path: str = ""
+) -> list[Placed]:
+    """The prefix's value for every one of the tree's `leaves`, in the order of `trees.flatten`.
+
+    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where they don't match.
+    """
+    if is_value(prefix):
+        return [Placed(prefix, path)] * leaves
+    branches, children = trees.children(prefix), trees.children(tree)
+    if branches is None or children is None:
+        raise PrefixError(path, prefix, tree)
+    if len(branches) > len(children):
+        branches = _without_absent(branches, tree, {key for key, _ in children})
+    if len(branches) != len(children):
+        raise PrefixError(path, prefix, tree)
+    if type(prefix) in (tuple, list) and isinstance(tree, tuple | list):
+        matched = dict(zip((key for key, _ in children), (branch for _, branch in branches), strict=True))
+    else:
+        matched = dict(branches)
+    placed = []
+    for key, child in children:
+        if key not in matched:
+            raise PrefixError(path, prefix, tree)
+        placed += broadcast(matched[key], child, len(trees.flatten(child)[0]), is_value, trees, path + key)
+    return placed
+
+
+def _without_absent(branches: list[tuple[str, Any]], tree: Any, keys: set[str]) -> list[tuple[str, Any]]:
+    """The branches but for those of the tree's fields that are None: a dataclass of torch has no child there."""
+    return [
+        (key, branch)
+        for key, branch in branches
+        if key in keys or not key.startswith(".") or getattr(tree, key[1:], tree) is not None
+    ]
+
+
+def outline(tree: Any, trees: Trees, leaf: Callable[[Any], str], depth: int = 2) -> str:
+    """A short picture of a tree for an error message: its keys, and its leaves in a few characters."""
+    children = trees.children(tree)
+    if children is None:
+        return leaf(tree)
+    if depth == 0:
+        return "..."
+    shown = [f"{key}: {outline(child, trees, leaf, depth - 1)}" for key, child in children[:4]]
+    if len(children) > 4:
+        shown.append(f"... {len(children) - 4} more")
+    return f"{type(tree).__name__}({', '.join(shown)})"

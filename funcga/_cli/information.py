@@ -1,0 +1,71 @@
+"""What is installed, in which versions, and on which devices it runs, as `python -m funcga info` shows it."""
+
+import importlib.metadata
+import importlib.util
+import platform
+
+from funcga import __version__
+from funcga._backend.protocols import load
+from funcga.errors import FuncgaError
+
+PACKAGES = ("torch", "jax", "jaxlib", "optax", "numpy", "ml_dtypes", "rich", "matplotlib", "scikit-learn",
+            "flax", "equinox", "transformers")  # fmt: skip
+
+
+def installed() -> dict[str, str | None]:
+    """The version of every package that funcga works with, None for one that is not installed."""
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """The versions of what the figures of a report depend on, by name."""
+    names = ("torch", "jax", "jaxlib", "optax", "numpy")
+    own = {"python": platform.python_version(), "funcga": __version__}
+    return own | {name: found for name in names if (found := _version(name))}
+
+
+def devices() -> dict[str, list[str]]:
+    """The devices of each framework that is installed, which this imports."""
+    return {name: load(name).handover.devices() for name in ("torch", "jax") if _is_found(name)}
+
+
+def show() -> None:
+    """None; prints the versions and the devices as a table."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table("package", "version", "devices", box=SIMPLE_HEAD, show_edge=False)
+    made.add_row("python", platform.python_version(), platform.platform())
+    made.add_row("funcga", __version__, "")
+    there = devices()
+    for name, version in installed().items():
+        made.add_row(name, version or "not installed", ", ".join(there.get(name, ())))
+    Console(highlight=False).print(made)
+
+
+def check_installed(*modules: str) -> None:
+    """Raises FuncgaError that names the packages which are missing, and the extra that has them."""
+    missing = [_DISTRIBUTIONS.get(module, module) for module in modules if not _is_found(module)]
+    if missing:
+        raise FuncgaError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and this command needs "
+            f"{'it' if len(missing) == 1 else 'them'}: pip install 'funcga[parity]'"
+        )
+
+
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # ValueError: it is None in sys.modules
+        return False

@@ -1,0 +1,76 @@
+"""`compare`: how far two trees are apart, leaf by leaf, and whether that is what rounding explains."""
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from funcga.errors import FuncgaError
+from funcga.rules import Rule, as_rules
+
+if TYPE_CHECKING:
+    from funcga._compare.report import Report
+
+
+def compare(
+    left: Any,
+    right: Any,
+    *,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    reduction: int | None = None,
+    rules: Iterable[Rule] = (),
+    names: tuple[str, str] = ("left", "right"),
+    check_dtype: bool = True,
+) -> "Report":
+    """A Report: for every leaf how far left is from right, how far it may be, and where it differs most.
+
+    left, right: trees of torch, JAX or NumPy arrays, on any device, in any containers: nested or flat dicts such as
+    state dicts, flax variables, nnx states, equinox modules, or single arrays. Their leaves are matched by dotted path,
+    those of the left renamed and transposed by `rules` (see `funcga.rules`). None and functions are no leaves; a Python
+    number is a 0-d array of 64 bits; other leaves, and arrays of texts or dates, are compared by `==`.
+
+    A leaf is close if |left - right| <= atol + limit * max|right|, in every element. The limit comes from the coarser
+    of the two dtypes and from `reduction`, the number of terms in the longest sum that the values come from (default:
+    256), as 4 eps sqrt(reduction): what rounding alone explains, and 0.5 at most; integers and booleans are equal or
+    not. `rtol` is a limit for all leaves instead. A gradient that would be 0 but for rounding, such as that of a bias
+    before a normalisation, is close to no other relatively: give an `atol`. Infinities of one sign in the same place
+    are equal, NaN is never close. With check_dtype=False only values count. Where there is no leaf to compare, nothing
+    is close.
+
+    `report.ok`, `report.assert_close()` and `print(report)` say whether they are close; `report.rows`, `.worst`,
+    `.as_dict()` and `.plot("report.png")` how far they are apart. Raises FuncgaError for what cannot be compared.
+
+    >>> funcga.compare(torch_grads, flax_grads, rules=funcga.rules.torch_to_flax).assert_close()
+    """
+    _check(rtol, atol, reduction, names)
+    try:
+        from funcga._compare.run import run
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise FuncgaError(
+            "numpy is not installed, and compare computes with it. Install it: pip install 'funcga[parity]'"
+        ) from error
+    return run(left, right, rtol, atol, reduction, as_rules(rules), (names[0], names[1]), check_dtype)
+
+
+def _check(rtol: Any, atol: Any, reduction: Any, names: Any) -> None:
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is None and name == "rtol":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise FuncgaError(
+                f"{name}={value!r} is no tolerance: a number, 0 or more and finite. Write {name}=1e-6, or leave it out."
+            )
+    if reduction is not None and (isinstance(reduction, bool) or not isinstance(reduction, int) or reduction < 1):
+        raise FuncgaError(
+            f"reduction={reduction!r} is no number of terms in a sum: an integer, 1 or more. Write "
+            f"reduction=len(rows), or leave it out."
+        )
+    if rtol is not None and reduction is not None:
+        raise FuncgaError(
+            f"rtol={rtol!r} and reduction={reduction!r} are two limits: reduction= is there to find one. "
+            f"Give one of them."
+        )
+    if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
+        raise FuncgaError(f"names={names!r} are not the names of two trees. Write names=('torch', 'jax').")

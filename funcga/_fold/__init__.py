@@ -1,0 +1,1 @@
+"""The accumulator of one leaf, and the window of all of them."""

@@ -1,0 +1,175 @@
+"""The losses that `python -m funcga parity` compares, written as this framework's users write them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from jax import lax
+
+from funcga._call.arguments import Arguments
+from funcga.errors import FuncgaError
+from jax_backend import trees
+from jax_backend.replicated import replicated
+from jax_backend.updates import apply_updates
+
+PAD = 255
+"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+
+
+@contextmanager
+def precision(dtype: str) -> Iterator[None]:
+    """A context in which arrays of this dtype exist and are computed with in all of their bits."""
+    standard = jax.numpy_dtype_promotion("standard")  # as optax needs it
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"), standard:
+        yield
+
+
+def optimizer(name: str) -> Any:
+    """The transform of this name, with the options that both frameworks share."""
+    return {
+        "sgd": lambda: optax.sgd(0.5),
+        "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+        "adam": lambda: optax.adam(0.01),
+        "adamw": lambda: optax.adamw(0.01, weight_decay=0.1),
+    }[name]()
+
+
+def applied(params: Any, updates: Any) -> Any:
+    """The parameters with the updates added."""
+    return apply_updates(params, updates)
+
+
+def compiled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step as this framework's users run it."""
+    return jax.jit(step)
+
+
+def prepared(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+    """A function without arguments that returns function(*args), all Python code of which has run by then."""
+    lowered = jax.jit(function).lower(*args)
+    return lambda: lowered.compile()(*args)
+
+
+def rows_of_replicas(rows: int, count: int) -> list[int]:
+    """How many of so many rows each replica takes, the first ones first."""
+    return [rows // count] * count  # shards are alike
+
+
+def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int]) -> Any:
+    """What `step(across=...)` returns where each replica has these rows; None in the processes of all but the first."""
+    arrays = (leaf for leaf, _ in arguments if isinstance(leaf, jax.Array))
+    devices = jax.devices(next(device.platform for leaf in arrays for device in leaf.devices()))
+    if len(devices) < len(rows):
+        raise FuncgaError(f"{len(rows)} replicas need as many devices, and JAX has {len(devices)}.")
+    mesh = jax.make_mesh((len(rows),), ("replicas",), devices=devices[: len(rows)])
+    everywhere = jax.NamedSharding(mesh, jax.P())  # type: ignore[no-untyped-call]
+    leaves, structure = trees.flatten(arguments.cut(0, sum(rows), []))
+    args = trees.unflatten(structure, [jax.device_put(leaf, everywhere) for leaf in leaves])
+    # Models may start a scan from zeros, which are of no replica.
+    return replicated(step(across="replicas"), mesh, check_vma=False)(*args)
+
+
+def digits_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for `funcga.mean()`.
+
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a `weight` [in, out] and a
+    `bias` [out].
+    """
+    return _cross_entropy(_linear(jnp.tanh(_linear(images, params["hidden"])), params["output"]), labels)
+
+
+def cnn_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross-entropy of two convolutions and a linear layer, with GELU: for `funcga.mean()`.
+
+    images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in this framework's
+    layout, each a `kernel` and a `bias`.
+    """
+    x = jax.nn.gelu(_conv(images[..., None], params["conv1"], "SAME"), approximate=False)
+    x = x.reshape(-1, 4, 2, 4, 2, x.shape[-1]).mean((2, 4))
+    x = jax.nn.gelu(_conv(x, params["conv2"], "VALID"), approximate=False)
+    return _cross_entropy(x.mean((1, 2)) @ params["output"]["kernel"] + params["output"]["bias"], labels)
+
+
+def _conv(x: jax.Array, layer: Any, padding: str) -> jax.Array:
+    dimensions = ("NHWC", "HWIO", "NHWC")
+    found = lax.conv_general_dilated(x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions)
+    return jnp.asarray(found + layer["bias"])
+
+
+def batchnorm_loss(params: Any, statistics: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for `funcga.mean()`.
+
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and `bias` [width]) and
+    `output`; statistics: the running `mean` and `var` [width] of the hidden layer, the same for every micro-batch.
+    """
+    x = _linear(images, params["hidden"])
+    x = jax.nn.standardize(x, mean=statistics["mean"], variance=statistics["var"], epsilon=1e-5)
+    hidden = jnp.tanh(x * params["norm"]["weight"] + params["norm"]["bias"])
+    return _cross_entropy(_linear(hidden, params["output"]), labels)
+
+
+def mixed_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for `funcga.mean()`.
+
+    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the weights, which is the
+    same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `output` and
+    `decode`, each a `weight` [in, out] and a `bias` [out].
+    """
+    hidden = jnp.tanh(_linear(images, params["hidden"]))
+    classes = _cross_entropy(_linear(hidden, params["output"]), labels)
+    pixels = jnp.mean(jnp.square(_linear(hidden, params["decode"]) - images))
+    size = jnp.sum(jnp.stack([jnp.sum(jnp.square(layer["weight"])) for layer in params.values()]))
+    return classes + 0.5 * pixels + 1e-3 * size
+
+
+def _linear(x: jax.Array, layer: Any) -> jax.Array:
+    return jnp.asarray(x @ layer["weight"] + layer["bias"])
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    return jnp.asarray(-jnp.mean(jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)))
+
+
+def text_loss(params: Any, tokens: jax.Array) -> jax.Array:
+    """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for `funcga.per_weight()`.
+
+    tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width], which is also the
+    output layer, and `position` [length - 1, width]), `blocks` (each leaf has the blocks on its first axis) and `norm`.
+    The result has the dtype of the parameters, and is 0 where every target is PAD.
+    """
+    return jnp.sum(_cross_entropies(params, tokens), where=tokens[:, 1:] != PAD)
+
+
+@jax.jit  # the whole batch would else be compiled operation by operation, which takes longer
+def _cross_entropies(params: Any, tokens: jax.Array) -> jax.Array:
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    x = params["embed"]["token"][inputs] + params["embed"]["position"][: inputs.shape[1]]
+    x, _ = lax.scan(_block, x, params["blocks"])
+    x = _standardize(x) * params["norm"]["scale"] + params["norm"]["bias"]
+    scores = jax.nn.log_softmax(x @ params["embed"]["token"].T)
+    return -jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+
+
+def _block(x: jax.Array, block: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+    normed = _standardize(x) * block["norm1_scale"] + block["norm1_bias"]
+    x = x + jnp.einsum("bthd,hdw->btw", _attention(normed, block["qkv"]), block["out"])
+    normed = _standardize(x) * block["norm2_scale"] + block["norm2_bias"]
+    hidden = jax.nn.gelu(normed @ block["up"] + block["up_bias"], approximate=False)
+    return x + hidden @ block["down"] + block["down_bias"], None
+
+
+def _attention(x: jax.Array, qkv: jax.Array) -> jax.Array:
+    # Not jax.nn.dot_product_attention, which takes the softmax in float32 whatever the dtype of its arguments.
+    query, key, value = jnp.einsum("btw,wchd->cbthd", x, qkv)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    # Padding stands at the end, so that causality already hides it from every token that counts.
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], dtype=bool))
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, where=causal), value)
+
+
+def _standardize(x: jax.Array) -> jax.Array:
+    return jax.nn.standardize(x, variance=jnp.var(x, axis=-1, keepdims=True), epsilon=1e-5)

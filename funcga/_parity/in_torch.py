@@ -1,0 +1,145 @@
+"""The losses that `python -m funcga parity` compares, written as this framework's users write them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the name that torch users know
+
+from funcga._call.arguments import Arguments
+from torch_backend.optim.from_optimizer import from_optimizer
+from torch_backend.optim.updates import apply_updates
+
+PAD = 255
+"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+
+
+def precision(dtype: str) -> AbstractContextManager[Any]:
+    """A context in which arrays of this dtype exist and are computed with in all of their bits."""
+    # Convolutions on CUDA are in TF32 by default; matrix products are not.
+    return torch.backends.cudnn.flags(allow_tf32=False) if torch.cuda.is_available() else nullcontext()
+
+
+def optimizer(name: str) -> Any:
+    """The transform of this name, with the options that both frameworks share."""
+    return {
+        "sgd": lambda: from_optimizer(torch.optim.SGD, lr=0.5),
+        "momentum": lambda: from_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "adam": lambda: from_optimizer(torch.optim.Adam, lr=0.01),
+        "adamw": lambda: from_optimizer(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    }[name]()
+
+
+def applied(params: Any, updates: Any) -> Any:
+    """The parameters with the updates added."""
+    return apply_updates(params, updates)
+
+
+def compiled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step as this framework's users run it."""
+    return step
+
+
+def prepared(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+    """A function without arguments that returns function(*args), all Python code of which has run by then."""
+    result = function(*args)
+    return lambda: result
+
+
+def rows_of_replicas(rows: int, count: int) -> list[int]:
+    """How many of so many rows each replica takes, the first ones first."""
+    return [rows // count + (rank < rows % count) for rank in range(count)]
+
+
+def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int]) -> Any:
+    """What `step(across=...)` returns where each replica has these rows; None in the processes of all but the first."""
+    device = next((leaf.device.type for leaf, _ in arguments if isinstance(leaf, torch.Tensor)), "cpu")
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        rank = dist.get_rank()
+        found = step(across=dist.group.WORLD)(*arguments.cut(sum(rows[:rank]), rows[rank], []))
+        return found if rank == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def digits_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for `funcga.mean()`.
+
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a `weight` [in, out] and a
+    `bias` [out].
+    """
+    logits = _linear(torch.tanh(_linear(images, params["hidden"])), params["output"])
+    return F.cross_entropy(logits, labels.long())
+
+
+def cnn_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of two convolutions and a linear layer, with GELU: for `funcga.mean()`.
+
+    images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in this framework's
+    layout, each a `weight` and a `bias`.
+    """
+    x = F.gelu(F.conv2d(images[:, None], params["conv1"]["weight"], params["conv1"]["bias"], padding="same"))
+    x = F.gelu(F.conv2d(F.avg_pool2d(x, 2), params["conv2"]["weight"], params["conv2"]["bias"]))
+    logits = F.linear(x.mean((2, 3)), params["output"]["weight"], params["output"]["bias"])
+    return F.cross_entropy(logits, labels.long())
+
+
+def batchnorm_loss(params: Any, statistics: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for `funcga.mean()`.
+
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and `bias` [width]) and
+    `output`; statistics: the running `mean` and `var` [width] of the hidden layer, the same for every micro-batch.
+    """
+    x = _linear(images, params["hidden"])
+    scale, shift = params["norm"]["weight"], params["norm"]["bias"]
+    x = torch.tanh(F.batch_norm(x, statistics["mean"], statistics["var"], scale, shift))
+    return F.cross_entropy(_linear(x, params["output"]), labels.long())
+
+
+def mixed_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for `funcga.mean()`.
+
+    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the weights, which is the
+    same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `output` and
+    `decode`, each a `weight` [in, out] and a `bias` [out].
+    """
+    hidden = torch.tanh(_linear(images, params["hidden"]))
+    classes = F.cross_entropy(_linear(hidden, params["output"]), labels.long())
+    pixels = F.mse_loss(_linear(hidden, params["decode"]), images)
+    size = torch.stack([layer["weight"].square().sum() for layer in params.values()]).sum()
+    return classes + 0.5 * pixels + 1e-3 * size
+
+
+def _linear(x: torch.Tensor, layer: Any) -> torch.Tensor:
+    return F.linear(x, layer["weight"].T, layer["bias"])
+
+
+def text_loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for `funcga.per_weight()`.
+
+    tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width], which is also the
+    output layer, and `position` [length - 1, width]), `blocks` (each leaf has the blocks on its first axis) and `norm`.
+    The result has the dtype of the parameters, and is 0 where every target is PAD.
+    """
+    inputs, targets = tokens[:, :-1].long(), tokens[:, 1:].long()
+    x = F.embedding(inputs, params["embed"]["token"]) + params["embed"]["position"][: inputs.shape[1]]
+    for weights in zip(*params["blocks"].values(), strict=True):
+        x = _block(dict(zip(params["blocks"], weights, strict=True)), x)
+    x = F.layer_norm(x, x.shape[-1:], params["norm"]["scale"], params["norm"]["bias"])
+    logits = F.linear(x, params["embed"]["token"])
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
+
+
+def _block(block: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    normed = F.layer_norm(x, x.shape[-1:], block["norm1_scale"], block["norm1_bias"])
+    qkv = F.linear(normed, block["qkv"].flatten(1).T).reshape(*x.shape[:2], *block["qkv"].shape[1:])
+    query, key, value = qkv.permute(2, 0, 3, 1, 4)
+    # Padding stands at the end, so that causality already hides it from every token that counts.
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    x = x + F.linear(mixed.transpose(1, 2).flatten(2), block["out"].flatten(0, 1).T)
+    normed = F.layer_norm(x, x.shape[-1:], block["norm2_scale"], block["norm2_bias"])
+    hidden = F.gelu(F.linear(normed, block["up"].T, block["up_bias"]))
+    return x + F.linear(hidden, block["down"].T, block["down_bias"])

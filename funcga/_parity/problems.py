@@ -1,0 +1,175 @@
+"""The built-in problems: real data and seeded parameters as trees of NumPy arrays, and how their loss is folded."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from funcga import rules
+from funcga._parity.problem import Problem
+from funcga.folds import per_weight
+
+PAD = 255
+"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+
+# Of the text. With several thousand tokens, torch's own float32 gradient of the whole batch (not the accumulated one)
+# is more than 2e-6 from its float64 gradient: layer_norm's backward adds up rows one after the other.
+_ROWS, _LENGTH = 40, 48
+_WIDTH, _HEADS, _BLOCKS = 32, 4, 2  # of its transformer
+
+
+def digits(seed: int = 0) -> Problem:
+    """The 1,797 handwritten digits of scikit-learn, a mean over rows."""
+    random = np.random.default_rng(seed)
+    params = {"hidden": _linear(random, 64, 32), "output": _linear(random, 32, 10)}
+    return _problem(
+        "digits",
+        "mean cross-entropy of an MLP (64-32-10, tanh) on handwritten digits; fold=funcga.mean()",
+        params,
+        _digits(),
+        optimizers=("sgd", "momentum", "adam", "adamw"),
+    )
+
+
+def cnn(seed: int = 0) -> Problem:
+    """A convolutional network on the digits, in each framework's own layout of the weights."""
+    random = np.random.default_rng(seed)
+    shapes = {"conv1": (8, 1, 3, 3), "conv2": (16, 8, 3, 3), "output": (10, 16)}
+    params = {
+        name: {"weight": _normal(random, *shape, fan_in=int(np.prod(shape[1:]))), "bias": _normal(random, shape[0])}
+        for name, shape in shapes.items()
+    }
+    images, labels = _digits(_EVEN)
+    return _problem(
+        "cnn",
+        "mean cross-entropy of two convolutions on handwritten digits; OIHW in torch, HWIO in JAX; fold=funcga.mean()",
+        params,
+        (images.reshape(-1, 8, 8), labels),
+        jax_params={
+            name: {"kernel": _transposed(layer["weight"]), "bias": layer["bias"]} for name, layer in params.items()
+        },
+        rules=rules.torch_to_flax,
+        reduction=64 * len(labels),
+        optimizers=("adamw",),
+    )
+
+
+def text(seed: int = 0) -> Problem:
+    """Paragraphs of Python's own help as bytes, longest first, a sum over the bytes that are to be predicted."""
+    rows = _paragraphs(np.random.default_rng(seed + 1))
+    tokens = np.full((len(rows), _LENGTH), PAD, dtype=np.int32)
+    for row, paragraph in zip(tokens, rows, strict=True):
+        row[: len(paragraph)] = list(paragraph)
+    return _problem(
+        "text",
+        "summed cross-entropy of a small causal transformer, byte by byte; fold=funcga.per_weight()",
+        _transformer(np.random.default_rng(seed + 2)),
+        (tokens,),
+        fold=per_weight(),
+        weight=count_targets,
+        reduction=sum(len(paragraph) - 1 for paragraph in rows),  # the first byte is not predicted
+        optimizers=("adamw",),
+    )
+
+
+def batchnorm(seed: int = 0) -> Problem:
+    """An MLP with batch normalisation on the digits, by statistics that stand still as they do in evaluation.
+
+    By the statistics of each micro-batch it would be another loss, which no fold makes decomposable.
+    """
+    random = np.random.default_rng(seed)
+    images, labels = _digits(_EVEN)
+    params = {"hidden": _linear(random, 64, 32), "norm": {}, "output": _linear(random, 32, 10)}
+    params["norm"] = {"weight": 1 + _normal(random, 32), "bias": _normal(random, 32)}
+    hidden = images @ params["hidden"]["weight"] + params["hidden"]["bias"]
+    return _problem(
+        "batchnorm",
+        "mean cross-entropy of an MLP with BatchNorm by its running statistics; fold=funcga.mean()",
+        params,
+        ({"mean": hidden.mean(0), "var": hidden.var(0)}, images, labels),
+        in_axes=(None, None, 0, 0),
+        optimizers=("adamw",),
+    )
+
+
+def mixed(seed: int = 0) -> Problem:
+    """An autoencoder on the digits: three losses in one, of rows, of pixels and of the weights."""
+    random = np.random.default_rng(seed)
+    params = {"hidden": _linear(random, 64, 32), "output": _linear(random, 32, 10), "decode": _linear(random, 32, 64)}
+    return _problem(
+        "mixed",
+        "cross-entropy + squared error of the pixels + weight decay, of an autoencoder; fold=funcga.mean()",
+        params,
+        _digits(_EVEN),
+        optimizers=("adamw",),
+    )
+
+
+PROBLEMS: dict[str, Callable[..., Problem]] = {make.__name__: make for make in (digits, cnn, text, batchnorm, mixed)}
+
+
+def count_targets(tokens: Any) -> Any:
+    """The number of tokens that are to be predicted: a 0-d integer array of the tokens' framework."""
+    return (tokens[:, 1:] != PAD).sum()
+
+
+def _problem(name: str, about: str, params: Any, batch: tuple[Any, ...], **options: Any) -> Problem:
+    torch_loss, jax_loss = (
+        getattr(importlib.import_module(f"funcga._parity.in_{framework}"), f"{name}_loss")
+        for framework in ("torch", "jax")
+    )
+    return Problem(params, batch, torch_loss, jax_loss, name=name, about=about, **options)
+
+
+_EVEN = 1792
+"""Rows that 2, 4 and 8 divide, as all 1,797 of `digits` do not: JAX then compiles half as much."""
+
+
+def _digits(rows: int | None = None) -> tuple[Any, Any]:
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+    images, labels = load_digits(return_X_y=True)
+    return images[:rows] / 16, labels[:rows].astype(np.int32)
+
+
+def _paragraphs(random: np.random.Generator) -> list[bytes]:
+    from pydoc_data.topics import topics  # which a slim Python may not have
+
+    every = [part.strip().encode() for name in sorted(topics) for part in topics[name].split("\n\n")]
+    short = [part for part in every if 2 <= len(part) <= _LENGTH]
+    chosen = random.choice(len(short), _ROWS, replace=False)
+    # As a loader that buckets by length would: micro-batches then differ most in their number of tokens.
+    return sorted((short[i] for i in chosen), key=len, reverse=True)
+
+
+def _transformer(random: np.random.Generator) -> Any:
+    each, head = (_BLOCKS, _WIDTH), _WIDTH // _HEADS
+    return {
+        "embed": {"token": _normal(random, 256, _WIDTH), "position": _normal(random, _LENGTH - 1, _WIDTH)},
+        "blocks": {
+            "norm1_scale": 1 + _normal(random, *each),
+            "norm1_bias": _normal(random, *each),
+            "qkv": _normal(random, *each, 3, _HEADS, head, fan_in=_WIDTH),
+            "out": _normal(random, _BLOCKS, _HEADS, head, _WIDTH, fan_in=_WIDTH),
+            "norm2_scale": 1 + _normal(random, *each),
+            "norm2_bias": _normal(random, *each),
+            "up": _normal(random, *each, 4 * _WIDTH, fan_in=_WIDTH),
+            "up_bias": _normal(random, _BLOCKS, 4 * _WIDTH),
+            "down": _normal(random, _BLOCKS, 4 * _WIDTH, _WIDTH, fan_in=4 * _WIDTH),
+            "down_bias": _normal(random, *each),
+        },
+        "norm": {"scale": 1 + _normal(random, _WIDTH), "bias": _normal(random, _WIDTH)},
+    }
+
+
+def _linear(random: np.random.Generator, inputs: int, outputs: int) -> dict[str, Any]:
+    return {"weight": _normal(random, inputs, outputs), "bias": _normal(random, outputs)}
+
+
+def _transposed(weight: Any) -> Any:
+    return weight.transpose(*range(2, weight.ndim), 1, 0)
+
+
+def _normal(random: np.random.Generator, *shape: int, fan_in: int = 64) -> Any:
+    return random.standard_normal(shape) / fan_in**0.5

@@ -1,0 +1,186 @@
+"""The report: a table and a verdict for each problem, and the same as JSON."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from funcga._cli.information import versions
+from funcga._compare.report import Report
+from funcga._compare.table import figure as figure
+from funcga._parity.run import CAUSES, Compared, Findings
+from funcga._parity.training import Trajectory
+from funcga._parity.verdict import verdict
+
+WIDTH = 100
+"""The columns that the tables need."""
+
+
+class Line(NamedTuple):
+    """A line of a table: comparisons of one kind, by the one of them in each dtype that differs most.
+
+    figures: by dtype, the largest relative difference against its limit. status: 'within', 'BEYOND', or 'rounding' for
+    what is beyond its limit in less than float64 alone.
+    """
+
+    cause: str
+    what: str
+    figures: dict[str, str]
+    where: str
+    status: str
+
+
+def lines(findings: Findings) -> list[Line]:
+    """The Lines of a problem, in the order of CAUSES."""
+    return [line for cause in CAUSES for line in _of_cause(findings, cause)] + _of_training(findings)
+
+
+def _of_cause(findings: Findings, cause: str) -> Iterator[Line]:
+    for what in dict.fromkeys(compared.what for compared in findings.of(cause)):
+        kind = [compared for compared in findings.of(cause) if compared.what == what]
+        worst = {c.dtype: c for c in sorted(kind, key=lambda c: c.report.badness)}  # the last one of each dtype
+        figures = {dtype: against(c.report) for dtype, c in worst.items()}
+        status = _status(findings, kind)
+        yield Line(cause, what, figures, _where(max(worst.values(), key=lambda c: c.report.badness)), status)
+
+
+def _where(compared: Compared) -> str:
+    path = compared.report.worst.path if compared.report.worst else ""
+    if compared.micro_batch is not None:
+        return f"{path}, micro-batch {compared.micro_batch + 1}"
+    return f"{path}, n={compared.n}" if compared.cause == "accumulation" else path
+
+
+def _of_training(findings: Findings) -> list[Line]:
+    found = []
+    for optimizer in dict.fromkeys(t.optimizer for t in findings.trajectories):
+        kind = [t for t in findings.trajectories if t.optimizer == optimizer]
+        first = min((t for t in kind), key=lambda t: t.parts or len(t.reports) + 1)
+        worst = first.decisive.worst
+        where = f"{worst.path if worst else ''}, update {first.parts or len(first.reports)}"
+        figures = {t.dtype: against(t.decisive) for t in kind}
+        what = f"{optimizer}, {len(kind[0].reports)} updates"
+        found.append(Line("training", what, figures, where, _status(findings, kind)))
+    return found
+
+
+def _status(findings: Findings, kind: Sequence[Compared | Trajectory]) -> str:
+    if all(found.ok for found in kind):
+        return "within"
+    return "rounding" if all(found.ok or findings.is_explained(found) for found in kind) else "BEYOND"
+
+
+def against(report: Report) -> str:
+    """The largest relative difference against its limit, such as `8.6e-7 < 2e-5`."""
+    row = report.worst
+    if row is None:
+        return ""
+    if row.status not in ("equal", "within", "beyond"):
+        return row.status
+    limit = f" {'<' if row.ok else '>'} {figure(row.allowed, 0)}" if row.allowed else ""
+    return f"{figure(row.relative)}{limit}"
+
+
+def table(findings: Findings) -> Table:
+    """The table of a problem: a line for everything that is compared, by the cause that a difference would have."""
+    made = Table(title=Text(title(findings), style="bold"), title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    made.pad_edge = False
+    for heading in ("cause", "what is compared", *findings.dtypes, "worst at", ""):
+        made.add_column(heading, no_wrap=heading in ("cause", *findings.dtypes), overflow="fold")
+    last = ""
+    for line in lines(findings):
+        style = {"within": "green", "rounding": "yellow"}.get(line.status, "bold red")
+        shown = line.cause if line.cause != last else ""
+        figures = [line.figures.get(dtype, "") for dtype in findings.dtypes]
+        made.add_row(shown, line.what, *figures, line.where, Text(line.status, style))
+        last = line.cause
+    return made
+
+
+def title(findings: Findings) -> str:
+    """What a problem is, and how its rows are split."""
+    problem, rows, weights = findings.problem, findings.rows, findings.weights
+    text = f"{problem.name}: {problem.about}" if problem.about else problem.name
+    each = f"n = {len(rows)}: {sum(rows)} rows in {len(rows)} micro-batches of {_span(rows)}"
+    if problem.weight is not None:
+        each += f", of weights {_span(weights)}"
+    return f"{text}\n{each}"
+
+
+def _span(sizes: Sequence[float]) -> str:
+    least, most = min(sizes), max(sizes)
+    return f"{least:g}" if least == most else f"{least:g}..{most:g}"
+
+
+def sentences(findings: Findings) -> Text:
+    """The verdict on a problem."""
+    found = verdict(findings)
+    style = "bold green" if found.ok else "bold red"
+    return Text("\n".join(f"{findings.problem.name}: {line}" for line in found.sentences), style)
+
+
+def conclusion(every: Sequence[Findings]) -> Text:
+    """The last line: whether all problems are the same."""
+    wrong = [findings.problem.name for findings in every if not findings.ok]
+    if wrong:
+        return Text(f"Verdict: DIFFERENT: {', '.join(wrong)}.", "bold red")
+    reports = [c.report for f in every for c in f.compared]
+    reports += [report for f in every for t in f.trajectories for report in t.reports]
+    within = [row.ok for report in reports for row in report.rows]
+    if all(within):
+        text = f"All {len(within):,} differences of a leaf are within their limits."
+    else:
+        text = f"{sum(within):,} of {len(within):,} differences of a leaf are within their limits, the others rounding."
+    return Text(f"Verdict: the same. {text}", "bold green")
+
+
+def as_json(every: Sequence[Findings]) -> dict[str, Any]:
+    """Everything that was found, as JSON has it: a figure that is not finite is None."""
+    return {
+        "ok": all(findings.ok for findings in every),
+        "versions": versions(),
+        "causes": CAUSES,
+        "problems": [_findings_as_json(findings) for findings in every],
+    }
+
+
+def _findings_as_json(findings: Findings) -> dict[str, Any]:
+    return {
+        "problem": findings.problem.name,
+        "about": findings.problem.about,
+        "fold": repr(findings.problem.fold),
+        "ok": findings.ok,
+        "verdict": verdict(findings).sentences,
+        "reduction": findings.reduction,
+        "microbatch_rows": findings.rows,
+        "microbatch_weights": findings.weights,
+        "losses": {d: {f: _finite(loss) for f, loss in found.items()} for d, found in findings.losses.items()},
+        "compared": [_compared_as_json(findings, compared) for compared in findings.compared],
+        "training": [_trajectory_as_json(findings, t) for t in findings.trajectories],
+    }
+
+
+def _compared_as_json(findings: Findings, c: Compared) -> dict[str, Any]:
+    about = {"cause": c.cause, "what": c.what, "dtype": c.dtype, "n": c.n, "micro_batch": c.micro_batch}
+    return {**about, "explained": not c.ok and findings.is_explained(c), **c.report.as_dict()}
+
+
+def _trajectory_as_json(findings: Findings, t: Trajectory) -> dict[str, Any]:
+    return {
+        "optimizer": t.optimizer,
+        "dtype": t.dtype,
+        "n": t.n,
+        "ok": t.ok,
+        "explained": not t.ok and findings.is_explained(t),
+        "parts": t.parts,
+        "losses": [_finite(loss) for loss in t.losses],
+        "worst": [_finite(report.most) for report in t.reports],
+        "last": t.reports[-1].as_dict(),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,272 @@
+"""The run of a problem: everything that is compared, sorted by the cause that a difference would have."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from funcga._backend.protocols import load
+from funcga._compare.compare import compare
+from funcga._compare.report import Report
+from funcga._parity import folding
+from funcga._parity.choice import Choice
+from funcga._parity.problem import Problem
+from funcga._parity.replicas import over_replicas
+from funcga._parity.sides import Result, Side
+from funcga._parity.training import Trajectory, train
+from funcga._verify.verdict import Verdict
+
+CAUSES = {
+    "accumulation": "is the gradient of a framework, accumulated over n micro-batches, that of its own full batch?",
+    "model": "do both frameworks have the same gradients, of the full batch and of every micro-batch?",
+    "fold": "do both, and NumPy in float64, fold the same micro-batch gradients to the same? Plain sums bit for bit.",
+    "rounding": "is each framework as close to its own float64 as rounding in a sum of so many terms allows?",
+    "training": "do the parameters of both stay together, update by update?",
+}
+"""What a difference may come from, in the order in which they are looked at, and what is compared to find it."""
+
+
+class Compared(NamedTuple):
+    """Two runs, compared leaf by leaf.
+
+    framework: that of both runs, as it is written; None for one against the other. n: of how many micro-batches;
+    micro_batch: which of them, from 0. replicas: how many folded.
+    """
+
+    cause: str
+    what: str
+    dtype: str
+    n: int | None
+    report: Report
+    framework: str | None = None
+    micro_batch: int | None = None
+    replicas: int = 1
+
+    @property
+    def ok(self) -> bool:
+        """Whether every leaf is within its limit."""
+        return self.report.ok
+
+
+class Findings(NamedTuple):
+    """What the run of a problem found.
+
+    dtypes: in which it ran. reduction: the terms of a sum, for the limits. rows, weights: of each micro-batch of the
+    largest n. losses: of the full batch, by dtype and framework. verified: what `verify`
+    says of the framework, where accumulation is not exact.
+    conditioning: how far the gradient in float64 moves if the arguments are rounded to each lesser dtype.
+    """
+
+    problem: Problem
+    dtypes: Sequence[str]
+    reduction: int
+    rows: list[int]
+    weights: list[float]
+    losses: dict[str, dict[str, float]]
+    compared: list[Compared]
+    trajectories: list[Trajectory]
+    verified: dict[str, Verdict]
+    conditioning: dict[str, float]
+
+    def of(self, cause: str) -> list[Compared]:
+        """What was compared to find this cause."""
+        return [compared for compared in self.compared if compared.cause == cause]
+
+    @property
+    def finest(self) -> str:
+        """The dtype that the others are measured by."""
+        return self.dtypes[-1]
+
+    def is_explained(self, found: Compared | Trajectory) -> bool:
+        """Whether what is beyond its limit is rounding, which the loss, or training, makes large.
+
+        Of gradients: in float64 the same comparison is within its limit, and in this dtype it is no more than 10 times
+        what rounding the arguments alone does to the gradient, in float64. Of training: all gradients of this dtype are
+        within their limits, or so explained, and in float64 the same training is within its limits. A fold is exact.
+        """
+        if found.dtype not in self.conditioning:
+            return False
+        if isinstance(found, Trajectory):
+            same = [t for t in self.trajectories if t.dtype == "float64" and t.optimizer == found.optimizer]
+            gradients = [c for c in self.compared if c.dtype == found.dtype]
+            finite = math.isfinite(found.reports[-1].most)
+            return finite and all(t.ok for t in same) and all(c.ok or self.is_explained(c) for c in gradients)
+        if found.cause == "fold":
+            return False
+        small = found.report.most <= 10 * self.conditioning[found.dtype]  # so it is finite
+        return small and all(c.ok for c in self.of(found.cause) if c.dtype == "float64")
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs but by rounding."""
+        every: list[Compared | Trajectory] = [*self.compared, *self.trajectories]
+        return all(found.ok or self.is_explained(found) for found in every)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is run.
+
+    dtypes: float64 is what the others are measured by. ns: numbers of micro-batches. updates: of each optimizer.
+    ranks: numbers of replicas. tick: called after each step of the work.
+    """
+
+    dtypes: Sequence[str]
+    ns: Sequence[int]
+    updates: int
+    device: str = "cpu"
+    ranks: Sequence[int] = ()
+    tick: Callable[[], None] = lambda: None
+
+    def ticks(self, problem: Problem) -> int:
+        """How often `tick` will be called for a problem."""
+        frameworks = len(problem.frameworks)
+        trained = len(problem.optimizers) if frameworks == 2 and self.updates else 0
+        return len(self.dtypes) * (frameworks * (len(self.ns) + len(self.ranks) + 3) + trained)
+
+
+def run(problem: Problem, plan: Plan, choice: Choice) -> Findings:
+    """The Findings of a problem. Raises FuncgaError where its parts do not fit. choice: for processes to find it by."""
+    return _Run(problem, plan, choice).findings()
+
+
+class _Run:
+    """The sides of a problem, and what they have found so far."""
+
+    def __init__(self, problem: Problem, plan: Plan, choice: Choice):
+        self.problem, self.plan, self.choice = problem, plan, choice
+        self.frameworks = problem.frameworks
+        for name in self.frameworks:
+            load(name)  # before there are threads
+        self.sides = {
+            (name, dtype): Side(problem, name, dtype, plan.device) for dtype in plan.dtypes for name in self.frameworks
+        }
+        self.most = max(plan.ns)
+        self.full = self._all({key: side.full for key, side in self.sides.items()})
+        self.micro = self._all({key: partial(side.micro_batches, self.most) for key, side in self.sides.items()})
+        self.accumulated = self._all(
+            {(key, n): partial(side.accumulated, n) for key, side in self.sides.items() for n in plan.ns}
+        )
+        self.folded = self._all({key: partial(self._fold, key[1], side) for key, side in self.sides.items()})
+
+    def _all(self, work: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+        """What all functions return. On the CPU two run at a time, as JAX compiles on one core; a GPU may be full."""
+        with ThreadPoolExecutor(2 if self.plan.device == "cpu" else 1) as pool:
+            return dict(zip(work, pool.map(self._done, work.values()), strict=True))
+
+    def _done(self, work: Callable[[], Any]) -> Any:
+        found = work()
+        self.plan.tick()
+        return found
+
+    def _fold(self, dtype: str, side: Side) -> tuple[Any, Any]:
+        """What the side, and NumPy, make of the same micro-batch gradients: those of the first framework."""
+        given = self.micro[self.frameworks[0], dtype]
+        weights = self.sides[self.frameworks[0], dtype].weights(self.most)
+        return folding.by_framework(side, given, weights), folding.by_hand(self.problem.fold, given, weights)
+
+    def findings(self) -> Findings:
+        """All of them."""
+        compared = [found for dtype in self.plan.dtypes for found in self._compared(dtype)]
+        first = next(iter(self.sides.values()))
+        losses = {
+            dtype: {name: float(self.full[name, dtype].loss) for name in self.frameworks} for dtype in self.plan.dtypes
+        }
+        return Findings(
+            self.problem,
+            self.plan.dtypes,
+            first.reduction,
+            first.rows(self.most),
+            first.weights(self.most),
+            losses,
+            compared,
+            self._trained(),
+            self._verified(compared),
+            self._conditioning(),
+        )
+
+    def _conditioning(self) -> dict[str, float]:
+        sides = [side for (_, dtype), side in self.sides.items() if dtype == "float64"]
+        return {
+            dtype: max(
+                side.report(side.nearby(dtype), self.full[side.framework, "float64"], ("nearby", "at")).most
+                for side in sides
+            )
+            for dtype in self.plan.dtypes
+            if dtype != "float64" and sides
+        }
+
+    def _compared(self, dtype: str) -> Iterator[Compared]:
+        for name in self.frameworks:
+            yield from self._accumulated(self.sides[name, dtype], self.full[name, dtype])
+        if len(self.frameworks) == 2:
+            yield from self._of_both(dtype)
+        for name in self.frameworks:
+            yield from self._folded(self.sides[name, dtype])
+            if dtype != "float64" and "float64" in self.plan.dtypes:
+                yield self._rounded(self.sides[name, dtype])
+
+    def _accumulated(self, side: Side, full: Result) -> Iterator[Compared]:
+        for n in self.plan.ns:
+            found = self.accumulated[(side.framework, side.dtype), n]
+            report = side.report(found, full, ("accumulated", "full batch"))
+            yield Compared("accumulation", f"{side.label} vs full batch", side.dtype, n, report, side.label)
+        for count in self.plan.ranks:
+            n = min(self.most, side.rows(count)[-1])
+            merged = self._done(partial(over_replicas, self.choice, side, n, count))
+            report = side.report(merged.accumulated, merged.full, (f"{count} replicas", "full batch"))
+            what = f"{side.label}, {count} replicas"
+            yield Compared("accumulation", what, side.dtype, n, report, side.label, replicas=count)
+
+    def _of_both(self, dtype: str) -> Iterator[Compared]:
+        full, micro = ([found[name, dtype] for name in ("torch", "jax")] for found in (self.full, self.micro))
+        yield Compared("model", "torch vs JAX, full", dtype, None, self._between(dtype, *full))
+        for i, pair in enumerate(zip(*micro, strict=True)):
+            report = self._between(dtype, *pair)
+            yield Compared("model", "torch vs JAX, micro", dtype, self.most, report, micro_batch=i)
+
+    def _between(self, dtype: str, torch: Result, jax: Result) -> Report:
+        return self.sides["torch", dtype].report(torch, jax, ("torch", "JAX"), self.problem.rules)
+
+    def _folded(self, side: Side) -> Iterator[Compared]:
+        found, exact = self.folded[side.framework, side.dtype]
+        fold = side.compared(found.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
+        yield Compared("fold", f"{side.label} vs NumPy", side.dtype, self.most, fold, side.label)
+        sums = compare(found.sums, exact.sums, rtol=0, names=(side.label, "NumPy"))
+        yield Compared("fold", f"{side.label}, plain sums", side.dtype, self.most, sums, side.label)
+
+    def _rounded(self, side: Side) -> Compared:
+        report = side.report(
+            self.full[side.framework, side.dtype],
+            self.full[side.framework, "float64"],
+            (side.dtype, "float64"),
+            check_dtype=False,
+        )
+        return Compared("rounding", f"{side.label} vs float64", side.dtype, None, report, side.label)
+
+    def _trained(self) -> list[Trajectory]:
+        if len(self.frameworks) < 2 or not self.plan.updates:
+            return []
+        work = {
+            (dtype, optimizer): partial(
+                train,
+                self.sides["torch", dtype],
+                self.sides["jax", dtype],
+                optimizer,
+                self.most,
+                self.plan.updates,
+                (self.full["torch", dtype].gradient, self.full["jax", dtype].gradient),
+            )
+            for dtype in self.plan.dtypes
+            for optimizer in self.problem.optimizers
+        }
+        return list(self._all(work).values())
+
+    def _verified(self, compared: list[Compared]) -> dict[str, Verdict]:
+        dtype = self.plan.dtypes[-1]
+        wrong = [c for c in compared if c.cause == "accumulation" and c.dtype == dtype and not c.ok]
+        labels = {c.framework for c in wrong}
+        sides = [self.sides[name, dtype] for name in self.frameworks if self.full[name, dtype].is_finite]
+        return {side.label: side.verified(max(self.most, 2)) for side in sides if side.label in labels}

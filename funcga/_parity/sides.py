@@ -1,0 +1,352 @@
+"""One framework's side of a problem in one dtype: its gradients of the batch, of micro-batches, and accumulated."""
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from threading import Lock
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from funcga._accumulate import accumulate
+from funcga._backend.protocols import Backend, load, load_imported
+from funcga._call.arguments import Arguments, groups, read_arguments, starts
+from funcga._compare import tolerances
+from funcga._compare.compare import compare
+from funcga._compare.report import Report, Row, row
+from funcga._grad import value_and_grad
+from funcga._parity.problem import Problem
+from funcga._trees import interop
+from funcga._trees.match import match
+from funcga._trees.paths import paths_and_leaves
+from funcga._verify.verdict import Verdict
+from funcga._verify.verify import verify
+from funcga.errors import FuncgaError
+from funcga.folds import Fold
+
+FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
+"""The frameworks, as they are imported and as they are written."""
+
+_LOCKS = {framework: Lock() for framework in FRAMEWORKS}
+
+
+class Result(NamedTuple):
+    """What one run found, as NumPy arrays: the loss, and the gradient of every leaf by its dotted path."""
+
+    loss: Any
+    gradient: dict[str, Any]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every number of it is."""
+        return all(np.isfinite(leaf.astype(np.float64)).all() for leaf in (self.loss, *self.gradient.values()))
+
+
+@dataclass(frozen=True)
+class Side:
+    """One framework's side of a problem in one dtype. Every run is made in the precision that the dtype asks for.
+
+    Raises FuncgaError where the loss, the fold or the weight do not fit their arguments, and says in which framework.
+    """
+
+    problem: Problem
+    framework: str
+    dtype: str
+    device: str = "cpu"
+
+    def full(self, rows: int | None = None) -> Result:
+        """The loss and gradients of the whole batch, or its first rows, divided by hand: no fold has a part in it."""
+        with self.running():
+            rows = rows or self.arguments.rows()
+            return self._full(self.arguments.cut(0, rows, []), rows)
+
+    def nearby(self, dtype: str) -> Result:
+        """`full` at arguments of which every float is moved by up to half an epsilon of a dtype, as rounding would."""
+        random = np.random.default_rng(0)
+
+        def moved(leaf: Any) -> Any:
+            if not hasattr(leaf, "dtype") or not is_float(leaf.dtype):
+                return leaf
+            return leaf * (1 + tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)).astype(leaf.dtype)
+
+        with self.running():
+            leaves, structure = self.backend.trees.flatten(interop.to_numpy(self.args))
+            args = self.placed(self.backend.trees.unflatten(structure, [moved(leaf) for leaf in leaves]))
+            return self._full(args, self.arguments.rows())
+
+    def _full(self, args: tuple[Any, ...], rows: int) -> Result:
+        divisor = divisor_of(self.problem, float(self.weight(args, rows)))
+        with self.lock:  # the same program for `nearby`, so that it is compiled once
+            return self.result(self.compiled(*args), divisor)
+
+    def accumulated(self, n: int) -> Result:
+        """The loss and gradients, accumulated over n micro-batches."""
+        with self.running():
+            problem = self.problem
+            step = accumulate(self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes)
+            with self.lock:
+                work = self.own.prepared(step, self.args)
+            return self.result(work())
+
+    def micro_batches(self, n: int) -> list[Result]:
+        """What grad_fn itself returns for each of n micro-batches: nothing is folded, or divided."""
+        with self.running(), self.lock:
+            return [self.result(self.compiled(*args)) for args in self._parts(n)]
+
+    def weights(self, n: int) -> list[float]:
+        """The weight of each of n micro-batches."""
+        with self.running():
+            return [float(self.weight(args, rows)) for args, rows in zip(self._parts(n), self.rows(n), strict=True)]
+
+    def weight(self, args: tuple[Any, ...], rows: int) -> Any:
+        """The weight of a micro-batch of so many rows."""
+        weight = self.problem.weight
+        return rows if weight is None else weight(*self.arguments.split_args(args))
+
+    def rows(self, n: int) -> list[int]:
+        """The rows of each of n micro-batches."""
+        with self.running():
+            return [size for _, size in starts(groups(self.arguments.rows(), n, None))]
+
+    @property
+    def reduction(self) -> int:
+        """How many terms an element of a gradient is a sum of, forth and back: rows or tokens, and a longest axis."""
+        if self.problem.reduction is not None:
+            return self.problem.reduction
+        kind, axes = (
+            self.backend.arrays.kind,
+            [max(leaf.shape, default=1) for leaf in self.named(self.args[0]).values()],
+        )
+        arrays = [leaf for leaf, _ in self.arguments if self.backend.arrays.is_array(leaf)]
+        tokens = [math.prod(leaf.shape) for leaf in arrays if kind(leaf.dtype) == "int"]
+        return int(max([self.arguments.rows(), *tokens]) + max(axes, default=0))
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """The params and the batch, and how they are split."""
+        return read_arguments(self.args, self.problem.in_axes, self.loss, self.backend)
+
+    def _parts(self, n: int) -> list[tuple[Any, ...]]:
+        rows = groups(self.arguments.rows(), n, None)
+        return [self.arguments.cut(start, size, []) for start, size in starts(rows)]
+
+    @property
+    def lock(self) -> Lock:
+        """What is held while this framework runs Python code of the user's, which need not be safe in two threads."""
+        return _LOCKS[self.framework]
+
+    @property
+    def label(self) -> str:
+        """The framework's name as it is written."""
+        return FRAMEWORKS[self.framework]
+
+    @property
+    def loss(self) -> Callable[..., Any]:
+        """The loss of this framework."""
+        return cast(Callable[..., Any], getattr(self.problem, f"{self.framework}_loss"))
+
+    @cached_property
+    def gradient(self) -> Callable[..., Any]:
+        """The gradient function that is folded."""
+        return value_and_grad(self.loss)
+
+    @cached_property
+    def compiled(self) -> Callable[..., Any]:
+        """The gradient function as this framework's users run it."""
+        return cast(Callable[..., Any], self.own.compiled(self.gradient))
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the framework."""
+        return load(self.framework)
+
+    @property
+    def own(self) -> Any:
+        """What the framework has for problems: its losses, optimizers and precision."""
+        return importlib.import_module(f"funcga._parity.in_{self.framework}")
+
+    @contextmanager
+    def running(self) -> Any:
+        """A context in which arrays of this dtype exist, and errors say which framework they come from."""
+        precision: AbstractContextManager[Any] = self.own.precision(self.dtype)
+        with precision:
+            try:
+                yield
+            except FuncgaError as error:
+                where = f"{self.label}, {self.dtype}: "
+                raise error if str(error).startswith(where) else FuncgaError(f"{where}{error}") from error
+
+    @cached_property
+    def args(self) -> tuple[Any, ...]:
+        """The params and the batch in this framework and dtype."""
+        problem = self.problem
+        with self.running():
+            params, *batch = (as_dtype(tree, self.dtype, self) for tree in (problem.params, *problem.batch))
+            _check_finite({"params": params, "batch": tuple(batch)}, self.backend)
+            if self.framework == "jax" and problem.jax_params is not None:
+                params = match(params, problem.jax_params, rules=problem.rules)
+            return (self.placed(params), *map(self.placed, batch))
+
+    def placed(self, tree: Any) -> Any:
+        """The tree in this framework, on its device."""
+        convert = {"torch": interop.to_torch, "jax": interop.to_jax}[self.framework]
+        return convert(tree, device=self.device)
+
+    def named(self, tree: Any) -> dict[str, Any]:
+        """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this framework."""
+        found = paths_and_leaves(tree, self.backend.trees.children)
+        return {path: interop.to_numpy(leaf) for path, leaf in found if self.backend.arrays.is_array(leaf)}
+
+    def report(
+        self,
+        left: Result,
+        right: Result,
+        names: tuple[str, str],
+        rules: Sequence[Any] = (),
+        check_dtype: bool = True,
+    ) -> Report:
+        """The Report of two results: the loss, then the gradients in the order in which the parameters were given."""
+        found = self.compared(left.gradient, right.gradient, names, self.reduction, rules, check_dtype)
+        limit = self.limit(names, self.reduction)
+        loss = row("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
+        return replace(found, rows=(loss, *found.rows))
+
+    def limit(self, names: tuple[str, str], reduction: int) -> float:
+        """What a relative difference may be: what rounding in sums explains, and in float64 what depth may add to it.
+
+        A mistake is seen there all the same: it is larger by orders of magnitude.
+        """
+        depth = 1e-12 if names == tuple(FRAMEWORKS.values()) else 1e-13
+        found = tolerances.limit(self.dtype, reduction)
+        return max(found, depth) if self.dtype == "float64" else found
+
+    def compared(
+        self,
+        left: dict[str, Any],
+        right: dict[str, Any],
+        names: tuple[str, str],
+        reduction: int,
+        rules: Sequence[Any] = (),
+        check_dtype: bool = True,
+    ) -> Report:
+        """The Report of the leaves of two trees, in the order of the left one.
+
+        A leaf that is a sum of what cancels may be apart by 4 epsilons of what it is a sum of, for which the largest
+        leaf stands; if it is 0 but for that, its difference is said relative to the largest leaf.
+        """
+        largest = max((float(np.abs(leaf).max(initial=0)) for leaf in right.values()), default=0.0)
+        report = compare(
+            left,
+            right,
+            rtol=self.limit(names, reduction),
+            atol=4 * tolerances.epsilon(self.dtype) * largest if np.isfinite(largest) else 0.0,
+            rules=rules,
+            names=names,
+            check_dtype=check_dtype,
+        )
+        places = {path: place for place, path in enumerate(left)}
+        rows = sorted(report.rows, key=lambda r: places.get(r.left_path, len(places)))
+        return replace(report, rows=tuple(_by_largest(row, largest, report.atol) for row in rows))
+
+    def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
+        """What `verify` says of the loss and the fold."""
+        problem = self.problem
+        options: dict[str, Any] = {"fold": problem.fold, "weight": problem.weight, "in_axes": problem.in_axes}
+        with self.running():
+            return verify(self.gradient, *self.args, n=n, seed=seed, **options)
+
+    def result(self, value_and_gradient: Any, divisor: float = 1) -> Result:
+        """The loss and the gradient that a gradient function has returned, divided."""
+        loss, gradient = value_and_gradient
+        named = {"": interop.to_numpy(loss), **self.named(gradient)}
+        divided = {
+            path: leaf if divisor == 1 else leaf / np.asarray(divisor, leaf.dtype) for path, leaf in named.items()
+        }
+        return Result(divided.pop(""), divided)
+
+
+def as_dtype(tree: Any, dtype: str, side: Side) -> Any:
+    """The tree in NumPy arrays, its floats in a dtype, its integers in the usual ones of a side's framework."""
+    trees = (_owner(tree) or side.backend).trees
+    leaves, structure = trees.flatten(tree)
+    return trees.unflatten(structure, [_as_dtype(leaf, dtype, side.framework) for leaf in leaves])
+
+
+def _owner(tree: Any) -> Backend | None:
+    """The backend of the framework that an array of the tree is of."""
+    owners = (found for found in load_imported() if any(map(found.arrays.owns, found.trees.flatten(tree)[0])))
+    return next(owners, None)
+
+
+def _as_dtype(leaf: Any, dtype: str, framework: str) -> Any:
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    array = interop.to_numpy(leaf)
+    if is_float(array.dtype):
+        return array.astype(numpy_dtype(dtype))
+    if framework == "torch" and array.dtype == np.int32:
+        return array.astype(np.int64)  # as its losses and indices want them
+    fits = array.dtype == np.int64 and (abs(array) < 2**31).all()
+    return array.astype(np.int32) if framework == "jax" and fits else array
+
+
+def numpy_dtype(dtype: str) -> Any:
+    """NumPy's dtype of this name, also of those that it has by extension."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, dtype))
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether it is a float, also one that NumPy has by extension."""
+    return tolerances.epsilon(dtype.name) > 0 and dtype.kind != "c"
+
+
+def _by_largest(row: Row, largest: float, atol: float) -> Row:
+    """The row of a leaf that is 0 but for rounding with its difference relative to the largest leaf."""
+    if not row.largest <= atol < math.inf or row.status not in ("within", "beyond"):
+        return row
+    return replace(row, relative=row.absolute / largest if largest else 0.0, limit=atol / largest if largest else 0.0)
+
+
+def _check_finite(given: dict[str, Any], backend: Backend) -> None:
+    """Raises FuncgaError, which says where, for NaN and infinities in the params or the batch."""
+    for name, tree in given.items():
+        for path, leaf in paths_and_leaves(tree, backend.trees.children, name):
+            if hasattr(leaf, "dtype") and is_float(leaf.dtype):
+                finite = np.isfinite(leaf.astype(np.float64))
+                if not finite.all():
+                    first = tuple(map(int, np.argwhere(~finite)[0]))
+                    raise FuncgaError(
+                        f"`{path}` is {leaf.dtype}{list(leaf.shape)}, of which {int((~finite).sum())} are not "
+                        f"finite; the first is {leaf[first]} at {list(first)}. What is computed of them would be NaN "
+                        f"in both frameworks: leave these rows out, or mask them with finite numbers."
+                    )
+
+
+def divisor_of(problem: Problem, weight: float) -> float:
+    """What the gradient of the whole batch is divided by: its weight for a sum that is normalised, else 1.
+
+    A sum over nothing is 0 and stays so. Raises FuncgaError for a fold that has no such number.
+    """
+    return (weight or 1) if named(problem.fold) == "per_weight()" else 1
+
+
+def named(fold: Any) -> str:
+    """A stock fold as it is written. Raises FuncgaError for another one."""
+    name = _NAMES.get(fold.name) if isinstance(fold, Fold) else None
+    if name is None:
+        raise FuncgaError(
+            f"fold is {fold!r}, and parity knows what the whole batch's gradient is for mean(), per_weight() and "
+            f"sum(). Compare with one of them."
+        )
+    return name
+
+
+_NAMES = {"weighted, by_weight": "mean()", "sum, by_weight": "per_weight()", "sum, identity": "sum()"}

@@ -1,0 +1,107 @@
+"""Training: the same updates of the same optimizer in torch and in JAX, through `multi_steps`, and where they part."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from funcga._call.arguments import groups, starts
+from funcga._compare.report import Report
+from funcga._compare.tolerances import epsilon
+from funcga._parity.sides import Side
+from funcga._transform.multi_steps import multi_steps
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+_WINDOW = 4  # the micro-batches of one update, at most
+
+
+class Trajectory(NamedTuple):
+    """One optimizer in one dtype: its losses, and how far the parameters of two runs are apart after every update.
+
+    n: the micro-batches of an update, 4 at most. losses: of the left run, the mean over the micro-batches of every
+    update. reports: of the parameters after every update. aside: the parameters that are left out, as their gradient is
+    0 but for rounding, which Adam divides by itself.
+    """
+
+    optimizer: str
+    dtype: str
+    n: int
+    losses: list[float]
+    reports: list[Report]
+    aside: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> int | None:
+        """The number of the first update, from 1, after which a leaf is beyond its limit; None if there is none."""
+        return next((i for i, report in enumerate(self.reports, 1) if not report.ok), None)
+
+    @property
+    def decisive(self) -> Report:
+        """The report of the update after which they part, or else of the last one."""
+        return self.reports[(self.parts or len(self.reports)) - 1]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the two stay together."""
+        return self.parts is None
+
+
+def train(left: Side, right: Side, optimizer: str, n: int, updates: int, gradients: tuple[Any, Any]) -> Trajectory:
+    """The Trajectory of two sides on n micro-batches, a few for each update, in turn.
+
+    gradients: of the full batch, those of each side by path.
+    """
+    aside = [_zeros(found, left.dtype) if "adam" in optimizer else () for found in gradients]
+    runs = [_Run(side, optimizer, n) for side in (left, right)]
+    names, rules = (left.label, right.label), left.problem.rules
+    losses, reports = [], []
+    for update in range(updates):
+        (loss, params), (_, others) = (run.update(update) for run in runs)
+        params, others = (
+            {path: leaf for path, leaf in found.items() if path not in out}
+            for found, out in zip((params, others), aside, strict=True)
+        )
+        losses.append(loss)
+        # Every update adds the rounding of its gradient.
+        reports.append(left.compared(params, others, names, left.reduction * (update + 1), rules))
+    return Trajectory(optimizer, left.dtype, runs[0].n, losses, reports, tuple(aside[0]))
+
+
+def _zeros(gradient: dict[str, Any], dtype: str) -> list[str]:
+    """The paths of the leaves that are 0 but for rounding."""
+    sizes = {path: float(np.abs(leaf).max(initial=0)) for path, leaf in gradient.items()}
+    return [path for path, size in sizes.items() if size <= 4 * epsilon(dtype) * max(sizes.values())]
+
+
+class _Run:
+    """The training of one side."""
+
+    def __init__(self, side: Side, optimizer: str, n: int):
+        self.side = side
+        with side.running():
+            self.parts = list(starts(groups(side.arguments.rows(), n, None)))
+            self.n = min(n, _WINDOW)
+            self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
+            self.params, self.state = side.args[0], self.tx.init(side.args[0])
+            self.step = side.own.compiled(self._step)
+
+    def update(self, update: int) -> tuple[float, dict[str, Any]]:
+        """The mean loss of the micro-batches of the next update, and the parameters after it."""
+        with self.side.running():
+            losses = [self._micro_batch(*self.parts[i % len(self.parts)]) for i in self._window(update)]
+            return sum(map(float, losses)) / self.n, self.side.named(self.params)
+
+    def _window(self, update: int) -> range:
+        """The micro-batches of an update, counted on through the epochs."""
+        return range(update * self.n, (update + 1) * self.n)
+
+    def _micro_batch(self, start: int, size: int) -> Any:
+        _, *batch = self.side.arguments.cut(start, size, [])
+        weight = self.side.weight((self.params, *batch), size)
+        with self.side.lock:
+            loss, grads = self.side.compiled(self.params, *batch)
+            self.params, self.state = self.step(grads, self.state, self.params, weight)
+        return loss
+
+    def _step(self, grads: Any, state: Any, params: Any, weight: Any) -> Any:
+        updates, state = self.tx.update(grads, state, params, weight=weight)
+        return self.side.own.applied(params, updates), state

@@ -1,0 +1,135 @@
+"""Batch statistics, as BatchNorm keeps them: those of one micro-batch for `pooled()`, and the running ones after it.
+
+Statistics are nested dicts in which each layer is {"mean": array, "var": array}, as flax's `batch_stats` are.
+"""
+
+import numbers
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from funcga._backend.protocols import Arrays, backend_of
+from funcga._fold.quantity import is_quantity
+from funcga._types import Array, Tree
+from funcga.errors import FuncgaError
+from funcga.normalizers import Pooled
+
+
+def batch_moments(statistics: Tree, count: Any) -> Tree:
+    """One leaf [3, ...] for each layer, (count, mean, variance) stacked on axis 0: what the fold `pooled()` takes.
+
+    statistics: the mean and the population variance, of one micro-batch: {"mean": array, "var": array}, or nested dicts
+        of these. Floats; those of less than 32 bits become float32, which a count needs.
+    count: how many items they are of, a number >= 0 or a 0-d array. Only the ratios of micro-batches matter for the
+        mean and the variance, so the rows will do for layers that see as many values of each row.
+    Raises FuncgaError for other counts, and for means and variances that differ in shape or dtype.
+
+    >>> leaf = funcga.batch_moments({"mean": x.mean(0), "var": x.var(0)}, len(x))
+    """
+    arrays = backend_of([statistics], lambda: ["statistics"]).arrays
+    _check_number(count, "count", "how many items a micro-batch has, at least 0", arrays)
+
+    def stacked(path: str, mean: Array, variance: Array) -> Array:
+        mean, variance = _widened(mean, f"{path}['mean']", arrays), _widened(variance, f"{path}['var']", arrays)
+        if (mean.shape, mean.dtype) != (variance.shape, variance.dtype):
+            raise FuncgaError(
+                f"`{path}` has a mean {arrays.describe(mean)} and a variance {arrays.describe(variance)}: they are of "
+                f'one shape and dtype, as {{"mean": x.mean(0), "var": x.var(0)}} has them.'
+            )
+        amount = arrays.cast(count, mean.dtype) if arrays.is_array(count) else float(count)
+        return arrays.xp.stack((arrays.xp.zeros_like(mean) + amount, mean, variance))
+
+    return _each_layer(stacked, "statistics", statistics)
+
+
+def running_statistics(statistics: Tree, pooled: Tree, *, share: Any, unbiased: bool) -> Tree:
+    """The running statistics after one more batch: `(1 - share) * old + share * new`, in the structure of the old.
+
+    statistics: the running ones, {"mean": array, "var": array} or nested dicts of these. The result has their dtypes.
+    pooled: the same with a `Pooled` for each layer, as the fold `pooled()` gives. Where its count is 0 they stay.
+    share: of the new statistics, a number from 0 to 1 or a 0-d array. The momentum of torch is this share, that of
+        flax is the share of the old: 1 - momentum.
+    unbiased: whether the variance is multiplied by count / (count - 1), as torch does; flax does not.
+    Raises FuncgaError for other shares, and for trees that do not match.
+
+    >>> batch_stats = funcga.running_statistics(batch_stats, pooled, share=0.01, unbiased=False)  # flax's defaults
+    """
+    arrays = backend_of([statistics, pooled], lambda: ["statistics", "pooled"]).arrays
+    _check_number(share, "share", "the part of the new statistics, from 0 to 1", arrays, most=1)
+
+    def updated(path: str, mean: Array, variance: Array, new: Any) -> dict[str, Array]:
+        if not fits(new, mean):
+            raise FuncgaError(
+                f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are {described(new, arrays)}. "
+                f"Give a Pooled of that shape: what fold=funcga.pooled() makes of funcga.batch_moments(...)."
+            )
+        return dict(zip(("mean", "var"), update(mean, variance, new, share, unbiased, arrays), strict=True))
+
+    return _each_layer(updated, "statistics", statistics, pooled)
+
+
+def fits(pooled: Any, mean: Array) -> bool:
+    """Whether these are pooled statistics of a layer with this running mean."""
+    return isinstance(pooled, Pooled) and all(getattr(part, "shape", None) == mean.shape for part in pooled)
+
+
+def described(pooled: Any, arrays: Arrays) -> str:
+    """What was given for pooled statistics: each of their parts, if they are some."""
+    if not isinstance(pooled, Pooled):
+        return arrays.describe(pooled)
+    return ", ".join(f"{name} {arrays.describe(part)}" for name, part in pooled._asdict().items())
+
+
+def update(
+    mean: Array, variance: Array, pooled: Pooled, share: Any, unbiased: bool, arrays: Arrays
+) -> tuple[Array, Array]:
+    """The running mean and variance of one layer after one more batch."""
+    xp, dtype = arrays.xp, arrays.accumulator_dtype(mean.dtype)
+    count, new_mean, new_variance = (arrays.cast(part, dtype) for part in pooled)
+    if unbiased:
+        new_variance = new_variance * xp.where(count > 1, count / xp.where(count > 1, count - 1, 1), 1)
+    part = arrays.cast(share, dtype) if arrays.is_array(share) else float(share)
+
+    def moved(old: Array, new: Array) -> Array:
+        wide = arrays.cast(old, dtype)
+        return arrays.cast(xp.where(count > 0, (1 - part) * wide + part * new, wide), old.dtype)
+
+    return moved(mean, new_mean), moved(variance, new_variance)
+
+
+def _check_number(number: Any, name: str, meaning: str, arrays: Arrays, most: float = sys.float_info.max) -> None:
+    if arrays.is_array(number) and number.shape == () and arrays.kind(number.dtype) in ("int", "float"):
+        return  # its value may be on a device, or not known yet
+    if not (is_quantity(number, 0, most) or (isinstance(number, numbers.Real) and number == 0)):
+        found = arrays.describe(number) if arrays.is_array(number) else repr(number)
+        raise FuncgaError(f"{name} is {found}: it is {meaning}, a finite number or a 0-d array.")
+
+
+def _widened(array: Any, path: str, arrays: Arrays) -> Array:
+    if not arrays.is_array(array) or arrays.kind(array.dtype) != "float":
+        raise FuncgaError(f"`{path}` is {arrays.describe(array)}; means and variances are arrays of floats.")
+    return arrays.cast(array, arrays.accumulator_dtype(array.dtype))
+
+
+def _each_layer(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> Any:
+    """The nested dicts with each {"mean", "var"} replaced; others have something else there."""
+    if isinstance(tree, Mapping) and {*tree} == {"mean", "var"}:
+        return function(path, tree["mean"], tree["var"], *others)
+    if not isinstance(tree, Mapping):
+        raise FuncgaError(
+            f"`{path}` is of type {type(tree).__name__}, which is no layer's statistics. They are nested dicts, in "
+            f'which each layer is {{"mean": array, "var": array}}: the "batch_stats" of flax, or of its nnx '
+            f"nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))."
+        )
+    for other in others:
+        if not isinstance(other, Mapping) or {*other} != {*tree}:
+            keys = sorted(map(str, other)) if isinstance(other, Mapping) else type(other).__name__
+            raise FuncgaError(
+                f"`{path}` has {sorted(map(str, tree))}, and the pooled statistics have {keys} there. Give those of "
+                f"the same layers."
+            )
+    made = {
+        key: _each_layer(function, f"{path}[{key!r}]", child, *(other[key] for other in others))
+        for key, child in tree.items()
+    }
+    return made if type(tree) is dict else type(tree)(made)  # type: ignore[call-arg]

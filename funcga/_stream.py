@@ -1,0 +1,168 @@
+"""`stream`: the same fold over any iterable of micro-batches; `windows`: an iterable of micro-batches, n at a time."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from funcga._backend.protocols import load_imported
+from funcga._call.program import Program, check_callable, check_count, step_of
+from funcga._fold.weight import known_weight
+from funcga._grad import OwningGradient
+from funcga._transform.window_size import TargetWeight
+from funcga.errors import FuncgaError
+from funcga.folds import mean
+
+
+def stream(
+    grad_fn: Callable[..., Any],
+    *,
+    fold: Any = mean(),  # noqa: B008 - a frozen value
+    weight: Callable[..., Any] | None = None,
+    in_axes: Any = None,
+    across: Any = None,
+    device: Any = None,
+) -> Callable[..., Any]:
+    """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.
+
+    `microbatches` is a DataLoader, a generator, a list: one micro-batch at a time is taken from it and let go. A tuple
+    or list item, a NamedTuple too, is grad_fn(params, *item), anything else grad_fn(params, item). How many there are,
+    and whether they are of one size, does not matter: the result is normalised by what was folded, so a shorter last
+    window is exact.
+
+    fold, weight, across: as in `accumulate`. With across= in torch, one micro-batch is taken ahead, to know the last; a
+        replica whose data has run out passes an empty iterable, and takes part.
+    in_axes: as in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says where
+        their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the initial state
+        stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).
+    device: where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device, its
+        name, such as "gpu:1", or a Sharding. On CUDA the next micro-batch is copied while this one computes, if it is
+        in pinned memory (DataLoader(pin_memory=True)); two are on the device at a time.
+
+    In JAX the step is compiled once for each shape of micro-batch, so make the function once, outside of the loop; the
+    accumulator is donated from step to step. A step runs on while the next micro-batch is made, so a generator that
+    fills one NumPy array again and again yields copies of it.
+    Raises FuncgaError for bad input, and for an iterable without any micro-batch, unless other replicas have one.
+
+    >>> step = funcga.stream(funcga.value_and_grad(loss_fn))
+    >>> for window in funcga.windows(loader, 8):
+    ...     loss, grads = step(params, window)
+    """
+    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    if weight is not None:
+        check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
+    load_imported()
+    program = Program(
+        grad_fn, fold, weight, in_axes, device=device, across=across, step=None if across is None else step_of(grad_fn)
+    )
+
+    def streamed(*args: Any, **kwargs: Any) -> Any:
+        """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
+        leading, items = _iterate(args)
+        first = next(items, None)
+        if first is None and isinstance(grad_fn, OwningGradient):
+            grad_fn.check_stream()
+        if first is None and across is None:
+            raise FuncgaError(
+                "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
+                "loader, or that a generator was not used up before."
+            )
+        backend = program.backend((*leading, *(first or ())), kwargs)
+        ahead = [] if first is None else [first]
+        del first
+        return backend.loop.stream(program, backend)(leading, _put_back(ahead, items), kwargs)
+
+    return streamed
+
+
+def _iterate(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
+    if not args:
+        raise FuncgaError(
+            "stream's function was called without positional arguments. Call it as f(params, microbatches)."
+        )
+    *leading, microbatches = args
+    try:
+        items = iter(microbatches)
+    except TypeError:
+        raise FuncgaError(
+            f"microbatches is of type {type(microbatches).__name__}, which cannot be iterated over. Pass a DataLoader, "
+            f"a generator or a list of micro-batches; for one batch to be split, use funcga.accumulate(grad_fn, n)."
+        ) from None
+    if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
+        raise FuncgaError(
+            f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of micro-batches. "
+            f"Split it with funcga.accumulate(grad_fn, n), or pass a list of micro-batches."
+        )
+    return tuple(leading), map(_spread, items)  # map, as a generator would hold on to its last item
+
+
+def _spread(item: Any) -> tuple[Any, ...]:
+    return tuple(item) if isinstance(item, tuple | list) else (item,)
+
+
+def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
+    if ahead:
+        yield ahead.pop()
+    yield from items
+
+
+def windows(
+    iterable: Iterable[Any], n: int | TargetWeight, *, weight: Callable[..., Any] | None = None
+) -> Iterator[list[Any]]:
+    """Lists of n micro-batches in order, the last one shorter; nothing is dropped, and no window is taken ahead.
+
+    The micro-batches of a window are held together, their inputs, that is, and no activations. Where that is too much
+    `itertools.islice(iterator, n)` in place of a list gives `stream` one at a time.
+
+    n: a number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w together, or more. Then
+        `weight(*item)` is what a micro-batch weighs, as for `stream`: its rows, for a target batch size, or its tokens.
+
+    Raises FuncgaError if n is no int >= 1 and no TargetWeight, and if the first micro-batch weighs more than the
+    target: then all of them may.
+
+    >>> [len(window) for window in funcga.windows(range(10), 4)]
+    [4, 4, 2]
+    >>> for window in funcga.windows(loader, funcga.TargetWeight(256), weight=lambda x, y: len(x)):
+    ...     loss, grads = step(params, window)
+    """
+    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+        raise FuncgaError(f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a list.")
+    if isinstance(n, TargetWeight):
+        if not callable(weight):
+            raise FuncgaError(
+                f"weight is {weight!r}, and n is a {n}: say what a micro-batch weighs, such as its rows, "
+                f"weight=lambda x, y: len(x)."
+            )
+        return _weighed(iter(iterable), n, weight)
+    if weight is not None:
+        raise FuncgaError(
+            f"weight is given, and n is {n!r}: a number of micro-batches, whatever they weigh. Write "
+            f"funcga.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."
+        )
+    return _windows(iter(iterable), check_count(n, "n", ", or funcga.TargetWeight(256)"))
+
+
+def _windows(items: Iterator[Any], n: int) -> Iterator[list[Any]]:
+    while window := list(islice(items, n)):
+        yield window
+
+
+def _weighed(items: Iterator[Any], n: TargetWeight, weight: Callable[..., Any]) -> Iterator[list[Any]]:
+    window: list[Any] = []
+    total, updates, first = 0.0, 0, True
+    target = n.after(updates)
+    for item in items:
+        amount = known_weight(weight(*_spread(item)))
+        if amount > target and first:
+            raise FuncgaError(
+                f"the first micro-batch weighs {amount:g}, and the target is {target:g}: an update cannot be of less "
+                f"than one micro-batch. Make them smaller, as by DataLoader(batch_size=...), or raise the target."
+            )
+        first = False
+        window.append(item)
+        total += amount
+        if total >= target:
+            yield window
+            window, total, updates = [], 0.0, updates + 1
+            target = n.after(updates)
+    if window:
+        yield window

@@ -1,0 +1,1 @@
+"""Trees of two frameworks: converted, matched, saved."""

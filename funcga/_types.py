@@ -1,0 +1,21 @@
+"""The names that signatures use for what belongs to the frameworks, which this package does not import."""
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+# An array of torch, JAX or NumPy. A scalar is a Python number or a 0-d array.
+Array = Any
+Scalar = Any
+Dtype = Any
+# Nested containers of arrays, and what a framework has to describe one without its leaves.
+Tree = Any
+Structure = Any
+# The array namespace that the mathematics is written against: `torch` or `jax.numpy`.
+Namespace = Any
+
+GradFn = Callable[..., Tree]
+WeightFn = Callable[..., Scalar]
+LossFn = Callable[..., Any]
+
+P = ParamSpec("P")
+R = TypeVar("R")

@@ -1,0 +1,242 @@
+"""A step on every device of a mesh axis, each with its own rows, for who would not write shard_map.
+
+Only JAX has this file: in torch every replica is a process of its own.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from funcga._backend.protocols import load
+from funcga._call.arguments import argument_names
+from funcga._call.prefixes import PrefixError, broadcast, leaf_paths, outline
+from funcga._call.program import Program
+from funcga.errors import FuncgaError
+from jax_backend import arrays, trees
+from jax_backend.compilation import compiled
+from jax_backend.replicas import spelled, unmerged
+
+_spec: Any = PartitionSpec  # which JAX has not typed
+
+
+def replicated(
+    step: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    axis: str | tuple[str, ...] | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """A function with step's own signature: step on every device along an axis of the mesh, each with its own rows.
+
+    It is `jax.shard_map` with that axis manual and every other left to the compiler, so parameters that are sharded
+    over another axis stay so. Call it inside jit or outside, where it is jitted once. In step, `across=axis` merges.
+
+    axis: the name of an axis, or a tuple of names. Default: the mesh's only axis.
+    in_specs: a PartitionSpec, or a tuple with one, or a tree prefix of them, for each positional argument. Default: as
+        the step's in_axes say, cut where it splits; for a step that is not of funcga's, the first argument whole on
+        every device, every other cut on its axis 0. Keyword arguments are passed whole, and what is no array is part of
+        the program.
+    out_specs: of the result, a tree prefix. Default: P(), the same on all devices; for what `scatter` leaves cut,
+        P("data"), as in out_specs=(P(), P("data")).
+    check_vma: as in `jax.shard_map`: whether the types of arrays say over which axes they differ, which proves that
+        the result is the same on all devices. Without it a model may start a scan from `jnp.zeros`, and nothing shows
+        that a result was not merged.
+
+    Raises FuncgaError if rows do not divide among the devices, and for a result that no step has merged.
+
+    >>> step = jax_backend.replicated(funcga.accumulate(grad_fn, 8, across="data"), mesh)
+    >>> loss, grads = step(params, batch)
+    """
+    names = _names(mesh, axis)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        specs = _specs(args, in_specs, names, step)
+        _check_rows(args, specs, mesh, step)
+        leaves, structure = trees.flatten((args, kwargs))
+        specs += [_spec()] * (len(leaves) - len(specs))
+        places = [i for i, leaf in enumerate(leaves) if arrays.is_array(leaf)]
+
+        def local(moved: list[Any]) -> Any:
+            mine = list(leaves)
+            for i, array in zip(places, moved, strict=True):
+                mine[i] = array
+            args, kwargs = trees.unflatten(structure, mine)
+            with unmerged(names):
+                return step(*args, **kwargs)
+
+        mapped = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=([specs[i] for i in places],),
+            out_specs=_spec() if out_specs is None else out_specs,
+            axis_names=set(names),
+            check_vma=check_vma,
+        )
+        return _explained(mapped, [_placed(leaves[i], specs[i], mesh, names) for i in places], names)
+
+    run = compiled(call)
+
+    def everywhere(*args: Any, **kwargs: Any) -> Any:
+        """The result of step on every device along the axis, each with its own rows."""
+        return run(args, kwargs)
+
+    return everywhere
+
+
+def _names(mesh: Any, axis: Any) -> tuple[str, ...]:
+    if not isinstance(mesh, Mesh):
+        raise FuncgaError(
+            f'mesh is of type {type(mesh).__name__}. Pass the devices with names: jax.make_mesh((4,), ("data",)).'
+        )
+    listed = " and ".join(f'"{name}"' for name in mesh.axis_names)
+    if axis is None and len(mesh.axis_names) != 1:
+        raise FuncgaError(
+            f"the mesh has the axes {listed}, and axis= does not say which of them has the replicas. Write "
+            f'replicated(step, mesh, axis="{mesh.axis_names[0]}").'
+        )
+    names = mesh.axis_names if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    missing = [name for name in names if name not in mesh.axis_names]
+    if len({*names}) < len(names):
+        raise FuncgaError(f"axis={axis!r} names an axis twice. Name each once.")
+    if missing or not names:
+        raise FuncgaError(
+            f"axis={axis!r} is no axis of the mesh, which has {listed}. Write "
+            f'replicated(step, mesh, axis="{mesh.axis_names[0]}").'
+        )
+    return tuple(names)
+
+
+def _specs(
+    args: tuple[Any, ...], in_specs: Any, names: tuple[str, ...], step: Callable[..., Any]
+) -> list[PartitionSpec]:
+    """The PartitionSpec of every leaf of the positional arguments."""
+    cut = names[0] if len(names) == 1 else names
+    program = getattr(step, "program", None)
+    if in_specs is None and isinstance(program, Program):
+        return _as_split(program, args, cut)
+    if in_specs is None:
+        in_specs = (_spec(), *[_spec(cut)] * (len(args) - 1))[: len(args)]
+    elif isinstance(in_specs, PartitionSpec):
+        in_specs = (in_specs,) * len(args)
+    if not isinstance(in_specs, tuple | list) or len(in_specs) != len(args):
+        raise FuncgaError(
+            f"in_specs is {in_specs!r}, and the call has {len(args)} positional arguments. Give one entry each, such "
+            f"as in_specs={_spelled(len(args), names)}; keyword arguments are passed whole."
+        )
+    specs = []
+    for i, (arg, prefix) in enumerate(zip(args, in_specs, strict=True)):
+        leaves = len(trees.flatten(arg)[0])
+        try:
+            placed = broadcast(prefix, arg, leaves, lambda spec: isinstance(spec, PartitionSpec), trees)
+        except PrefixError as error:
+            name = argument_names(step, len(args))[i]
+            raise FuncgaError(
+                f"in_specs is no prefix of the arguments: for `{name}{error.path}` it has "
+                f"{outline(error.prefix, trees, repr)}, and the argument is "
+                f"{outline(error.tree, trees, arrays.describe)}. Write a PartitionSpec for all that stands below, P() "
+                f"for what is passed whole, or a container with the same keys."
+            ) from error
+        specs += [place.value for place in placed]
+    return specs
+
+
+def _as_split(program: Program, args: tuple[Any, ...], cut: Any) -> list[PartitionSpec]:
+    """The PartitionSpec of every leaf, cut on the axis that the program splits."""
+    found: list[PartitionSpec] = []
+    for part in program.read(args, load("jax")).parts:
+        axes = [placed.value for placed in part.axes] or [None] * len(trees.flatten(part.value)[0])
+        for leaf, axis in zip(part.leaves or trees.flatten(part.value)[0], axes, strict=True):
+            splits = isinstance(axis, int) and getattr(leaf, "ndim", 0) > 0
+            found.append(_spec(*[None] * (axis % leaf.ndim), cut) if splits else _spec())
+    return found
+
+
+def _spelled(count: int, names: tuple[str, ...]) -> str:
+    cut = f"P({spelled(names)})"
+    return f"({', '.join(['P()', *[cut] * (count - 1)])})"
+
+
+def _check_rows(args: tuple[Any, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Any]) -> None:
+    """Raises FuncgaError if an array cannot be cut as its PartitionSpec says."""
+    for i, (leaf, spec) in enumerate(zip(trees.flatten(args)[0], specs, strict=True)):
+        for axis, entry in enumerate(spec):
+            if entry is None or not arrays.is_array(leaf):
+                continue
+            names = _entry(tuple(spec), axis)
+            if unknown := [name for name in names if name not in mesh.axis_names]:
+                raise FuncgaError(
+                    f"in_specs names the axis {unknown[0]!r}, and the mesh has "
+                    f"{' and '.join(map(repr, mesh.axis_names))}. Write P({mesh.axis_names[0]!r}), or P() for what is "
+                    f"passed whole."
+                )
+            count = prod(mesh.shape[name] for name in names)
+            if axis >= len(leaf.shape) or leaf.shape[axis] % count:
+                raise _uneven(args, i, leaf, axis, count, step)
+
+
+def _uneven(args: tuple[Any, ...], i: int, leaf: Any, axis: int, count: int, step: Callable[..., Any]) -> FuncgaError:
+    names = argument_names(step, len(args))
+    path = [path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, trees, name) if _in(arg)][i]
+    if axis >= len(leaf.shape):
+        return FuncgaError(
+            f"`{path}` is {arrays.describe(leaf)}: it has no axis {axis} to be cut among {count} devices. Pass it by "
+            f"keyword, which passes it whole, or say so: in_specs with P() in its place."
+        )
+    rows = leaf.shape[axis]
+    return FuncgaError(
+        f"`{path}` is {arrays.describe(leaf)}: its {rows} rows do not divide among {count} devices. Take "
+        f"{rows - rows % count} rows, or fill up to {rows - rows % count + count} with rows that count for nothing, by "
+        f'weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in its place.'
+    )
+
+
+def _in(arg: Any) -> bool:
+    return bool(trees.flatten(arg)[0])
+
+
+def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Any:
+    """The array, resharded where the axis is an Explicit one and the types would have to agree."""
+    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
+    names = tuple(name for name in names if name in explicit)
+    if not names:
+        return leaf
+    now = jax.typeof(leaf).sharding
+    before = tuple(now.spec) if now.mesh.axis_names == mesh.axis_names else ()
+    wanted = []
+    for axis in range(len(leaf.shape)):
+        kept = [name for name in _entry(before, axis) if name not in names]
+        wanted.append((*[name for name in _entry(tuple(spec), axis) if name in names], *kept) or None)
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, _spec(*wanted)))  # type: ignore[no-untyped-call]
+
+
+def _entry(spec: tuple[Any, ...], axis: int) -> tuple[str, ...]:
+    found = spec[axis] if axis < len(spec) else None
+    return () if found is None else found if isinstance(found, tuple) else (found,)
+
+
+def _explained(mapped: Callable[..., Any], moved: list[Any], names: tuple[str, ...]) -> Any:
+    """What the mapped step returns; JAX's errors about what differs between devices say what to write instead."""
+    try:
+        return mapped(moved)
+    except FuncgaError:
+        raise
+    except ValueError as error:
+        if "require replication" not in str(error):
+            raise
+        raise FuncgaError(
+            f"a result of the step is not the same on all devices along {' and '.join(names)}, as nothing has merged "
+            f"it over all of it. Merge where it is folded, funcga.accumulate(grad_fn, n, across={spelled(names)}); or "
+            f"leave it cut, as what scatter= scatters: out_specs with P({spelled(names)}) in its place."
+        ) from error
+    except TypeError as error:
+        if "manual axis types" in str(error):
+            error.add_note(
+                "funcga: jax_backend.replicated(step, mesh, check_vma=False) runs such a loop as it is; JAX then no "
+                "longer proves that the result is the same on all devices."
+            )
+        raise

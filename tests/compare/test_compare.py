@@ -1,0 +1,521 @@
+"""`compare`: the numbers of a leaf, the limits and their reasons, and that a report says what it found."""
+
+import io
+import json
+import math
+import sys
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import funcga
+from funcga._compare import differences, tolerances
+from funcga._compare.differences import difference
+from funcga._compare.rows import row
+from tests import problems
+
+FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+
+
+def native(dtype):
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))
+
+
+def rng_array(seed, *shape, dtype="float32"):
+    return problems.rng(seed).normal(size=shape).astype(native(dtype))
+
+
+def only(left, right, **options):
+    (found,) = funcga.compare(left, right, **options).rows
+    return found
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_ulps_count_the_floats_between(dtype):
+    """Against the list of all floats in their order, which is short enough in 16 bits; neighbours elsewhere."""
+    of = native(dtype)
+    if of.itemsize <= 2:
+        every = np.arange(2 ** (8 * of.itemsize), dtype=f"uint{8 * of.itemsize}").view(of)
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            wide = every.astype("float64")
+        values = np.unique(wide[np.isfinite(wide)])
+        for a, b in ((0, -1), (3, 4), (len(values) // 2, len(values) // 2 + 9)):
+            pair = values[[a, b]].astype(of)
+            assert row("", pair[:1], pair[1:]).ulps == abs(b % len(values) - a)
+    else:
+        one = np.ones(1, of)
+        assert row("", one, np.nextafter(one, of.type(2))).ulps == 1
+        assert row("", -np.nextafter(0 * one, one), np.nextafter(0 * one, one)).ulps == 2
+    assert row("", np.array([-0.0], of), np.array([0.0], of)).ulps == 0
+
+
+def test_ulps_of_the_largest_range_do_not_overflow():
+    most = np.finfo("float64").max
+    found = row("", np.array([-most]), np.array([most]))
+    assert found.ulps == 2 * float(np.array(most).view("int64"))
+    assert found.absolute == math.inf
+    assert found.status == "beyond"
+
+
+def test_numbers_are_those_of_float64_mathematics(monkeypatch):
+    monkeypatch.setattr(differences, "CHUNK", 7)
+    left, right = rng_array(0, 5, 4), rng_array(1, 5, 4)
+    a, b = left.astype("float64"), right.astype("float64")
+    found = row("w", left, right)
+    assert found.absolute == np.abs(a - b).max()
+    assert found.relative == np.abs(a - b).max() / np.abs(b).max()
+    assert found.index == np.unravel_index(np.abs(a - b).argmax(), a.shape)
+    assert found.values == (left[found.index], right[found.index])
+    np.testing.assert_allclose(found.cosine, (a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()), rtol=1e-14)
+    transposed = row("w", left.T, right.T)
+    assert (transposed.absolute, transposed.index) == (found.absolute, found.index[::-1])
+
+
+def test_cosine_needs_no_squares_in_range():
+    tiny = np.array([3e-200, 4e-200])
+    np.testing.assert_allclose(difference(tiny, tiny * 1e300 * 1e80).cosine, 1, rtol=1e-15)
+    assert difference(np.zeros(2), tiny).cosine is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_large_arrays_are_compared_in_little_memory(monkeypatch, dtype):
+    monkeypatch.setattr(differences, "CHUNK", 2**12)
+    left = np.arange(2**18).astype(native(dtype))
+    right = left[::-1].copy()
+    tracemalloc.start()
+    difference(left, right)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < left.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int8", "bool"])
+def test_integers_are_exact(dtype):
+    if dtype == "bool":
+        low, high = np.array([False]), np.array([True])
+    else:
+        info = np.iinfo(dtype)
+        low, high = np.array([info.min], dtype), np.array([info.max], dtype)
+        close = np.array([info.max - 1], dtype)
+        assert row("", close, high).status == "beyond"
+        assert row("", close, high).absolute == 1
+    assert row("", low, high).absolute == float(int(high[0]) - int(low[0]))
+    assert row("", high, high).status == "equal"
+    assert row("", high, high).limit == 0
+
+
+@pytest.mark.parametrize(("left", "right", "apart"), [
+    (np.uint64(2**64 - 1), -1, 2.0**64),
+    (np.uint64(2**64 - 1), np.uint64(2**64 - 2), 1),
+    (2**53 + 1, 2.0**53, 1),
+    (2.0**53, np.uint64(2**53 + 1), 1),
+    (2**53 + 1, complex(2**53), 1),
+    (np.uint64(2**64 - 1), 2.0**64, 1),
+    (np.int8(-1), np.uint8(255), 256),
+    (True, -1, 2),
+])  # fmt: skip
+def test_integers_are_exact_beside_other_dtypes(left, right, apart):
+    for a, b in ((left, right), (right, left)):
+        found = only(a, b, check_dtype=False)
+        assert (found.absolute, found.status == "equal") == (apart, False)
+    assert only(2**53, 2.0**53, check_dtype=False).status == "equal"
+
+
+def test_integers_of_more_than_64_bits():
+    assert only(2**64, 2**64).status == "equal"
+    assert only(2**64, 2**64 + 1).status == "beyond"
+    assert only(2**64, 1).status == "dtype"
+
+
+def test_not_a_number_is_never_close():
+    nan = np.array([1, np.nan, 3], "float32")
+    found = row("", nan, nan)
+    assert (found.status, found.nans, found.index) == ("nan", (1, 1), (1,))
+    assert math.isnan(found.absolute)
+    assert row("", nan, np.array([1, 2, 3], "float32"), limit=1e9).status == "nan"
+
+
+def test_infinities_match_by_sign_and_place():
+    inf = np.array([np.inf, -np.inf, 3], "float32")
+    assert row("", inf, inf).status == "equal"
+    assert row("", inf, inf + np.array([0, 0, 1e-7], "float32")).ok
+    for other in ([-np.inf, -np.inf, 3], [np.inf, 5, 3], [np.inf, -np.inf, np.inf]):
+        found = row("", inf, np.array(other, "float32"), limit=1e9)
+        assert (found.status, found.absolute) == ("inf", math.inf)
+        assert found.values[0] != found.values[1]
+
+
+def test_complex_numbers():
+    left, right = np.array([1 + 1j, complex(np.inf, 1)]), np.array([1 + 1.5j, complex(np.inf, 1)])
+    found = row("", left, right)
+    assert (found.absolute, found.values, found.ulps) == (0.5, (1 + 1j, 1 + 1.5j), None)
+    assert found.limit == tolerances.limit("complex128") == tolerances.limit("float64")
+    assert row("", left, np.array([1 + 1j, complex(np.inf, 2)])).status == "inf"
+
+
+@pytest.mark.parametrize("dtype", ["longdouble", "clongdouble"])
+def test_longdouble_is_compared_as_float64(dtype):
+    array = np.array([1, 3], dtype)
+    report = funcga.compare(array / 3, array / 3 + np.array(2e-16, dtype))
+    assert report.rows[0].limit == tolerances.limit("float64")
+    assert report.ok
+    assert only(array, array * (1 + 1e-12)).status == "beyond"
+    json.dumps(funcga.compare(array, array + 1).as_dict(), allow_nan=False)
+
+
+def test_edges():
+    assert row("", np.zeros((0, 3)), np.zeros((0, 3))).status == "equal"
+    assert row("", np.zeros(2), np.zeros(2)).relative == 0
+    found = row("", np.ones(2), np.zeros(2))
+    assert (found.relative, found.status) == (math.inf, "beyond")
+    assert row("", np.ones(2), np.zeros(2), atol=1.0).status == "within"
+    zero = row("", np.float32(2.5).reshape(()), np.float32(2).reshape(()))
+    assert (zero.index, zero.values, zero.absolute) == ((), (2.5, 2), 0.5)
+
+
+def test_shapes_and_dtypes():
+    left, right = np.ones(2, "float32"), np.ones(2, "float64")
+    assert row("", left, right).status == "dtype"
+    assert row("", left, right, check_dtype=False).status == "equal"
+    assert row("", left, right).limit == tolerances.limit("float32")
+    assert row("", left, np.ones((1, 2), "float32")).status == "shape"
+
+
+def test_limits_come_from_the_dtype_and_the_sum():
+    assert tolerances.limit("float32") == 4 * 2**-23 * 16
+    assert tolerances.limit("float64", 10_000) == 4 * 2**-52 * 100
+    assert tolerances.limit("bfloat16") == 4 * 2**-7 * math.sqrt(32) == tolerances.limit("bfloat16", 10**6)
+    assert tolerances.limit("float16", 10**12) == 4 * 2**-23 * 10**6
+    assert tolerances.limit("float8_e4m3fn") == tolerances.limit("float8_e5m2") == tolerances.MOST < 1
+    assert tolerances.limit("int32") == tolerances.limit("bool") == 0
+    for dtype in FLOATS:
+        assert tolerances.epsilon(dtype) == float(ml_dtypes.finfo(native(dtype)).eps)
+
+
+def test_the_report_says_where_its_limits_come_from():
+    tree = {"w": np.ones(2, "float32"), "h": np.ones(2, native("bfloat16")), "n": np.arange(2)}
+    assert funcga.compare(tree, tree, atol=1e-9).tolerance == (
+        "rel may be, by dtype: float32 7.6e-06 (4 eps x sqrt(256) terms); bfloat16 0.18 (4 eps x sqrt(32) operations); "
+        "int64 0 (exact), and abs 1e-09 more."
+    )
+    assert "float32 4.8e-06 (4 eps x sqrt(100) terms)" in funcga.compare(tree, tree, reduction=100).tolerance
+    assert tolerances.reason("float16", 2**24 * 10**6) == (
+        "float16 0.5 (the most, as 4 eps x sqrt(16777216000000) terms in float32 is more)"
+    )
+    assert funcga.compare(tree, tree, rtol=0.001).tolerance == "rel may be 0.001, as rtol= says."
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_real_difference_is_found_and_rounding_is_not(dtype):
+    """Sums in another order are close; one term of 256 that is missing, or one step in bfloat16, is not."""
+    x = problems.rng(0).uniform(0.5, 1, size=(256, 8)).astype(dtype)
+    forward, backward = np.zeros(8, dtype), np.zeros(8, dtype)
+    for a, b in zip(x, x[::-1], strict=True):
+        forward, backward = forward + a, backward + b
+    assert only(forward, backward).status == "within"
+    assert only(forward - x[0], backward).status == "beyond"
+    assert only(forward.astype(ml_dtypes.bfloat16).astype(dtype), backward).status == "beyond"
+
+
+def test_trees_match_by_path_whatever_holds_them():
+    w, b = rng_array(0, 3, 2), rng_array(1, 2)
+    nested = {"hidden": {"weight": w, "bias": b}, "layers": [{"b": b}, (b, None)]}
+    flat = {"layers.1.0": b, "layers.0.b": b, "hidden.bias": b, "hidden.weight": w}
+    right = funcga.to_jax(nested)
+    report = funcga.compare(funcga.to_torch(flat), right)
+    assert report.ok
+    assert [row.path for row in report.rows] == ["hidden.weight", "hidden.bias", "layers.0.b", "layers.1.0"]
+    assert {row.status for row in report.rows} == {"equal"}
+    assert funcga.compare(right, flat).ok
+    assert funcga.compare(flat, {**flat, "other": None}).ok
+
+
+def test_equinox_modules_and_their_static_fields():
+    equinox = pytest.importorskip("equinox")
+    model = equinox.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
+    left = {f"layers.{k}.{name}": funcga.to_torch(getattr(layer, name)) for k, layer in enumerate(model.layers) for name in ("weight", "bias")}  # fmt: skip
+    assert funcga.compare(left, model).ok
+    assert [row.path for row in funcga.compare(left, model).rows][:2] == ["layers.0.weight", "layers.0.bias"]
+
+
+def test_flax_states():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    left = {"kernel": model.kernel[...], "bias": model.bias[...]}
+    for right in (nnx.state(model), nnx.to_pure_dict(nnx.state(model))):
+        report = funcga.compare(left, right)
+        assert report.ok
+        assert [row.path for row in report.rows] == ["bias", "kernel"]
+
+
+def test_missing_and_extra_leaves():
+    a = np.ones(2, "float32")
+    report = funcga.compare({"a": a, "new": a}, {"z": a, "a": a}, names=("torch", "jax"))
+    assert [(row.path, row.status, row.shapes) for row in report.rows] == [
+        ("z", "missing", (None, (2,))), ("a", "equal", ((2,), (2,))), ("new", "extra", ((2,), None))
+    ]  # fmt: skip
+    assert not report.ok
+    assert report.verdict == "2 of 3 leaves of torch and jax are not close; `z` is missing in torch."
+    assert "`a` is in torch alone" in funcga.compare({"a": a}, {}, names=("torch", "jax")).verdict
+
+
+def test_numbers_and_other_leaves():
+    assert funcga.compare({"a": 1.5, "name": "adam"}, {"a": 1.5, "name": "adam"}).ok
+    assert only(1, 2).absolute == 1
+    found = only("adam", "sgd")
+    assert (found.status, found.values) == ("beyond", ("'adam'", "'sgd'"))
+    assert only("1", b"1").status == "dtype"
+    assert only(torch.ones((), requires_grad=True), np.float32(1)).status == "equal"
+
+
+def test_arrays_of_texts_and_dates_are_equal_or_not():
+    texts, dates = np.array(["a", "b"]), np.array(["2020-01-01", "2021-01-01"], "datetime64[D]")
+    for array, other in (
+        (texts, ["a", "bc"]),
+        (dates, ["2020-01-01", "2021-01-02"]),
+        (texts.astype("S"), [b"a", b"c"]),
+    ):
+        assert only(array, array.copy()).status == "equal"
+        found = only(array, np.array(other, array.dtype.kind if array is not dates else array.dtype))
+        assert (found.status, found.index) == ("beyond", (1,))
+        assert str(only(array, array[:1]).status) == "shape"
+    assert found.values == ("b'b'", "b'c'")
+    assert only(texts, texts.astype("S")).status == only(dates, dates.astype("datetime64[s]")).status == "dtype"
+    assert only(texts, np.ones(2)).status == "dtype"
+    assert only(dates, dates.astype("datetime64[s]"), check_dtype=False).status == "equal"
+    assert only(np.array("a"), np.array("b")).index == ()
+    assert "! beyond" in str(funcga.compare(texts, np.array(["a", "c"])))
+
+
+def test_a_matrix_is_an_array():
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix([[1.0, 2.0], [3.0, 4.0]])
+    assert only(matrix, np.array(matrix)).status == "equal"
+    assert only(matrix, np.array([[1.0, 2.0], [4.0, 4.0]])).index == (1, 0)
+
+
+@pytest.mark.parametrize(("leaf", "text"), [
+    (np.array([1, "a"], object), r"`k` is object\[2\], whose elements are no numbers. Pass numbers, x.astype\('float64'\)"),
+    (np.ma.array([1.0, 2.0], mask=[0, 1]), r"`k` is float64\[2\], masked, .* Pass x.filled\(0\), or .* x.compressed\(\)"),
+    (np.zeros(2, "f4, i4"), r"`k` is void64\[2\], structured, .* Pass its fields: x\['f0'\]"),
+    (np.zeros(2, "V3"), r"`k` is void24\[2\], whose elements are no numbers"),
+])  # fmt: skip
+def test_arrays_that_cannot_be_compared(leaf, text):
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.compare({"k": leaf}, {"k": leaf})
+    with pytest.raises(funcga.FuncgaError, match=r"^the array is "):
+        funcga.compare(leaf, leaf)
+
+
+def test_a_single_array_and_none():
+    assert only(jnp.ones(2), torch.ones(2)).path == ""
+
+
+def test_where_nothing_is_compared_nothing_is_close():
+    left_out = [funcga.Rule(".*", None)]
+    for report in (
+        funcga.compare({}, {}),
+        funcga.compare({"p": None}, {"q": None}),
+        funcga.compare({"p": np.ones(2)}, {}, rules=left_out),
+    ):
+        assert (report.ok, report.worst) == (False, None)
+        with pytest.raises(AssertionError) as raised:
+            report.assert_close()
+        assert str(raised.value) == report.verdict
+    assert report.verdict == ("Nothing was compared: left and right have no leaves, or only what the rules leave out.")
+
+
+def mixed_report():
+    a = rng_array(0, 3, 2)
+    right = {"same": a, "close": a, "far": a, "farther": a, "nan": a, "shape": a, "inf": a, "lost": a}
+    nan, far = a.copy(), a.copy()
+    nan[2, 1], far[1, 0] = np.nan, a[1, 0] + 0.5
+    left = {"same": a, "close": a * np.float32(1 + 2e-7), "far": far, "farther": a + 10, "nan": nan, "shape": a[0], "inf": a / 0}  # fmt: skip
+    return funcga.compare(left, right)
+
+
+@pytest.fixture(name="mixed")
+def mixed_fixture():
+    with np.errstate(divide="ignore"):
+        return mixed_report()
+
+
+def test_the_worst_is_what_is_furthest_from_its_limit(mixed):
+    a = rng_array(0, 3)
+    assert [row.status for row in mixed.rows] == [
+        "equal",
+        "within",
+        "beyond",
+        "beyond",
+        "nan",
+        "shape",
+        "inf",
+        "missing",
+    ]
+    assert mixed.worst.status in ("nan", "shape", "inf", "missing")
+    assert funcga.compare({"a": a + 1, "b": a + 2}, {"a": a, "b": a}).worst.path == "b"
+    bad = {"a": a + np.float32(0.01), "b": a.astype("bfloat16") + native("bfloat16").type(0.25)}
+    assert funcga.compare(bad, {"a": a, "b": a.astype("bfloat16")}).worst.path == "a"  # a smaller limit
+
+
+def test_atol_is_part_of_the_limit_that_is_told():
+    right = {"w": np.array([4.0]), "b": np.array([1e-9]), "zeros": np.zeros(1)}
+    left = {"w": np.array([4 + 2e-14]), "b": np.array([1.5e-9]), "zeros": np.array([2e-9])}
+    report = funcga.compare(left, right, atol=1e-8)
+    assert report.verdict.endswith("are close; the worst, `zeros`, has abs 2.0e-9, where 1.0e-8 is the limit.")
+    assert [row.allowed for row in report.rows] == pytest.approx([2.5e-9, 10, math.inf])
+    assert str(report).splitlines()[2].split()[3:6] == ["5.0e-10", "5.0e-1", "1.0e+01"]
+    del left["zeros"], right["zeros"]
+    parity_report = pytest.importorskip("funcga._parity.report", exc_type=ImportError)
+    assert parity_report.against(funcga.compare(left, right, atol=1e-8)) == "5.0e-1 < 1e+01"
+    assert parity_report.against(funcga.compare(left["b"], right["b"], rtol=0, atol=1e-8)) == "5.0e-1 < 1e+01"
+    assert funcga.compare(left, right, atol=1e-8).verdict.endswith("`b`, has rel 5.0e-1, where 1.0e+01 is the limit.")
+    assert only(left["b"], right["b"]).allowed == tolerances.limit("float64")
+
+
+def test_assert_close_shows_the_worst_leaves(mixed):
+    assert funcga.compare(np.ones(2), np.ones(2)).assert_close() is None
+    with pytest.raises(AssertionError) as raised:
+        mixed.assert_close()
+    message = str(raised.value)
+    assert message.startswith("6 of 8 leaves of left and right are not close; `nan` has NaN: 1 and 0.\nrel may be, by")
+    assert "4 eps x sqrt(256) terms" in message
+    assert [line.split()[0] for line in message.splitlines()[3:]] == ["nan", "shape", "inf", "lost", "farther", "far"]
+    far = next(line for line in message.splitlines() if line.startswith("far "))
+    assert "[1, 0]: " in far
+    assert far.endswith("! beyond")
+    many = {f"w{k}": np.full(2, float(k)) for k in range(1, 12)}
+    with pytest.raises(AssertionError, match=r"\n\.\.\. and 3 more$"):
+        funcga.compare(many, {name: -array for name, array in many.items()}).assert_close()
+
+
+def test_the_report_in_text_and_in_a_table(mixed):
+    text = str(mixed)
+    assert text.splitlines()[0].split()[:8] == ["leaf", "shape", "dtype", "abs", "rel", "limit", "ulps", "cosine"]
+    assert len(text.splitlines()) == 1 + 8 + 2
+    assert text.endswith(mixed.verdict)
+    console = pytest.importorskip("rich.console").Console(width=160, record=True, file=io.StringIO())
+    console.print(mixed)
+    shown = console.export_text()
+    assert all(row.path in shown and row.status in shown for row in mixed.rows)
+    assert mixed.table().row_count == 8
+    good = funcga.compare({"a": np.ones(2)}, {"a": np.ones(2)})
+    assert (
+        good.verdict
+        == "1 of 1 leaves of left and right are close; the worst, `a`, has rel 0, where 1.4e-14 is the limit."
+    )
+
+
+def test_the_report_as_json(mixed):
+    read = json.loads(json.dumps(mixed.as_dict(), allow_nan=False))
+    assert (read["ok"], read["reduction"], read["rtol"]) == (False, 256, None)
+    assert read["rows"][0]["shapes"] == [[3, 2], [3, 2]]
+    assert read["rows"][4]["absolute"] is None
+    assert read["rows"][4]["index"] == [2, 1]
+    assert len(read["rows"]) == 8
+    pair = funcga.compare(np.array([1j]), np.array([2j])).as_dict()["rows"][0]
+    assert pair["values"] == [[0, 1], [0, 2]]
+
+
+def test_the_picture(mixed, tmp_path):
+    pytest.importorskip("matplotlib")
+    for suffix, begins in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        mixed.plot(tmp_path / f"report.{suffix}")
+        assert (tmp_path / f"report.{suffix}").read_bytes().startswith(begins)
+    funcga.compare({}, {}).plot(tmp_path / "empty.png")
+    with pytest.raises(funcga.FuncgaError, match=r"cannot write '.*report\.docx': name a \.png, \.svg or \.pdf file"):
+        mixed.plot(tmp_path / "report.docx")
+    with pytest.raises(
+        funcga.FuncgaError, match=r"cannot write '.*none/r\.png': No such file .* in a folder that exists"
+    ):
+        mixed.plot(tmp_path / "none" / "r.png")
+
+
+@pytest.mark.parametrize(("module", "call", "what"), [
+    ("matplotlib", lambda: funcga.compare(1, 1).plot("x.png"), "report.plot draws with it"),
+    ("rich", lambda: funcga.compare(1, 1).table(), "report.table needs it"),
+])  # fmt: skip
+def test_what_is_not_installed(monkeypatch, module, call, what):
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        funcga.FuncgaError, match=rf"{module}.* is not installed, and {what}.*pip install 'funcga\[parity\]'"
+    ):
+        call()
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"rtol": -1}, "rtol=-1 is no tolerance: a number, 0 or more and finite. Write rtol=1e-6"),
+    ({"atol": math.nan}, "atol=nan is no tolerance"),
+    ({"atol": None}, "atol=None is no tolerance"),
+    ({"reduction": 0}, r"reduction=0 is no number of terms in a sum: an integer, 1 or more. Write reduction=len\(rows\)"),
+    ({"reduction": 2.0}, "reduction=2.0 is no number"),
+    ({"rtol": 1, "reduction": 2}, "rtol=1 and reduction=2 are two limits: .* Give one of them"),
+    ({"names": "ab"}, r"names='ab' are not the names of two trees. Write names=\('torch', 'jax'\)"),
+    ({"rules": 3}, r"rules=3 is no list of rules. Write rules=\[funcga.Rule"),
+    ({"rules": ["a"]}, r"rules=\['a'\] is no list of rules"),
+])  # fmt: skip
+def test_bad_options(options, text):
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.compare(1.0, 1.0, **options)
+
+
+class Placed:
+    def full_tensor(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("tree", "text"), [
+    (torch.nn.Linear(1, 1), r"left is the module Linear, which is no tree .* dict\(module.named_parameters\(\)\)"),
+    ({"m": torch.nn.Linear(1, 1)}, r"`m` of left is the module Linear"),
+    (torch.nn.Linear(1, 1).parameters(), r"left is a generator, .* dict\(module.named_parameters\(\)\) instead of module.p"),
+    ({"m": {"a": 1}.values()}, r"`m` of left is a dict_values, whose items have no paths. .* or a list of the items"),
+    ({"w": Placed()}, r"`w` of left is a DTensor, of which this process holds a part. .*tensor.full_tensor\(\)"),
+    ({"a.b": 1, "a": {"b": 2}}, "two leaves of left have the path `a.b`, as a key with a dot in it and as nested keys"),
+])  # fmt: skip
+def test_what_is_no_tree_of_arrays(tree, text):
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.compare(tree, tree)
+
+
+@pytest.mark.parametrize(("leaf", "text"), [
+    (jax.random.key(0), r"`k` is key<fry>\[\], a random key, which has no numbers. .* jax.random.key_data\(key\)"),
+    (jax.ShapeDtypeStruct((2,), "float32"), r"`k` is ShapeDtypeStruct float32\[2\], which stands for an array"),
+    (torch.ones(2, device="meta"), r"`k` is Tensor float32\[2\], .* has no numbers. Pass the arrays themselves"),
+])  # fmt: skip
+def test_leaves_without_numbers(leaf, text):
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.compare({"k": leaf}, {"k": leaf})
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.match({"k": leaf}, {"k": torch.ones(2)})
+    with pytest.raises(funcga.FuncgaError, match=text.replace("`k`", "^the array")):
+        funcga.compare(leaf, leaf)
+
+
+def test_leaves_that_are_zero_but_for_rounding():
+    right = {"w": rng_array(0, 8), "bias": np.full(2, 1e-9, "float32")}
+    with pytest.raises(
+        AssertionError, match=r"\nWhat is not close is 0 but for rounding, beside the largest leaf, .* give atol=\S+\.$"
+    ) as raised:
+        funcga.compare({**right, "bias": -right["bias"]}, right).assert_close()
+    atol = float(str(raised.value).rpartition("atol=")[2].rstrip("."))
+    assert funcga.compare({**right, "bias": -right["bias"]}, right, atol=atol).ok
+    for wrong in ({**right, "bias": right["bias"] + 1}, {**right, "w": right["w"] * np.float32(1 + 1e-5)}):
+        with pytest.raises(AssertionError) as raised:  # the one is no rounding, and the other leaf is not 0
+            funcga.compare(wrong, right).assert_close()
+        assert "atol=" not in str(raised.value)
+
+
+def test_a_leaf_that_numpy_cannot_have_is_named():
+    sparse = {"layer": {"w": torch.eye(3).to_sparse()}}
+    with pytest.raises(funcga.FuncgaError) as caught:
+        funcga.compare(sparse, sparse)
+    assert str(caught.value) == (
+        "`layer.w` is a sparse tensor float32[3, 3], or one of other parts; x.to_dense() is in one piece."
+    )

@@ -1,0 +1,206 @@
+"""The house in numbers: how large the library is, how a call runs through it, what its types say.
+
+`python -m tests.house` prints the table; `tests/test_house.py` holds the rows that do not depend on the machine.
+"""
+
+import ast
+import io
+import re
+import statistics
+import subprocess
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("funcga", "torch_backend", "jax_backend")
+
+
+def files() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def code_and_comments(source: str) -> tuple[set[int], set[int]]:
+    """The numbers of the lines that hold code, docstrings left out, and of the full-line comments."""
+    docstrings = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                docstrings |= set(range(first.lineno, first.end_lineno + 1))
+    code, comments = set(), set()
+    ignored = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in ignored:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    code -= docstrings
+    return code, comments - code
+
+
+def sizes() -> dict[str, float]:
+    """Files, lines of code, full-line comments, and what stands in 1,000 lines of code."""
+    code = comments = anys = attributes = 0
+    for path in files():
+        source = path.read_text()
+        lines, commented = code_and_comments(source)
+        code, comments = code + len(lines), comments + len(commented)
+        for node in ast.walk(ast.parse(source)):
+            anys += isinstance(node, ast.Name) and node.id == "Any"
+            attributes += (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr", "setattr")
+            )
+        anys += len(re.findall(r"(?m)^from typing import .*\bAny\b", source))
+    return {
+        "files": len(files()),
+        "code": code,
+        "comments %": round(100 * comments / code, 1),
+        "Any / 1000": round(1000 * anys / code, 1),
+        "getattr / 1000": round(1000 * attributes / code, 1),
+    }
+
+
+def complexities() -> dict[str, int]:
+    """The cyclomatic complexity of each function, as radon counts it."""
+    from radon.visitors import ComplexityVisitor
+
+    found = {}
+    for path in files():
+        visitor = ComplexityVisitor.from_code(path.read_text())
+        functions = [*visitor.functions, *(method for cls in visitor.classes for method in cls.methods)]
+        for function in functions:
+            found[f"{path.relative_to(ROOT)}:{function.name}"] = function.complexity
+    return found
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports() -> dict[str, set[str]]:
+    """Which modules of ours each module imports anywhere, also inside functions and for types only."""
+    names = {module_name(path) for path in files()}
+    graph: dict[str, set[str]] = {}
+    for path in files():
+        used = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                used |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                used |= {
+                    f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in names else node.module or ""
+                    for alias in node.names
+                }
+        graph[module_name(path)] = (used & names) - {module_name(path)}
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The groups of modules of which each imports each, directly or not."""
+    reach = {name: set(used) for name, used in graph.items()}
+    for middle in graph:
+        for name in graph:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
+    knots = {frozenset(other for other in reach[name] if name in reach[other]) for name in graph if name in reach[name]}
+    return [set(knot) for knot in knots]
+
+
+def trace(call: Callable[[], object]) -> tuple[int, int, int]:
+    """How many named functions of ours a call enters, how many times, and in how many files."""
+    entered: list[tuple[str, str, int]] = []
+    packages = tuple(str(ROOT / package) for package in PACKAGES)
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        # comprehensions are frames of their own up to Python 3.11, and lambdas have no name
+        if event == "call" and code.co_filename.startswith(packages) and not code.co_name.startswith("<"):
+            entered.append((code.co_filename, code.co_qualname, code.co_firstlineno))
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(set(entered)), len(entered), len({name for name, *_ in entered})
+
+
+def torch_call() -> Callable[[], object]:
+    """A warm call in torch."""
+    import torch
+
+    import funcga
+
+    params = {"w": torch.ones(3), "b": torch.zeros(())}
+    batch = torch.ones(8, 3)
+    step = funcga.accumulate(funcga.value_and_grad(lambda p, x: ((x * p["w"]).sum(1) + p["b"]).square().mean()), 4)
+    step(params, batch)
+    return lambda: step(params, batch)
+
+
+def jax_call() -> Callable[[], object]:
+    """The first call in JAX."""
+    import jax.numpy as jnp
+
+    import funcga
+
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())}
+    batch = jnp.ones((8, 3))
+    loss = lambda p, x: jnp.square((x * p["w"]).sum(1) + p["b"]).mean()
+    funcga.accumulate(funcga.value_and_grad(loss), 4)(params, batch)  # what is imported once is not of the call
+    return lambda: funcga.accumulate(funcga.value_and_grad(lambda p, x: 2 * loss(p, x)), 4)(params, batch)
+
+
+def multi_steps_call() -> Callable[[], object]:
+    """A warm update of multi_steps in torch, the one that ends a window."""
+    import torch
+
+    import funcga
+
+    params = {"w": torch.ones(3), "b": torch.zeros(())}
+    sgd = (lambda params: (), lambda grads, state, params=None: ({k: -0.1 * g for k, g in grads.items()}, state))
+    tx = funcga.multi_steps(sgd, 2)
+    grads = {"w": torch.ones(3), "b": torch.ones(())}
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(grads, state, params)
+    return lambda: tx.update(grads, state, params)
+
+
+TRACES = {"torch, warm": torch_call, "JAX, first": jax_call, "torch multi_steps, warm": multi_steps_call}
+
+
+def import_time() -> tuple[float, int]:
+    """Milliseconds that `import funcga` takes in a new process, the median of 15, and the modules it loads."""
+    program = "import sys, time; b = len(sys.modules); t = time.perf_counter(); import funcga; print(1e3 * (time.perf_counter() - t), len(sys.modules) - b)"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout.split()
+        for _ in range(15)
+    ]
+    return statistics.median(float(run[0]) for run in runs), int(runs[0][1])
+
+
+def table() -> Iterator[tuple[str, object]]:
+    for name, make in TRACES.items():
+        yield f"{name}: functions, calls, files", trace(make())
+    yield from sizes().items()
+    worst = max(complexities().items(), key=lambda item: item[1])
+    yield "most complex function", worst
+    yield "import cycles", [sorted(cycle) for cycle in cycles(imports())]
+    yield "import funcga: ms, modules", import_time()
+
+
+if __name__ == "__main__":
+    for name, value in table():
+        print(f"{name:45} {value}")

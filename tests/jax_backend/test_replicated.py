@@ -1,0 +1,441 @@
+"""`replicated`, `collectives` and `check_replicas`: what they promise beyond the merge itself."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import funcga
+from funcga._call.program import Program
+from jax_backend import BACKEND, Collective, collectives, loop, replicated
+from jax_backend import hlo as communication
+from jax_backend import sharded_rows as blocks
+from tests.jax_backend.test_replicas_jax import LIMITS, grid, layers, mesh, regression
+from tests.kits import JAX, counted, difference
+from tests.test_errors import check_refused
+
+# -- collectives
+
+
+def test_what_others_reduce_is_in_the_loop():
+    """The controls: plain jit over a batch that stays sharded, and parameters that are not marked as varying."""
+    params, batch, loss = layers()
+    batch = jax.device_put(batch, NamedSharding(mesh(), P("data")))
+    params = jax.device_put(params, NamedSharding(mesh(), P()))
+    gradient = jax.value_and_grad(loss)
+
+    def plain(params, x):
+        micro = x.reshape(4, 4, 5).swapaxes(0, 1)  # strided: no row leaves its device
+        zeros = jax.tree.map(jnp.zeros_like, (x[0, 0], params))
+        return lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, gradient(params, x)), None), zeros, micro)[0]
+
+    assert {c.depth for c in collectives(plain, params, batch)} == {1, 2}  # of each micro-batch, and each of its layers
+
+    local = funcga.accumulate(gradient, 4)
+    unmarked = jax.shard_map(
+        lambda params, x: local(params, x)[1], mesh=mesh(), in_specs=(P(), P("data")), out_specs=P()
+    )
+    assert max(c.depth for c in collectives(unmarked, params, batch)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("local", "out", "found"),
+    [
+        (lambda x: lax.psum(x, "data"), P(), [Collective("all-reduce", 0, 16)]),
+        (lambda x: lax.all_gather(x, "data"), P("data"), [Collective("all-gather", 0, 16)]),
+        (lambda x: lax.psum_scatter(x, "data", tiled=True), P("data"), [Collective("reduce-scatter", 0, 16)]),
+        (lambda x: lax.all_to_all(x, "data", 0, 0), P("data"), [Collective("all-to-all", 0, 16)]),
+        (
+            lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)]),
+            P("data"),
+            [Collective("collective-permute", 0, 16)],
+        ),
+    ],
+)
+def test_kinds_and_bytes(local, out, found):
+    mapped = jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=out)
+    assert collectives(mapped, jnp.zeros(16)) == found
+    assert collectives(jax.jit(mapped), jnp.zeros(16)) == found
+
+
+def test_depth():
+    """Loops in loops, and branches in them."""
+
+    def local(x):
+        def inner(x, _):
+            return lax.cond(x[0] > 0, lambda x: lax.psum(x, "data") * 0.5, lambda x: x * 1.0, x), None
+
+        def outer(x, _):
+            x = lax.pmax(lax.scan(inner, x, None, length=3)[0], "data")
+            return x, None
+
+        return lax.psum(lax.scan(outer, x, None, length=5)[0], "data")
+
+    mapped = jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=P(), check_vma=False)
+    assert sorted(c.depth for c in collectives(mapped, jnp.arange(8.0))) == [0, 1, 2]
+
+
+ASYNCHRONOUS = """
+HloModule jit_f, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], /*index=1*/f32[8]{0:T(8,128)}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %start = (bf16[8]{0}, f32[8]{0}) all-reduce-start(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add
+  ROOT %done = f32[8]{0} all-reduce-done(%start)
+}
+
+%wrapped (q: bf16[4,2]) -> bf16[8,2] {
+  %q = bf16[4,2]{1,0} parameter(0)
+  ROOT %gathered = bf16[8,2]{1,0} all-gather(%q), dimensions={0}
+}
+
+%unused (u: f32[8]) -> f32[8] {
+  %u = f32[8]{0} parameter(0)
+  ROOT %never = f32[8]{0} all-reduce(%u), to_apply=%add
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0), metadata={op_name="all-reduce(%a)"}
+  %loop = (s32[], f32[8]{0}) while(%a), condition=%condition, body=%body
+  %b = bf16[4,2]{1,0} constant({...})
+  %later = ((bf16[4,2]{1,0}), bf16[8,2]{1,0}) async-start(%b), calls=%wrapped
+  %two = (pred[3]{0}, f8e4m3fn[5]{0}) all-to-all(%c, %d), dimensions={0}
+  %c = pred[3]{0} constant({...})
+  ROOT %d = f8e4m3fn[5]{0} constant({...})
+}
+"""
+
+
+def test_asynchronous_forms():
+    """As a GPU compiler writes them; what never runs is not counted."""
+    assert list(communication._found(ASYNCHRONOUS)) == [
+        Collective("all-reduce", 1, 32),
+        Collective("all-gather", 0, 16),
+        Collective("all-to-all", 0, 8),
+    ]
+
+
+# -- replicated
+
+
+def test_it_is_traced_once_and_leaves_signatures_alone():
+    """Outside of jit and inside; keyword arguments, settings and None among the arguments."""
+    params, (x, y), loss = regression()
+    traced, calls = counted(
+        lambda p, b, scale=1.0, *, kind: loss(p["inner"], *b["xy"]) * scale if kind == "a" else None
+    )
+    step = replicated(funcga.accumulate(jax.value_and_grad(traced), 2, across="data"), mesh())
+    tree, batch = {"inner": params, "none": None}, {"xy": (x, y), "none": None}
+    full = jax.value_and_grad(loss)(params, x, y)
+    for _ in range(3):
+        value, grads = step(tree, batch, kind="a", scale=jnp.float32(2))
+    assert len(calls) == 1
+    assert grads["none"] is None
+    assert difference(JAX, (value, grads["inner"]), jax.tree.map(lambda leaf: 2 * leaf, full)) <= LIMITS["float32"]
+    jitted = jax.jit(functools.partial(step, kind="a"))
+    for _ in range(3):
+        value, grads = jitted(tree, batch)
+    assert len(calls) == 2
+    assert difference(JAX, (value, grads["inner"]), full) <= LIMITS["float32"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_wherever_the_arrays_lie(kind):
+    """In NumPy, on one device, cut over all of them, or the same on all of them."""
+    params, batch, loss = regression()
+    full = jax.value_and_grad(loss)(params, *batch)
+    on = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across="data"), on)
+    cut, whole = NamedSharding(on, P("data")), NamedSharding(on, P())
+    for place in (lambda a: a, np.asarray, lambda a: jax.device_put(a, cut), lambda a: jax.device_put(a, whole)):
+        out = step(jax.device_put(params, whole), *map(place, batch))
+        assert difference(JAX, out, full) <= LIMITS["float32"]
+        out = jax.jit(step)(params, *map(place, batch))
+        assert difference(JAX, out, full) <= LIMITS["float32"]
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(out))
+    assert {
+        c.kind for c in collectives(step, jax.device_put(params, whole), *(jax.device_put(a, cut) for a in batch))
+    } == {"all-reduce"}
+
+
+def test_training_with_donation():
+    """The whole update on every device: what is donated is used, and replicas stay the same."""
+    params, batch, loss = layers()
+    tx = optax.sgd(0.1, momentum=0.9)
+    fold = funcga.accumulate(jax.value_and_grad(loss), 2, across="data")
+
+    def update(params, state, x):
+        value, grads = fold(params, x)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state, value
+
+    on = NamedSharding(mesh(), P())
+    everywhere = jax.jit(replicated(update, mesh(), in_specs=(P(), P(), P("data"))), donate_argnums=(0, 1))
+    single = jax.jit(_single(loss, tx))
+    theirs = (params, tx.init(params))
+    ours = jax.device_put(jax.tree.map(jnp.copy, theirs), on)
+    for _ in range(4):
+        before = jax.tree.leaves(ours)[0]
+        *ours, value = everywhere(*ours, batch)
+        *theirs, expected = single(*theirs, batch)
+        assert before.is_deleted()
+    assert difference(JAX, ours, theirs) <= 1e-5
+    assert difference(JAX, value, expected) <= LIMITS["float32"]
+    funcga.check_replicas(ours, "data")
+    assert [(c.kind, c.depth) for c in collectives(everywhere, *ours, batch)] == [("all-reduce", 0)]
+
+
+def _single(loss, tx):
+    def update(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state, value
+
+    return update
+
+
+def test_rows_that_do_not_divide():
+    params, batch, loss = regression(rows=13)
+    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across="data"), mesh())
+    check_refused(
+        "`x` is float32[13, 3]: its 13 rows do not divide among 4 devices. Take 12 rows, or fill up to 16 with rows that "
+        'count for nothing, by weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in its '
+        "place.",
+        step,
+        params,
+        *batch,
+    )
+    check_refused("`x` is float32[13, 3]", jax.jit(step), params, *batch)
+    nested = replicated(lambda p, batch, scale: batch["x"].sum(), mesh())
+    check_refused("`batch['x']` is float32[13, 3]: its 13 rows", nested, params, {"x": batch[0]}, batch[0][:12])
+    check_refused(
+        "`scale` is float32[]: it has no axis 0 to be cut among 4 devices. Pass it by keyword, which passes it whole, or "
+        "say so: in_specs with P() in its place.",
+        nested,
+        params,
+        {"x": batch[0][:12]},
+        jnp.float32(2),
+    )
+
+
+def test_a_mesh_of_several_axes_or_none():
+    check_refused(
+        'the mesh has the axes "data" and "model", and axis= does not say which of them has the replicas. Write '
+        'replicated(step, mesh, axis="data").',
+        replicated,
+        len,
+        grid(),
+    )
+    check_refused(
+        'axis=\'rows\' is no axis of the mesh, which has "data". Write replicated(step, mesh, axis="data").',
+        lambda: replicated(len, mesh(), axis="rows"),
+    )
+    check_refused(
+        'mesh is of type int. Pass the devices with names: jax.make_mesh((4,), ("data",)).', replicated, len, 4
+    )
+
+
+def test_in_specs_that_do_not_fit():
+    params, batch, loss = regression()
+    step = funcga.accumulate(jax.value_and_grad(loss), 2, across="data")
+    check_refused(
+        'the call has 3 positional arguments. Give one entry each, such as in_specs=(P(), P("data"), P("data")); '
+        "keyword arguments are passed whole.",
+        replicated(step, mesh(), in_specs=(P(), P("data"))),
+        params,
+        *batch,
+    )
+    check_refused(
+        ", and the argument is dict(['b']: float32[2], ['w']: float32[3, 2]). Write a PartitionSpec for all that stands "
+        "below, P() for what is passed whole, or a container with the same keys.",
+        replicated(step, mesh(), in_specs=({"w": P()}, P("data"), P("data"))),
+        params,
+        *batch,
+    )
+
+
+def test_a_step_that_merges_nothing():
+    params, batch, loss = regression()
+    for gradient in (jax.value_and_grad(loss), jax.grad(loss)):
+        for options in ({}, {"check_vma": False}):
+            check_refused(
+                'the step runs on every device along "data", in jax_backend.replicated, and has no across=: each device '
+                'would have the fold of its own rows. Write across="data"; or across=() if the step merges in another '
+                "way.",
+                replicated(funcga.accumulate(gradient, 2), mesh(), **options),
+                params,
+                *batch,
+            )
+    check_refused(
+        "a result of the step is not the same on all devices along data, as nothing has merged it over all of it. Merge "
+        'where it is folded, funcga.accumulate(grad_fn, n, across="data"); or leave it cut, as what scatter= scatters: '
+        'out_specs with P("data") in its place.',
+        replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=()), mesh()),
+        params,
+        *batch,
+    )
+
+
+def test_a_fold_inside_of_a_fold_needs_no_across():
+    params, batch, loss = regression()
+    inner = funcga.accumulate(jax.value_and_grad(loss), 2)
+    step = replicated(funcga.accumulate(lambda p, *batch: inner(p, *batch), 2, across="data"), mesh())
+    assert difference(JAX, step(params, *batch), jax.value_and_grad(loss)(params, *batch)) <= LIMITS["float32"]
+
+
+def test_rows_are_cut_where_the_step_splits():
+    """A table that in_axes passes whole is whole on every device, and columns are cut where in_axes says so."""
+    table, x = jnp.arange(24.0).reshape(24, 1), jnp.arange(16.0).reshape(2, 8)
+    w = jnp.ones(())
+    loss = lambda w, table, x: w * (table.sum() + x.sum(0).mean())
+    step = replicated(funcga.accumulate(jax.grad(loss), 2, in_axes=(None, None, 1), across="data"), mesh())
+    assert step(w, table, x) == jax.grad(loss)(w, table, x)
+
+
+def test_n_auto_is_for_calls_outside():
+    params, batch, loss = regression()
+    step = replicated(funcga.accumulate(jax.grad(loss), "auto"), mesh())
+    check_refused('n="auto" tries sizes out when it is called', step, params, *batch)
+
+
+# -- check_replicas
+
+WHOLE = P()
+
+
+def apart(spec=WHOLE, on=None, where=2, shape=(4,), value=5.0):
+    """An array whose copies should be the same, with another value on one device."""
+    on = mesh() if on is None else on
+    sharding = NamedSharding(on, spec)
+    whole = np.zeros(shape, np.float32)
+    pieces = []
+    for i, (device, index) in enumerate(sharding.addressable_devices_indices_map(shape).items()):
+        pieces.append(jax.device_put(whole[index] + (value if i == where else 0.0), device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def test_replicas_that_hold_the_same():
+    same = jax.device_put({"w": jnp.arange(8.0), "n": jnp.full(4, jnp.nan)}, NamedSharding(mesh(), P()))
+    funcga.check_replicas(same, "data")
+    funcga.check_replicas({**same, "one": jnp.zeros(3), "none": None, "key": jax.random.key(0), "f": 1.0}, "data")
+    funcga.check_replicas(jax.device_put(jnp.arange(8.0), NamedSharding(mesh(1), P())), "data")
+    check_refused(
+        'none of the arrays in params lies on a mesh, so there is nothing to compare along "data". Put them on the mesh',
+        funcga.check_replicas,
+        {"w": jnp.zeros(3), "n": np.zeros(2)},
+        "data",
+    )
+    funcga.check_replicas(jax.device_put(jnp.arange(8.0), NamedSharding(mesh(), P("data"))), "data")
+    funcga.check_replicas(jax.device_put(jnp.arange(8.0), NamedSharding(grid(), P("model"))), "data")
+    funcga.check_replicas(jax.device_put(jax.random.key(3), NamedSharding(mesh(), P())), "data")
+
+
+def test_replicas_that_drifted_apart():
+    params = {"b": jnp.zeros(2), "w": [apart()]}
+    check_refused(
+        "`params['w'][0]` is not the same on all replicas: cpu:0 and cpu:2 hold different values along "
+        '"data". What is averaged would belong to no parameters at all. Give every replica the same: params = '
+        "jax.device_put(params, jax.NamedSharding(mesh, P())).",
+        funcga.check_replicas,
+        params,
+        "data",
+    )
+    check_refused("`params['w'][0]` (and 1 more)", funcga.check_replicas, {**params, "x": apart()}, "data")
+    check_refused("`params`", funcga.check_replicas, apart(value=-0.0, where=0) * 1 + apart(value=np.nan), ("data",))
+    check_refused("cpu:1 and cpu:3", funcga.check_replicas, apart(P("model"), grid(), where=3), "data")
+    funcga.check_replicas(apart(P("data"), grid(), where=3), "data")  # copies along model alone
+    check_refused("cpu:2 and cpu:3", funcga.check_replicas, apart(P("data"), grid(), where=3), "model")
+
+
+def test_check_replicas_where_it_cannot_see():
+    check_refused(
+        "check_replicas compares what lies on the devices, and was called in a program that is being compiled, where "
+        "nothing lies anywhere yet. Call it outside of jax.jit and jax.shard_map.",
+        jax.jit(lambda p: funcga.check_replicas(p, "data")),
+        jnp.zeros(2),
+    )
+    check_refused(
+        'across="rows" is no axis of the mesh that params lie on, which has "data". Write across="data".',
+        funcga.check_replicas,
+        apart(),
+        "rows",
+    )
+
+
+# -- a sharded batch outside of shard_map
+
+
+def sharded(kind, rows=48):
+    params, batch, loss = layers(rows=rows)
+    on = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    place = lambda tree, spec: jax.device_put(tree, NamedSharding(on, spec))
+    return place(params, P()), place(batch, P("data")), params, batch, loss
+
+
+def collectives_of_a_call(grad_fn, *args, **sizes):
+    """Those of the program that a call outside of jit runs, which knows where its arguments lie."""
+    program = Program(grad_fn, funcga.mean(), **sizes)
+    fold = loop._accumulate(program, BACKEND)
+    parts = blocks.blocks_of(program.read(args, BACKEND))
+    return collectives(lambda *args: fold(args, {}, parts, None), *args)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("size", [8, 20])
+def test_no_row_of_a_sharded_batch_moves(kind, size):
+    """Micro-batches take as many rows from each device: gradients are reduced, in the loop, and nothing else is sent."""
+    params, batch, *whole, loss = sharded(kind)
+    gradient = jax.value_and_grad(loss)
+    out = funcga.accumulate(gradient, microbatch_size=size)(params, batch)
+    assert difference(JAX, out, gradient(*whole)) <= LIMITS["float32"]
+    assert {c.kind for c in collectives_of_a_call(gradient, params, batch, microbatch_size=size)} == {"all-reduce"}
+    if kind is AxisType.Explicit:  # inside jit the types say where rows lie
+        assert {c.kind for c in collectives(funcga.accumulate(gradient, 6), params, batch)} == {"all-reduce"}
+
+
+def test_rows_are_gathered_where_they_do_not_divide():
+    params, batch, *whole, loss = sharded(AxisType.Auto)
+    gradient = jax.value_and_grad(loss)
+    out = funcga.accumulate(gradient, microbatch_size=6)(params, batch)
+    assert difference(JAX, out, gradient(*whole)) <= LIMITS["float32"]
+    found = collectives_of_a_call(gradient, params, batch, microbatch_size=6)
+    assert "all-gather" in {c.kind for c in found}
+    assert "all-gather" in {c.kind for c in collectives(funcga.accumulate(gradient, 6), params, batch)}  # inside jit
+
+
+@pytest.mark.parametrize("size", [8, 20, 10])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_rows_of_a_sharded_batch_stay_in_order(size, axis):
+    _, batch, _, whole, _ = sharded(AxisType.Auto)
+    grad_fn = lambda p, x: (jnp.moveaxis(x, 0, axis) * p, x.mean())
+    step = funcga.accumulate(grad_fn, microbatch_size=size, fold=(funcga.concat(axis), funcga.mean()))
+    np.testing.assert_array_equal(step(jnp.float32(2), batch)[0], jnp.moveaxis(whole, 0, axis) * 2)
+
+
+def test_order_that_counts_is_kept():
+    """Threaded state, and what has no row for each row: micro-batches are those of a batch on one device."""
+    _, batch, _, whole, _ = sharded(AxisType.Auto)
+    each = funcga.accumulate(lambda p, x: x[:1] * p, 6, fold=funcga.concat())
+    np.testing.assert_array_equal(each(jnp.float32(1), batch), whole[::8])
+    step = funcga.accumulate(
+        lambda s, x: (x.mean(), x[0]), 6, in_axes=(funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry())
+    )
+    np.testing.assert_array_equal(step(jnp.zeros(5), batch)[1], whole[40])
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
+def test_replicas_over_axes_of_both_kinds(kinds):
+    params, batch, loss = regression()
+    names = ("data", "model")
+    on = jax.make_mesh((2, 2), names, axis_types=kinds)
+    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=names), on, axis=names)
+    full = jax.value_and_grad(loss)(params, *batch)
+    assert difference(JAX, step(params, *batch), full) <= LIMITS["float32"]
+    assert difference(JAX, jax.jit(step)(params, *batch), full) <= LIMITS["float32"]

@@ -1,0 +1,252 @@
+"""Gradients of scanned layers: folded layer by layer inside of the loop, as they would be when it has stacked them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+
+import funcga
+import jax_backend
+from jax_backend import scan_layers as stacked
+from tests.kits import counted
+
+
+def layers(length=3, width=4, dtype="float32"):
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {
+        name: jax.random.normal(key, (length, width, width), dtype) / 2 for name, key in zip("ab", keys, strict=True)
+    }
+
+
+def rows(count=7, width=4):
+    return jax.random.normal(jax.random.key(1), (count, width))
+
+
+def layer(x, w):
+    return jnp.tanh(jax.nn.relu(x @ w["a"]) @ w["b"]), None
+
+
+def loss(params, x, body=layer, **options):
+    return (lax.scan(body, x, params, **options)[0] ** 2).mean()
+
+
+def in_half(params, x):
+    half = lambda tree: jax.tree.map(lambda leaf: leaf.astype("bfloat16"), tree)
+    return loss(half(params), half(x)).astype("float32")
+
+
+def tied(params, x):
+    """Both operands of the scan are one leaf: what it stacks is added up afterwards."""
+    body = lambda x, w: (jnp.tanh(x @ w[0]["a"]) @ w[1]["a"] @ w[0]["b"] @ w[1]["b"], None)
+    return loss((params, params), x, body)
+
+
+def hidden(params, x):
+    """A checkpoint around the whole scan."""
+    return jax.checkpoint(loss)(params, x)
+
+
+def penalised(params, x):
+    return loss(params, x) + jnp.float32(0.1) * (params["a"] ** 2).sum()
+
+
+def folded(step, params, x, monkeypatch, elsewhere=False):
+    """What the step returns, and how many leaves were folded in place; `elsewhere` forbids it."""
+    found, evaluate = [], stacked.evaluate
+
+    def counting(jaxpr, consts, args, into):
+        found.append(len(into))
+        return evaluate(jaxpr, consts, args, into)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stacked, "evaluate", counting)
+        if elsewhere:
+            patch.setattr(stacked, "stacked", lambda jaxpr: [])
+        return jax.jit(lambda *args: step(*args))(params, x), max(found, default=0)
+
+
+def check_same(make, params, x, places, monkeypatch, ulps=4):
+    """The fold in place has so many leaves, and is that of the stack.
+
+    But for some ulps of the largest element: of products and sums XLA contracts some, and others not.
+    """
+    ours, count = folded(make(), params, x, monkeypatch)
+    theirs, none = folded(make(), params, x, monkeypatch, elsewhere=True)
+    assert (count, none) == (places, 0)
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert left.dtype == right.dtype
+        assert jnp.abs(left - right).max() <= ulps * jnp.finfo(left.dtype).eps * jnp.abs(right).max()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "places"),
+    [
+        (lambda p, x: loss(p, x, jax.checkpoint(layer), reverse=True, unroll=2), 2),
+        (jax.jit(lambda p, x: jax.jit(loss)(p, x) * 2.0), 2),
+        (in_half, 2),
+        (penalised, 1),  # the other one has a second term
+        (tied, 0),
+        (hidden, 0),
+        (lambda p, x: loss(jax.tree.map(lambda leaf: leaf * 2.0, p), x), 0),
+        (lambda p, x: loss(p, x) + loss(p, x, reverse=True), 0),
+        (lambda p, x: lax.cond(x[0, 0] > 0, loss, penalised, p, x), 0),
+        (jax.jit(loss, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0])), 0),
+    ],
+    ids=["remat", "jit", "cast", "penalty", "tied", "hidden", "scaled", "twice", "cond", "sharded"],
+)
+def test_what_a_scan_stacks_and_nothing_else_reads(loss_fn, places, monkeypatch):
+    make = lambda: funcga.accumulate(jax.value_and_grad(loss_fn), 3)
+    check_same(make, layers(), rows(6), places, monkeypatch)
+
+
+FOLDS = {"mean": 2, "per_weight": 2, "sum": 2, "max": 2, "moments": 0}
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_elementwise_folds_of_weighed_microbatches(fold, monkeypatch):
+    weight = lambda x: (x[:, 0] > 0).sum()
+    make = lambda: funcga.accumulate(funcga.grad(loss), 3, fold=getattr(funcga, fold)(), weight=weight)
+    check_same(make, layers(), rows(), FOLDS[fold], monkeypatch)
+
+
+def test_bfloat16_gradients_are_added_in_float32(monkeypatch):
+    make = lambda: funcga.accumulate(jax.grad(loss), 7)
+    check_same(make, layers(dtype="bfloat16"), rows().astype("bfloat16"), 2, monkeypatch)
+
+
+def test_float64_gradients_and_a_masked_microbatch(monkeypatch):
+    with jax.enable_x64(True):
+        params, x = layers(dtype="float64"), jax.random.normal(jax.random.key(1), (6, 4), "float64").at[:2].set(jnp.nan)
+        weight = lambda x: jnp.isfinite(x).all(axis=1).sum()
+        make = lambda: funcga.accumulate(jax.grad(loss), 3, weight=weight)
+        check_same(make, params, x, 2, monkeypatch)
+        found, expected = make()(params, x), jax.grad(loss)(params, x[2:])
+        assert all(jnp.allclose(found[name], expected[name], rtol=1e-13, atol=1e-15) for name in params)
+
+
+def test_streams(monkeypatch):
+    make = lambda: lambda params, x: funcga.stream(jax.value_and_grad(loss))(params, [x[:3], x[3:]])
+    check_same(make, layers(), rows(), 2, monkeypatch)
+
+
+def test_the_loss_is_traced_once():
+    traced, calls = counted(loss)
+    jax.jit(funcga.accumulate(jax.value_and_grad(traced), 7))(layers(), rows())
+    assert len(calls) == 1
+
+
+def squares(step, params, x):
+    return sum((leaf**2).sum() for leaf in jax.tree.leaves(step(params, x)))
+
+
+def test_the_step_can_be_transformed(monkeypatch):
+    params, x = layers(), rows()
+    step = lambda: funcga.accumulate(jax.grad(loss), 7)
+    check_same(lambda: jax.grad(lambda p, x: squares(jax.checkpoint(step()), p, x)), params, x, 2, monkeypatch)
+    check_same(lambda: jax.vmap(step(), (None, 0)), params, jnp.stack([x, 2 * x]), 2, monkeypatch)
+    twice = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
+    check_same(lambda: jax.vmap(step(), (0, None)), twice, x, 2, monkeypatch)
+
+
+def test_effects_stay_where_they_are(monkeypatch):
+    def told(params, x):
+        jax.debug.callback(lambda value: None, x[0, 0])
+        return loss(params, x)
+
+    check_same(lambda: funcga.accumulate(jax.grad(told), 7), layers(), rows(), 0, monkeypatch)
+
+
+def test_no_array_of_the_parameters_size_stands_beside_the_accumulator(monkeypatch):
+    params, x = layers(8, 64), rows(16, 64)
+    size = sum(leaf.nbytes for leaf in params.values())
+    memory = lambda: jax.jit(funcga.accumulate(jax.grad(loss), 8)).lower(params, x).compile().memory_analysis()
+    ours = memory().temp_size_in_bytes
+    monkeypatch.setattr(stacked, "stacked", lambda jaxpr: [])
+    assert ours < size / 2 < size < memory().temp_size_in_bytes
+
+
+def test_what_is_cast_is_added_as_it_was_cast(monkeypatch):
+    def cast(params, x):
+        stack = lambda name: lax.scan(lambda x, w: (x, w * x.sum() * 9), x, params[name])[1]
+        return stack("a").astype("bfloat16").astype("float32"), jax.jit(lambda: stack("b").astype("int32"))()
+
+    folds = funcga.mean(), funcga.mean(dtype="float32")
+    check_same(lambda: funcga.accumulate(cast, 3, fold=folds), layers(), rows(6), 2, monkeypatch)
+
+
+def test_no_layers(monkeypatch):
+    found, places = folded(funcga.accumulate(jax.grad(loss), 3), layers(0), rows(6), monkeypatch)
+    assert (found["a"].shape, found["b"].shape, places) == ((0, 4, 4), (0, 4, 4), 0)
+
+
+def test_scans_of_another_jax_are_left_as_they_are(monkeypatch):
+    traced = jax.make_jaxpr(jax.grad(loss))(layers(), rows())
+    assert stacked.stacked(traced.jaxpr) == [0, 1]
+    monkeypatch.setattr(stacked, "_KNOWN", stacked._KNOWN - {"unroll"})
+    assert stacked.stacked(traced.jaxpr) == []
+
+
+def test_what_differs_between_devices_only_once_it_is_folded(monkeypatch):
+    """The weight, which makes what is the same on all of them differ; and a state, from the first micro-batch on."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def over_devices(step):
+        specs = jax.P(), jax.P("data")
+        return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P("data"))
+
+    tripled = lambda params, x: lax.scan(lambda x, w: (x, 3 * w), x, params["a"])[1]
+    weighed = lambda: over_devices(funcga.accumulate(tripled, 2, weight=lambda x: (x > 0).sum()))
+    check_same(weighed, layers(), rows(8), 1, monkeypatch)
+
+    def threaded():
+        grad_fn = lambda params, scale, x: (jax.grad(loss)(params, scale * x), scale + x.sum())
+        folds = funcga.mean(), funcga.carry()
+        step = funcga.accumulate(grad_fn, 2, in_axes=(None, funcga.CARRY, 0), fold=folds)
+        own = lambda params: lax.pcast(params, "data", to="varying")
+        return over_devices(lambda params, x: step(own(params), jnp.float32(1), x)[0])
+
+    check_same(threaded, layers(), rows(8), 2, monkeypatch)  # so they would be, if the state were as it came in
+
+
+# -- on a mesh, and how to ask
+
+
+def tensor_parallel(params, x):
+    """Columns of the first matrix and rows of the second on each device, and a sum in every layer."""
+    first = lax.axis_index("model") == 0
+
+    def body(x, w):
+        return lax.psum(jax.nn.relu(x @ w["a"]) @ w["b"] + jnp.where(first, x, 0), "model"), None
+
+    return (lax.scan(body, x, params)[0] ** 2).mean()
+
+
+def whole_layers(params, x):
+    return (lax.scan(lambda x, w: (jax.nn.relu(x @ w["a"]) @ w["b"] + x, None), x, params)[0] ** 2).mean()
+
+
+def test_layers_that_communicate_are_folded_in_place(monkeypatch):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"a": jax.P(None, None, "model"), "b": jax.P(None, "model")}
+    step = lambda: funcga.accumulate(jax.grad(tensor_parallel), 2, across="data")
+    over = lambda: jax.shard_map(step(), mesh=mesh, in_specs=(specs, jax.P("data")), out_specs=specs)
+    params, x = layers(), rows(8)
+    check_same(over, params, x, 2, monkeypatch)
+    assert jax_backend.folded_in_place(over(), params, x) == ["output['a']", "output['b']"]
+    found, expected = jax.jit(over())(params, x), jax.grad(whole_layers)(params, x)
+    assert all(jnp.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6) for name in params)
+
+
+def test_which_leaves_are_folded_in_place():
+    """Of a step by itself, in jit, differentiated and batched; none where nothing is stacked, or something reads it."""
+    params, x = layers(), rows(6)
+    step = funcga.accumulate(jax.value_and_grad(loss), 3)
+    both = ["output[1]['a']", "output[1]['b']"]
+    asked = jax_backend.folded_in_place
+    assert asked(step, params, x) == asked(jax.jit(step), params, x) == both
+    assert asked(jax.vmap(step, (None, 0)), params, jnp.stack([x, x])) == both
+    assert asked(funcga.accumulate(jax.value_and_grad(penalised), 3), params, x) == both[1:]
+    assert asked(funcga.accumulate(jax.grad(tied), 3), params, x) == []
+    assert asked(funcga.accumulate(jax.grad(loss), 3, fold=funcga.moments()), params, x) == []
+    assert asked(lambda params, x: funcga.stream(jax.value_and_grad(loss))(params, [x, x]), params, x) == both

@@ -1,0 +1,407 @@
+"""Functions that run backward passes of their own: reentrant checkpoints, and whatever recomputes in its backward."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+from tests.processes import processes
+from torch_backend import Replicas, pure_loss
+from torch_backend.engine import backward
+from torch_backend.engine.backward import Backward
+from torch_backend.wrapped import graphs
+
+
+class Recompute(torch.autograd.Function):
+    """What reversible nets and offloaded checkpoints are, with a name that nobody knows."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x).detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.function(x), gradient)
+        return None, x.grad
+
+
+RECOMPUTES = {
+    "reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
+    "own": Recompute.apply,
+    "other": lambda function, x: checkpoint(function, x, use_reentrant=False),
+    "plain": lambda function, x: function(x),
+}
+FOLDS = ["mean", "sum", "moments", "max", "min", "concat"]
+
+
+@pytest.fixture(params=["reentrant", "own"])
+def recompute(request):
+    return RECOMPUTES[request.param]
+
+
+class Net(nn.Module):
+    """Three layers, the second of which is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def loss(self, x, apply=RECOMPUTES["plain"]):
+        hidden = apply(lambda h: torch.tanh(self.shared(h)), torch.tanh(self.first(x)))
+        hidden = apply(lambda h: torch.tanh(self.shared(h)), hidden)
+        return self.last(hidden).square().mean()
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return Net().double(), torch.randn(7, 3, dtype=torch.float64)
+
+
+def params_of(module):
+    return dict(module.named_parameters())
+
+
+def by_hand(module, loss, pieces):
+    """The gradients of each micro-batch, each a loop's own."""
+    found = []
+    for rows in pieces:
+        module.zero_grad()
+        loss(module, rows).backward()
+        found.append({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params_of(module).items()})
+    module.zero_grad()
+    return found
+
+
+def mean_by_hand(module, loss, x, n):
+    """The gradient of the whole, weighed by rows."""
+    pieces = x.tensor_split(n)
+    found = by_hand(module, loss, pieces)
+    return {name: sum(len(p) * g[name] for p, g in zip(pieces, found, strict=True)) / len(x) for name in found[0]}
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name, gradient in left.items():
+        torch.testing.assert_close(gradient, right[name], rtol=1e-12, atol=1e-14, msg=name)
+        assert not gradient.requires_grad
+
+
+def assert_without_grads(*modules):
+    assert all(p.grad is None for module in modules for p in module.parameters())
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_in_some_micro_batches_only(recompute, n):
+    """Which ones is decided by the data, and the input leads to no parameter."""
+    module, x = net()
+
+    def loss(module, x):
+        own = recompute(module.first, x.clone().requires_grad_()) if x[0, 0] > 0 else module.first(x)
+        return module.last(module.shared(own)).square().mean() + module.loss(x)
+
+    assert len({bool(rows[0, 0] > 0) for rows in x.tensor_split(7)}) == 2
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), n)
+    for _ in range(2):
+        assert_equal(step(params_of(module), x), mean_by_hand(module, loss, x, n))
+        assert_without_grads(module)
+
+
+def test_it_is_switched_on_in_a_later_call_and_off_again(recompute):
+    module, x = net()
+    switch = [False]
+
+    def loss(module, x):
+        return module.loss(x.clone().requires_grad_(), recompute if switch[0] else RECOMPUTES["plain"])
+
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)
+    for switch[0] in (False, True, False, True):
+        assert_equal(step(params_of(module), x), mean_by_hand(module, loss, x, 3))
+
+
+def folded(fold, found, rows):
+    """What a fold makes of the gradients of all micro-batches."""
+    stacked = torch.stack(found)
+    weights = torch.tensor(rows, dtype=torch.float64).view(-1, *[1] * (stacked.ndim - 1)) / sum(rows)
+    mean = (weights * stacked).sum(0)
+    return {
+        "mean": lambda: mean,
+        "sum": lambda: stacked.sum(0),
+        "max": lambda: stacked.amax(0),
+        "min": lambda: stacked.amin(0),
+        "moments": lambda: (mean, (weights * (stacked - mean) ** 2).sum(0)),
+        "concat": lambda: torch.cat(found),
+    }[fold]()
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("kind", RECOMPUTES)
+def test_a_layer_that_is_used_twice_is_folded_once_with_every_fold(fold, kind):
+    module, x = net()
+    loss = lambda module, x: module.loss(x, RECOMPUTES[kind])
+    pieces = x.tensor_split(3)
+    found = by_hand(module, loss, pieces)
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3, fold=getattr(funcga, fold)())
+    grads = step(params_of(module), x)
+    for name in found[0]:
+        expected = folded(fold, [gradient[name] for gradient in found], [len(rows) for rows in pieces])
+        torch.testing.assert_close(
+            tuple(grads[name]) if fold == "moments" else grads[name], expected, rtol=1e-10, atol=1e-13
+        )
+
+
+def test_some_parameters_are_left_out(recompute):
+    """The first layer makes the input require grad, so that the others inside are recorded."""
+    module, x = net()
+    given = {name: p for name, p in params_of(module).items() if not name.startswith("first")}
+    loss = lambda module, x: module.loss(x, recompute)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's own, that none of the inputs requires grad
+        grads = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 2)(given, x)
+    expected = mean_by_hand(module, loss, x, 2)
+    assert_equal(grads, {name: expected[name] for name in given})
+    assert_without_grads(module)
+
+
+class Trainer:
+    """A plain object, which holds another module deep inside."""
+
+    def __init__(self, other):
+        self.parts = {"others": [(other,)]}
+
+    def loss(self, params, x):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_modules_of_somebody_else_s_keep_their_grads(recompute, before):
+    module, x = net()
+    other = Net().double()
+    loss_by = lambda other: lambda module, x: recompute(other.shared, module.first(x)).square().mean() + module.loss(x)
+    expected = mean_by_hand(module, loss_by(other), x, 2)
+    other.zero_grad()
+    if before:
+        other.loss(x).backward()
+    held = {name: (p.grad, None if p.grad is None else p.grad.clone()) for name, p in params_of(other).items()}
+
+    class Own(Trainer):
+        def loss(self, module, x):
+            return loss_by(self.parts["others"][0][0])(module, x)
+
+    losses = {"object": Own(other).loss, "closure": loss_by(other), "partial": lambda m, x, o=other: loss_by(o)(m, x)}
+    for kind, loss in losses.items():
+        grads = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 2)(params_of(module), x)
+        assert_equal(grads, expected)
+        for name, p in params_of(other).items():
+            grad, copy = held[name]
+            assert p.grad is grad, kind
+            assert grad is None or torch.equal(grad, copy)
+
+
+def test_a_leaf_of_somebody_else_s_beside_it_keeps_its_grad(recompute):
+    module, x = net()
+    foreign = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    loss = lambda module, x: module.loss(x * foreign, recompute) * foreign.sum()
+    expected = mean_by_hand(module, loss, x, 3)
+    for foreign.grad in (None, torch.ones(3, dtype=torch.float64)):
+        before = foreign.grad
+        assert_equal(funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)(params_of(module), x), expected)
+        assert foreign.grad is before
+        assert before is None or torch.equal(before, torch.ones_like(before))
+
+
+def test_an_exception_in_it_leaves_every_grad_as_it_was(recompute):
+    module, x = net()
+    other, calls = Net().double(), []
+
+    def fails(h):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyError("inside")
+        return other.shared(h)
+
+    step = funcga.accumulate(funcga.grad(pure_loss(module, lambda m, x: recompute(fails, m.first(x)).sum())), 2)
+    with pytest.raises(KeyError):
+        step(params_of(module), x)
+    assert_without_grads(module, other)
+
+
+def test_the_next_micro_batch_is_an_ordinary_one_again(monkeypatch):
+    module, x = net()
+    foreign, by_hands = nn.Parameter(torch.ones((), dtype=torch.float64)), []
+    monkeypatch.setattr(Backward, "_run_by_hand", recorded(Backward._run_by_hand, by_hands))
+    loss = lambda module, x: module.loss(x, RECOMPUTES["reentrant" if x[0, 0] > 0 else "plain"]) * foreign
+    expected, foreign.grad = mean_by_hand(module, loss, x, 7), None
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 7)
+    assert_equal(step(params_of(module), x), expected)
+    assert len(by_hands) == int((x[:, 0] > 0).sum())
+    assert foreign.grad is None
+
+
+def recorded(function, calls):
+    return lambda *args: (calls.append(1), function(*args))[1]
+
+
+@pytest.mark.parametrize("kind", ["plain", "other", "compiled"])
+def test_what_runs_no_backward_pass_is_run_as_ever(kind, monkeypatch):
+    module, x = net()
+    by_hands = []
+    monkeypatch.setattr(Backward, "_run_by_hand", recorded(Backward._run_by_hand, by_hands))
+    loss = lambda module, x: module.loss(x, RECOMPUTES["plain" if kind == "compiled" else kind])
+    torch._dynamo.reset()
+    made = torch.compile(loss, backend="aot_eager") if kind == "compiled" else loss
+    grads = funcga.accumulate(funcga.grad(pure_loss(module, made)), 2)(params_of(module), x)
+    assert_equal(grads, mean_by_hand(module, loss, x, 2))
+    assert not by_hands
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_torch_that_does_not_tell_what_was_applied(noted, monkeypatch):
+    """Then every graph is looked at; else only those of windows in which a function was applied."""
+    looked, module, x = [], *net()
+    monkeypatch.setattr(backward, "reach", recorded(backward.reach, looked))
+    monkeypatch.setattr(graphs, "_NOTED", noted)
+    assert funcga.accumulate(funcga.grad(pure_loss(module, Net.loss)), 3)(params_of(module), x)
+    assert len(looked) == (0 if noted else 3)
+    loss = lambda module, x: module.loss(x.clone().requires_grad_(), RECOMPUTES["reentrant" if x[0, 0] > 0 else "own"])
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)
+    assert_equal(step(params_of(module), x), mean_by_hand(module, loss, x, 3))
+
+
+def test_every_function_is_noted():
+    """Wherever it is applied: recorded or not, in another thread, after a break of a compiled graph."""
+    x = torch.ones(3)
+
+    @torch.compile(backend="eager")
+    def broken(x):
+        torch._dynamo.graph_break()
+        return Recompute.apply(torch.sin, x).sum()
+
+    def in_thread(x):
+        thread = threading.Thread(target=Recompute.apply, args=(torch.sin, x))
+        thread.start()
+        thread.join()
+
+    leaf = torch.ones(3, requires_grad=True)
+    plain, kept = lambda x: Recompute.apply(torch.sin, x), lambda x: checkpoint(torch.sin, x, use_reentrant=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call, given in [(f, t) for f in (plain, kept, in_thread) for t in (x, leaf)] + [(broken, leaf)] * 2:
+            before = graphs.last_applied()
+            call(given)
+            assert graphs.last_applied() is not before
+    before = graphs.last_applied()
+    torch.sin(leaf).sum().backward()
+    assert graphs.last_applied() is before
+
+
+def functional(module, apply):
+    """A loss by functional_call, which has put the module's own parameters back when it runs again."""
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return self.module.loss(x, apply)
+
+    whole = Loss()
+    return lambda params, x: functional_call(whole, {f"module.{name}": p for name, p in params.items()}, (x,))
+
+
+LOST = (
+    r"loss_fn runs a module again in the backward pass, as a checkpoint with use_reentrant=True does, and then with the "
+    r"module's own parameters instead of those that loss_fn is given: functional_call has taken them out by then\. Use "
+    r"torch_backend\.pure_loss\(module, loss_fn\), or use_reentrant=False\."
+)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("as_list", [True, False])
+def test_gradients_that_functional_call_loses_are_refused(recompute, own, as_list):
+    module, x = net()
+    names, loss = [*params_of(module)], functional(module, recompute)
+    params = {name: p if own else p.detach().clone() for name, p in params_of(module).items()}
+    given = [*params.values()] if as_list else params
+    listed = lambda params, x: loss(dict(zip(names, params, strict=True)) if as_list else params, x)
+    with pytest.raises(funcga.FuncgaError, match=LOST):
+        funcga.accumulate(funcga.grad(listed), 2)(given, x)
+    assert_without_grads(module)
+    plain = functional(module, RECOMPUTES["other"])
+    grads = funcga.accumulate(funcga.grad(plain), 2)(params, x)
+    assert_equal(grads, mean_by_hand(module, lambda m, x: m.loss(x), x, 2))
+
+
+def test_two_threads_share_a_module(recompute):
+    module, x = net()
+    loss = lambda module, x: module.loss(x, recompute)
+    expected, results = mean_by_hand(module, loss, x, 3), []
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)
+    run = lambda: results.extend([step(params_of(module), x) for _ in range(10)])
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(results) == 20
+    for grads in results:
+        assert_equal(grads, expected)
+
+
+def test_state_and_streams(recompute):
+    module, x = net()
+
+    def loss(module, state, x):
+        state["seen"] += len(x)  # in place, as BatchNorm
+        return module.loss(x, recompute), state
+
+    expected = mean_by_hand(module, lambda m, x: m.loss(x), x, 3)
+    gradient = funcga.grad(pure_loss(module, loss), has_aux=True)
+    options = {"fold": (funcga.mean(), funcga.carry()), "in_axes": (None, funcga.CARRY, 0)}
+    step = funcga.accumulate(gradient, 3, **options)
+    streamed = funcga.stream(gradient, **options)
+    for grads, state in (
+        step(params_of(module), {"seen": torch.tensor(0)}, x),
+        streamed(params_of(module), {"seen": torch.tensor(0)}, [(rows,) for rows in x.tensor_split(3)]),
+    ):
+        assert int(state["seen"]) == len(x)
+        assert_equal(grads, expected)
+
+
+def over_replicas(group, kinds):
+    """How far each of three windows is from the gradient of all rows; each rank has its own kind of layer."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)]).double()
+    x = torch.randn(4 * size, 16, dtype=torch.float64)
+
+    def loss_by(apply):
+        def loss(module, x):
+            x = x.clone().requires_grad_()
+            for layer in module:
+                x = apply(lambda h, layer=layer: torch.tanh(layer(h)), x)
+            return apply(lambda h: torch.tanh(module[5](h)), x).square().mean()  # it is complete last, and was first
+
+        return loss
+
+    across = Replicas(group, bucket_bytes=2 * 8 * 16 * 16)
+    step = funcga.accumulate(funcga.grad(pure_loss(module, loss_by(RECOMPUTES[kinds[rank]]))), 2, across=across)
+    expected = mean_by_hand(module, loss_by(RECOMPUTES["plain"]), x, 1)
+    own = x[4 * rank :][:4]
+    results = [step(params_of(module), own) for _ in range(3)]
+    return [max(float((grads[k] - g).abs().max()) for k, g in expected.items()) for grads in results]
+
+
+@pytest.mark.parametrize("kinds", [("own", "own"), ("own", "plain"), ("plain", "reentrant")])
+def test_nothing_is_sent_before_it_is_complete(kinds):
+    """A hook cannot say when a leaf is complete that gets its gradient in several parts."""
+    for errors in processes().run(over_replicas, kinds, size=2):
+        assert max(errors) <= 1e-13

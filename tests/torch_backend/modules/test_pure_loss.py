@@ -1,0 +1,771 @@
+"""`pure_loss`: a module's loss as a pure function of its parameters, on the engine, in torch.func and compiled."""
+
+import copy
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad_and_value
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+from tests.kits import LIMITS, TORCH, counted, difference
+from torch_backend import pure_loss
+from torch_backend.modules import visits
+from torch_backend.modules.visits import own_parameters
+
+
+class Net(nn.Module):
+    """Linear, tanh, BatchNorm; with `reenter` its middle is a checkpoint."""
+
+    def __init__(self, reenter=None):
+        super().__init__()
+        self.first, self.middle, self.norm, self.last = (
+            nn.Linear(3, 4),
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 2),
+        )
+        self.reenter = reenter
+
+    def forward(self, x):
+        block = lambda x: torch.tanh(self.middle(x))
+        x = torch.tanh(self.first(x))
+        x = block(x) if self.reenter is None else checkpoint(block, x, use_reentrant=self.reenter)
+        return self.last(self.norm(x))
+
+
+def net(**options):
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(12, 3, generator=generator), torch.randn(12, 2, generator=generator)
+
+
+def mse(module, x, y):
+    return F.mse_loss(module(x), y)
+
+
+def by_hand(module, x, y, n):
+    """The loss and gradients by .backward() on a copy; and the copy, with its buffers updated."""
+    module, total = copy.deepcopy(module), 0
+    for rows, targets in zip(x.chunk(n), y.chunk(n), strict=True):
+        loss = mse(module, rows, targets) / n
+        loss.backward()
+        total += loss.detach()
+    return (total, {name: p.grad for name, p in module.named_parameters()}), module
+
+
+class Untouched:
+    """What a module holds, and that all of it is still the same afterwards."""
+
+    def __init__(self, module):
+        self.module, self.state = module, {k: (v, v.clone()) for k, v in module.state_dict(keep_vars=True).items()}
+
+    def check(self):
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            held, value = self.state[name]
+            assert tensor is held
+            assert torch.equal(tensor, value)
+            assert tensor.grad is None
+        assert all(isinstance(p, nn.Parameter) for p in self.module.parameters())
+
+
+@pytest.mark.parametrize("reenter", [None, False, True])
+def test_it_equals_the_hand_written_loop_and_touches_nothing(reenter):
+    module, (x, y) = net(reenter=reenter), batch()
+    untouched = Untouched(module)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)
+    result = step(dict(module.named_parameters()), x, y)
+    untouched.check()
+    assert difference(TORCH, result, by_hand(module, x, y, 4)[0]) <= LIMITS["float32"]
+    assert difference(TORCH, step(dict(module.named_parameters()), x, y), result) == 0
+
+
+def test_it_is_pure_in_torch_func():
+    module, (x, y) = net(), batch()
+    untouched, loss, params = Untouched(module), pure_loss(module, mse), dict(module.named_parameters())
+    engine = funcga.accumulate(funcga.value_and_grad(loss), 4)(params, x, y)
+    generic = funcga.accumulate(lambda *args: grad_and_value(loss)(*args)[::-1], 4)(params, x, y)
+    assert difference(TORCH, engine, generic) == 0
+    stacked = {name: torch.stack([p.detach(), 2 * p.detach()]) for name, p in params.items()}
+    module.eval()  # vmap takes no BatchNorm that updates its statistics
+    each = torch.func.vmap(loss, (0, None, None))(stacked, x, y)
+    torch.testing.assert_close(each[1], loss({name: 2 * p for name, p in params.items()}, x, y))
+    module.train()
+    untouched.check()
+    assert loss(params, x, y).requires_grad
+    assert not loss({name: p.detach() for name, p in params.items()}, x, y).requires_grad
+
+
+def test_every_micro_batch_sees_the_module_s_own_buffers():
+    """In eval mode the output depends on them: what one micro-batch writes must not reach the next."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0))
+            self.register_buffer("seen", torch.tensor(1.0))
+            self.register_buffer("nothing", None)
+
+        def forward(self, x):
+            out = (x * self.weight * self.seen.clone()).sum()
+            self.seen.add_(1)
+            return out
+
+    module, x = Counts(), torch.arange(4.0)
+    untouched, loss = Untouched(module), pure_loss(module, lambda module, x: module(x))
+    for n in (1, 2, 4):
+        value, grads = funcga.accumulate(funcga.value_and_grad(loss), n, fold=funcga.sum())(
+            {"weight": module.weight}, x
+        )
+        assert (float(value), float(grads["weight"])) == (12.0, 6.0)
+    untouched.check()
+
+    threaded = pure_loss(module, lambda module, x: module(x), buffers=True)
+    step = funcga.accumulate(
+        funcga.value_and_grad(threaded, has_aux=True), 4, in_axes=(None, funcga.CARRY, 0),
+        fold=((funcga.sum(), funcga.carry()), funcga.sum()),
+    )  # fmt: skip
+    buffers = {"seen": torch.tensor(1.0)}
+    (value, after), _ = step(dict(module.named_parameters()), buffers, x)
+    assert (float(value), float(after["seen"]), float(buffers["seen"])) == (2 * (1 * 2 + 2 * 3 + 3 * 4), 5.0, 1.0)
+    untouched.check()
+
+
+@pytest.mark.parametrize("how", ["engine", "torch.func", "compiled"])
+def test_buffers_are_threaded(how):
+    module, (x, y) = net(), batch()
+    untouched, loss = Untouched(module), pure_loss(module, mse, buffers=True)
+    gradient = funcga.value_and_grad(loss, has_aux=True)
+    if how == "torch.func":
+        gradient = lambda *args: torch.func.grad_and_value(loss, has_aux=True)(*args)[::-1]
+    fold, axes = ((funcga.mean(), funcga.carry()), funcga.mean()), (None, funcga.CARRY, 0, 0)
+    step = funcga.accumulate(gradient, 4, fold=fold, in_axes=axes)
+    if how == "compiled":
+        torch._dynamo.reset()
+        step = torch.compile(step, fullgraph=True, backend="eager")
+    (value, buffers), grads = step(dict(module.named_parameters()), dict(module.named_buffers()), x, y)
+    expected, after = by_hand(module, x, y, 4)
+    assert difference(TORCH, (value, grads), expected) <= LIMITS["float32"]
+    for name, buffer in after.named_buffers():
+        torch.testing.assert_close(buffers[name], buffer)
+    untouched.check()
+
+
+def test_aux_beside_threaded_buffers():
+    module, (x, y) = net(), batch()
+    loss = pure_loss(module, lambda module, x, y: (mse(module, x, y), {"rows": len(x)}), buffers=True)
+    buffers = dict(module.named_buffers())
+    value, (aux, after) = loss(dict(module.named_parameters()), buffers, x, y)
+    assert (aux, sorted(after)) == ({"rows": 12}, sorted(buffers))
+    assert int(after["norm.num_batches_tracked"]) == 1
+    assert value.requires_grad
+
+
+def test_some_parameters_and_those_that_are_tied():
+    module, (x, y) = net(), batch()
+    full = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 4)(dict(module.named_parameters()), x, y)
+    some = {name: p for name, p in module.named_parameters() if name.startswith("last")}
+    step = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 4)
+    assert difference(TORCH, step(some, x, y), {name: full[name] for name in some}) == 0
+
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    tied[2].weight = tied[0].weight
+    loss = pure_loss(tied, lambda module, x: module(x).square().mean())
+    grads = funcga.accumulate(funcga.grad(loss), 4)(dict(tied.named_parameters()), x)
+    tied(x).square().mean().backward()
+    assert difference(TORCH, grads, {name: p.grad for name, p in tied.named_parameters()}) <= LIMITS["float32"]
+    assert tied[2].weight is tied[0].weight
+    with pytest.raises(funcga.FuncgaError, match=r"`0.weight` and `2.weight` are one tensor in the module, tied"):
+        loss({"0.weight": tied[0].weight, "2.weight": tied[0].weight}, x)
+
+
+def test_buffers_that_are_not_given_are_the_module_s_own_and_left_alone():
+    module, (x, y) = net(), batch()
+    untouched, loss = Untouched(module), pure_loss(module, mse, buffers=True)
+    given = {"norm.num_batches_tracked": torch.tensor(5)}
+    _, after = loss(dict(module.named_parameters()), given, x, y)
+    assert (sorted(after), int(after["norm.num_batches_tracked"])) == (["norm.num_batches_tracked"], 6)
+    untouched.check()
+
+
+def test_buffers_that_are_made_in_the_forward_pass_are_gone_afterwards():
+    class Caches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0))
+            self.register_buffer("cache", None)
+
+        def forward(self, x):
+            seen = 1.0 if self.cache is None else float(self.cache.detach()) * 100
+            self.cache = (self.weight * x).sum()
+            if "late" not in self._buffers:
+                self.register_buffer("late", torch.ones(()))
+            return (x * self.weight).sum() * seen
+
+    module, x = Caches(), torch.arange(4.0)
+    for n in (1, 2, 4):
+        step = funcga.accumulate(funcga.grad(pure_loss(module, lambda m, x: m(x))), n, fold=funcga.sum())
+        assert float(step({"weight": module.weight}, x)["weight"]) == 6
+    assert dict(module._buffers) == {"cache": None}
+
+
+@pytest.mark.parametrize("reenter", [True, False])
+def test_statistics_inside_of_a_checkpoint_are_those_of_the_forward_pass(reenter):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    module, (x, y) = nn.ModuleDict({"inner": inner, "last": nn.Linear(4, 2)}), batch()
+    zero = lambda m: 0 * m["last"].weight.sum()  # a checkpoint that reenters asks for an input that requires grad
+    apply = lambda m, x: m["last"](checkpoint(m["inner"], x + zero(m), use_reentrant=reenter))
+    loss = pure_loss(module, lambda m, x, y: F.mse_loss(apply(m, x), y), buffers=True)
+    step = funcga.accumulate(
+        funcga.grad(loss, has_aux=True), 3, in_axes=(None, funcga.CARRY, 0, 0), fold=(funcga.mean(), funcga.carry())
+    )
+    _, buffers = step(dict(module.named_parameters()), dict(module.named_buffers()), x, y)
+    assert int(buffers["inner.1.num_batches_tracked"]) == 3
+
+
+def test_threads_that_read_the_parameters_while_others_are_in_the_module():
+    """`dict(module.named_parameters())` then holds another thread's: the module's own are meant."""
+    module, (x, y) = net(), batch()
+    untouched = Untouched(module)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)
+    expected, results, failures = step(dict(module.named_parameters()), x, y), [], []
+
+    def run():
+        try:
+            for _ in range(40):
+                results.append(step(dict(module.named_parameters()), x, y))
+        except Exception as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        threads = [threading.Thread(target=run) for _ in range(3)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert len(results) == 120
+    assert all(difference(TORCH, result, expected) == 0 for result in results)
+    untouched.check()
+
+
+def test_a_thread_that_reads_the_parameters_and_uses_them_when_the_other_one_has_left():
+    module, (x, y) = net(), batch()
+    seen = {}
+
+    def reads(module, x, y):  # what another thread would read meanwhile
+        seen.update(module.named_parameters())
+        return mse(module, x, y)
+
+    params = dict(module.named_parameters())
+    other = threading.Thread(target=funcga.accumulate(funcga.grad(pure_loss(module, reads)), 2), args=(params, x, y))
+    other.start()
+    other.join()
+    assert not any(seen[name] is p for name, p in params.items())
+    assert all(own is p for own, p in zip(own_parameters([*seen.values()]), module.parameters(), strict=True))
+    step = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 2)
+    assert difference(TORCH, step(seen, x, y), step(params, x, y)) == 0
+
+
+def test_a_thread_that_reads_the_parameters_of_a_window_inside_of_another_one():
+    module, (x, y) = net(), batch()
+    params, inside, done = dict(module.named_parameters()), threading.Event(), threading.Event()
+
+    def waits(module, x, y):
+        inside.set()
+        assert done.wait(20)
+        return mse(module, x, y)
+
+    def nests(module, x, y):
+        doubled = {name: 2 * p.detach() for name, p in module.named_parameters()}
+        return pure_loss(module, waits)(doubled, x, y)
+
+    tripled = {name: 3 * p.detach() for name, p in params.items()}
+    nested = threading.Thread(target=pure_loss(module, nests), args=(tripled, x, y))
+    nested.start()
+    assert inside.wait(20)
+    read = [*module.parameters()]
+    found = own_parameters(read)
+    done.set()
+    nested.join()
+    assert all(own is p and own is not r for own, p, r in zip(found, params.values(), read, strict=True))
+
+
+def test_threads_with_modules_that_overlap():
+    torch.manual_seed(0)
+    encoder, head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)
+    model, (x, y) = nn.Sequential(encoder, head), batch()
+    untouched = Untouched(model)
+    losses = [(model, mse), (encoder, lambda m, x, y: m(x).square().mean())]
+    steps = [funcga.accumulate(funcga.value_and_grad(pure_loss(m, f)), 4) for m, f in losses]
+    sets = [{name: p.detach() * (2 + i) for name, p in m.named_parameters()} for i, (m, _) in enumerate(losses)]
+    expected = [step(p, x, y) for step, p in zip(steps, sets, strict=True)]
+    wrong = []
+
+    def run(i):
+        for _ in range(30):
+            if difference(TORCH, steps[i](sets[i], x, y), expected[i]) > 0:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=run, args=(i % 2,)) for i in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong
+    untouched.check()
+
+
+def test_zero_grad_inside_of_the_loss_is_refused():
+    module, (x, y) = net(), batch()
+    untouched = Untouched(module)
+    loss = pure_loss(module, lambda module, x, y: (module.zero_grad(), mse(module, x, y))[1])
+    with pytest.raises(funcga.FuncgaError, match=r"zero_grad\(\) for instance"):
+        funcga.accumulate(funcga.grad(loss), 4)(dict(module.named_parameters()), x, y)
+    untouched.check()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_the_module_as_it_was(where):
+    module, (x, y) = net(), batch()
+    untouched = Untouched(module)
+
+    def fails(module, x, y):
+        out = module(x)
+        if where == "forward":
+            raise KeyError("mine")
+        out.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("mine")))
+        return F.mse_loss(out, y)
+
+    with pytest.raises(KeyError, match="mine"):
+        funcga.accumulate(funcga.grad(pure_loss(module, fails)), 4)(dict(module.named_parameters()), x, y)
+    untouched.check()
+
+
+def test_what_goes_in_is_worked_out_once_a_window(monkeypatch):
+    from torch_backend.modules.pure_loss import PureLoss
+
+    module, (x, y) = net(), batch()
+    monkeypatch.setattr(PureLoss, "entered", (made := counted(PureLoss.entered))[0])
+    step = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 4)
+    step(dict(module.named_parameters()), x, y)
+    funcga.stream(funcga.grad(pure_loss(module, mse)))(dict(module.named_parameters()), [(x, y), (x, y)])
+    assert len(made[1]) == 2
+
+
+def test_threads_with_parameters_of_their_own_share_a_module():
+    module, (x, y) = net(), batch()
+    untouched = Untouched(module)
+    sets = [{name: p.detach() * (1 + i) for name, p in module.named_parameters()} for i in range(4)]
+    expected = [funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)(p, x, y) for p in sets]
+    results = {}
+
+    def run(i):
+        step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)
+        results[i] = [step(sets[i], x, y) for _ in range(10)]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    for i, found in results.items():
+        assert all(difference(TORCH, result, expected[i]) == 0 for result in found)
+    assert len(results) == 4
+    untouched.check()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(3, 4, batch_first=True),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)),
+        lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=3, batch_first=True),
+    ],
+    ids=["LSTM", "weight_norm", "attention"],
+)
+def test_modules_that_hold_parameters_in_their_own_way(make):
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(8, 5, 3)
+
+    def loss(module, x):
+        out = module(torch.ones(len(x), 2, 4), x, x) if isinstance(module, nn.MultiheadAttention) else module(x)
+        return (out[0] if isinstance(out, tuple) else out).square().mean()
+
+    grads = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 4)(dict(module.named_parameters()), x)
+    loss(module, x).backward()
+    assert difference(TORCH, grads, {name: p.grad for name, p in module.named_parameters()}) <= LIMITS["float32"]
+
+
+def test_a_compiled_module_is_compiled_once():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(1)
+        return graph.forward
+
+    module, (x, y) = torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), backend=backend), batch()
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)
+    for _ in range(3):
+        value, grads = step(dict(module.named_parameters()), x, y)
+    assert len(graphs) == 1
+    expected = F.mse_loss(module(x), y)
+    expected.backward()
+    assert difference(TORCH, (value, grads), (expected, {k: p.grad for k, p in module.named_parameters()})) <= 2e-6
+
+
+def test_the_mode_is_that_of_the_time_of_the_call():
+    module, (x, y) = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), batch()
+    loss, params = pure_loss(module, mse), dict(module.named_parameters())
+    step = funcga.accumulate(funcga.value_and_grad(loss), 4)
+    torch.manual_seed(0)
+    first = step(params, x, y)
+    torch.manual_seed(0)
+    assert difference(TORCH, step(params, x, y), first) == 0
+    assert difference(TORCH, step(params, x, y), first) > 0
+    module.eval()
+    assert difference(TORCH, step(params, x, y), funcga.value_and_grad(loss)(params, x, y)) <= LIMITS["float32"]
+
+
+def test_refusals():
+    module, (x, y) = net(), batch()
+    loss, params = pure_loss(module, mse), dict(module.named_parameters())
+    cases = [
+        (lambda: pure_loss(mse, module), "pure_loss was given function as its module"),
+        (lambda: pure_loss(module, 1.0), "loss_fn is 1.0, which is no function"),
+        (lambda: loss({"last.wieght": x}, x, y), r"has no `last.wieght` \(`last.weight`\?\) among its parameters"),
+        (lambda: loss(list(params), x, y), "the parameters of a pure_loss are of type list"),
+        (lambda: loss({"last.weight": x}, x, y), r"`last.weight` is float32\[12, 3\], and the module's own is"),
+        (lambda: pure_loss(module, mse, buffers=True)(params, {"mean": x}, x, y), "has no `mean` among its buffers"),
+    ]
+    for call, match in cases:
+        with pytest.raises(funcga.FuncgaError, match=match):
+            call()
+    Untouched(module).check()
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_layers_without_parameters_are_shared_by_threads(statistics):
+    layer = torch.nn.BatchNorm1d(3, affine=False)
+    losses = [
+        pure_loss(torch.nn.Sequential(layer, torch.nn.Linear(3, 1)), lambda m, x: m(x).sum(), statistics=statistics)
+        for _ in range(2)
+    ]
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+
+    def run(i):
+        loss = losses[i % 2]
+        x = torch.arange(12.0).reshape(4, 3) * (i + 1)
+        found = loss(dict(loss.module.named_parameters()), x)
+        return found[1]["0"] if statistics else found.detach()
+
+    expected = [run(i) for i in range(16)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, range(16)))
+    assert all(map(torch.equal, found, expected))
+    assert layer.momentum == 0.1
+    assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
+
+
+@pytest.mark.parametrize("choice", [{}, {"statistics": True}, {"buffers": True}])
+def test_batch_norm_in_inference_mode(choice):
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    loss = pure_loss(module, lambda m, x: m(x).sum(), **choice)
+    state = [dict(module.named_buffers())] if "buffers" in choice else []
+    call = lambda: loss(dict(module.named_parameters()), *state, torch.arange(12.0).reshape(4, 3))
+    expected = call()
+    with torch.inference_mode():
+        found = call()
+    assert all(map(torch.equal, tree_leaves(found), tree_leaves(expected)))
+
+
+def test_a_buffer_that_two_layers_hold_is_one():
+    class Held(nn.Module):
+        def __init__(self, t):
+            super().__init__()
+            self.register_buffer("t", t)
+
+    t = torch.zeros(1)
+    module = nn.Module()
+    module.a, module.b, module.w = Held(t), Held(t), nn.Parameter(torch.ones(1))
+
+    def loss_fn(module, x):
+        module.a.t.add_(x.sum())
+        return (module.w * module.b.t).sum()
+
+    loss = pure_loss(module, loss_fn)
+    step = funcga.accumulate(funcga.value_and_grad(loss), 2, fold=funcga.sum())
+    assert loss(dict(module.named_parameters()), torch.ones(2)) == 2
+    assert step(dict(module.named_parameters()), torch.ones(4))[0] == 4
+    assert t == 0
+
+
+# --- buffers that no counter tells of
+
+
+class Codebook(nn.Module):
+    """Its output depends on buffers that `write(module, x)` writes to."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("ema", torch.zeros(3))
+        self.register_buffer("tail", self.ema[1:])  # a view
+        self.register_buffer("turned", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("conjugate", self.turned.conj())
+        self.write = write
+
+    def forward(self, x):
+        seen = self.ema.sum() + self.tail.sum() + self.turned.imag.sum() + 2 * self.conjugate.imag.sum()
+        y = self.weight * (x.mean() + seen.detach().clone())
+        self.write(self, x.mean().detach())
+        return y + self.weight * (self.ema.clone().sum() + 2 * self.tail.clone().sum() + self.conjugate.imag.sum())
+
+
+WRITES = {
+    "data": lambda m, x: m.ema.data.add_(x),
+    "numpy": lambda m, x: m.ema.numpy().__iadd__(1.0),
+    "detach": lambda m, x: m.ema.detach().data[1:].add_(x),
+    "in place": lambda m, x: m.ema.add_(x),
+    "through the view": lambda m, x: m.tail.data.add_(x),
+    "another tensor": lambda m, x: setattr(m.ema, "data", x.expand(3).clone()),
+    "a complex one": lambda m, x: m.turned.data.add_(x * 1j),
+    "nothing": lambda m, x: None,
+}
+
+
+@pytest.mark.parametrize("how", ["engine", "torch.func"])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_micro_batch_writes_to_a_buffer_does_not_reach_the_next(write, how):
+    module, x = Codebook(WRITES[write]), torch.arange(1.0, 9.0)
+    untouched, loss = Untouched(module), pure_loss(module, lambda module, x: module(x))
+    gradient = funcga.value_and_grad(loss) if how == "engine" else lambda *a: grad_and_value(loss)(*a)[::-1]
+    if how == "torch.func" and write in ("numpy", "another tensor"):  # which torch.func does not have
+        gradient = lambda *args: (loss(*args), {"weight": loss({"weight": torch.ones(())}, *args[1:])})
+    value, grads = funcga.accumulate(gradient, 4)({"weight": module.weight}, x)
+    untouched.check()
+    expected = [float(Codebook(WRITES[write])(rows).detach()) for rows in x.chunk(4)]
+    assert float(value) == float(grads["weight"]) == sum(expected) / 4
+    assert module.tail.data_ptr() == module.ema[1:].data_ptr()
+
+
+def test_views_among_threaded_buffers_stay_views():
+    module, x = Codebook(lambda m, x: m.tail.add_(1)), torch.zeros(4)
+    loss = pure_loss(module, lambda module, x: module(x), buffers=True)
+    buffers = dict(module.named_buffers())
+    for ema, expected in ((torch.zeros(3), [0.0, 1.0, 1.0]), (torch.ones(3), [1.0, 2.0, 2.0])):
+        given = {**buffers, "ema": ema, "tail": ema[1:].clone()}
+        _, after = loss({"weight": module.weight}, given, x)
+        assert after["ema"].tolist() == expected
+        assert after["tail"].tolist() == expected[1:]
+    assert module.ema.tolist() == [0.0, 0.0, 0.0]
+
+
+# --- what runs between two micro-batches
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("how", ["weight", "generator"])
+def test_between_micro_batches_the_module_has_its_own_parameters(how, statistics):
+    module, (x, y) = net(), batch()
+    untouched, seen = Untouched(module), []
+    doubled = {name: 2 * p.detach() for name, p in module.named_parameters()}
+
+    def look(*args):
+        seen.append(all(p is untouched.state[name][0] for name, p in module.named_parameters()))
+        seen.append(all(b is untouched.state[name][0] for name, b in module.named_buffers()))
+        seen.append(module.norm.momentum == 0.1)
+        return len(args[0]) if args else 0
+
+    loss = pure_loss(module, mse, statistics=statistics)
+    fold = ((funcga.mean(), funcga.pooled()), funcga.mean()) if statistics else funcga.mean()
+    gradient = funcga.value_and_grad(loss, has_aux=statistics)
+    if how == "weight":
+        funcga.accumulate(gradient, 4, weight=look, fold=fold)(doubled, x, y)
+    else:
+        items = ((look(), a, b)[1:] for a, b in zip(x.chunk(4), y.chunk(4), strict=True))
+        funcga.stream(gradient, fold=fold)(doubled, items)
+    assert seen == [True] * 12
+    untouched.check()
+
+
+def test_what_changes_in_the_module_between_micro_batches_is_kept():
+    module, (x, y) = net(), batch()
+    given, own = {name: p.detach().clone() for name, p in module.named_parameters()}, nn.Parameter(torch.zeros(2))
+
+    def weight(x, y):
+        module.norm.running_mean.fill_(5)
+        module.last.bias = own
+        return 1
+
+    loss = pure_loss(module, mse)
+    expected = funcga.accumulate(funcga.value_and_grad(loss), 4, weight=lambda x, y: 1)(given, x, y)
+    assert (
+        difference(TORCH, funcga.accumulate(funcga.value_and_grad(loss), 4, weight=weight)(given, x, y), expected) == 0
+    )
+    assert module.last.bias is own
+    assert module.norm.running_mean.tolist() == [5.0] * 4
+
+
+# --- threads that wait for one another
+
+
+def test_two_threads_whose_losses_step_the_other_s_module():
+    modules, (x, y) = [net(), net()], batch()
+    both, errors, results = threading.Barrier(2), [], []
+
+    def inner(module):
+        return funcga.accumulate(funcga.grad(pure_loss(module, mse)), 2)(dict(module.named_parameters()), x, y)
+
+    def outer(i):
+        def loss(module, x, y):
+            if both is not None and not results and not errors:
+                both.wait(20)
+            inner(modules[1 - i])
+            return mse(module, x, y)
+
+        try:
+            step = funcga.accumulate(funcga.grad(pure_loss(modules[i], loss)), 1)
+            results.append(step(dict(modules[i].named_parameters()), x, y))
+        except funcga.FuncgaError as error:
+            errors.append(str(error))
+
+    untouched = [Untouched(module) for module in modules]
+    threads = [threading.Thread(target=outer, args=(i,), daemon=True) for i in range(2)]
+    [t.start() for t in threads]
+    [t.join(60) for t in threads]
+    assert len(results) == 1
+    assert errors == [
+        "two threads would wait for one another for ever: this one wants to put parameters into a module of type Net, which "
+        "another thread is using, and that one waits for this one. Give each thread a module of its own: "
+        "copy.deepcopy(module)."
+    ]  # fmt: skip
+    [u.check() for u in untouched]
+
+
+@pytest.mark.skipif(
+    not hasattr(time, "pthread_getcpuclockid"), reason="the system does not say how much a thread works"
+)
+def test_a_loss_that_joins_a_thread_that_steps_the_same_module(monkeypatch):
+    monkeypatch.setattr(visits, "_PATIENCE", 0.5)
+    module, (x, y) = net(), batch()
+    untouched, errors = Untouched(module), []
+
+    def run():
+        try:
+            pure_loss(module, mse)(dict(module.named_parameters()), x, y)
+        except funcga.FuncgaError as error:
+            errors.append(str(error))
+
+    def joins(module, x, y):
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(60)
+        return mse(module, x, y)
+
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, joins)), 1)
+    value, _ = step(dict(module.named_parameters()), x, y)
+    assert len(errors) == 1
+    assert "two threads would wait for one another for ever" in errors[0]
+    untouched.check()
+    assert torch.equal(value, mse(module, x, y).detach())
+
+
+@pytest.mark.skipif(
+    not hasattr(time, "pthread_getcpuclockid"), reason="the system does not say how much a thread works"
+)
+def test_a_thread_that_works_for_long_is_waited_for(monkeypatch):
+    monkeypatch.setattr(visits, "_PATIENCE", 0.2)
+    module, (x, y) = net(), batch()
+    inside, results = threading.Event(), []
+
+    def works(module, x, y):
+        inside.set()
+        until = time.thread_time() + 0.6
+        while time.thread_time() < until:
+            pass
+        return mse(module, x, y)
+
+    params = dict(module.named_parameters())
+    thread = threading.Thread(target=lambda: results.append(pure_loss(module, works)(params, x, y)))
+    thread.start()
+    assert inside.wait(20)
+    results.append(pure_loss(module, mse)(params, x, y))
+    thread.join()
+    assert torch.equal(results[0], results[1])
+
+
+# --- embeddings that shorten their rows
+
+
+EMBEDDINGS = {
+    "Embedding": lambda: nn.Embedding(4, 2, max_norm=1.0),
+    "EmbeddingBag": lambda: nn.EmbeddingBag(4, 2, max_norm=1.0, mode="sum"),
+    "another norm": lambda: nn.Embedding(4, 2, max_norm=1.0, norm_type=1.0),
+}
+
+
+@pytest.mark.parametrize("how", ["engine", "torch.func", "called"])
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_embeddings_with_a_norm(kind, how):
+    """As in the loop where nothing is shortened, and refused before anything changes where something would be."""
+    torch.manual_seed(0)
+    layer, indices = EMBEDDINGS[kind](), torch.tensor([[0, 1], [1, 0], [2, 0], [2, 1]])
+    module = nn.Sequential(layer, nn.Linear(2, 1))
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.6, 0.3], [30.0, 40.0]]))  # the last one is not used
+    loss = pure_loss(module, lambda m, i: m(i).square().mean())
+    gradient = {
+        "engine": funcga.accumulate(funcga.value_and_grad(loss), 2),
+        "torch.func": funcga.accumulate(lambda *args: grad_and_value(loss)(*args)[::-1], 2),
+        "called": funcga.value_and_grad(loss),
+    }[how]
+    untouched, params = Untouched(module), dict(module.named_parameters())
+    found = gradient(params, indices)
+    untouched.check()
+    assert layer.max_norm == 1.0
+    value = copy.deepcopy(module)
+    value(indices).square().mean().backward()
+    assert difference(TORCH, found[1], {k: p.grad for k, p in value.named_parameters()}) <= LIMITS["float32"]
+    text = (
+        r"the embedding `0` has max_norm=1.0, and this micro-batch uses a row of norm \d+: torch would shorten it in place, and a pure loss "
+        r"changes no parameter. Shorten the rows between two steps, in torch.no_grad\(\): embedding.weight.renorm_\(\d.0, 0, 1.0\)."
+    )  # fmt: skip
+    with pytest.raises(funcga.FuncgaError, match=text):
+        gradient(params, torch.tensor([[0, 1], [1, 3]]))
+    untouched.check()
+    assert "forward" not in layer.__dict__
+    with torch.no_grad():
+        layer.weight.renorm_(layer.norm_type, 0, 1.0)
+    gradient(params, torch.tensor([[0, 1], [1, 3]]))
+
+
+def test_an_embedding_with_a_norm_that_is_used_twice():
+    layer = nn.Embedding(4, 2, max_norm=10.0)
+    module = nn.ModuleDict({"encoder": layer, "decoder": layer})
+    loss = pure_loss(module, lambda m, i: (m["encoder"](i) * m["decoder"].forward(i.flip(0))).sum())
+    grads = funcga.accumulate(funcga.grad(loss), 2)({"encoder.weight": layer.weight}, torch.arange(4))
+    assert (layer.max_norm, "forward" in layer.__dict__, layer.weight.grad) == (10.0, False, None)
+    assert grads["encoder.weight"].abs().sum() > 0
+
+
+def test_embeddings_with_a_norm_are_not_compiled():
+    layer = nn.Embedding(4, 2, max_norm=1.0)
+    loss = pure_loss(layer, lambda m, i: m(i).square().mean())
+    torch._dynamo.reset()
+    step = torch.compile(funcga.accumulate(funcga.grad(loss), 2), backend="eager", fullgraph=True)
+    before = layer.weight.detach().clone()
+    with pytest.raises(Exception, match=r"the embedding has max_norm=1.0, and is in a function that torch.compile"):
+        step(dict(layer.named_parameters()), torch.arange(4))
+    assert torch.equal(layer.weight, before)

@@ -1,0 +1,121 @@
+"""Clipping as a transform: the bits of torch.nn.utils, and the gradients as they were."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import utils
+
+import torch_backend
+from tests.kits import needs_cuda, no_synchronisation
+from tests.processes import processes
+from tests.test_errors import check_refused
+from tests.torch_backend.optim.test_from_optimizer import same
+
+CLIPS = {
+    "norm": (lambda: torch_backend.clip_grad_norm(0.7), lambda p: utils.clip_grad_norm_(p, 0.7)),
+    "large": (lambda: torch_backend.clip_grad_norm(1e6), lambda p: utils.clip_grad_norm_(p, 1e6)),
+    "max": (
+        lambda: torch_backend.clip_grad_norm(0.3, float("inf")),
+        lambda p: utils.clip_grad_norm_(p, 0.3, float("inf")),
+    ),
+    "one": (lambda: torch_backend.clip_grad_norm(0.3, 1, True), lambda p: utils.clip_grad_norm_(p, 0.3, 1, True)),
+    "value": (lambda: torch_backend.clip_grad_value(0.4), lambda p: utils.clip_grad_value_(p, 0.4)),
+}
+
+
+def gradients(dtype=torch.float32):
+    torch.manual_seed(0)
+    return {"a": torch.randn(5, 3, dtype=dtype), "deep": [torch.randn((), dtype=dtype), None, torch.randn(7).to(dtype)]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("case", CLIPS)
+def test_the_bits_are_those_of_torch(case, dtype):
+    make, clip = CLIPS[case]
+    tx, grads = make(), gradients(dtype)
+    before = copy.deepcopy(grads)
+    clipped, state = tx.update(grads, tx.init(None), None, unknown=3)
+    params = [torch.zeros_like(grad) for grad in (before["a"], before["deep"][0], before["deep"][2])]
+    for p, grad in zip(params, (before["a"], before["deep"][0], before["deep"][2]), strict=True):
+        p.grad = grad.clone()
+    clip(params)
+    expected = {"a": params[0].grad, "deep": [params[1].grad, None, params[2].grad]}
+    assert state == ()
+    assert same(clipped, expected)
+    assert same(clipped, before) == (case == "large")
+    assert same(grads, before)
+    assert clipped["a"].data_ptr() != grads["a"].data_ptr()
+    donated, _ = tx.donated(grads, ())
+    assert same(donated, expected)
+    assert donated["a"].data_ptr() == grads["a"].data_ptr()
+
+
+def test_a_norm_that_is_not_finite():
+    grads = [torch.tensor([torch.nan, 1.0])]
+    assert torch_backend.clip_grad_norm(1.0).update(grads, ())[0][0].isnan().all()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        torch_backend.clip_grad_norm(1.0, error_if_nonfinite=True).update(grads, ())
+
+
+@pytest.mark.parametrize(("limit", "shown"), [(-1, "-1"), ("1", "'1'"), (float("nan"), "nan"), (True, "True")])
+def test_what_is_no_limit(limit, shown):
+    text = f"is {shown}, and must be a number, at least 0: "
+    check_refused(f"max_norm {text}max_norm=1.0.", torch_backend.clip_grad_norm, limit)
+    check_refused(f"clip_value {text}clip_value=1.0.", torch_backend.clip_grad_value, limit)
+
+
+def test_what_is_no_gradient():
+    check_refused("`grads['a'][0]` is of type float. Give a tensor, or None where there is none.",
+                  torch_backend.clip_grad_norm(1.0).update, {"a": [1.0]}, ())  # fmt: skip
+
+
+def test_a_sparse_gradient_is_refused():
+    grads = {"w": torch.eye(2).to_sparse()}
+    text = "`grads['w']` is a sparse tensor float32[2, 2], which torch does not clip. Give a dense one: grad.to_dense(), or nn.Embedding(..., sparse=False)."
+    for tx in (torch_backend.clip_grad_norm(1.0), torch_backend.clip_grad_value(1.0)):
+        check_refused(text, tx.update, grads, ())
+        check_refused(text, tx.donated, grads, ())
+
+
+@pytest.mark.parametrize("norm_type", ["foo", None, True, float("nan")])
+def test_what_is_no_norm(norm_type):
+    text = f'norm_type is {norm_type!r}, and must be a number, or "inf": norm_type=2.0.'
+    check_refused(text, torch_backend.clip_grad_norm, 1.0, norm_type)
+
+
+def test_the_name_of_infinity():
+    grads = [torch.tensor([3.0, 4.0])]
+    clip = lambda norm_type: torch_backend.clip_grad_norm(1.0, norm_type).update(grads, ())[0]
+    assert same(clip("inf"), clip(float("inf")))
+
+
+def test_donated_gradients_in_one_memory_are_clipped_once_each():
+    grad = torch.tensor([3.0, 4.0])
+    wanted, _ = torch_backend.clip_grad_norm(1.0).update([grad, grad], ())
+    assert same(torch_backend.clip_grad_norm(1.0).donated([grad, grad], ())[0], wanted)
+    expanded = torch.ones(()).expand(4)
+    assert same(torch_backend.clip_grad_norm(1.0).donated([expanded], ())[0],
+                torch_backend.clip_grad_norm(1.0).update([expanded], ())[0])  # fmt: skip
+
+
+def sharded(group):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    grads = [torch.arange(4.0), torch.ones(2, 3)]
+    whole, _ = torch_backend.clip_grad_norm(1.0).update(grads, ())
+    found, _ = torch_backend.clip_grad_norm(1.0).update([distribute_tensor(g, mesh, [Shard(0)]) for g in grads], ())
+    return [torch.allclose(f.full_tensor(), w, rtol=1e-6) for f, w in zip(found, whole, strict=True)]
+
+
+def test_the_norm_is_that_of_all_shards():
+    assert processes(2).run(sharded, size=2) == [[True, True]] * 2
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", ["norm", "max", "value"])
+def test_the_host_waits_for_no_device(case):
+    tx, grads = CLIPS[case][0](), [torch.randn(5, device="cuda"), torch.randn(3, 4, device="cuda")]
+    with no_synchronisation():
+        tx.update(grads, ())

@@ -1,0 +1,310 @@
+"""Transforms of optax on tensors of torch: the bits that JAX gives, in the same memory, and no argument touched."""
+
+import copy
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import funcga
+import torch_backend
+from funcga._transform.transform import Transform
+from tests.kits import needs_cuda
+from tests.processes import processes
+from tests.test_errors import check_refused
+
+CASES = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(0.1),
+    "adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
+    "nadam": lambda: optax.nadam(0.1),
+    "lion": lambda: optax.lion(0.1),
+    "lamb": lambda: optax.lamb(0.1),
+    "adafactor": lambda: optax.adafactor(0.1),
+    "rmsprop": lambda: optax.rmsprop(0.1, momentum=0.9),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "adadelta": lambda: optax.adadelta(0.1),
+    "adabelief": lambda: optax.adabelief(0.1),
+    "radam": lambda: optax.radam(0.1),
+    "novograd": lambda: optax.novograd(0.1),
+    "yogi": lambda: optax.yogi(0.1),
+    "schedule": lambda: optax.adam(optax.cosine_decay_schedule(0.1, 10)),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=lambda count: 0.1 / (1 + count)),
+    "multi": lambda: optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "a", "deep": ["b", "a"]}),
+    "masked": lambda: optax.masked(optax.adam(0.1), {"w": True, "deep": [False, True]}),
+    "finite": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+    "identity": lambda: optax.identity(),
+    "steps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    """Optax's own code relies on JAX's usual promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def problem(dtype="float32", updates=4):
+    r = np.random.default_rng(0)
+    draw = lambda: {
+        "w": r.normal(size=(16, 8)).astype(dtype),
+        "deep": [r.normal(size=8).astype(dtype), r.normal(size=()).astype(dtype)],
+    }
+    return draw(), [draw() for _ in range(updates)]
+
+
+def tensors(tree):
+    return [leaf for leaf in torch_backend.trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def bits(tree):
+    """What the leaves are, whatever framework's: dtypes, shapes and bytes, in JAX's order."""
+    plain = lambda leaf: (
+        jax.random.key_data(leaf)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else leaf
+    )
+    leaves = [funcga.to_numpy(plain(leaf)) for leaf in jax.tree.leaves(tree)]
+    return [(leaf.dtype.name, leaf.shape, leaf.tobytes()) for leaf in leaves]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_of_optax(case):
+    check_bits(CASES[case](), "float32")
+
+
+@pytest.mark.parametrize("case", ["momentum", "adamw", "adafactor", "hyperparameters"])
+def test_64_bits_stay_64_bits(case):
+    assert not jax.config.jax_enable_x64
+    check_bits(CASES[case](), "float64")
+    assert not jax.config.jax_enable_x64
+
+
+def check_bits(optimizer, dtype):
+    params, grads = problem(dtype)
+    tx, ours = torch_backend.from_optax(optimizer), funcga.to_torch(params)
+    with jax.enable_x64(dtype == "float64"):
+        theirs, update = jax.tree.map(jnp.asarray, params), jax.jit(optimizer.update)
+        state, expected = tx.init(ours), jax.jit(optimizer.init)(theirs)
+        assert bits(state) == bits(expected)
+        for grad in grads:
+            wanted, expected = update(jax.tree.map(jnp.asarray, grad), expected, theirs)
+            theirs = optax.apply_updates(theirs, wanted)
+            with jax.enable_x64(False):
+                updates, state = tx.update(funcga.to_torch(grad), state, ours)
+            assert bits(updates) == bits(wanted)
+            assert bits(state) == bits(expected)
+            assert list(updates) == list(ours)
+            ours = funcga.to_torch(theirs)
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    assert all(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(
+    "case", ["momentum", "chain", "hyperparameters", "masked", "finite", "noise", "identity", "steps"]
+)
+def test_nothing_is_mutated_or_aliased(case):
+    params, grads = funcga.to_torch(problem())
+    tx = torch_backend.from_optax(CASES[case]())
+    state = tx.init(params)
+    for grad in grads:
+        before = bits((grad, state, params))
+        updates, after = tx.update(grad, state, params)
+        assert bits((grad, state, params)) == before
+        given, returned = tensors((grad, state, params)), tensors((updates, after))
+        assert not {t.data_ptr() for t in given} & {t.data_ptr() for t in returned}
+        assert len({t.data_ptr() for t in returned}) == len(returned)
+        for t in returned:
+            t.clone().copy_(t)
+        kept = copy.deepcopy((updates, after))
+        for t in tensors((grad, state, params)):  # the memory is the caller's again
+            t.zero_()
+        assert bits((updates, after)) == bits(kept)
+        params, state = jax.tree.map(torch.clone, problem_of_torch()), after
+
+
+def problem_of_torch():
+    return funcga.to_torch(problem()[0])
+
+
+def aligned(*shape):
+    """A tensor whose memory begins at a multiple of 64 bytes."""
+    memory = torch.randn(torch.Size(shape).numel() + 16)
+    start = -memory.data_ptr() // 4 % 16
+    return memory[start : start + torch.Size(shape).numel()].view(shape)
+
+
+def test_memory_is_handed_over():
+    seen = []
+
+    def update(grads, state, params):
+        jax.debug.callback(lambda g: None, grads)
+        return jax.tree.map(lambda g, p: g + p, grads, params), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    tx = torch_backend.from_optax(optimizer)
+    grads, params = aligned(32, 4), aligned(32, 4)
+    crossing = torch_backend.optim.jax_arrays.Crossing({"grads": grads, "params": params})
+
+    def look(given):
+        seen.append([given[name].unsafe_buffer_pointer() for name in ("grads", "params")])
+        result = given["grads"] + given["params"]
+        seen.append(result.unsafe_buffer_pointer())
+        return result
+
+    result = crossing(look)
+    assert seen == [[grads.data_ptr(), params.data_ptr()], result.data_ptr()]
+    assert torch.equal(result, grads + params)
+    assert torch.equal(tx.update(grads, (), params)[0], grads + params)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+def test_other_dtypes_and_layouts(dtype):
+    params = {"w": torch.nn.Parameter(torch.randn(4, 6, dtype=dtype).t()), "s": torch.ones((), dtype=dtype)}
+    grads = {"w": torch.ones(6, 8, dtype=dtype)[:, ::2], "s": torch.ones((), dtype=dtype)}
+    tx = torch_backend.from_optax(optax.sgd(0.5))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert all(torch.equal(updates[k], -0.5 * grads[k]) for k in grads)
+    assert not any(t.requires_grad for t in tensors(updates))
+
+
+def test_none_is_no_parameter_or_a_gradient_of_zeros():
+    tx = torch_backend.from_optax(optax.sgd(0.5, momentum=0.5))
+    params, grads = {"b": torch.ones(2), "a": None}, {"a": None, "b": torch.ones(2)}
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert list(updates) == ["b", "a"]
+    assert updates["a"] is None
+    updates, state = tx.update({"a": None, "b": None}, state, params)
+    assert torch.equal(updates["b"], torch.full((2,), -0.25))
+    assert updates["a"] is None
+
+
+def test_params_may_be_left_out():
+    tx = torch_backend.from_optax(optax.sgd(0.5))
+    assert torch.equal(tx.update([torch.ones(2), None], tx.init([torch.ones(2), None]))[0][0], torch.full((2,), -0.5))
+    with pytest.raises(ValueError, match="not passing `params`"):
+        torch_backend.from_optax(optax.adamw(0.1)).update(
+            [torch.ones(2)], torch_backend.from_optax(optax.adamw(0.1)).init([torch.ones(2)])
+        )
+
+
+def test_extra_arguments_reach_the_transform():
+    given = []
+
+    def update(grads, state, params=None, *, value, function, nothing, deep, **extra):
+        given.append((sorted(extra), nothing))
+        return jax.tree.map(lambda g: function(g) * value + deep["x"][0], grads), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx, function = torch_backend.from_optax(optimizer), lambda x: 2 * x
+    for value in (torch.tensor(3.0), 3.0):
+        extra = {"value": value, "function": function, "nothing": None, "deep": {"x": [torch.ones(())]}, "other": 1}
+        updates, _ = tx.update([torch.ones(2)], (), None, **extra)
+        assert torch.equal(updates[0], torch.full((2,), 7.0))
+    tx.update([torch.ones(2)], (), None, **{**extra, "value": 4.0})
+    assert given == [(["other"], None)] * 2  # compiled once for a tensor and once for a number
+    plain = torch_backend.from_optax(optax.sgd(0.5))
+    plain.update([torch.ones(2)], plain.init([torch.ones(2)]), value=3, function=function)
+
+
+def test_a_function_is_searched_by_lbfgs():
+    optimizer = optax.lbfgs()
+    tx = torch_backend.from_optax(optimizer)
+    loss = lambda params: ((params["x"] - 3) ** 2).sum()
+    params = {"x": torch.zeros(3)}
+    state = tx.init(params)
+    for _ in range(3):
+        value, grads = funcga.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss)
+        params = torch_backend.apply_updates(params, updates)
+    assert loss(params) < 1e-6
+
+
+def test_a_state_goes_on_in_the_other_framework():
+    params, grads = problem()
+    optimizer = CASES["hyperparameters"]()
+    tx, update = torch_backend.from_optax(optimizer), jax.jit(optimizer.update)
+    state = tx.init(funcga.to_torch(params))
+    for grad in grads[:2]:
+        _, state = tx.update(funcga.to_torch(grad), state, funcga.to_torch(params))
+    moved = funcga.to_jax(state)
+    assert jax.tree.structure(moved) == jax.tree.structure(optimizer.init(funcga.to_jax(params)))
+    left, state = tx.update(funcga.to_torch(grads[2]), state, funcga.to_torch(params))
+    right, moved = update(funcga.to_jax(grads[2]), moved, funcga.to_jax(params))
+    assert bits((left, state)) == bits((right, moved))
+    back = funcga.to_torch(moved)
+    left = tx.update(funcga.to_torch(grads[3]), back, funcga.to_torch(params))
+    assert bits(left) == bits(update(funcga.to_jax(grads[3]), moved, funcga.to_jax(params)))
+
+
+def test_it_is_compiled_once():
+    traces = []
+    optimizer = optax.stateless(lambda grads, params: traces.append(1) or grads)
+    tx = torch_backend.from_optax(optimizer)
+    for _ in range(3):
+        tx.update([torch.ones(3)], tx.init([torch.ones(3)]), [torch.ones(3)])
+    assert len(traces) == 1
+
+
+def test_what_is_no_transform_of_optax():
+    text = "which is no transform of optax. Pass one, such as optax.adamw(1e-3); a transform of torch functions is one here as it is"
+    check_refused(
+        text, torch_backend.from_optax, Transform(lambda params: (), lambda grads, state, params: (grads, state))
+    )
+    check_refused(text, torch_backend.from_optax, optax.adamw)
+    check_refused("grads and params differ in structure: `grads['b']` is missing, `grads['a']` is not expected.",
+                  torch_backend.from_optax(optax.sgd(0.1)).update, {"a": torch.ones(1)}, (), {"b": torch.ones(1)})  # fmt: skip
+    check_refused("`grads['a']` is a sparse tensor float32[1], which JAX cannot have in the memory where it lies. Use an optimizer "
+                  "of torch for it: torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3).",
+                  torch_backend.from_optax(optax.sgd(0.1)).update, {"a": torch.ones(1).to_sparse()}, ())  # fmt: skip
+
+
+def test_a_device_that_jax_does_not_have():
+    check_refused("`params` is float32[2] on the meta device, where nothing has numbers.",
+                  torch_backend.from_optax(optax.sgd(0.1)).init, torch.ones(2, device="meta"))  # fmt: skip
+
+
+def sharded(group):
+    params = {"w": distribute_tensor(torch.ones(4), dist.init_device_mesh("cpu", (2,)), [Shard(0)])}
+    try:
+        torch_backend.from_optax(optax.sgd(0.1)).init(params)
+    except funcga.FuncgaError as error:
+        return str(error)
+
+
+def test_dtensors_are_refused():
+    assert (
+        processes(2).run(sharded, size=2)[0].startswith("`params['w']` is a DTensor float32[4], which JAX cannot have")
+    )
+
+
+def test_where_optax_is_not_installed():
+    program = (
+        "import sys\nsys.modules['optax'] = None\nimport torch_backend\n"
+        "try:\n    torch_backend.from_optax(None)\nexcept ValueError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "from_optax computes with JAX, and optax is not installed: pip install 'funcga[jax]'."
+
+
+@needs_cuda
+def test_on_a_device():
+    params, grads = funcga.to_torch(problem())
+    on_device = lambda tree: jax.tree.map(lambda t: t.cuda(), tree)
+    tx = torch_backend.from_optax(optax.adamw(0.1))
+    updates, _ = tx.update(on_device(grads[0]), tx.init(on_device(params)), on_device(params))
+    expected, _ = tx.update(grads[0], tx.init(params), params)
+    for a, b in zip(tensors(updates), tensors(expected), strict=True):
+        assert a.is_cuda
+        torch.testing.assert_close(a.cpu(), b)

@@ -1,0 +1,175 @@
+"""Schedulers of torch as functions of the count: the options that they set, at every update."""
+
+import functools
+
+import pytest
+import torch
+from torch import optim
+from torch.optim import lr_scheduler as schedulers
+
+import torch_backend
+from tests.test_errors import check_refused
+from torch_backend.optim.schedules import Schedule
+
+SCHEDULERS = {
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3, cycle_momentum=True),
+    "CosineAnnealingLR": functools.partial(schedulers.CosineAnnealingLR, T_max=5),
+    "CosineAnnealingWarmRestarts": functools.partial(schedulers.CosineAnnealingWarmRestarts, T_0=4),
+    "StepLR": functools.partial(schedulers.StepLR, step_size=3),
+    "MultiStepLR": functools.partial(schedulers.MultiStepLR, milestones=[2, 5]),
+    "ExponentialLR": functools.partial(schedulers.ExponentialLR, gamma=0.9),
+    "LinearLR": schedulers.LinearLR,
+    "ConstantLR": schedulers.ConstantLR,
+    "PolynomialLR": schedulers.PolynomialLR,
+    "LambdaLR": functools.partial(schedulers.LambdaLR, lr_lambda=lambda count: 1 / (1 + count)),
+    "MultiplicativeLR": functools.partial(schedulers.MultiplicativeLR, lr_lambda=lambda count: 0.9),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.9)], [3]
+    ),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.9)]
+    ),
+}
+OPTIONS = {
+    "Adam": (optim.Adam, {"lr": 0.05}),
+    "SGD": (optim.SGD, {"lr": 0.05, "momentum": 0.8}),
+    "tensor": (optim.Adam, {"lr": torch.tensor(0.05)}),
+}
+
+
+def made(kind):
+    optimizer, options = OPTIONS[kind]
+    options = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    second = {"params": [torch.zeros(2)], "lr": torch.tensor(0.02) if kind == "tensor" else 0.02}
+    return optimizer([{"params": [torch.zeros(1)]}, second], **options)
+
+
+def options(optimizer):
+    return [{k: group[k] for k in ("lr", "betas", "momentum") if k in group} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_options_are_those_of_the_scheduler(name, kind):
+    schedule, optimizer = Schedule(SCHEDULERS[name]), made(kind)
+    followed = made(kind)
+    scheduler, expected = SCHEDULERS[name](followed), []
+    for _ in range(10):
+        expected.append(
+            [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in g.items()} for g in options(followed)]
+        )
+        followed.step()
+        scheduler.step()
+    before = repr(options(optimizer))
+    for count in (*range(10), 7, 7, 0, 9):
+        found = [
+            {k: group[k] for k in wanted}
+            for group, wanted in zip(schedule(optimizer, count), expected[count], strict=True)
+        ]
+        assert found == expected[count]
+    assert repr(options(optimizer)) == before
+
+
+def test_other_groups_begin_anew():
+    schedule = Schedule(functools.partial(schedulers.ExponentialLR, gamma=0.5))
+    one, two = made("Adam"), optim.Adam([torch.zeros(1)], lr=1.0)
+    assert [group["lr"] for group in schedule(one, 2)] == [0.0125, 0.005]
+    assert [group["lr"] for group in schedule(two, 1)] == [0.5]
+    assert [group["lr"] for group in schedule(one, 1)] == [0.025, 0.01]
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "SequentialLR"])
+def test_updates_are_those_of_a_loop_with_a_scheduler(name):
+    torch.manual_seed(0)
+    params = {"w": torch.randn(3), "b": torch.randn(2)}
+    tx = torch_backend.from_optimizer(
+        optim.AdamW,
+        lr=0.05,
+        scheduler=SCHEDULERS[name],
+        groups=lambda name: {"weight_decay": 0.0} if name == "b" else {},
+    )
+    own = {k: p.clone().requires_grad_() for k, p in params.items()}
+    followed = optim.AdamW([{"params": [own["w"]]}, {"params": [own["b"]], "weight_decay": 0.0}], lr=0.05)
+    scheduler, state = SCHEDULERS[name](followed), tx.init(params)
+    for _ in range(8):
+        grads = {k: torch.randn_like(p) for k, p in params.items()}
+        for k, p in own.items():
+            p.data.copy_(params[k])
+            p.grad = grads[k].clone()
+        followed.step()
+        scheduler.step()
+        updates, state = tx.update(grads, state, params)
+        assert all(torch.equal(updates[k], own[k].detach() - params[k]) for k in params)
+        params = torch_backend.apply_updates(params, updates)
+
+
+def test_a_scheduler_may_say_something_for_each_group():
+    params = {"w": torch.zeros(3), "b": torch.zeros(2), "v": torch.zeros(1)}
+    tx = torch_backend.from_optimizer(
+        optim.SGD,
+        lr=1.0,
+        groups=lambda name: {"weight_decay": 0.1} if name == "b" else {},
+        scheduler=lambda o: schedulers.LambdaLR(o, [lambda count: 1 + count, lambda count: 10 + count]),
+    )
+    state = tx.init(params)
+    for count in range(3):
+        updates, state = tx.update({k: torch.ones_like(p) for k, p in params.items()}, state, params)
+        assert {k: -u[0].item() for k, u in updates.items()} == {"w": 1 + count, "b": 10 + count, "v": 1 + count}
+
+
+def test_more_updates_than_were_planned():
+    params, short = {"w": torch.ones(2)}, functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=2)
+    tx = torch_backend.from_optimizer(optim.SGD, lr=0.1, scheduler=short)
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(params, state, params)
+    for _ in range(2):  # and again, with the same state
+        check_refused(
+            "OneCycleLR does not go on after update 3: Tried to step 3 times. The specified number of total steps is 2. "
+            "It is stepped once an update, and a last, shorter window is an update too. Plan for as many: "
+            "total_steps=epochs * math.ceil(len(loader) / n).",
+            tx.update, params, state, params,
+        )  # fmt: skip
+
+
+def test_what_is_no_schedule():
+    params = {"w": torch.ones(2)}
+    check_refused(
+        "scheduler makes a ReduceLROnPlateau, which follows a metric and not the count of updates, so there is no pure "
+        "function that has its options. Keep optimizer.step() and scheduler.step(metric), and give the optimizer its "
+        "gradients: torch_backend.assign_grads(params, grads).",
+        torch_backend.from_optimizer(optim.SGD, scheduler=schedulers.ReduceLROnPlateau).init, params,
+    )  # fmt: skip
+    check_refused(
+        "scheduler is called with an optimizer and nothing else, and raised: OneCycleLR.__init__() missing 1 required "
+        "positional argument: 'max_lr'. Give it the other arguments before: "
+        "scheduler=functools.partial(OneCycleLR, ...).",
+        torch_backend.from_optimizer(optim.SGD, scheduler=schedulers.OneCycleLR).init, params,
+    )  # fmt: skip
+    check_refused(
+        "scheduler returned None, which is no scheduler of torch.optim.lr_scheduler. Write scheduler=lambda optimizer: "
+        "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100), or a function of the count of updates for an "
+        "option: lr=lambda count: 1e-3 * 0.9**count.",
+        torch_backend.from_optimizer(optim.SGD, scheduler=lambda optimizer: None).init, params,
+    )  # fmt: skip
+
+
+def test_errors_of_one_s_own_schedule_pass_through():
+    table = {0: 1.0, 1: 0.5}
+
+    def rate(update):
+        if update not in table:
+            raise ValueError(f"my own table has no row {update}")
+        return table[update]
+
+    tx = torch_backend.from_optimizer(
+        torch.optim.SGD, lr=1.0, scheduler=functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=rate)
+    )
+    grads = {"w": torch.ones(2)}
+    state = tx.init(grads)
+    for _ in range(2):
+        _, state = tx.update(grads, state, grads)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^my own table has no row 2$"):
+            tx.update(grads, state, grads)

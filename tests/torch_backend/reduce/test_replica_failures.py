@@ -1,0 +1,542 @@
+"""What a replica may do, and what happens: nothing is silently wrong, and nobody waits for ever."""
+
+import collections
+import datetime
+import gc
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import funcga
+from tests.processes import Processes, processes
+from tests.torch_backend.reduce.test_replicas import averaged, difference, layers, made, problem, refused
+from torch_backend import Replicas, module_value_and_grad
+from torch_backend.reduce import channel
+
+
+def alone(function, *args, count=2):
+    """What the function returns on each of some processes that are used for nothing else."""
+    own = Processes(count)
+    try:
+        return own.run(function, *args)
+    finally:
+        own.stop()
+
+
+def caught(step, *args):
+    """The text of the FuncgaError that a step raises, or its result."""
+    try:
+        return step(*args)
+    except funcga.FuncgaError as error:
+        return str(error)
+
+
+# ------------------------------------------------------------------------------------- errors and interruptions
+
+
+class Fails(torch.autograd.Function):
+    """Raises in its backward pass if it is told to."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise MemoryError("out of memory, say")
+        return gradient, None
+
+
+def catches(group, n):
+    """In window 2 rank 1 raises halfway through the last backward pass, catches that, and all go on."""
+    rank, params, x = dist.get_rank(group), layers(6), torch.ones(8, 64)
+    fails = []
+
+    def loss(params, x):
+        x = deep_part(params[:3], x)
+        return (deep_part(params[3:], Fails.apply(x, bool(fails))) ** 2).mean()
+
+    step = funcga.accumulate(funcga.value_and_grad(loss), n, across=Replicas(group, bucket_bytes=2**14))
+    expected = funcga.accumulate(funcga.value_and_grad(loss), n)(params, x)
+    found = []
+    for window in range(4):
+        fails[:] = [1] if window == 2 and rank == 1 else []
+        try:
+            found.append(difference(step(params, x), expected))
+        except (MemoryError, funcga.FuncgaError) as error:
+            found.append(str(error))
+    return found
+
+
+def deep_part(params, x):
+    for layer in params:
+        x = torch.tanh(x @ layer["w"] + layer["b"])
+    return x
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_error_that_is_caught_reaches_the_others(n):
+    """All can go on if all of them leave the window out.
+
+    With n = 1 it is in the last backward pass, when buckets are underway: the rest comes with a mark.
+    """
+    for rank, found in enumerate(alone(catches, n)):
+        assert max(found[0], found[1], found[3]) <= 1e-6
+        text = "another replica has raised an error, or was int" if n == 1 else "rank 1 has raised an error in this w"
+        assert found[2].startswith("out of memory" if rank == 1 else text)
+
+
+def stays_away(_):
+    """What each of two sees when the stream of rank 1 is empty."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    module = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    f = module_value_and_grad(module, lambda m, x: m(x).sum())
+    try:
+        funcga.stream(f)([] if dist.get_rank() else [torch.ones(2, 3)])
+    except (RuntimeError, funcga.FuncgaError) as error:
+        return type(error).__name__, [str(error), *getattr(error, "__notes__", ())][-1]
+
+
+def test_a_wrapped_module_says_that_others_stay_away():
+    other, own = alone(stays_away)
+    assert other == ("RuntimeError", channel.COULD_NOT_MERGE)
+    assert own[0] == "FuncgaError"
+    assert own[1].startswith("there is no micro-batch on this replica")
+
+
+def checks(group):
+    """In window 1 rank 1 raises before its header, and catches that; then all compare their parameters."""
+    rank, params, fails = dist.get_rank(group), {"w": torch.ones(3)}, []
+
+    def loss(params, x):
+        if fails:
+            raise MemoryError("out of memory, say")
+        return (x * params["w"]).sum()
+
+    step, found = funcga.accumulate(funcga.value_and_grad(loss), 2, across=group), []
+    for window in range(3):
+        fails[:] = [1] if window == 1 and rank == 1 else []
+        try:
+            found.append(step(params, torch.ones(4, 3))[0].item())
+        except (MemoryError, funcga.FuncgaError) as error:
+            found.append(type(error).__name__)
+        funcga.check_replicas(params, group)
+    return found
+
+
+def test_parameters_can_be_compared_after_an_error():
+    assert alone(checks) == [[6.0, "FuncgaError", 6.0], [6.0, "MemoryError", 6.0]]
+
+
+class Sleeps(torch.autograd.Function):
+    """Takes as long in its backward pass as it is told to."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+def waits(group, where):
+    """Rank 1 is interrupted while it waits for rank 0 in window 1; what each of them sees in windows 1 and 2."""
+    rank, found, params, late = dist.get_rank(group), [], layers(3), []
+
+    def loss(params, x):
+        time.sleep(late[0] if where == "forward" else 0)
+        x = deep_part(params[:1], Sleeps.apply(deep_part(params[1:], x), late[0] if where == "backward" else 0))
+        return (x**2).mean()
+
+    def ring(*_):
+        raise TimeoutError("interrupted")
+
+    step = funcga.accumulate(funcga.value_and_grad(loss), 1, across=group)
+    before = signal.signal(signal.SIGALRM, ring)
+    for window in range(3):
+        late[:] = [1.5 if window == 1 and rank == 0 else 0]
+        if window == 1 and rank == 1:
+            signal.setitimer(signal.ITIMER_REAL, 0.7)
+        try:
+            step(params, torch.ones(8, 64))
+            found.append("nothing")
+        except (TimeoutError, funcga.FuncgaError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    signal.signal(signal.SIGALRM, before)
+    return found[1:]
+
+
+def test_a_replica_that_is_interrupted_before_the_others_are_as_far():
+    """It has sent nothing but its header. The rest is owed, and comes with a mark as soon as it goes on."""
+    (late, after), interrupted = alone(waits, "forward")
+    assert interrupted == ["TimeoutError: interrupted", "nothing"]
+    assert late.startswith("FuncgaError: another replica has raised an error, or was interrupted")
+    assert after == "nothing"
+
+
+def test_a_replica_that_is_interrupted_when_it_has_sent_everything():
+    """The others have the result of that window, and it has not: the next window says so on all of them."""
+    (complete, after), (interrupted, same) = alone(waits, "backward")
+    assert (complete, interrupted) == ("nothing", "TimeoutError: interrupted")
+    assert after == same
+    assert same.startswith(
+        "FuncgaError: the replicas are out of step: rank 0 begins window 3 and has finished 2, rank 1 begins window 3 "
+        "and has finished 1. One of them has left out a window that the others merged, as after an error or an "
+        "interruption that was caught. Let an error end the process"
+    )
+
+
+def trains(group, params, first, last):
+    """Some updates on the rows of each of the ranks."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    _, *batch = problem(torch.float64)
+    own = [torch.tensor_split(x, size)[rank] for x in batch]
+    step = made("engine", "mean", 2, group)
+    for _ in range(first, last):
+        _, grads = step(params, *own)
+        params = {name: p - 0.1 * grads[name] for name, p in params.items()}
+    return params
+
+
+def test_replicas_come_back_in_another_number():
+    params = problem(torch.float64)[0]
+    expected = processes().run(trains, params, 0, 4, size=1)[0]
+    for first, then in ((2, 3), (4, 1), (3, 4)):
+        saved = processes().run(trains, params, 0, 2, size=first)[0]
+        for found in processes().run(trains, saved, 2, 4, size=then):
+            assert difference(found, expected) <= 1e-13
+
+
+# ------------------------------------------------------------------------------------- other steps, other structures
+
+
+def two_steps(group, kind, first):
+    """Rank 1 calls two steps, whose leaves are alike, in another order, in the first windows or in later ones."""
+    params, x = {"w": torch.ones(2)}, torch.ones(4)
+    scaled = lambda k: lambda p, x: k * (p["w"].sum() * x).mean()
+    losses = [lambda p, x: (p["w"].sum() * x).mean(), lambda p, x: 100 * (p["w"].sum() * x).mean()]
+    losses = [scaled(1), scaled(100)] if kind == "factory" else losses
+    steps = [funcga.accumulate(funcga.grad(loss), 2, across=group) for loss in losses]
+    if not first:
+        assert [step(params, x)["w"][0].item() for step in steps] == [1, 100]
+    return [step(params, x) for step in (reversed(steps) if dist.get_rank(group) == 1 else steps)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind", ["lambdas", "factory"])
+def test_steps_that_are_called_in_another_order_are_named(kind, first):
+    for text in refused(two_steps, kind, first, size=2):
+        assert text.startswith("the replicas call different steps at the same time: rank 0 the step of `two_steps.")
+        assert text.endswith("Make and call the steps in one order on every rank, from a list rather than a set.")
+
+
+def own_steps(group):
+    """What is no mistake: a loss of one's own on each rank, and a step more on one of them that it never calls."""
+    rank = dist.get_rank(group)
+    if rank == 0:
+        funcga.accumulate(funcga.grad(averaged), 2, across=group)
+    losses = [lambda p, x: (p * x).sum(), lambda p, x: 3 * (p * x).sum()]
+    task = funcga.accumulate(funcga.grad(losses[rank]), 2, across=group)
+    same = funcga.accumulate(funcga.grad(averaged), 2, across=group)
+    found = [task(torch.ones(()), torch.ones(2)).item() for _ in range(2)]
+    params, *batch = problem()
+    return found, [difference(same(params, *batch), same(params, *batch)) for _ in range(2)]
+
+
+def test_steps_that_differ_on_purpose_are_merged():
+    assert processes().run(own_steps, size=2) == [([2.0, 2.0], [0.0, 0.0])] * 2
+
+
+def changes_later(group, ranks):
+    """In the third window a leaf has another shape, on some of the ranks."""
+    params, *batch = problem()
+    step = made("engine", "mean", 2, group)
+    for _ in range(2):
+        step(params, *batch)
+    if dist.get_rank(group) in ranks:
+        params["b"] = torch.zeros(1)
+    return difference(step(params, *batch), step(params, *batch))
+
+
+def test_a_structure_that_changes_on_one_replica_alone_is_named():
+    for text in refused(changes_later, [1], size=3):
+        assert text.startswith("the replicas fold different structures: `output[1]['b']` is float32[30]")
+        assert "on rank 0 and float32[1] (weighted, by_weight) on rank 1" in text
+    assert processes().run(changes_later, [0, 1, 2], size=3) == [0.0] * 3
+
+
+def unpicklable(group, first):
+    """The class of the output is known in a function alone."""
+    pair = collections.namedtuple("pair", "a b")
+    step = funcga.accumulate(lambda p, x: pair(p * x.sum(), x.sum()), 2, across=group)
+    rows = torch.ones(4)
+    if not first:
+        step(torch.ones(2), rows)
+    return step(torch.ones(2), rows[: 4 if dist.get_rank(group) else 0]).a.tolist()
+
+
+def test_an_output_that_cannot_be_sent():
+    for text in refused(unpicklable, True, size=2):
+        assert "cannot be told what the others fold (" in text
+        assert "pickle" in text
+        assert "Give every replica a micro-batch in the first window" in text
+    assert processes().run(unpicklable, False, size=2) == [[2.0, 2.0]] * 2
+
+
+def later_empty(group):
+    params, *batch = problem()
+    step = made("engine", "per_weight", 2, group)
+    step(params, *batch)
+    return step(params, *(x[:0] for x in batch))
+
+
+def test_nobody_has_data_in_a_later_window():
+    assert all("no replica has a micro-batch to fold" in text for text in refused(later_empty, size=2))
+
+
+# ------------------------------------------------------------------------------------- groups
+
+
+def channels(group):
+    """One channel a group, however many steps; gone with the group, and its threads."""
+    channel_of = channel.channel_of
+    steps = [made("engine", "mean", 2, across) for across in (group, Replicas(group), group)]
+    for step in steps:
+        step(*problem())
+    same = {id(channel_of(group)) for _ in range(2)}
+    before = threading.active_count(), len(channel._CHANNELS)
+    for _ in range(5):
+        another = dist.new_group([0, 1])
+        made("engine", "mean", 2, another)(*problem())
+        dist.destroy_process_group(another)
+        del another
+    gc.collect()  # a step may be in a cycle
+    return len(same), (threading.active_count(), len(channel._CHANNELS)) == before
+
+
+def test_one_channel_a_group_which_goes_with_it():
+    assert alone(channels) == [(1, True)] * 2
+
+
+def disordered(group, shares):
+    """A loss that communicates in its backward pass, before or after other gradients are ready, by rank."""
+    import torch.distributed.nn.functional as functional
+
+    rank, width = dist.get_rank(group), 16
+    torch.manual_seed(0)
+    params = {"l0": torch.randn(width, width), "late": torch.randn(width)}
+    torch.manual_seed(rank)
+    x, y = torch.randn(4, width), torch.randn(4, width)
+
+    def loss(p, x, y, keep):
+        h = torch.tanh(x @ p["l0"])
+        h = h - functional.all_reduce(h.mean(0), group=group)
+        return ((h + p["late"] - y if keep else h - y) ** 2).mean()
+
+    if shares:
+        channel.Channel.carrier = lambda self, device, given: given  # as on a device
+    step = funcga.accumulate(funcga.grad(loss), 2, in_axes=(None, 0, 0, None), across=Replicas(group, bucket_bytes=256))
+    step(params, x, y, True)
+    found = step(params, x, y, rank == 0)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    for k in (slice(0, 2), slice(2, 4)):
+        (loss(leaves, x[k], y[k], rank == 0) / 4).backward()
+    for leaf in leaves.values():
+        leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        dist.all_reduce(leaf.grad, group=group)
+    return difference(found, {name: leaf.grad for name, leaf in leaves.items()})
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_collectives_of_the_loss_do_not_mix_with_ours(shares):
+    assert max(alone(quietly, disordered, shares)) <= 1e-6
+
+
+def quietly(group, function, *args):
+    import warnings
+
+    warnings.simplefilter("ignore")  # torch.distributed.nn.functional is to go
+    return function(group, *args)
+
+
+# ------------------------------------------------------------------------------------- weights
+
+
+def context_parallel(group, masks):
+    """A loss that adds up activations of both ranks; some micro-batches have no token that counts."""
+    import torch.distributed.nn.functional as functional
+
+    rank = dist.get_rank(group)
+    generator = torch.Generator().manual_seed(rank)
+    params = {"a": torch.ones(3, 5).double() / 3, "b": torch.linspace(-1, 1, 10).double().view(5, 2)}
+    x, y = (torch.randn(8, k, generator=generator, dtype=torch.float64) for k in (3, 2))
+    mask = torch.tensor(masks[rank], dtype=torch.float64)
+
+    def loss(p, x, y, mask):
+        h = torch.tanh(x @ p["a"])
+        h = h + functional.all_reduce(h, group=group)
+        return (((h @ p["b"] - y) ** 2).sum(1) * mask).sum() / mask.sum().clamp(min=1)
+
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    for k in (slice(0, 4), slice(4, 8)):
+        (loss(leaves, x[k], y[k], mask[k]) * mask[k].sum() / sum(map(sum, masks))).backward()
+    for leaf in leaves.values():
+        dist.all_reduce(leaf.grad, group=group)
+    expected = {name: leaf.grad for name, leaf in leaves.items()}
+    errors = []
+    for weight in (lambda x, y, mask: int(mask.sum()), lambda x, y, mask: mask.sum()):
+        step = funcga.accumulate(funcga.grad(loss), 2, weight=weight, across=group)
+        for cast in (False, False, True):
+            with torch.autocast("cpu", enabled=cast):  # which leaves float64 as it is
+                errors.append(difference(step(params, x, y, mask), expected))
+    return errors
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        [[1] * 4 + [0] * 4, [0] * 4 + [1] * 4],
+        [[1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 1, 0]],
+        [[0, 0, 0, 0, 1, 0, 1, 1], [1] * 8],
+    ],
+)
+def test_a_loss_that_communicates_has_any_weights(masks):
+    """Its backward pass is run whatever the weight, and with cotangents in one unit."""
+    found = processes().run(quietly, context_parallel, masks, size=2)
+    assert max(error for errors in found for error in errors) <= 1e-13
+
+
+def masked(group):
+    """A NaN in a micro-batch that weighs nothing adds nothing."""
+    step = funcga.stream(
+        funcga.grad(lambda p, x, m: (p * x * m).sum() / m.sum()), weight=lambda x, m: m.sum(), across=group
+    )
+    none, some = (torch.ones(3), torch.zeros(3)), (torch.ones(3), torch.ones(3))
+    return [step(torch.ones(()), window).item() for window in ([none, some], [some, none], [none])]
+
+
+def test_a_loss_of_nan_without_weight_is_masked():
+    assert processes().run(masked, size=2) == [[1.0, 1.0, 0.0]] * 2
+
+
+def units(group):
+    """Weights of other sizes from window to window, and 16-bit sums."""
+    weigh = []
+    step = funcga.stream(funcga.grad(lambda p, x: (p * x.mean()).sum()), weight=lambda x: weigh[-1], across=group)
+    found = []
+    for weight in (1, 1e-45, 1e-60, 1e40, 1e300, 3):
+        weigh.append(weight * (1 + dist.get_rank(group)))
+        found.append(step(torch.ones(2), [torch.ones(2), torch.ones(2)]).tolist())
+    narrow = funcga.stream(
+        funcga.grad(lambda p, x: (100 * p).sum() + 0 * x.sum()), fold=funcga.mean(dtype=torch.float16), across=group
+    )
+    return found, [narrow(torch.ones(2, dtype=torch.float16), [torch.ones(n)]).tolist() for n in (1, 2000)]
+
+
+def test_the_unit_of_weights_is_agreed_on_in_each_window():
+    for found, narrow in processes().run(units, size=2):
+        for values in found:
+            assert values == pytest.approx([1.0, 1.0], rel=1e-6)
+        assert narrow == [[100.0, 100.0]] * 2
+
+
+# ------------------------------------------------------------------------------------- leaves of any kind
+
+
+def metrics(group):
+    def loss(p, x):
+        error = x @ p["w"]
+        return (error**2).mean(), {"abs": error.abs().sum(0), "count": (error > 0).sum(), "wide": error.double().sum()}
+
+    params, x = {"w": torch.ones(3, 2), "s": torch.ones((), dtype=torch.float64)}, torch.arange(24.0).view(8, 3) - 9
+    gradient = funcga.value_and_grad(loss, has_aux=True)
+    fold = ((funcga.mean(), funcga.sum()), funcga.mean())
+    own = x[:5] if dist.get_rank(group) == 0 else x[5:]
+    expected = funcga.accumulate(gradient, 1, fold=fold)(params, x)
+    found = []
+    for across in (group, Replicas(group, wire_dtype=torch.float64)):
+        step = funcga.accumulate(gradient, 2, fold=fold, across=across)
+        found += [difference(step(params, own), expected) for _ in range(2)]
+    return max(found)
+
+
+def test_metrics_beside_a_loss():
+    assert max(processes().run(metrics, size=2)) <= 1e-6
+
+
+def odd(group):
+    """Arrays of one element or none, whose strides are not those of contiguous ones: collected, carried, compared."""
+    x = torch.arange(12.0).view(4, 3)
+    column = lambda x: x.sum(0).reshape(1, 3)[:, 1]
+    step = funcga.accumulate(
+        lambda p, state, x: (p * x.sum(), column(x), column(x)[:, None].T, x[:, :0].T.T),
+        2,
+        in_axes=(None, funcga.CARRY, 0),
+        fold=(funcga.mean(), funcga.carry(), funcga.max(), funcga.concat()),
+        across=group,
+    )
+    found = [step(torch.ones(2), torch.zeros(1), x) for _ in range(2)][-1]
+    funcga.check_replicas({"one": torch.ones(4, 1)[::4], "none": torch.ones(4, 4)[:0, ::2]}, group)
+    return [value.tolist() for value in found[1:3]], tuple(found[3].shape)
+
+
+def test_leaves_of_one_element_or_none():
+    assert processes().run(odd, size=2) == [([[17.0], [[17.0]]], (8, 0))] * 2
+
+
+def with_moments(group):
+    tx = funcga.multi_steps(
+        funcga.Transform(lambda p: (), lambda g, s, p=None: (g, s)), 2, fold=funcga.moments(), across=group
+    )
+    params, found = {"w": torch.zeros(3), "b": torch.zeros(())}, []
+    state = tx.init(params)
+    for k in range(4):
+        value = 1.0 + 4 * dist.get_rank(group) + k % 2
+        updates, state = tx.update({name: torch.full_like(p, value) for name, p in params.items()}, state, params)
+        found.append([part.flatten()[0].item() for part in (*updates["w"], *updates["b"])] if k % 2 else None)
+    return found[1::2]
+
+
+def test_multi_steps_of_moments():
+    """1, 2, 5 and 6: their mean is 3.5, their variance 4.25."""
+    for found in processes().run(with_moments, size=2):
+        assert found == [pytest.approx([3.5, 4.25] * 2)] * 2
+
+
+def signs(group):
+    generator = torch.Generator().manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64))[0]
+    ones = torch.tensor([0.0, 0.0, 0.0, 0.0] if dist.get_rank(group) else [2.0, 2.0, 2.0, 2.0], dtype=torch.float64)
+    sign = -1 if dist.get_rank(group) else 1
+    params = {"r": rotation * sign, "z": ones, "c": torch.complex(rotation, rotation) * sign, "same": rotation}
+    funcga.check_replicas(params, group)
+
+
+def test_an_even_number_of_bits_that_differ_is_seen():
+    for text in refused(signs, size=2):
+        assert "`params['r']` of rank 1; `params['z']` of rank 1; `params['c']` of rank 1. Send" in text
+
+
+def keeps(group):
+    params = {"w": torch.randn(2000, 500), "b": torch.zeros(3)}
+    gradient = funcga.value_and_grad(
+        lambda p, x: ((p["w"].mean() * x).sum() + p["b"].sum(), {"m": x.sum()}), has_aux=True
+    )
+    (loss, aux), _ = funcga.accumulate(gradient, 2, across=group)(params, torch.ones(6, 3))
+    return loss.untyped_storage().nbytes(), aux["m"].untyped_storage().nbytes()
+
+
+def test_a_kept_loss_keeps_no_bucket():
+    assert processes().run(keeps, size=2) == [(4, 4)] * 2

@@ -1,0 +1,777 @@
+"""Replicas in torch: real processes, joined by gloo. A window over all of them equals the whole batch on one device."""
+
+import datetime
+import os
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+import torch_backend
+from tests.processes import Failed, Processes, processes
+from torch_backend import Replicas
+
+TREE = torch.utils._pytree
+
+
+def leaves(tree):
+    found = [leaf for leaf in TREE.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in found]
+
+
+def difference(left, right):
+    """The largest difference, relative to the largest element of the right one."""
+    pairs = list(zip(leaves(left), leaves(right), strict=True))
+    assert pairs
+    assert all(a.shape == b.shape and a.isfinite().all() for a, b in pairs)
+    scale = max(b.abs().max().item() for _, b in pairs if b.numel())
+    return max((a.double() - b.double()).abs().max().item() for a, b in pairs if a.numel()) / scale
+
+
+def problem(dtype=torch.float32):
+    """Parameters, and 24 rows with 1 to 8 tokens each."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (5, 30), "b": (30,), "c": (30, 2), "rare": (3,)}
+    params = {k: torch.randn(s, generator=generator, dtype=dtype) for k, s in shapes.items()}
+    x, y = torch.randn(24, 5, generator=generator, dtype=dtype), torch.randn(24, 2, generator=generator, dtype=dtype)
+    return params, x, y, torch.randint(1, 9, (24,), generator=generator)
+
+
+def tokens_of(x, y, tokens):
+    return tokens.sum()
+
+
+def summed(params, x, y, tokens):
+    """A sum over tokens; only rows with many of them use one of the parameters."""
+    loss = (((torch.tanh(x @ params["a"] + params["b"]) @ params["c"] - y) ** 2).sum(1) * tokens).sum()
+    return loss + (params["rare"].sum() * tokens[tokens > 6].sum() if (tokens > 6).any() else 0)
+
+
+def averaged(params, x, y, tokens):
+    return summed(params, x, y, tokens) / tokens.sum()
+
+
+FOLDS = {"per_weight": (summed, funcga.per_weight()), "mean": (averaged, funcga.mean())}
+WAYS = {
+    "engine": funcga.value_and_grad,
+    "func": lambda loss: torch.func.grad_and_value(loss),
+    "aux": lambda loss: funcga.grad(lambda *args: (loss(*args), {"loss": loss(*args).detach()}), has_aux=True),
+}
+
+
+def made(way, kind, n, across, streams=False):
+    loss, fold = FOLDS[kind]
+    if streams:
+        return funcga.stream(WAYS[way](loss), fold=fold, weight=tokens_of, across=across)
+    return funcga.accumulate(WAYS[way](loss), n, fold=fold, weight=tokens_of, across=across)
+
+
+def whole(way, kind, dtype):
+    return made(way, kind, 1, None)(*problem(dtype))
+
+
+def part(dtype, bounds, rank):
+    params, *batch = problem(dtype)
+    return params, [x[bounds[rank] : bounds[rank + 1]] for x in batch]
+
+
+# (rows where the parts of the ranks begin, micro-batches on each rank)
+LAYOUTS = {
+    "1 rank": ([0, 24], [8]),
+    "2 ranks": ([0, 12, 24], [4, 4]),
+    "4 ranks": ([0, 6, 12, 18, 24], [2, 2, 2, 2]),
+    "ragged": ([0, 11, 24], [3, 5]),
+    "uneven": ([0, 1, 13, 20, 24], [1, 5, 2, 4]),
+    "one has nothing": ([0, 7, 7, 19, 24], [3, 4, 2, 5]),
+}
+
+
+def accumulated(group, way, kind, dtype, bounds, ns, streams):
+    """Twice, as the second call need not agree on anything, and sends while it computes."""
+    rank = dist.get_rank(group)
+    params, batch = part(dtype, bounds, rank)
+    step = made(way, kind, ns[rank], group, streams)
+    if streams:
+        cut = max(1, -(-len(batch[0]) // ns[rank]))
+        batch = [list(zip(*(torch.split(x, cut) for x in batch), strict=True)) if len(batch[0]) else []]
+    first = step(params, *batch)
+    second = step(params, *batch)
+    assert all(torch.equal(a, b) for a, b in zip(leaves(first), leaves(second), strict=True))
+    return second
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["accumulate", "stream"])
+@pytest.mark.parametrize("kind", FOLDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_global_batch_on_any_number_of_ranks(layout, way, kind, streams):
+    bounds, ns = LAYOUTS[layout]
+    for dtype, limit in ((torch.float32, 1e-6), (torch.float64, 1e-13)):
+        found = processes().run(accumulated, way, kind, dtype, bounds, ns, streams, size=len(ns))
+        assert max(difference(result, whole(way, kind, dtype)) for result in found) <= limit
+        assert all(torch.equal(a, b) for r in found for a, b in zip(leaves(r), leaves(found[0]), strict=True))
+
+
+def averages_ranks(group, dtype, bounds, ns):
+    """The mistake of most loops: an average of the ranks' own averages."""
+    rank = dist.get_rank(group)
+    params, batch = part(dtype, bounds, rank)
+    result = made("engine", "mean", ns[rank], None)(params, *batch)
+    for leaf in leaves(result):
+        dist.all_reduce(leaf, group=group)
+        leaf /= dist.get_world_size(group)
+    return result
+
+
+def test_the_equality_would_find_averaged_averages():
+    bounds, ns = LAYOUTS["ragged"]
+    found = processes().run(averages_ranks, torch.float32, bounds, ns, size=2)
+    assert difference(found[0], whole("engine", "mean", torch.float32)) > 1e-3
+
+
+# ------------------------------------------------------------------------------------ the Accelerate guide's example
+
+
+def sentences(indices):
+    ids = [torch.arange(1.0, i + 2) for i in indices]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
+    labels = torch.nn.utils.rnn.pad_sequence([i.remainder(2) for i in ids], batch_first=True, padding_value=-100)
+    return padded[..., None], labels[..., None]
+
+
+def guide(group, n, size):
+    """One update of the guide's model, which gives every rank its micro-batches in turn."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(1, 2, bias=False)
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    loss = torch_backend.pure_loss(
+        module, lambda module, x, y: F.cross_entropy(module(x).view(-1, 2), y.view(-1).long(), reduction="sum")
+    )
+    step = funcga.stream(
+        funcga.grad(loss), fold=funcga.per_weight(), weight=lambda x, y: (y != -100).sum(), across=group
+    )
+    window = (sentences(range(size * i, size * (i + 1))) for i in range(rank, n * count, count))
+    grads = step(dict(module.named_parameters()), window)
+    with torch.no_grad():
+        module.weight -= 0.08 * grads["weight"]
+    return [round(w, 4) for w in module.weight.flatten().tolist()]
+
+
+def test_the_guides_causal_language_model():
+    assert processes().run(guide, 2, 4, size=2) == [[0.2117, 0.3172]] * 2
+    assert processes().run(guide, 1, 8, size=1) == [[0.0953, 0.4337]]
+
+
+# ------------------------------------------------------------------------------------------------------- other folds
+
+
+def statistics(params, x, y, tokens):
+    predicted = torch.tanh(x @ params["a"] + params["b"]) @ params["c"]
+    return {
+        "largest": predicted.amax(),
+        "least": predicted.amin(0),
+        "table": predicted.mean(0)[:, None] * torch.ones(40),  # too large for the tail
+        "spread": predicted.mean(),
+        "rows": predicted,
+        "wide": predicted.T.contiguous(),
+        "count": (tokens > 3).sum(),
+        "seen": (tokens > 3).any(),
+        "counts": tokens.new_ones(30),
+        "sums": predicted.mean(0)[:, None] * torch.ones(40),
+        "custom": predicted.abs().sum(0),
+        "complex": torch.complex(predicted.sum(0), predicted.sum(0)),
+        "nothing": None,
+    }
+
+
+PRODUCT = funcga.Fold(
+    funcga.Reducer(
+        lambda xp, v, w: xp.exp(-v),
+        funcga.Monoid(lambda xp, like: xp.ones_like(like), lambda xp, a, b: a * b),
+    ),
+    funcga.normalizers.identity,
+)
+STATISTICS = {
+    "largest": funcga.max(),
+    "least": funcga.min(),
+    "table": funcga.max(),
+    "spread": funcga.moments(),
+    "rows": funcga.concat(),
+    "wide": funcga.concat(axis=1),
+    "count": funcga.sum(),
+    "seen": funcga.sum(),
+    "counts": funcga.sum(),
+    "sums": funcga.mean(),
+    "custom": PRODUCT,
+    "complex": funcga.mean(),
+    "nothing": funcga.mean(),
+}
+
+
+def folded(group, dtype, bounds, n):
+    params, batch = part(dtype, bounds, dist.get_rank(group))
+    step = funcga.accumulate(statistics, n, fold=STATISTICS, weight=tokens_of, across=group)
+    step(params, *batch)
+    with counted() as calls:
+        result = step(params, *batch)
+    return result, [name for name, _ in calls]
+
+
+@pytest.mark.parametrize("bounds", [[0, 11, 24], [0, 5, 5, 20, 24], [0, 24]], ids=len)
+def test_every_fold_merges(bounds):
+    """The moments over single rows: then they are those of one replica too, whatever the layout."""
+    params, *batch = problem(torch.float64)
+    expected = funcga.accumulate(statistics, 24, fold=STATISTICS, weight=tokens_of)(params, *batch)
+    for result, calls in processes().run(folded, torch.float64, bounds, 24, size=len(bounds) - 1):
+        assert result.keys() == expected.keys()
+        for name in expected:
+            assert TREE.tree_structure(result[name]) == TREE.tree_structure(expected[name])
+            if expected[name] is not None:
+                assert difference(result[name], expected[name]) <= 1e-13, name
+                assert [leaf.dtype for leaf in leaves(result[name])] == [leaf.dtype for leaf in leaves(expected[name])]
+        # the header, floats, integers, what is no sum, and the numbers of rows that are collected, and these
+        assert calls == ["allgather_", *["allreduce_"] * 2, *["allgather_"] * 3]
+
+
+def holds_nan(group):
+    x = torch.tensor([1.0, float("nan"), 3.0]) if dist.get_rank(group) == 0 else torch.tensor([2.0, 0.0, -1.0])
+    step = lambda fold: funcga.accumulate(lambda x: x.mean(0), 1, fold=fold, in_axes=0, across=group)
+    return [step(fold)(rows) for fold in (funcga.max(), funcga.min()) for rows in (x[None], x.repeat(40)[None])]
+
+
+def test_the_extremes_of_nan_are_nan():
+    for result in processes().run(holds_nan, size=2):
+        for found, (low, high) in zip(result, [(2.0, 3.0)] * 2 + [(1.0, -1.0)] * 2, strict=True):
+            torch.testing.assert_close(found[:3], torch.tensor([low, float("nan"), high]), equal_nan=True)
+
+
+def threads(group, bounds, size):
+    rank = dist.get_rank(group)
+    x = torch.arange(float(bounds[-1]))[bounds[rank] : bounds[rank + 1]]
+    step = funcga.accumulate(
+        lambda state, x: (
+            {"last": x[-1], "seen": state["seen"] + len(x), "own": state["own"], "new": x.sum()},
+            x.sum(),
+        ),
+        2,
+        in_axes=(funcga.CARRY, 0),
+        fold=(funcga.carry(), funcga.sum()),
+        across=group,
+    )
+    own = object()
+    state, total = step({"last": torch.tensor(-1.0), "seen": 0, "own": own, "new": 0}, x)
+    return {**state, "own": state["own"] is own}, total
+
+
+@pytest.mark.parametrize(
+    ("bounds", "last", "seen"), [([0, 4, 9, 10], 9.0, 1), ([0, 4, 10, 10], 9.0, 6), ([0, 4, 4, 4], 3.0, 4)]
+)
+def test_state_is_that_of_the_last_replica_that_folded(bounds, last, seen):
+    """Numbers too, and an array in the place of a number; any other object stays where it is."""
+    for state, total in processes().run(threads, bounds, 2, size=3):
+        assert state["last"] == last
+        assert state["seen"] == seen
+        assert isinstance(state["seen"], int)
+        assert state["own"]
+        assert isinstance(state["new"], torch.Tensor)
+        assert total == sum(range(bounds[-1]))
+
+
+# ---------------------------------------------------------------------------------------------- weights, and nothing
+
+
+def weighs(group, weights, streams):
+    """A value that shows its weight, folded with the weights of this rank."""
+    x = torch.tensor([[float(v), float(w)] for v, w in weights[dist.get_rank(group)]], dtype=torch.float64)
+    grad_fn = lambda p, x: {"single": x[0, 0].float() * p, "double": x[0, 0] * torch.ones(100, dtype=torch.float64)}
+    weight = lambda x: int(w) if (w := x[0, 1].item()).is_integer() and w < 1e30 else w
+    if streams:
+        step = funcga.stream(grad_fn, weight=weight, across=group)
+        return step(torch.ones(()), (row[None] for row in x))
+    return funcga.accumulate(grad_fn, len(x), weight=weight, across=group)(torch.ones(()), x)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [[(1, 3), (2, 3)], [(3, 3)]],
+        [[(1, 3), (2, 5)], [(3, 7)]],
+        [[(1, 1e-20)], [(3, 1e20), (4, 2e20)]],
+        [[(1, 0), (2, 0)], [(3, 5)]],
+        [[(1, 0)], [(3, 0), (4, 0)]],
+        [[(1, 0.1), (2, 0.7)], [(3, 0.3)]],
+        [[(1, 1e300)], [(2, 3e300)]],
+        [[(1, 2**62)], [(3, 2**62), (2, 2**70)]],
+    ],
+)
+def test_any_weights_on_any_rank(weights, streams):
+    pairs = [pair for rank in weights for pair in rank]
+    total = sum(w for _, w in pairs)
+    expected = sum(v * (w / total) for v, w in pairs) if total else 0.0
+    for result in processes().run(weighs, weights, streams, size=2):
+        assert result["double"].tolist() == pytest.approx([expected] * 100, rel=1e-15)
+        assert result["single"].item() == pytest.approx(expected, rel=1e-7)
+
+
+def counts(group, dtype):
+    """Totals that no float32 holds."""
+    weight = 2**40 + 1 + dist.get_rank(group)
+    fold = funcga.Fold(funcga.reducers.sum, funcga.Normalizer(lambda xp, reduced, tally: reduced + tally.weight))
+    step = funcga.accumulate(
+        lambda x: {"total": x.sum().double() * 0, "grads": torch.ones(100, dtype=dtype)},
+        2,
+        fold={"total": fold, "grads": funcga.sum()},
+        weight=lambda x: weight,
+        in_axes=0,
+        across=Replicas(group, wire_dtype=torch.bfloat16),
+    )
+    return int(step(torch.ones(2))["total"].item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_counts_are_exact_on_any_wire(dtype):
+    assert processes().run(counts, dtype) == [2 * sum(2**40 + 1 + rank for rank in range(4))] * 4
+
+
+def idles(group, streams, calls):
+    """In call k rank k has nothing; in the first call only the last rank has anything."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    params, *batch = problem(torch.float64)
+    step = made("engine", "per_weight", 2, group, streams)
+    found = []
+    for call in range(calls):
+        own = [x[: 4 if (rank == size - 1 if call == 0 else rank != call % size) else 0] for x in batch]
+        found.append(step(params, [own] if streams and len(own[0]) else []) if streams else step(params, *own))
+    return found
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_rank_without_data_takes_part(streams):
+    params, *batch = problem(torch.float64)
+    expected = made("engine", "per_weight", 1, None)(params, *(x[:4] for x in batch))
+    for results in processes().run(idles, streams, 4, size=3):
+        assert max(difference(result, expected) for result in results) <= 1e-13
+
+
+def all_idle(group):
+    params, *batch = problem()
+    return made("engine", "per_weight", 2, group)(params, *(x[:0] for x in batch))
+
+
+def test_nobody_has_data():
+    errors = refused(all_idle, size=2)
+    assert all("no replica has a micro-batch to fold" in text for text in errors)
+
+
+# ----------------------------------------------------------------------------------------- what travels, and when
+
+
+class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+    """The collectives that are called in this context, by name and with the bytes that a process sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "c10d":
+            sent = args[1] if "allgather" in str(op) else args[0]
+            self.calls.append((op.overloadpacket.__name__, sum(tensor.nbytes for tensor in sent)))
+        return op(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted():
+    """What each window calls: a header, which says what is to be merged, and then what is merged."""
+    with Counted() as mode:
+        yield mode.calls
+
+
+HEADER = ("allgather_", torch_backend.reduce.header.NBYTES)
+
+
+def deep(params, x):
+    for layer in params:
+        x = torch.tanh(x @ layer["w"] + layer["b"])
+    return (x**2).mean()
+
+
+def layers(count, width=64):
+    generator = torch.Generator().manual_seed(1)
+    return [{"w": torch.randn(width, width, generator=generator) / 8, "b": torch.zeros(width)} for _ in range(count)]
+
+
+def sends(group, count, n, options, calls=2):
+    """What each call sends, and how many all_reduces were launched before the last backward pass was over."""
+    params, x = layers(count), torch.ones(8, 64)
+    step = funcga.accumulate(funcga.value_and_grad(deep), n, across=Replicas(group, **options))
+    early, found = [], []
+    with counted() as sent:
+        real, done = torch_backend.reduce.reduction.Reduction.finish, torch_backend.reduce.header.Header.done
+        # as if the other replicas were as far: a bucket is sent only then
+        torch_backend.reduce.header.Header.done = property(lambda header: bool(header.reports()))
+
+        def finish(self, state):
+            early.append(len(self.sent))
+            return real(self, state)
+
+        torch_backend.reduce.reduction.Reduction.finish = finish
+        try:
+            for _ in range(calls):
+                sent.clear()
+                step(params, x)
+                found.append(list(sent))
+        finally:
+            torch_backend.reduce.reduction.Reduction.finish, torch_backend.reduce.header.Header.done = real, done
+    return found, early
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("count", [2, 12])
+def test_one_reduction_whatever_n_and_however_many_leaves(n, count):
+    for calls, _ in processes().run(sends, count, n, {}, size=2):
+        gradient = 4 * count * (64 * 64 + 64)
+        assert [name for name, _ in calls[1]] == ["allgather_", "allreduce_"]
+        assert calls[1][0] == HEADER
+        assert gradient <= calls[1][1][1] <= gradient + 512
+        # in the first call they also tell each other which steps they have, in two collectives
+        assert [name for name, _ in calls[0]] == [*["allgather_"] * 3, "allreduce_"]
+
+
+def test_buckets_are_sent_while_the_last_backward_pass_runs():
+    leaf = 4 * 64 * 64
+    for calls, early in processes().run(sends, 12, 4, {"bucket_bytes": 2 * leaf + 1024}, size=2):
+        assert calls[1][0] == HEADER
+        sizes = [size for _, size in calls[1][1:]]
+        assert len(sizes) == 6
+        assert sum(sizes) <= 12 * (leaf + 256) + 512
+        assert early == [0, 5]  # the first window learns what there is to send
+
+
+def test_the_dtype_on_the_wire():
+    for calls, _ in processes().run(sends, 4, 2, {"wire_dtype": torch.bfloat16}, size=2):
+        gradient = 2 * 4 * (64 * 64 + 64)
+        assert [name for name, _ in calls[1]] == ["allgather_", "allreduce_", "allgather_"]
+        assert gradient <= calls[1][1][1] <= gradient + 256
+        assert calls[1][2][1] == 4  # the loss, which is not rounded
+
+
+def rounds(group):
+    """What a replica has on its own, and all of them together, as sent exactly and in bfloat16."""
+    params, x = layers(3), torch.ones(8, 64) * (1 + dist.get_rank(group))
+    ways = None, group, Replicas(group, wire_dtype=torch.bfloat16)
+    return [funcga.accumulate(funcga.value_and_grad(deep), 2, across=across)(params, x) for across in ways]
+
+
+def test_bfloat16_on_the_wire_rounds_once_a_replica():
+    """Each contribution to 8 bits, and their sum: by at most half a unit of the last, 2**-8 of the number."""
+    (first, exact, sent), (second, _, _) = processes().run(rounds, size=2)
+    assert difference(sent[0], exact[0]) <= 1e-7  # a scalar is not rounded
+    assert difference(sent[1], exact[1]) > 1e-5
+    for a, b, merged, found in zip(*map(leaves, (first[1], second[1], exact[1], sent[1])), strict=True):
+        bound = 2.0**-8 * ((a.abs() + b.abs()) / 2 + merged.abs()) * 1.01 + 1e-9
+        assert ((found - merged).abs() <= bound).all()
+
+
+def accumulates_in_float32(group):
+    """Gradients of 1 in bfloat16: 1,024 of them, and as many on the other rank."""
+    step = funcga.accumulate(
+        funcga.grad(lambda p, x: (p * x).sum()), 1024, fold=funcga.sum(out_dtype="float32"), across=group
+    )
+    return step(torch.ones(3, dtype=torch.bfloat16), torch.ones(1024, 3, dtype=torch.bfloat16))
+
+
+def test_sixteen_bit_gradients_are_added_in_float32():
+    for found in processes().run(accumulates_in_float32, size=2):
+        assert found.tolist() == [2048.0] * 3
+
+
+def keeps_results(group):
+    params, *batch = problem()
+    step = made("engine", "mean", 3, group)
+    kept = step(params, *batch)
+    copies = [leaf.clone() for leaf in leaves(kept)]
+    step({k: v * 2 for k, v in params.items()}, *batch)
+    untouched = all(torch.equal(a, b) for a, b in zip(leaves(kept), copies, strict=True))
+    for leaf in leaves(kept):
+        leaf.zero_()  # it is the caller's
+    return untouched, difference(step(params, *batch), TREE.tree_unflatten(copies, TREE.tree_structure(kept)))
+
+
+def test_results_are_the_callers_own():
+    assert processes().run(keeps_results, size=2) == [(True, 0.0)] * 2
+
+
+CLIPPED = funcga.Fold(
+    funcga.Reducer(lambda xp, v, w: w * v / (1 + abs(v).max()), funcga.monoids.sum), funcga.normalizers.by_weight
+)
+
+
+def mixes(group):
+    """A fold of the user's that is a sum, for parameters that are not contiguous."""
+    torch.manual_seed(0)
+    params = {"c": torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last), "t": torch.randn(6, 4).T}
+    x = torch.randn(24, 3, 8, 8)
+    loss = lambda p, x: ((F.conv2d(x, p["c"]).mean((2, 3)) @ p["t"]) ** 2).mean()
+    gradient = funcga.grad(loss)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    own = x[24 * rank // size : 24 * (rank + 1) // size]
+    found = []
+    for fold in (funcga.mean(), CLIPPED):
+        step = funcga.accumulate(gradient, 24 // size, fold=fold, across=group)
+        step(params, own)
+        with counted() as calls:
+            grads = step(params, own)
+        assert fold is CLIPPED or all(grads[k].stride() == params[k].stride() for k in params)
+        expected = funcga.accumulate(gradient, 24, fold=fold)(params, x)
+        found.append((difference(grads, expected), [name for name, _ in calls]))
+    return found
+
+
+def test_folds_of_ones_own_and_parameters_that_are_not_contiguous():
+    for found in processes().run(mixes, size=3):
+        for error, calls in found:
+            assert error <= 1e-6
+            assert calls == ["allgather_", "allreduce_"]
+
+
+def checkpoints(group, reentrant):
+    params, *batch = problem(torch.float64)
+    inner = lambda a, b, c, x, y: ((torch.tanh(x @ a + b) @ c - y) ** 2).mean()
+    loss = lambda p, x, y, t: checkpoint(inner, p["a"], p["b"], p["c"], x, y, use_reentrant=reentrant)
+    half = 24 // dist.get_world_size(group)
+    own = [x[half * dist.get_rank(group) :][:half] for x in batch]
+    step = funcga.accumulate(funcga.grad(loss), 3, across=group)
+    plain = funcga.accumulate(funcga.grad(loss), 1)(params, *batch)
+    return [difference(step(params, *own), plain) for _ in range(2)]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints(reentrant):
+    """A reentrant one runs backward passes inside of the backward pass: a hook cannot say when a leaf is complete."""
+    assert all(max(found) <= 1e-13 for found in processes().run(checkpoints, reentrant, size=2))
+
+
+def over_a_mesh(group):
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    params, *batch = problem(torch.float64)
+    own = [x[12 * dist.get_rank(group) :][:12] for x in batch]
+    return [made("engine", "mean", 2, across)(params, *own) for across in (mesh, mesh["dp"], group)]
+
+
+def test_a_device_mesh():
+    for results in processes(2).run(over_a_mesh):
+        assert max(difference(result, whole("engine", "mean", torch.float64)) for result in results) <= 1e-13
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def refused(function, *args, size):
+    """The text of the FuncgaError that every rank raises."""
+    with pytest.raises(Failed) as failure:
+        processes().run(function, *args, size=size)
+    assert {error and error[0] for error in failure.value.errors} == {"FuncgaError"}, failure.value
+    return [text for _, text in failure.value.errors]
+
+
+def unlike(group, what):
+    """Rank 1 has another tree, in the first call."""
+    odd = dist.get_rank(group) == 1
+    params, *batch = problem()
+    fold = {"loss": funcga.sum()} if odd and what == "fold" else {"loss": funcga.mean()}
+    if odd and what == "shape":
+        params["b"] = torch.zeros(1)
+    if odd and what == "missing":
+        del params["rare"]
+        batch = [x[:1] for x in batch[:2]] + [torch.ones(1, dtype=torch.int64)]
+    if odd and what == "dtype":
+        params["a"] = params["a"].double()
+        batch = [batch[0].double(), *batch[1:]]
+    if odd and what == "order":
+        params = dict(reversed(params.items()))
+    across = Replicas(group, bucket_bytes=1024) if odd and what == "buckets" else group
+    loss = lambda p, x, y, t: averaged({k: v.to(x.dtype) for k, v in p.items()}, x, y.to(x.dtype), t)
+    value_and_grad = lambda *args: (lambda v, g: ({"loss": v.float()}, g))(*funcga.value_and_grad(loss)(*args))
+    step = funcga.accumulate(value_and_grad, 1, fold=(fold, funcga.mean()), across=across)
+    with counted() as calls:
+        try:
+            step(params, *batch)
+        finally:
+            assert {name for name, _ in calls} == {"allgather_"}  # nothing was reduced
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("shape", "`output[1]['b']` is float32[30] (weighted, by_weight) on rank 0 and float32[1] (weighted, by_weight) on rank 1"),
+        ("missing", "`output[1]['rare']` is float32[3] (weighted, by_weight) on rank 0 and missing on rank 1"),
+        ("dtype", "`output[1]['a']` is float32[5, 30] (weighted, by_weight) on rank 0 and float64[5, 30] (weighted, by_weight) on rank 1"),
+        ("fold", "`output[0]['loss']` is float32[] (weighted, by_weight) on rank 0 and float32[] (sum, identity) on rank 1"),
+        ("order", "rank 1 has the leaves of rank 0 in another order"),
+        ("buckets", "`across` is sent in buckets of 4194304 bytes as accumulated on rank 0 and sent in buckets of 1024 bytes as accumulated on rank 1"),
+    ],
+)  # fmt: skip
+def test_structures_that_differ_are_named_on_every_rank(what, text):
+    for found in refused(unlike, what, size=3):
+        assert found == (
+            f"the replicas fold different structures: {text}. They are merged leaf by leaf: build the model, the batch "
+            f"and the fold alike on every rank."
+        )
+
+
+def another_later(group):
+    """A new structure on every rank is agreed on anew."""
+    params, *batch = problem(torch.float64)
+    step = made("engine", "mean", 2, group)
+    step({k: v.float() for k, v in params.items()}, *(x.float() if x.is_floating_point() else x for x in batch))
+    return step(params, *batch)
+
+
+def test_another_structure_later():
+    for result in processes().run(another_later, size=2):
+        assert difference(result, whole("engine", "mean", torch.float64)) <= 1e-13
+
+
+def is_killed(group, rank):
+    """One of the ranks is killed in the middle of a window."""
+    params, *batch = problem()
+    step = made("engine", "mean", 2, group)
+    step(params, *batch)
+    if dist.get_rank(group) == rank:
+        os._exit(1)
+    step(params, *batch)
+
+
+def test_a_peer_that_dies_raises():
+    own = Processes(2)
+    try:
+        with pytest.raises(Failed, match=r"funcga: the replicas could not be merged. One of them has died") as failure:
+            own.run(is_killed, 1)
+        assert [error[0] for error in failure.value.errors] == ["RuntimeError", "died"]
+    finally:
+        own.stop()
+
+
+def stays_away(group):
+    """In the second window rank 1 sleeps; rank 0 says what was raised, and after how long."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    params, *batch = problem()
+    step = made("engine", "mean", 2, group)
+    step(params, *batch)
+    if dist.get_rank(group) == 1:
+        time.sleep(3)
+        return None
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        step(params, *batch)
+    return error.value.__notes__[0], time.monotonic() - begun
+
+
+def test_nobody_waits_for_ever():
+    own = Processes(2)
+    try:
+        (note, seconds), _ = own.run(stays_away)
+    finally:
+        own.stop()
+    assert "did not call the step within the group's timeout" in note
+    assert seconds < 30  # a deadline, not a measurement
+
+
+@pytest.mark.parametrize(
+    ("across", "text"),
+    [
+        ("data", "across= is 'data', and the arrays of the call are torch tensors. Give a process group, across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']."),
+        (dist.GroupMember.NON_GROUP_MEMBER, "across= is a process group that this process is no member of: it has no part in the fold."),
+        ("mesh", "across= is a device mesh of 2 dimensions, ('dp', 'tp'). Name the one to merge over: across=mesh['dp']; or make one of several: mesh['dp', 'cp']._flatten()."),
+        ("bytes", "bucket_bytes is 0: it must be an int >= 1, such as 4 * 2**20."),
+        ("wire", "wire_dtype is torch.int8: gradients can be sent as torch.float32, torch.float64 or torch.bfloat16; None sends them as they are accumulated."),
+    ],
+)  # fmt: skip
+def test_what_is_no_group_is_refused(across, text):
+    assert refused(given, across, size=4) == [text] * 4
+
+
+def given(group, across):
+    options = {"bytes": {"bucket_bytes": 0}, "wire": {"wire_dtype": torch.int8}}.get(across, {})
+    if options:
+        across = Replicas(group, **options)
+    if across == "mesh":
+        across = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    funcga.accumulate(funcga.grad(averaged), 2, across=across)(*problem())
+
+
+def transformed(group):
+    params, *batch = problem()
+    step = made("engine", "mean", 2, group)
+    torch.func.vmap(lambda scale: step({k: v * scale for k, v in params.items()}, *batch))(torch.ones(2))
+
+
+def compiles(group, fullgraph):
+    params, x = layers(2), torch.ones(8, 64)
+    step = funcga.accumulate(funcga.value_and_grad(deep), 2, across=group)
+    return difference(torch.compile(step, backend="eager", fullgraph=fullgraph)(params, x), step(params, x))
+
+
+def test_not_in_a_transform():
+    text = "across= was given inside of a torch.func transform, where replicas cannot be merged."
+    assert all(text in found for found in refused(transformed, size=2))
+
+
+def test_not_in_one_graph():
+    with pytest.raises(Failed, match="funcga merges over replicas here; compile the loss instead"):
+        processes().run(compiles, True, size=2)
+    assert processes().run(compiles, False, size=2) == [0.0, 0.0]  # the graph is broken where the step begins
+
+
+def test_not_with_auto():
+    with pytest.raises(funcga.FuncgaError, match=r'n="auto" was given together with across=: a replica that runs out'):
+        funcga.accumulate(funcga.grad(averaged), "auto", across="data")
+
+
+def test_without_processes():
+    with pytest.raises(funcga.FuncgaError, match=r"across= was given, and torch.distributed is not initialised. Start"):
+        funcga.accumulate(funcga.grad(averaged), 2, across=object())(*problem())
+
+
+# ---------------------------------------------------------------------------------------------------- check_replicas
+
+
+def checks(group, changed, how):
+    params = {"layers": [{"w": torch.arange(12.0).view(3, 4)}, {"w": torch.ones(3, dtype=torch.bfloat16)}], "n": None}
+    params["z"] = torch.zeros(0)
+    if dist.get_rank(group) in changed:
+        if how == "bit":
+            params["layers"][0]["w"][1, 2] = torch.nextafter(torch.tensor(6.0), torch.tensor(7.0))
+        if how == "swapped":
+            params["layers"][0]["w"] = params["layers"][0]["w"].flip(0)
+        if how == "two":
+            params["layers"] = [{"w": layer["w"] + 1} for layer in params["layers"]]
+        if how == "missing":
+            del params["z"]
+    funcga.check_replicas(params, group)
+
+
+def test_parameters_that_are_the_same():
+    processes().run(checks, (), "none", size=3)
+    processes().run(checks, (0, 1, 2), "bit", size=3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "how", "text"),
+    [
+        ((1,), "bit", "not as on rank 0 is `params['layers'][0]['w']` of rank 1. Send them around once before training: for p in params.values(): torch.distributed.broadcast(p, src=0, group=group)."),
+        ((0,), "swapped", "not as on rank 0 is `params['layers'][0]['w']` of rank 1, 2."),
+        ((2,), "two", "not as on rank 0 are `params['layers'][0]['w']` of rank 2; `params['layers'][1]['w']` of rank 2."),
+        ((1,), "missing", "the replicas have different parameters: `params['z']` is float32[0] on rank 0 and missing on rank 1."),
+    ],
+)  # fmt: skip
+def test_parameters_that_differ_are_named(changed, how, text):
+    for found in refused(checks, changed, how, size=3):
+        assert text in found

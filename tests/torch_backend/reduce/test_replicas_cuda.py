@@ -1,0 +1,62 @@
+"""Replicas on CUDA, joined by NCCL: as many as there are devices. All of it skips itself without one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import funcga
+from tests.processes import processes
+from tests.torch_backend.reduce.test_replicas import counted, deep, difference, layers, problem, summed
+from torch_backend import Replicas
+
+needs_cuda = pytest.mark.skipif(
+    not (torch.cuda.is_available() and dist.is_nccl_available()), reason="needs CUDA devices and NCCL"
+)
+pytestmark = needs_cuda
+
+
+def on_devices(function, *args):
+    return processes(torch.cuda.device_count(), "nccl").run(function, *args)
+
+
+def same(group, device_weights):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    params, *batch = problem(torch.float64)
+    params = {k: v.cuda() for k, v in params.items()}
+    weight = (lambda x, y, t: t.sum()) if device_weights else (lambda x, y, t: int(t.sum()))
+    step = funcga.accumulate(funcga.value_and_grad(summed), 2, fold=funcga.per_weight(), weight=weight, across=group)
+    own = [x.cuda()[24 * rank // size : 24 * (rank + 1) // size] for x in batch]
+    step(params, *own)
+    result = step(params, *own)
+    expected = funcga.accumulate(funcga.value_and_grad(summed), 1, fold=funcga.per_weight(), weight=weight)
+    return difference(result, expected(params, *(x.cuda() for x in batch)))
+
+
+@pytest.mark.parametrize("device_weights", [False, True])
+def test_the_same_global_batch(device_weights):
+    assert max(on_devices(same, device_weights)) <= 1e-13
+
+
+def without_waiting(group):
+    """The second window, in which whatever makes the host wait for the device is an error."""
+    params = [{k: v.cuda() for k, v in layer.items()} for layer in layers(12)]
+    x = torch.ones(8, 64, device="cuda")
+    step = funcga.accumulate(
+        funcga.value_and_grad(deep), 4, weight=lambda x: (x > 0).sum(), across=Replicas(group, bucket_bytes=2**16)
+    )
+    step(params, x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with counted() as calls:
+            step(params, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return [name for name, _ in calls]
+
+
+def test_the_host_never_waits():
+    for calls in on_devices(without_waiting):
+        assert set(calls) == {"allgather_", "allreduce_"}  # the header is on the host
+        assert calls.count("allgather_") == 1
+        assert len(calls) > 4

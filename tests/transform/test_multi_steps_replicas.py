@@ -1,0 +1,324 @@
+"""`multi_steps(across=)` in torch: each process folds what it has, and an update merges them, once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import funcga
+import torch_backend
+from funcga import TargetWeight, Transform
+from tests.processes import Failed, processes
+from tests.torch_backend.reduce.test_replicas import counted
+
+
+def problem(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        "w": torch.randn(6, 3, generator=generator, dtype=dtype),
+        "b": torch.randn(3, generator=generator, dtype=dtype),
+    }
+    rows = torch.randn(24, 6, generator=generator, dtype=dtype)
+    return params, rows
+
+
+def gradient(params, rows):
+    return torch.func.grad(lambda p: (torch.tanh(rows @ p["w"] + p["b"]) ** 2).mean())(params)
+
+
+def sgd():
+    return Transform(lambda params: (), lambda g, s, p=None: ({k: -v for k, v in g.items()}, s))
+
+
+# the micro-batches of each rank, as rows of the batch: of different sizes
+PARTS = [[(0, 5), (5, 6), (6, 12)], [(12, 13), (13, 20), (20, 24)]]
+
+
+def updates_of(group, choices, windows):
+    params, rows = problem()
+    tx = funcga.multi_steps(sgd(), 3, across=group, **choices)
+    state, found = tx.init(params), []
+    with counted() as calls:
+        for window in range(windows):
+            for start, stop in PARTS[dist.get_rank(group)]:
+                part = rows[start:stop] * (window + 1)
+                updates, state = tx.update(gradient(params, part), state, params, weight=stop - start)
+            found.append(updates)
+            found.append([name for name, _ in calls])
+            calls.clear()
+    return found, int(state.updates), float(state.window.tally.weight[0])
+
+
+@pytest.mark.parametrize("choices", [{}, {"donate": True}, {"drop": "microbatch"}], ids=str)
+def test_an_update_is_that_of_all_rows(choices):
+    params, rows = problem()
+    for found, count, left in processes().run(updates_of, choices, 2, size=2):
+        assert (count, left) == (2, 0)
+        for window in range(2):
+            expected = gradient(params, rows * (window + 1))
+            for name, update in found[2 * window].items():
+                torch.testing.assert_close(update, -expected[name], rtol=1e-13, atol=1e-14)
+        assert found[1].count("allreduce_") == 1
+        # once the replicas know each other: the header, the sums, and the integers that count what was rejected
+        assert found[3] == ["allgather_", "allreduce_", "allgather_"]
+
+
+def drops(group, drop):
+    params, rows = problem()
+    tx = funcga.multi_steps(sgd(), 3, across=group, drop=drop)
+    state, found = tx.init(params), []
+    rank = dist.get_rank(group)
+    for window in range(2):
+        for k, (start, stop) in enumerate(PARTS[rank]):
+            grads = gradient(params, rows[start:stop])
+            if (window, rank, k) == (0, 1, 1):
+                grads["w"] = grads["w"] * float("nan")
+            updates, state = tx.update(grads, state, params, weight=stop - start)
+        found.append((updates, tx.has_updated(state)))
+    return found, [int(x) for x in state.dropped], int(state.updates)
+
+
+def test_a_micro_batch_is_dropped_on_one_rank():
+    params, rows = problem()
+    expected = gradient(params, torch.cat([rows[:13], rows[20:]])), gradient(params, rows)
+    for found, dropped, count in processes().run(drops, "microbatch", size=2):
+        assert (dropped, count) == ([1, 0], 2)
+        for (updates, has), whole in zip(found, expected, strict=True):
+            assert has
+            for name in updates:
+                torch.testing.assert_close(updates[name], -whole[name], rtol=1e-13, atol=1e-14)
+
+
+def test_a_window_is_dropped_on_all_ranks():
+    params, rows = problem()
+    whole = gradient(params, rows)
+    for found, dropped, count in processes().run(drops, "window", size=2):
+        assert (dropped, count) == ([6, 1], 1)
+        assert [has for _, has in found] == [False, True]
+        assert all((u == 0).all() for u in found[0][0].values())
+        for name, update in found[1][0].items():
+            torch.testing.assert_close(update, -whole[name], rtol=1e-13, atol=1e-14)
+
+
+def targets(group):
+    params, rows = problem()
+    tx = funcga.multi_steps(sgd(), TargetWeight(12), across=group)
+    state, ends = tx.init(params), []
+    for start, stop in PARTS[dist.get_rank(group)]:
+        _, state = tx.update(gradient(params, rows[start:stop]), state, params, weight=stop - start)
+        ends.append(tx.has_updated(state))
+    return ends
+
+
+def test_a_target_weight_is_that_of_all():
+    # 5 and 1, then 1 and 7, then 6 and 4: 6, 14; 10
+    assert processes().run(targets, size=2) == [[False, True, False]] * 2
+
+
+def flushes(group):
+    params, rows = problem()
+    tx = funcga.multi_steps(sgd(), 8, across=group)
+    state = tx.init(params)
+    for start, stop in PARTS[dist.get_rank(group)]:
+        state = tx.accumulate(gradient(params, rows[start:stop]), state, weight=stop - start)
+    updates, state = tx.flush(state, params)
+    return updates, tx.has_updated(state)
+
+
+def test_a_partial_window_of_all_is_exact():
+    params, rows = problem()
+    whole = gradient(params, rows)
+    for updates, has in processes().run(flushes, size=2):
+        assert has
+        for name in updates:
+            torch.testing.assert_close(updates[name], -whole[name], rtol=1e-13, atol=1e-14)
+
+
+def differs(group, how):
+    params, _ = problem()
+    w = params["w"]
+    others = {"leaf": {"w": w}, "shape": {**params, "w": w.T.contiguous()}}
+    params = others[how] if dist.get_rank(group) else params
+    tx = funcga.multi_steps(sgd(), 1, across=group)
+    tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize(("how", "texts"), [("leaf", ["['b']"]), ("shape", ["[3, 6]", "[6, 3]"])])
+def test_unlike_replicas_are_found_out(how, texts):
+    with pytest.raises(Failed) as failed:
+        processes().run(differs, how, size=2)
+    for kind, text in failed.value.errors:
+        assert kind == "FuncgaError"
+        assert all(part in text for part in texts)
+
+
+def two_models(group):
+    tx = funcga.multi_steps(sgd(), 1, across=group)
+    found = []
+    for width in (2, 5):
+        params = {"w": torch.full((width,), 1.0 + dist.get_rank(group))}
+        updates, _ = tx.update(params, tx.init(params), params)
+        found.append(updates["w"].tolist())
+    return found
+
+
+def test_one_transform_for_two_models():
+    assert processes().run(two_models, size=2) == [[[-1.5] * 2, [-1.5] * 5]] * 2
+
+
+def with_adamw(group):
+    params, rows = problem()
+    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 3, across=group)
+    state = tx.init(params)
+    for _ in range(3):
+        for start, stop in PARTS[dist.get_rank(group)]:
+            updates, state = tx.update(gradient(params, rows[start:stop]), state, params, weight=stop - start)
+        params = torch_backend.apply_updates(params, updates)
+    funcga.check_replicas(params, group)
+    return params
+
+
+def test_an_optimizer_of_torch_stays_in_step():
+    params, rows = problem()
+    leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+    optimizer = torch.optim.AdamW(leaves.values(), lr=0.1)
+    for _ in range(3):
+        torch_backend.assign_grads(leaves, gradient({k: v.detach() for k, v in leaves.items()}, rows))
+        optimizer.step()
+    for found in processes().run(with_adamw, size=2):
+        for name in found:
+            torch.testing.assert_close(found[name], leaves[name].detach(), rtol=1e-9, atol=1e-11)
+
+
+# A state that is saved in the middle of a window
+
+
+def in_the_middle(group, window):
+    """The state of each rank after two calls of three, in the first window or in the second."""
+    params, rows = problem()
+    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 3, across=group)
+    state = tx.init(params)
+    for call in range(3 * window + 2):
+        start, stop = PARTS[group.rank()][call % 3]
+        updates, state = tx.update(gradient(params, rows[start:stop]), state, params, weight=stop - start)
+        if tx.has_updated(state):
+            params = torch_backend.apply_updates(params, updates)
+    return tx.merge([state]) if group.size() == 1 else state, params
+
+
+def goes_on(group, state, params, last):
+    """The update that ends the window: each rank has a part of the rows of the last call."""
+    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 3, across=group)
+    rows = problem()[1][last][group.rank() :: group.size()]
+    updates, state = tx.update(gradient(params, rows), state, params, weight=len(rows))
+    assert tx.has_updated(state)
+    return updates, [int(x) for x in (state.updates, state.offered, state.window.tally.steps)]
+
+
+LAST = [*range(6, 12), *range(20, 24)]  # the rows of the last call of PARTS
+
+
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_merged_state_goes_on_with_any_number_of_replicas(size, window):
+    saved = processes().run(in_the_middle, window, size=2)
+    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 3)
+    merged, params = tx.merge([state for state, _ in saved]), saved[0][1]
+    whole, alone = problem()[1], funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 1)
+    start, state = problem()[0], None
+    state = alone.init(start)
+    for _ in range(window + 1):
+        expected, state = alone.update(gradient(start, whole), state, start)
+        start = torch_backend.apply_updates(start, expected)
+    for updates, counts in processes().run(goes_on, merged, params, LAST, size=size):
+        assert counts == [window + 1, 0, 0]
+        for name in updates:
+            torch.testing.assert_close(updates[name], expected[name], rtol=1e-9, atol=1e-11)
+    found, _ = tx.update(gradient(params, whole[LAST]), merged, params, weight=len(LAST))  # without replicas
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("fold", ["max", "moments", "sum"])
+def test_windows_are_merged_by_their_monoids(fold):
+    fold = {"max": funcga.max(), "moments": funcga.moments(), "sum": funcga.sum()}[fold]
+    tx = funcga.multi_steps(sgd(), 4, fold=fold)
+    grads = [{"w": torch.randn(3, generator=torch.Generator().manual_seed(seed))} for seed in range(4)]
+    params = {"w": torch.zeros(3)}
+    parts = []
+    for rank in range(2):
+        state = tx.init(params)
+        for g in grads[2 * rank : 2 * rank + 2]:
+            state = tx.accumulate(g, state, weight=2.0)
+        part = torch.tensor([rank, 2], dtype=torch.int32)
+        parts.append(state._replace(window=state.window._replace(part=part)))
+    whole = tx.init(params)
+    for g in grads:
+        whole = tx.accumulate(g, whole, weight=2.0)
+    for states in (parts, parts[::-1]):
+        merged = tx.merge(states)
+        found, expected = (torch.utils._pytree.tree_leaves(s.window[:3]) for s in (merged, whole))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def a_part_goes_on(group, state, params):
+    """An update of the state that another replica has saved; one that raises tells the others, which need not wait."""
+    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 3, across=group)
+    with pytest.raises(funcga.FuncgaError) as error:
+        tx.update(gradient(params, problem()[1]), state, params)
+    return str(error.value)
+
+
+def test_the_part_of_another_replica_is_refused():
+    saved = processes().run(in_the_middle, 0, size=2)
+    texts = processes().run(a_part_goes_on, saved[1][0], saved[0][1], size=1)
+    here = "this is replica 0 of 1"
+    text = (
+        "the state was saved in the middle of a window, as the part of replica 1 of 2, and {}: an update would lack "
+        "what the others have folded. Merge the states of all replicas, state = tx.merge(states), and load that one on "
+        "every replica, whatever their number."
+    )
+    assert texts == [text.format(here)]
+    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 3)
+    for state, params in saved:
+        with pytest.raises(funcga.FuncgaError, match=r"and this transform has no across=: an update would lack"):
+            tx.flush(state, params)
+    (first, params), (second, _) = saved
+    grown = processes().run(a_part_goes_on, first, params, size=3)
+    assert grown == [
+        text.format(f"this is replica {rank} of 3").replace("replica 1 of 2", "replica 0 of 2", 1) for rank in range(3)
+    ]
+    for states, listed in (
+        ([first], "0 of 2"),
+        ([first, first], "0 of 2, 0 of 2"),
+        ([second, first, first], "1 of 2, 0"),
+    ):
+        with pytest.raises(funcga.FuncgaError, match=f"the states to merge are those of the replicas {listed}"):
+            tx.merge(states)
+    later = second._replace(offered=second.offered + 1)
+    with pytest.raises(funcga.FuncgaError, match=r"not of one moment: .* 2 after update 0, 3 after update 0"):
+        tx.merge([first, later])
+    with pytest.raises(funcga.FuncgaError, match="there are no states to merge"):
+        tx.merge([])
+    merged = tx.merge([second, first])
+    assert tx.merge([merged, merged]).window.tally.steps == merged.window.tally.steps  # both are of all replicas
+
+
+def saved_after_an_update(group, how):
+    """The state of rank 0 between two windows, loaded everywhere by way of a state dict."""
+    params, rows = problem()
+    tx = funcga.multi_steps(sgd(), 1, across=group)
+    _, state = tx.update(gradient(params, rows), tx.init(params), params)
+    both = [None] * group.size()
+    dist.all_gather_object(both, funcga.to_state_dict(state), group=group)
+    state = funcga.from_state_dict(tx.init(params), both[0])
+    updates, _ = tx.update(gradient(params, rows[group.rank() :: 2]), state, params)
+    return updates
+
+
+def test_between_two_windows_the_state_of_one_replica_is_that_of_all():
+    params, rows = problem()
+    halves = [gradient(params, rows[rank::2]) for rank in range(2)]
+    for updates in processes().run(saved_after_an_update, None, size=2):
+        for name in updates:
+            torch.testing.assert_close(updates[name], -(halves[0][name] + halves[1][name]) / 2)

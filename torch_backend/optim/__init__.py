@@ -1,0 +1,1 @@
+"""Optimizers of torch as pure functions."""

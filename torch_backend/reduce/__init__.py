@@ -1,0 +1,1 @@
+"""The merge over a process group."""

@@ -1,0 +1,1 @@
+"""Modules whose wrapper reduces gradients: DDP, FSDP."""
