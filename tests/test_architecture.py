@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import funcga
 import jax_backend
 import torch_backend
 from funcga._backend.protocols import Arrays, Gradients, Handover, Loop, Replicas, Transforms, Trees
@@ -195,23 +194,3 @@ def test_backends_supply_what_the_core_asks_for(backend):
                 own = getattr(getattr(backend, part), name)
                 assert list(inspect.signature(own).parameters) == list(inspect.signature(member).parameters)[1:]
                 assert (own.__doc__ or "").splitlines()[0] == (member.__doc__ or "").splitlines()[0]
-
-
-def test_public_names_have_docstrings_and_types():
-    for name in vars(funcga):
-        value = getattr(funcga, name)
-        if name.startswith("_") or inspect.ismodule(value) or name == "CARRY":
-            continue
-        assert inspect.getdoc(value), name
-        if inspect.isfunction(value):
-            assert all(p.annotation is not p.empty for p in inspect.signature(value).parameters.values()), name
-
-
-def test_the_contract_is_there():
-    names = """accumulate stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy shares_memory FuncgaError CARRY
-               Fold Reducer Monoid mean per_weight sum max min moments pooled concat carry reducers normalizers compare match Rule
-               rules verify Problem multi_steps batch_moments running_statistics"""
-    assert not [name for name in names.split() if not hasattr(funcga, name)]
-    parameters = list(inspect.signature(funcga.accumulate).parameters.values())
-    assert [p.name for p in parameters] == ["grad_fn", "n", "microbatch_size", "fold", "weight", "in_axes", "across"]
-    assert [p.kind is p.KEYWORD_ONLY for p in parameters] == [False, False, True, True, True, True, True]

@@ -1,0 +1,62 @@
+"""The public surface, as an installed package has it: these tests also run against a wheel, with no checkout on the path."""
+
+import importlib.metadata
+import importlib.resources
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import funcga
+import jax_backend
+import torch_backend
+
+NAMES = """accumulate stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy shares_memory FuncgaError CARRY
+           Fold Reducer Monoid mean per_weight sum max min moments pooled ratio concat carry reducers normalizers monoids compare
+           match Rule rules verify Problem multi_steps batch_moments running_statistics check_replicas TargetWeight loss_scaled
+           linear_scaling sqrt_scaling to_state_dict from_state_dict Transform MultiSteps"""  # fmt: skip
+
+
+def test_the_contract_is_there():
+    assert not [name for name in NAMES.split() if not hasattr(funcga, name)]
+    parameters = list(inspect.signature(funcga.accumulate).parameters.values())
+    assert [p.name for p in parameters] == ["grad_fn", "n", "microbatch_size", "fold", "weight", "in_axes", "across"]
+    assert [p.kind is p.KEYWORD_ONLY for p in parameters] == [False, False, True, True, True, True, True]
+
+
+@pytest.mark.parametrize("package", [funcga, torch_backend, jax_backend])
+def test_public_names_have_docstrings_and_types(package):
+    for name in dir(package):
+        value = getattr(package, name)
+        if name.startswith("_") or inspect.ismodule(value) or name in ("CARRY", "BACKEND"):
+            continue
+        assert inspect.getdoc(value), name
+        if inspect.isfunction(value):
+            assert all(p.annotation is not p.empty for p in inspect.signature(value).parameters.values()), name
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_call(framework):
+    if framework == "torch":
+        import torch as xp
+    else:
+        import jax.numpy as xp
+    step = funcga.accumulate(funcga.value_and_grad(lambda p, x: ((x - p["w"]) ** 2).mean()), 3)
+    loss, grads = step({"w": xp.ones(())}, xp.arange(7.0))
+    assert float(loss) == pytest.approx(sum((x - 1) ** 2 for x in range(7)) / 7)
+    assert float(grads["w"]) == pytest.approx(-2 * sum(x - 1 for x in range(7)) / 7)
+
+
+def test_what_is_installed_has_its_data():
+    for package in ("funcga", "torch_backend", "jax_backend"):
+        assert importlib.resources.files(package).joinpath("py.typed").is_file(), package
+    assert importlib.resources.files("funcga._parity").joinpath("page.html").is_file()
+    assert importlib.metadata.version("funcga") == funcga.__version__
+
+
+def test_the_command_line_is_installed():
+    done = subprocess.run(
+        [sys.executable, "-m", "funcga", "verify", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "grad_fn" in done.stdout
