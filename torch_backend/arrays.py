@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from torch_backend import _private
 from torch_backend.dtensor import is_placed
-from torch_backend.engine.recording import in_forward_mode, is_recorded, transforms
+from torch_backend.engine.recording import is_recorded
 from torch_backend.strides import laid_as
 
 xp = torch
@@ -107,7 +108,7 @@ def in_transform() -> bool:
     """
     if torch.compiler.is_compiling() and not _TRACES_DEPTH:
         return True  # it cannot be known there, and not to write is right in any case
-    return transforms() > 0 or in_forward_mode() or is_recorded()
+    return _private.transforms() > 0 or _private.in_forward_mode() or is_recorded()
 
 
 _TRACES_DEPTH = torch.__version__ >= "2.13"

@@ -8,9 +8,9 @@ import torch
 from funcga._call.arguments import argument_names
 from funcga._call.prefixes import leaf_paths
 from funcga.errors import FuncgaError
-from torch_backend import arrays, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.engine.hooks import put_hooks
-from torch_backend.engine.recording import is_constant, is_recorded, switched_off, transforms
+from torch_backend.engine.recording import is_constant, is_recorded, switched_off
 from torch_backend.modules.frozen import check_unfrozen
 
 
@@ -74,7 +74,7 @@ _UNKNOWN_TO_FUNC = "functorch transform", "saved tensor hooks", "doesn't have st
 
 def _explain(error: RuntimeError, arguments: Any) -> None:
     """Raises FuncgaError where torch says in words of its own what it does not take."""
-    if not transforms() and any(words in str(error) for words in _UNKNOWN_TO_FUNC):
+    if not _private.transforms() and any(words in str(error) for words in _UNKNOWN_TO_FUNC):
         raise FuncgaError(
             "loss_fn does what torch.func does not take, and a gradient function that is called by itself runs on it. "
             "Checkpoints, saved-tensor hooks and the like need autograd: call a step of one micro-batch, "
@@ -93,7 +93,7 @@ def _explain(error: RuntimeError, arguments: Any) -> None:
 
 def depends(loss: torch.Tensor) -> bool | None:
     """Whether a loss depends on what the innermost transform, one of these, differentiates it by."""
-    if transforms() != 1 or is_recorded():  # others, around it, hide the number
+    if _private.transforms() != 1 or is_recorded():  # others, around it, hide the number
         return None
     return True if loss.requires_grad else False if is_constant(loss) else None
 

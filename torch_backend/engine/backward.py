@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
-from torch.autograd.graph import _engine_run_backward  # the public one spends 30 microseconds on 24 inputs
 
 from funcga.errors import FuncgaError
+from torch_backend import _private
 from torch_backend.dtensor import is_placed
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.modules.guards import Surroundings
@@ -33,9 +32,7 @@ from torch_backend.wrapped.graphs import last_applied, left_alone, reach
 
 _NOTHING = nullcontext()
 _Ready = Callable[[int], None]
-_VERSION, _GRAD = operator.attrgetter("_version"), operator.attrgetter("grad")
-# On the CPU a pass runs in the thread that calls it, and needs no copy of its context, as those of devices do.
-_run_on_host = Variable._execution_engine.run_backward
+_GRAD = operator.attrgetter("grad")
 
 
 class Routes:
@@ -96,7 +93,7 @@ class Backward:
             if buffers.reduced[k] is not None:
                 leaf.grad = buffers.reduced[k]
         self._survey()
-        self._written = sum(map(_VERSION, self.inputs))
+        self._written = sum(map(_private.version, self.inputs))
         self.settle()
 
     def _attach(self, scaled: bool) -> None:
@@ -150,9 +147,9 @@ class Backward:
     def _count(self) -> int:
         """A number that changes with everything that is added to a leaf's `.grad`."""
         if self.held:
-            return sum(map(_VERSION, self.held))
+            return sum(map(_private.version, self.held))
         grads = [leaf.grad for leaf in self.inputs]
-        return sum([grad._version + 1 for grad in grads if grad is not None])
+        return sum([_private.version(grad) + 1 for grad in grads if grad is not None])
 
     def __call__(
         self, loss: torch.Tensor, weight: Any, moving: Sequence[torch.Tensor] = (), ready: _Ready | None = None,
@@ -228,11 +225,7 @@ class Backward:
         """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         with self._outside() if self.autocast else _NOTHING:
-            if type(loss) is not torch.Tensor:
-                torch.autograd.backward(loss, cotangent, inputs=inputs or None)
-                return
-            run = _run_on_host if self.on_host and loss.is_cpu else _engine_run_backward
-            run((loss,), (cotangent,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+            _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
 
     def _outside(self) -> ExitStack:
         stack = ExitStack()
@@ -252,7 +245,7 @@ class Backward:
 
         Raises FuncgaError if a parameter, or its `.grad`, was written to during the window.
         """
-        if sum(map(_VERSION, self.inputs)) != self._written:
+        if sum(map(_private.version, self.inputs)) != self._written:
             raise FuncgaError(
                 "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of "
                 "its micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the "
@@ -294,15 +287,10 @@ def _ran_backward() -> FuncgaError:
     )
 
 
-_use_count = getattr(
-    torch._C, "_storage_Use_Count", lambda _: 0
-)  # of the tensor and of `storage`; if torch still tells
-
-
 def is_alone(gradient: torch.Tensor) -> bool:
     """Whether nobody else holds the memory of a gradient, nor it more than it needs."""
     storage = gradient.untyped_storage()
-    alone = _use_count(storage._cdata) == 2 and storage.nbytes() == gradient.nbytes
+    alone = _private.holders(storage) == 2 and storage.nbytes() == gradient.nbytes
     return alone and storage.resizable()  # which memory that is not torch's, as that of a NumPy array, is not
 
 
@@ -313,7 +301,7 @@ def holds(dtype: torch.dtype, number: float) -> bool:
 
 def autocasting(devices: Iterable[str]) -> list[str]:
     """The types of device, the host's and these, that autocast is on for."""
-    if not torch._C._is_any_autocast_enabled():  # as usual
+    if not _private.is_any_autocast_enabled():  # as usual
         return []
     found = {"cpu", *devices}
     return [d for d in found if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]

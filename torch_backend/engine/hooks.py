@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from funcga.errors import FuncgaError
+from torch_backend import _private
 
 
 def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any], paths: Callable[[], list[str]]) -> bool:
@@ -14,9 +15,9 @@ def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any], paths: Callable[[],
 
     Raises FuncgaError, with its path, for a tensor with hooks that act on its `.grad`.
     """
-    if any(getattr(tensor, "_post_accumulate_grad_hooks", None) for tensor in tensors):
+    if any(map(_private.acts_on_grad, tensors)):
         raise _acts_on_grad(tensors, paths())
-    found = [getattr(tensor, "_backward_hooks", None) for tensor in tensors]
+    found = [*map(_private.hooks_of, tensors)]
     if not any(found):
         return False
     for leaf, hooks in zip(leaves, found, strict=True):
@@ -26,8 +27,7 @@ def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any], paths: Callable[[],
 
 
 def _acts_on_grad(tensors: Sequence[Any], paths: list[str]) -> FuncgaError:
-    hooked = [getattr(tensor, "_post_accumulate_grad_hooks", None) for tensor in tensors]
-    path = next(path for path, hooks in zip(paths, hooked, strict=True) if hooks)
+    path = next(path for path, tensor in zip(paths, tensors, strict=True) if _private.acts_on_grad(tensor))
     return FuncgaError(
         f"`{path}` has a hook of register_post_accumulate_grad_hook, which acts on the .grad that .backward() leaves, "
         f"and here gradients are returned, not left in .grad. Remove it with handle.remove(), and do to the gradients "
@@ -43,7 +43,7 @@ def check_hooks_known(given: Mapping[str, Any], held: Mapping[str, Any]) -> None
     for name, tensor in given.items():
         # what is computed from a parameter, as in meta-learning, has a gradient function, and is no parameter
         differentiated = tensor.requires_grad and tensor.is_leaf
-        if differentiated and getattr(held[name], "_backward_hooks", None) and not tensor._backward_hooks:
+        if differentiated and _private.hooks_of(held[name]) and not _private.hooks_of(tensor):
             raise FuncgaError(
                 f"`{name}` has a hook of register_hook, which a transform of torch.func does not call. Take the "
                 f"gradient with funcga.grad or funcga.value_and_grad, which do; or remove it with handle.remove()."

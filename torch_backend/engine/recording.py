@@ -8,8 +8,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._C import _functorch  # no public test for a running transform exists
-from torch.autograd import forward_ad
 
 from funcga.errors import FuncgaError
 
@@ -36,16 +34,6 @@ class recording_loss(AbstractContextManager[None]):  # noqa: N801 - a context, a
 def is_recorded() -> bool:
     """Whether autograd records a loss of funcga's, which what is computed now is a part of."""
     return (_recordings > 0 if torch.compiler.is_compiling() else _RECORDED.get()) and torch.is_grad_enabled()
-
-
-def transforms() -> int:
-    """How many transforms of torch.func are running, one inside of the other."""
-    return int(_functorch.get_dynamic_layer_stack_depth())
-
-
-def in_forward_mode() -> bool:
-    """Whether there is a level of forward-mode AD, which no public function tells."""
-    return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def is_constant(loss: torch.Tensor) -> bool:

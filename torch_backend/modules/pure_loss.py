@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from funcga.errors import FuncgaError, similar
-from torch_backend import arrays
+from torch_backend import _private, arrays
 from torch_backend.engine.hooks import check_hooks_known
-from torch_backend.engine.recording import transforms
 from torch_backend.modules.batch_norm import Watch, called
 from torch_backend.modules.copies import copied
 from torch_backend.modules.embeddings import bounded, check_unbounded, within_norm
@@ -239,7 +238,7 @@ class Entrance:
     def _chosen(self, held: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         found = _checked(self.params, held, "parameters")
         check_none_frozen(self.params, held)
-        if transforms():
+        if _private.transforms():
             check_hooks_known(self.params, held)
         return found
 

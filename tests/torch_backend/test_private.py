@@ -1,0 +1,133 @@
+"""Private names of torch: each is taken away, and the numbers are the same still."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+from torch_backend import _private, pure_loss
+
+
+def loss(params, x, y):
+    return (torch.tanh(x @ params["w"]) @ params["v"] - y).square().mean()
+
+
+def arguments():
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(3, 4, generator=generator), "v": torch.randn(4, generator=generator)}
+    return params, torch.randn(7, 3, generator=generator), torch.randn(7, generator=generator)
+
+
+def uneven():
+    """Micro-batches of different weights, of which one is 0."""
+    weight = lambda x, y: float(len(x) - 1)
+    return funcga.accumulate(funcga.value_and_grad(loss), 4, weight=weight)(*arguments())
+
+
+def shared():
+    """A gradient in memory that the loss holds as well: here all of them are one tensor."""
+    params, x, _ = arguments()
+    same = torch.ones(4)
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, v):
+            return v.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return same
+
+    got = funcga.accumulate(funcga.grad(lambda p, x: Same.apply(p["v"]) * 1.0), 3)(params, x)
+    assert same.equal(torch.ones(4))
+    return got
+
+
+def recomputed():
+    params, x, y = arguments()
+    inner = lambda w, v, x, y: loss({"w": w, "v": v}, x, y)
+    outer = lambda p, x, y: checkpoint(inner, p["w"], p["v"], x, y, use_reentrant=True)
+    return funcga.accumulate(funcga.value_and_grad(outer), 3)(params, x, y)
+
+
+def halves():
+    params, x, y = arguments()
+    with torch.autocast("cpu", torch.bfloat16):
+        return funcga.accumulate(funcga.value_and_grad(loss), 3)(params, x, y)
+
+
+def transformed():
+    """A step inside of torch.func, and one inside of forward-mode AD."""
+    params, x, y = arguments()
+    step = funcga.accumulate(funcga.value_and_grad(loss), 3)
+    outer = lambda p: step(p, x, y)[0] + sum(g.square().sum() for g in step(p, x, y)[1].values())
+    tangents = {name: torch.ones_like(p) for name, p in params.items()}
+    return torch.func.grad(outer)(params), torch.func.jvp(outer, (params,), (tangents,))
+
+
+def hooked():
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    module.weight.register_hook(lambda grad: 2 * grad)
+    step = funcga.accumulate(funcga.grad(pure_loss(module, lambda module, x, y: module(x).squeeze(1).sub(y).sum())), 3)
+    return step(dict(module.named_parameters()), *arguments()[1:])
+
+
+CALLS = [uneven, shared, recomputed, halves, transformed, hooked]
+NAMES = {
+    "_engine_run_backward": lambda: torch.autograd.graph,
+    "_execution_engine": lambda: torch.autograd.Variable,
+    "_storage_Use_Count": lambda: torch._C,
+    "_is_any_autocast_enabled": lambda: torch._C,
+    "get_dynamic_layer_stack_depth": lambda: torch._C._functorch,
+    "_current_level": lambda: torch.autograd.forward_ad,
+}
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Takes names away while the file of private names is loaded; torch itself has them again afterwards."""
+
+    def take(*names):
+        with monkeypatch.context() as taken:
+            for name in names:
+                taken.delattr(NAMES[name](), name)
+            importlib.reload(_private)
+
+    yield take
+    importlib.reload(_private)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "all"])
+def test_the_numbers_are_the_same_without(name, without):
+    want = [call() for call in CALLS]
+    without(*(NAMES if name == "all" else [name]))
+    got = [call() for call in CALLS]
+    funcga.compare(want, got, rtol=0, atol=0).assert_close()
+
+
+def test_what_torch_does_not_tell_is_found_out(without):
+    without(*NAMES)
+    seen = []
+
+    def look(x):
+        seen.append((_private.transforms(), _private.in_forward_mode()))
+        return x.sum()
+
+    x = torch.ones(2)
+    look(x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(x[None])
+    torch.func.jvp(look, (x,), (x,))
+    assert seen == [(0, False), (2, False), (2, False), (2, True)]
+    assert _private.holders(x.untyped_storage()) == 0
+    assert _private.is_any_autocast_enabled()
+
+
+def test_without_versions_writes_go_unnoticed_and_gradients_are_right(monkeypatch):
+    want = uneven()
+    monkeypatch.setattr(_private, "version", lambda _: 0)
+    funcga.compare(want, uneven(), rtol=0, atol=0).assert_close()
