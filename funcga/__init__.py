@@ -11,7 +11,6 @@ from funcga import normalizers as normalizers
 from funcga import reducers as reducers
 from funcga import rules as rules
 from funcga._accumulate import accumulate as accumulate
-from funcga._backend.replicas import check_replicas as check_replicas
 from funcga._call.arguments import CARRY as CARRY
 from funcga._compare.compare import compare as compare
 from funcga._fold.accumulator import Accumulator as Accumulator
@@ -20,6 +19,7 @@ from funcga._fold.tally import Tally as Tally
 from funcga._grad import grad as grad
 from funcga._grad import value_and_grad as value_and_grad
 from funcga._parity.problem import Problem as Problem
+from funcga._replicas import check_replicas as check_replicas
 from funcga._statistics import batch_moments as batch_moments
 from funcga._statistics import running_statistics as running_statistics
 from funcga._stream import stream as stream

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from funcga._auto_n import Fitting
-from funcga._backend.protocols import load_imported
-from funcga._call.program import Program, check_callable, check_count, step_of
-from funcga._grad import GradientFunction, OwningGradient
-from funcga.errors import FuncgaError
+from funcga._backend.dispatch import load_imported
+from funcga._call.program import OwningGradient, Program
+from funcga._grad import GradientFunction
+from funcga._replicas import step_of
+from funcga.errors import FuncgaError, check_callable, check_count
 from funcga.folds import mean
 
 

@@ -4,12 +4,14 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from funcga._backend.protocols import Backend, backend_of, load_imported
+from funcga._backend.dispatch import backend_of, load_imported
+from funcga._backend.prefixes import leaf_paths
+from funcga._backend.protocols import Backend
 from funcga._call.arguments import argument_names
-from funcga._call.prefixes import leaf_paths
+from funcga._call.program import Program
 from funcga._call.scales import check_loss_scale, scaled_loss
 from funcga.errors import FuncgaError
 
@@ -199,20 +201,6 @@ def evaluations() -> int:
     return _EVALUATIONS.count
 
 
-class OwningGradient:
-    """A gradient function that brings parameters of its own: all of its arguments are split, unless in_axes says."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The value and gradient of one micro-batch."""
-        raise NotImplementedError
-
-    def check_search(self) -> None:
-        """Raises FuncgaError if a window of it cannot be replayed, to look for the n that fits in memory."""
-
-    def check_stream(self) -> None:
-        """Raises FuncgaError, which says why, if it cannot be without a micro-batch."""
-
-
 def _keywords(loss_fn: Callable[..., Any]) -> set[str]:
     """The parameters that a loss can be given by name, with "**" where that is any; of what is made of one, its own."""
     while hasattr(loss_fn, "loss_fn"):
@@ -300,3 +288,10 @@ def _gradient_function(
     check_scaled(loss_fn, scaled)
     load_imported()
     return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)
+
+
+def bound(program: Program, backend: Backend) -> Program:
+    """The program with a gradient function of funcga's made the framework's own once, not at every micro-batch."""
+    if isinstance(program.grad_fn, GradientFunction):
+        return replace(program, grad_fn=program.grad_fn.bound(backend))
+    return program

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from funcga._backend.protocols import Arrays, backend_of
+from funcga._backend.dispatch import backend_of
+from funcga._backend.protocols import Arrays
 from funcga._fold.quantity import is_quantity
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from funcga._backend.protocols import load_imported
-from funcga._call.program import Program, check_callable, check_count, step_of
+from funcga._backend.dispatch import load_imported
+from funcga._call.program import OwningGradient, Program
 from funcga._fold.weight import known_weight
-from funcga._grad import OwningGradient
+from funcga._replicas import step_of
 from funcga._transform.window_size import TargetWeight
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, check_callable, check_count
 from funcga.folds import mean
 
 

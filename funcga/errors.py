@@ -1,6 +1,7 @@
 """The one error type of funcga, and what its texts share."""
 
 import difflib
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,3 +22,22 @@ def similar(name: Any, known: Iterable[str]) -> str:
     """A hint at the known name that is most like this one, " (`name`?)", to stand behind it; "" if none is."""
     close = difflib.get_close_matches(str(name), [*known], 1)
     return f" (`{close[0]}`?)" if close else ""
+
+
+def check_callable(function: Any, name: str, like: str) -> None:
+    """Raises FuncgaError if it cannot be called."""
+    if not callable(function):
+        raise FuncgaError(f"{name} is {function!r}, which is no function. Pass one, such as {like}")
+
+
+def check_count(value: Any, name: str, instead: str = "") -> int:
+    """A number of micro-batches or rows as an int >= 1. Raises FuncgaError, which names what may stand instead."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)
+    except TypeError:
+        raise FuncgaError(f"{name} is {value!r}: it must be an int, at least 1. Write {name}=8{instead}.") from None
+    if count < 1:
+        raise FuncgaError(f"{name} is {count}: it must be at least 1. Write {name}=1 for one micro-batch.")
+    return count

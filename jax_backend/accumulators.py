@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from funcga._call.outputs import Outputs
+from funcga._fold.outputs import Outputs
 from jax_backend.collectives import as_varying, varying_axes
 
 _spec: Any = PartitionSpec  # which JAX has not typed

@@ -12,11 +12,12 @@ from jax.export import is_symbolic_dim
 
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, groups
-from funcga._call.outputs import Outputs, as_leaf, leaf_path
 from funcga._call.program import Program
 from funcga._fold import tally
 from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._fold.weight import LEAST32, MOST32, check_narrow
+from funcga._grad import bound
 from funcga.errors import FuncgaError
 from jax_backend import accumulators, arrays, compilation, nnx, trees
 from jax_backend import dlpack as handover
@@ -30,7 +31,7 @@ from jax_backend.replicas import replicas_of, unmerged
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    fold = _kept(program, "accumulate", lambda: compiled(_accumulate(program.bound(backend), backend)))
+    fold = _kept(program, "accumulate", lambda: compiled(_accumulate(bound(program, backend), backend)))
     if program.across is not None or jax.device_count() == 1:
         return lambda args, kwargs: fold(args, kwargs, 1, None)
     # here, as inside jit an array does not say where it lies
@@ -237,7 +238,7 @@ def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwa
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
-    return _kept(program, "stream", lambda: _stream(program.bound(backend), backend))
+    return _kept(program, "stream", lambda: _stream(bound(program, backend), backend))
 
 
 def _outputs_of(program: Program, backend: Backend, evaluate: Callable[..., Any]) -> Callable[..., Outputs]:

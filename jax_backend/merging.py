@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcga._call.outputs import Outputs
-from funcga._call.prefixes import PrefixError, broadcast, outline
+from funcga._backend.prefixes import PrefixError, broadcast, outline
 from funcga._fold import tally
 from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
 from jax_backend.collectives import Exchange, Later, as_varying

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from funcga._call.outputs import Outputs
-from funcga._call.prefixes import leaf_paths
+from funcga._backend.prefixes import leaf_paths
 from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
 from funcga._transform.transform import MultiSteps
 from funcga._transform.window import Dropped, MultiStepsState, Window

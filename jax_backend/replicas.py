@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from funcga._call.prefixes import leaf_paths
+from funcga._backend.prefixes import leaf_paths
 from funcga.errors import FuncgaError
 from jax_backend import trees
 

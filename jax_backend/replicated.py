@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from funcga._backend.protocols import load
+from funcga._backend.dispatch import load
+from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths, outline
 from funcga._call.arguments import argument_names
-from funcga._call.prefixes import PrefixError, broadcast, leaf_paths, outline
 from funcga._call.program import Program
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga._call.arguments import Arguments
-from funcga._call.outputs import Outputs
+from funcga._fold.outputs import Outputs
 
 
 def blocks_of(arguments: Arguments) -> int:

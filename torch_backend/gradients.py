@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
-from funcga._call.prefixes import leaf_paths
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.engine.hooks import put_hooks

@@ -10,7 +10,7 @@ import torch
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, groups, starts
 from funcga._call.program import Program
-from funcga._grad import GradientFunction
+from funcga._grad import GradientFunction, bound
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import arrays, trees
@@ -221,7 +221,7 @@ def _window(program: Program, backend: Backend) -> "_Window":
         count_window(program)
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
         return Engine(program, gradient, backend, replicas)
-    return _Calls(program.bound(backend), backend, replicas, gradient)
+    return _Calls(bound(program, backend), backend, replicas, gradient)
 
 
 def _differentiated_across() -> FuncgaError:

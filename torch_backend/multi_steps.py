@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funcga._call.outputs import Outputs
 from funcga._call.program import Program
 from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
 from funcga._transform.window import Window
 from funcga.errors import FuncgaError

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from funcga._call.prefixes import leaf_paths
+from funcga._backend.prefixes import leaf_paths
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_placed, local, ranks_apart

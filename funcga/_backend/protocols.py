@@ -1,23 +1,20 @@
-"""What a framework must supply, and which framework owns a call.
+"""What a framework must supply.
 
 The mathematics of a fold is in this package and is written against an array namespace, `xp`: `torch` or `jax.numpy`.
 A backend supplies only what a framework truly owns: its trees, the facts about its arrays, its loop and its gradients.
 """
 
-import importlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from funcga._types import Array, Dtype, Tree
-from funcga.errors import FuncgaError
 
-if TYPE_CHECKING:
-    from funcga._call.outputs import Outputs
-    from funcga._call.program import Program
-    from funcga._fold.leaf import LeafFold
-    from funcga._fold.tally import Tally
+# A program, the leaf folds, outputs and tallies are types of rooms above this one; here they only pass through.
+Program = Any
+LeafFold = Any
+Outputs = Any
+Tally = Any
 
 
 class Trees(Protocol):
@@ -185,11 +182,11 @@ class Gradients(Protocol):
 class Loop(Protocol):
     """A framework's way to go through the micro-batches."""
 
-    def accumulate(self, program: "Program", backend: "Backend") -> Callable[..., Any]:
+    def accumulate(self, program: Program, backend: "Backend") -> Callable[..., Any]:
         """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
         ...
 
-    def stream(self, program: "Program", backend: "Backend") -> Callable[..., Any]:
+    def stream(self, program: Program, backend: "Backend") -> Callable[..., Any]:
         """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
         ...
 
@@ -255,26 +252,26 @@ class Transforms(Protocol):
         ...
 
     def add(
-        self, folds: "Sequence[LeafFold | None]", held: list[Any], leaves: list[Any], weight: Any, donate: bool
+        self, folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool
     ) -> tuple[list[Any], bool]:
         """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
         ...
 
-    def finish(self, folds: "Sequence[LeafFold | None]", held: list[Any], tally: "Tally", donate: bool) -> list[Any]:
+    def finish(self, folds: Sequence[LeafFold | None], held: list[Any], tally: Tally, donate: bool) -> list[Any]:
         """The normalised leaves; in the same memory if that is donated."""
         ...
 
-    def restore(self, folds: "Sequence[LeafFold | None]", held: list[Any], tally: "Tally") -> None:
+    def restore(self, folds: Sequence[LeafFold | None], held: list[Any], tally: Tally) -> None:
         """Takes back what `finish` has done to memory that was donated, to rounding."""
         ...
 
-    def emptied(self, folds: "Sequence[LeafFold | None]", held: list[Any], donate: bool, taken: Tree) -> list[Any]:
+    def emptied(self, folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Tree) -> list[Any]:
         """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
         ...
 
     def merged(
-        self, outputs: "Outputs", held: list[Any], tally: "Tally", replicas: Any, known: dict[Any, Any]
-    ) -> tuple[list[Any], "Tally"]:
+        self, outputs: Outputs, held: list[Any], tally: Tally, replicas: Any, known: dict[Any, Any]
+    ) -> tuple[list[Any], Tally]:
         """What all replicas hold together; `known` is what a backend works out once."""
         ...
 
@@ -315,111 +312,3 @@ class Backend:
     loop: Loop
     replicas: Replicas
     transforms: Transforms
-
-
-def load(framework: str) -> Backend:
-    """The backend of a framework.
-
-    Raises FuncgaError if the framework is not installed, or if another module stands under the backend's name.
-    """
-    if framework not in _LOADED:
-        _LOADED[framework] = _imported(framework)
-    return _LOADED[framework]
-
-
-_LOADED: dict[str, Backend] = {}  # as sys.modules would be, but torch.compile guards all of that
-
-
-def _imported(framework: str) -> Backend:
-    name = f"{framework}_backend"
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in (framework, name):
-            raise
-        raise FuncgaError(
-            f"{error.name} is not installed, and this call needs it. Install it: pip install 'funcga[{framework}]'"
-        ) from error
-    backend = getattr(module, "BACKEND", None)
-    if not isinstance(backend, Backend):
-        found = getattr(module, "__file__", None) or "a module without a file"
-        raise FuncgaError(
-            f"`import {name}` finds {found}, which is not funcga's: it hides the backend. Rename that file (or "
-            f"take its folder off sys.path), or reinstall: pip install 'funcga[{framework}]'"
-        )
-    return backend
-
-
-def load_imported() -> list[Backend]:
-    """The backends of the frameworks that are imported.
-
-    What makes a step calls this, so that no import is left for the first call, which torch.compile may be tracing.
-    """
-    return [_LOADED[framework] for framework in _loaded()]
-
-
-def _loaded() -> tuple[str, ...]:
-    """The frameworks that are imported, whose backends are loaded now."""
-    found = tuple(framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None)
-    for framework in found:
-        load(framework)
-    return found
-
-
-# Torch.compile runs it as it is, and what is imported later changes nothing: an import it could not trace.
-_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Backend:
-    """The backend that owns the array leaves of some trees, asked only of frameworks already imported.
-
-    NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none and it is imported.
-    Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
-    """
-    loaded = load_imported()
-    for test in ("owns", "is_array"):
-        for backend in loaded:
-            leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
-            mine = getattr(backend.arrays, test)
-            if not any(map(mine, leaves)) or (test == "is_array" and backend.name != "jax"):
-                continue
-            # by the name of the type, as torch.compile cannot look into another framework
-            if any(_framework(leaf) not in (None, backend.name) for leaf in leaves if not mine(leaf)):
-                raise _mixed(trees, names(), loaded)
-            return backend
-    raise _without_arrays(names(), [backend.name for backend in loaded])
-
-
-def _framework(leaf: Any) -> str | None:
-    if isinstance(leaf, int | float) or not hasattr(
-        leaf, "shape"
-    ):  # of an int in its graph torch.compile knows no more
-        return None
-    return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(type(leaf).__module__.split(".")[0])
-
-
-def _without_arrays(names: Sequence[str], loaded: list[str]) -> FuncgaError:
-    where = ", ".join(f"`{name}`" for name in names) or "the call, which has no arguments"
-    return FuncgaError(
-        f"no array was found in {where}"
-        + (f" (looked for arrays of {' and '.join(loaded)})" if loaded else "")
-        + ". A fold needs torch tensors or JAX arrays, which also say in which framework it runs. Convert first: "
-        "`funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
-    )
-
-
-def _mixed(trees: Sequence[Any], names: Sequence[str], loaded: list[Backend]) -> FuncgaError:
-    from funcga._call.prefixes import leaf_paths
-
-    found: dict[str, tuple[str, str]] = {}
-    for backend in loaded:
-        for name, tree in zip(names, trees, strict=True):
-            for path, leaf in zip(leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True):
-                if backend.arrays.owns(leaf):
-                    found.setdefault(backend.name, (path, name))
-    articles = {"torch": "a torch tensor", "jax": "a JAX array"}
-    what = " and ".join(f"`{path}` is {articles[framework]}" for framework, (path, _) in found.items())
-    return FuncgaError(
-        f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
-        f"`funcga.to_{loaded[0].name}({found[loaded[-1].name][1]})`."
-    )

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from funcga._backend.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline
 from funcga._backend.protocols import Backend
 from funcga._call.examples import Listed, has_list, suspect
-from funcga._call.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline
 from funcga.errors import FuncgaError
 
 

@@ -1,51 +1,31 @@
 """What `accumulate` and `stream` hand to a backend's loop: the user's functions and choices, checked."""
 
 import inspect
-import operator
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from funcga._backend.protocols import Backend, backend_of
+from funcga._backend.dispatch import backend_of
+from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, argument_names, read_arguments
-from funcga._call.outputs import Outputs, sort_outputs
+from funcga._fold.outputs import Outputs, sort_outputs
 from funcga._fold.weight import check_weight
-from funcga._grad import GradientFunction, OwningGradient
+from funcga._replicas import Step
 from funcga.errors import FuncgaError
 
 
-class Step(NamedTuple):
-    """Which step this is, in words that mean the same in every process that runs this code.
+class OwningGradient:
+    """A gradient function that brings parameters of its own: all of its arguments are split, unless in_axes says."""
 
-    `name` is that of its function, and `number` how many steps of that name were made before.
-    """
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The value and gradient of one micro-batch."""
+        raise NotImplementedError
 
-    name: str
-    number: int
+    def check_search(self) -> None:
+        """Raises FuncgaError if a window of it cannot be replayed, to look for the n that fits in memory."""
 
-    def __str__(self) -> str:
-        return f"the step of {self.name}" + (f" (number {self.number + 1})" if self.number else "")
-
-
-_MADE: Counter[str] = Counter()
-
-
-def step_of(function: Any) -> Step:
-    """The Step that is made of this function now."""
-    inner = inspect.unwrap(function)
-    inner = getattr(inner, "func", getattr(inner, "loss_fn", inner))  # of a functools.partial, or a pure_loss
-    code = getattr(inner, "__code__", None)
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    name = f"`{name}`" if code is None else f"`{name}` in line {code.co_firstlineno} of {Path(code.co_filename).name}"
-    _MADE[name] += 1
-    return Step(name, _MADE[name] - 1)
-
-
-def steps_made() -> dict[str, int]:
-    """How many steps of each name this process has made."""
-    return {**_MADE}
+    def check_stream(self) -> None:
+        """Raises FuncgaError, which says why, if it cannot be without a micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +44,6 @@ class Program:
     compiled: dict[Any, Any] = field(
         default_factory=dict, repr=False
     )  # what a backend works out once, not at every call
-
-    def bound(self, backend: Backend) -> "Program":
-        """The same, with a gradient function of funcga's made the framework's own once, not at every micro-batch."""
-        if isinstance(self.grad_fn, GradientFunction):
-            return replace(self, grad_fn=self.grad_fn.bound(backend))
-        return self
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
@@ -130,22 +104,3 @@ def _check_state(returned: list[Any], arguments: Arguments) -> None:
                 f"{describe(after)}. Every micro-batch gets what the one before returned: return the shape and dtype "
                 f"that came in."
             )
-
-
-def check_callable(function: Any, name: str, like: str) -> None:
-    """Raises FuncgaError if it cannot be called."""
-    if not callable(function):
-        raise FuncgaError(f"{name} is {function!r}, which is no function. Pass one, such as {like}")
-
-
-def check_count(value: Any, name: str, instead: str = "") -> int:
-    """A number of micro-batches or rows as an int >= 1. Raises FuncgaError, which names what may stand instead."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        count = operator.index(value)
-    except TypeError:
-        raise FuncgaError(f"{name} is {value!r}: it must be an int, at least 1. Write {name}=8{instead}.") from None
-    if count < 1:
-        raise FuncgaError(f"{name} is {count}: it must be at least 1. Write {name}=1 for one micro-batch.")
-    return count

@@ -5,7 +5,7 @@ import importlib.util
 import platform
 
 from funcga import __version__
-from funcga._backend.protocols import load
+from funcga._backend.dispatch import load
 from funcga.errors import FuncgaError
 
 PACKAGES = ("torch", "jax", "jaxlib", "optax", "numpy", "ml_dtypes", "rich", "matplotlib", "scikit-learn",

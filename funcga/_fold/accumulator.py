@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from funcga._backend.protocols import Backend, backend_of
-from funcga._call.outputs import Outputs, bind_outputs
+from funcga._backend.dispatch import backend_of
+from funcga._backend.protocols import Backend
 from funcga._fold import tally
 from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._fold.tally import Tally
 from funcga._fold.weight import check_narrow, check_weight
 from funcga.errors import FuncgaError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from funcga._backend.protocols import load
+from funcga._backend.dispatch import load
 from funcga._compare.compare import compare
 from funcga._compare.report import Report
 from funcga._parity import folding

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from funcga._accumulate import accumulate
-from funcga._backend.protocols import Backend, load, load_imported
+from funcga._backend.dispatch import load, load_imported
+from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, groups, read_arguments, starts
 from funcga._compare import tolerances
 from funcga._compare.compare import compare

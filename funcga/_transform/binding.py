@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from funcga._backend.protocols import Backend
-from funcga._call.outputs import Outputs, bind_outputs
+from funcga._fold.outputs import Outputs, bind_outputs
 from funcga.errors import FuncgaError
 from funcga.folds import sum
 

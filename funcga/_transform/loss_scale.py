@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from funcga._backend.protocols import Backend, backend_of, load_imported
+from funcga._backend.dispatch import backend_of, load_imported
+from funcga._backend.protocols import Backend
 from funcga._fold.quantity import is_quantity
 from funcga._transform.precision import widened
 from funcga._transform.transform import DonatingTransform, Transform, read_transform

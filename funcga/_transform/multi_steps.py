@@ -6,12 +6,13 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal
 
-from funcga._backend.protocols import Backend, backend_of, load_imported
-from funcga._call.prefixes import leaf_paths
-from funcga._call.program import step_of
+from funcga._backend.dispatch import backend_of, load_imported
+from funcga._backend.prefixes import leaf_paths
+from funcga._backend.protocols import Backend
 from funcga._fold import tally
 from funcga._fold.weight import check_weight
 from funcga._grad import uninitialised
+from funcga._replicas import step_of
 from funcga._transform.binding import Bindings
 from funcga._transform.non_finite import Dropping
 from funcga._transform.precision import result_folds, widened

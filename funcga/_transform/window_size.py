@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcga._backend.protocols import Arrays
-from funcga._call.program import check_count
 from funcga._fold.quantity import is_quantity
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, check_count
 
 
 @dataclass(frozen=True)

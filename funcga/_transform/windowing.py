@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
+from funcga._backend.prefixes import leaf_paths, paths_apart
 from funcga._backend.protocols import Arrays, Backend
-from funcga._call.prefixes import leaf_paths, paths_apart
 from funcga._fold import tally
 from funcga._fold.leaf import LeafFold
 from funcga._fold.tally import Tally

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from funcga._backend.protocols import Backend, Handed, UnfitError, load, load_imported
-from funcga._call.prefixes import leaf_paths, paths_apart
+from funcga._backend.dispatch import load, load_imported
+from funcga._backend.prefixes import leaf_paths, paths_apart
+from funcga._backend.protocols import Backend, Handed, UnfitError
 from funcga.errors import FuncgaError
 
 

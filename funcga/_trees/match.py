@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-from funcga._backend.protocols import Backend, backend_of, load_imported
-from funcga._call.prefixes import paths_apart
+from funcga._backend.dispatch import backend_of, load_imported
+from funcga._backend.prefixes import paths_apart
+from funcga._backend.protocols import Backend
 from funcga._trees.interop import installed, to_jax, to_torch
 from funcga._trees.paths import as_numpy, by_path, paths_and_leaves
 from funcga.errors import FuncgaError

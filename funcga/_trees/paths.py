@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Iterator, Mapping, MappingView
 from typing import Any
 
-from funcga._backend.protocols import load_imported
+from funcga._backend.dispatch import load_imported
 from funcga._trees.interop import to_numpy
 from funcga.errors import FuncgaError
 

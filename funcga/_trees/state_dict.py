@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from funcga._backend.protocols import Backend, backend_of
-from funcga._call.prefixes import leaf_paths, paths_apart
+from funcga._backend.dispatch import backend_of
+from funcga._backend.prefixes import leaf_paths, paths_apart
+from funcga._backend.protocols import Backend
 from funcga._trees.interop import to_jax, to_numpy, to_torch
 from funcga.errors import FuncgaError
 

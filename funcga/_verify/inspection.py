@@ -8,8 +8,8 @@ import numpy as np
 
 from funcga import normalizers, reducers
 from funcga._accumulate import accumulate
+from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import CARRY
-from funcga._call.prefixes import leaf_paths
 from funcga._grad import GradientFunction
 from funcga._verify.constants import Variant, variants
 from funcga._verify.naming import is_linear

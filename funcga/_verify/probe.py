@@ -11,11 +11,11 @@ import numpy as np
 
 from funcga import monoids, reducers
 from funcga._accumulate import accumulate
+from funcga._backend.prefixes import leaf_paths
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import CARRY, Arguments
-from funcga._call.outputs import place
-from funcga._call.prefixes import leaf_paths
 from funcga._call.program import Program
+from funcga._fold.outputs import place
 from funcga._trees.interop import to_numpy
 from funcga.folds import Fold, mean, sum
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from funcga._call.prefixes import leaf_paths
+from funcga._backend.prefixes import leaf_paths
 from funcga._verify.probe import Probe, as_numbers, random_states, restore
 from funcga._verify.tolerance import limit_of, relative
 from funcga._verify.verdict import Cause

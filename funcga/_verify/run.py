@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from funcga import normalizers
+from funcga._backend.prefixes import leaf_paths
 from funcga._backend.protocols import Backend
-from funcga._call.prefixes import leaf_paths
-from funcga._call.program import Program, check_callable, check_count
-from funcga._grad import GradientFunction, OwningGradient
+from funcga._call.program import OwningGradient, Program
+from funcga._grad import GradientFunction
 from funcga._verify.derivatives import differentiated_wrongly, first_order
 from funcga._verify.diagnosis import diagnose
 from funcga._verify.inspection import divided, has_gradients, per_example, unused
@@ -22,7 +22,7 @@ from funcga._verify.repetition import impurities, written, written_later
 from funcga._verify.splits import compare, uneven
 from funcga._verify.tolerance import limit_of
 from funcga._verify.verdict import Cause, Verdict
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, check_callable, check_count
 
 
 def run(

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from funcga._backend.protocols import Backend, backend_of, load
+from funcga._backend.dispatch import backend_of, load
+from funcga._backend.protocols import Backend
 from funcga.errors import FuncgaError
 
 

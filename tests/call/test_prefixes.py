@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import funcga
-from funcga._call.prefixes import PrefixError, broadcast, leaf_paths, outline
+from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths, outline
 
 Pair = namedtuple("Pair", "left right")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from funcga._call.outputs import Outputs
 from funcga._fold import tally
 from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs
 from torch_backend import arrays
 from torch_backend.dtensor import aligned, local, locals_of, rewrapped, settled
 

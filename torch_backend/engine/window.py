@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcga._backend.prefixes import leaf_paths
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, argument_names
-from funcga._call.outputs import Outputs
-from funcga._call.prefixes import leaf_paths
 from funcga._call.program import Program
 from funcga._call.scales import scaled_loss
+from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, evaluations
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
-from funcga._call.prefixes import leaf_paths
 from funcga.errors import FuncgaError
 from torch_backend import trees
 

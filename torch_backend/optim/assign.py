@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcga._call.prefixes import leaf_paths
+from funcga._backend.prefixes import leaf_paths
 from funcga.errors import FuncgaError, similar
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_placed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import utils
 
-from funcga._call.prefixes import leaf_paths
+from funcga._backend.prefixes import leaf_paths
 from funcga._transform.transform import DonatingTransform
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees

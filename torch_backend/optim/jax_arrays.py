@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from funcga._backend.protocols import Handed, UnfitError, load
-from funcga._call.prefixes import leaf_paths
+from funcga._backend.dispatch import load
+from funcga._backend.prefixes import leaf_paths
+from funcga._backend.protocols import Handed, UnfitError
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend import dlpack as handover

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from funcga._call.prefixes import leaf_paths, outline
+from funcga._backend.prefixes import leaf_paths, outline
 from funcga._grad import uninitialised
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees

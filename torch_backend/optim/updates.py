@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from funcga._call.prefixes import leaf_paths
+from funcga._backend.prefixes import leaf_paths
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_placed, settled

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funcga._call.outputs import Outputs
-from funcga._call.program import Program, Step, steps_made
+from funcga._call.program import Program
 from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs
+from funcga._replicas import Step, steps_made
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Place, is_placed, local, place_of, ranks_apart

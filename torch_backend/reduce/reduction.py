@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcga._call.outputs import Outputs
 from funcga._call.program import Program
 from funcga._fold import tally
+from funcga._fold.outputs import Outputs
 from funcga.errors import FuncgaError
 from torch_backend import arrays
 from torch_backend.dtensor import Place, is_placed, local, rewrapped

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcga._backend.protocols import load
+from funcga._backend.dispatch import load
 from funcga._call.arguments import Argument, Arguments
-from funcga._call.program import Program
-from funcga._grad import GradientFunction, OwningGradient, check_scaled
+from funcga._call.program import OwningGradient, Program
+from funcga._grad import GradientFunction, check_scaled
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend.modules.guards import check_module_and_loss, modules_in, wrapper_of

@@ -19,10 +19,10 @@ from torch import nn
 
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import CARRY, Arguments
-from funcga._call.outputs import Outputs
 from funcga._call.program import Program
 from funcga._call.scales import scaled_loss
 from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs
 from funcga.errors import FuncgaError
 from torch_backend import arrays
 from torch_backend.engine.backward import autocasting, holds, is_alone

@@ -269,7 +269,9 @@ def test_the_structure_is_complete_from_init_on(case):
 
 def paths(state):
     named = zip(
-        funcga._call.prefixes.leaf_paths(state, torch_backend.trees), torch_backend.trees.flatten(state)[0], strict=True
+        funcga._backend.prefixes.leaf_paths(state, torch_backend.trees),
+        torch_backend.trees.flatten(state)[0],
+        strict=True,
     )
     return [path for path, leaf in named if isinstance(leaf, torch.Tensor)]
 

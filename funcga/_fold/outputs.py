@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from funcga._backend.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline, paths_apart
 from funcga._backend.protocols import Backend
-from funcga._call.prefixes import Placed, PrefixError, broadcast, leaf_paths, outline, paths_apart
 from funcga._fold.leaf import LeafFold, bind, check_shape
 from funcga.errors import FuncgaError
 from funcga.folds import Fold

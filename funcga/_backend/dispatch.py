@@ -1,0 +1,116 @@
+"""Which framework owns a call."""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from funcga._backend.prefixes import leaf_paths
+from funcga._backend.protocols import Backend
+from funcga.errors import FuncgaError
+
+
+def load(framework: str) -> Backend:
+    """The backend of a framework.
+
+    Raises FuncgaError if the framework is not installed, or if another module stands under the backend's name.
+    """
+    if framework not in _LOADED:
+        _LOADED[framework] = _imported(framework)
+    return _LOADED[framework]
+
+
+_LOADED: dict[str, Backend] = {}  # as sys.modules would be, but torch.compile guards all of that
+
+
+def _imported(framework: str) -> Backend:
+    name = f"{framework}_backend"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in (framework, name):
+            raise
+        raise FuncgaError(
+            f"{error.name} is not installed, and this call needs it. Install it: pip install 'funcga[{framework}]'"
+        ) from error
+    backend = getattr(module, "BACKEND", None)
+    if not isinstance(backend, Backend):
+        found = getattr(module, "__file__", None) or "a module without a file"
+        raise FuncgaError(
+            f"`import {name}` finds {found}, which is not funcga's: it hides the backend. Rename that file (or "
+            f"take its folder off sys.path), or reinstall: pip install 'funcga[{framework}]'"
+        )
+    return backend
+
+
+def load_imported() -> list[Backend]:
+    """The backends of the frameworks that are imported.
+
+    What makes a step calls this, so that no import is left for the first call, which torch.compile may be tracing.
+    """
+    return [_LOADED[framework] for framework in _loaded()]
+
+
+def _loaded() -> tuple[str, ...]:
+    """The frameworks that are imported, whose backends are loaded now."""
+    found = tuple(framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None)
+    for framework in found:
+        load(framework)
+    return found
+
+
+# Torch.compile runs it as it is, and what is imported later changes nothing: an import it could not trace.
+_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Backend:
+    """The backend that owns the array leaves of some trees, asked only of frameworks already imported.
+
+    NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none and it is imported.
+    Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
+    """
+    loaded = load_imported()
+    for test in ("owns", "is_array"):
+        for backend in loaded:
+            leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
+            mine = getattr(backend.arrays, test)
+            if not any(map(mine, leaves)) or (test == "is_array" and backend.name != "jax"):
+                continue
+            # by the name of the type, as torch.compile cannot look into another framework
+            if any(_framework(leaf) not in (None, backend.name) for leaf in leaves if not mine(leaf)):
+                raise _mixed(trees, names(), loaded)
+            return backend
+    raise _without_arrays(names(), [backend.name for backend in loaded])
+
+
+def _framework(leaf: Any) -> str | None:
+    if isinstance(leaf, int | float) or not hasattr(
+        leaf, "shape"
+    ):  # of an int in its graph torch.compile knows no more
+        return None
+    return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(type(leaf).__module__.split(".")[0])
+
+
+def _without_arrays(names: Sequence[str], loaded: list[str]) -> FuncgaError:
+    where = ", ".join(f"`{name}`" for name in names) or "the call, which has no arguments"
+    return FuncgaError(
+        f"no array was found in {where}"
+        + (f" (looked for arrays of {' and '.join(loaded)})" if loaded else "")
+        + ". A fold needs torch tensors or JAX arrays, which also say in which framework it runs. Convert first: "
+        "`funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
+    )
+
+
+def _mixed(trees: Sequence[Any], names: Sequence[str], loaded: list[Backend]) -> FuncgaError:
+    found: dict[str, tuple[str, str]] = {}
+    for backend in loaded:
+        for name, tree in zip(names, trees, strict=True):
+            for path, leaf in zip(leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True):
+                if backend.arrays.owns(leaf):
+                    found.setdefault(backend.name, (path, name))
+    articles = {"torch": "a torch tensor", "jax": "a JAX array"}
+    what = " and ".join(f"`{path}` is {articles[framework]}" for framework, (path, _) in found.items())
+    return FuncgaError(
+        f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
+        f"`funcga.to_{loaded[0].name}({found[loaded[-1].name][1]})`."
+    )
