@@ -36,7 +36,7 @@ class Fitting:
         rows = self.program.read(args, backend).rows()
 
         def run(n: int) -> Any:
-            program = self.programs.setdefault(n, replace(self.program, n=n, compiled={}))
+            program = self.programs.setdefault(n, replace(self.program, n=n, kept={}))
             return backend.loop.finished(backend.loop.accumulate(program, backend)(args, kwargs))
 
         n, result = smallest(run, rows, backend.loop.is_out_of_memory, self.fitted.get(key))

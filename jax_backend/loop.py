@@ -44,10 +44,14 @@ def _kept(program: Program, name: str, make: Callable[[], Callable[..., Any]]) -
     """What is made once and kept with what it has traced; inside of a trace, made for this call alone."""
     if compilation.is_tracing():
         return make()
-    if name not in program.compiled:
-        program.compiled[name] = make()
-    kept: Callable[..., Any] = program.compiled[name]
-    return kept
+    kept = program.keep(_Traced)
+    if name not in kept:
+        kept[name] = make()
+    return kept[name]
+
+
+class _Traced(dict[str, Callable[..., Any]]):
+    """The functions that are made of a step once, by their names, with what each has traced."""
 
 
 def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from torch_backend.engine.transfer import moved
 from torch_backend.engine.window import Engine, detached
 from torch_backend.modules.frozen import check_unfrozen
 from torch_backend.modules.guards import check_no_wrapped_module_in
+from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.reduction import Reduction, absent, begun, count_window, owing
 from torch_backend.replicas import Replicas
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -37,7 +38,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         window = _window(program, backend)
         if window.replicas is None:
             return fold_window(window, args, kwargs)
-        with owing(program, window.replicas):
+        with owing(program.keep(Progress, program.step), window.replicas):
             return fold_window(window, args, kwargs)
 
     def fold_window(window: "_Window", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,7 +89,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
         window = _window(program, backend)
         if window.replicas is None:
             return fold_window(window, leading, microbatches, kwargs)
-        with owing(program, window.replicas):
+        with owing(program.keep(Progress, program.step), window.replicas):
             return fold_window(window, leading, microbatches, kwargs)
 
     def fold_window(
@@ -186,7 +187,7 @@ def _fold_across(
     device = devices[0] if devices else torch.device("cpu")
 
     bind = lambda value: program.bind(value, arguments)[0]
-    absence, agreement = absent(program, bind, device, window.replicas)
+    absence, agreement = absent(program.keep(Progress, program.step), bind, device, window.replicas)
     reduction = absence.reduction(agreement)
     state = reduction.finish(_copied(arguments))
     return reduction.buffers.result(state)
@@ -212,16 +213,20 @@ def _window(program: Program, backend: Backend) -> "_Window":
     if program.across is not None and arrays.in_transform():
         raise _differentiated_across()
     gradient = program.grad_fn
-    if "not wrapped" not in program.compiled and check_no_wrapped_module_in(gradient):
-        program.compiled["not wrapped"] = True
+    if _NotWrapped not in program.kept and check_no_wrapped_module_in(gradient):
+        program.keep(_NotWrapped)
     if isinstance(gradient, ModuleGradient):
         return Driven(program, gradient, backend)
     replicas = program.replicas(backend)
     if replicas is not None:
-        count_window(program)
+        count_window(program.keep(Progress, program.step))
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
         return Engine(program, gradient, backend, replicas)
     return _Calls(bound(program, backend), backend, replicas, gradient)
+
+
+class _NotWrapped:
+    """Kept by a step whose gradient function was seen to use no wrapped module."""
 
 
 def _differentiated_across() -> FuncgaError:
@@ -267,7 +272,9 @@ class _Calls:
             outputs, leaves = self.program.bind(value, arguments)
             self.buffers = Buffers(Layout(outputs))
             if self.replicas is not None:
-                self.reduction = begun(self.program, self.buffers, leaves, self.replicas)
+                self.reduction = begun(
+                    self.program.keep(Progress, self.program.step), self.buffers, leaves, self.replicas
+                )
         else:
             leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.steps + 1}")
         del value

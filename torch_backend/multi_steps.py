@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funcga._call.program import Program
 from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
@@ -18,6 +17,7 @@ from torch_backend import arrays, trees
 from torch_backend.dtensor import is_placed, local
 from torch_backend.engine import window as engine
 from torch_backend.engine.buffers import Buffers, Layout
+from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.reduction import count_window
 from torch_backend.reduce.reduction import merged as merged_buffers
 from torch_backend.replicas import Replicas
@@ -275,8 +275,8 @@ def merged(
     outputs: Outputs, held: list[Any], tally: Tally, replicas: Replicas, known: dict[Any, Any]
 ) -> tuple[list[Any], Tally]:
     """What all replicas hold together; `known` is what a backend works out once."""
-    program = known.setdefault("program", Program(_nothing, None, step=known.get("step")))
-    count_window(program)
+    progress = known.setdefault("progress", Progress(known.get("step")))
+    count_window(progress)
     leaves = [max(h, key=lambda part: part.ndim) if isinstance(h, tuple) else h for h in held]
     buffers = Buffers(Layout(outputs))
     buffers.unit, buffers.reduced = 1.0, [_copied(held[i]) for i in outputs.reduced]
@@ -285,7 +285,7 @@ def merged(
         buffers.counted = Tally((sum(map(_double, tally.weight)),), tally.steps)
     else:
         buffers.weight, buffers.steps = sum(limbs), steps
-    merged_buffers(program, buffers, leaves, [], [replicas])
+    merged_buffers(progress, buffers, leaves, [], [replicas])
     together = [*held]
     for i, leaf in zip(outputs.reduced, buffers.reduced, strict=True):
         together[i] = leaf
@@ -294,10 +294,6 @@ def merged(
 
 def _double(limb: torch.Tensor) -> torch.Tensor:
     return limb.to(torch.float64)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _copied(held: Any) -> Any:

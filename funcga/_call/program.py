@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from funcga._backend.dispatch import backend_of
 from funcga._backend.protocols import Backend
@@ -12,6 +12,8 @@ from funcga._fold.outputs import Outputs, sort_outputs
 from funcga._fold.weight import check_weight
 from funcga._replicas import Step
 from funcga.errors import FuncgaError
+
+Kept = TypeVar("Kept")
 
 
 class OwningGradient:
@@ -41,9 +43,17 @@ class Program:
     device: Any = None
     across: Any = None
     step: Step | None = None  # of one that is merged over replicas
-    compiled: dict[Any, Any] = field(
-        default_factory=dict, repr=False
-    )  # what a backend works out once, not at every call
+    kept: dict[type, object] = field(default_factory=dict, repr=False)
+
+    def keep(self, kind: type[Kept], *args: object) -> Kept:
+        """What a backend keeps of this kind from one call of the step to the next; made of these when first asked for.
+
+        Each backend has classes of its own for what it works out once, not at every call.
+        """
+        kept = self.kept.get(kind)
+        if not isinstance(kept, kind):
+            kept = self.kept[kind] = kind(*args)
+        return kept
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""

@@ -10,6 +10,7 @@ custom functions, compiled losses.
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from torch_backend.modules.frozen import check_unfrozen
 from torch_backend.modules.guards import GradsWatch, Surroundings
 from torch_backend.modules.pure_loss import PureLoss
 from torch_backend.modules.visits import own_parameters
+from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.channel import Listener
 from torch_backend.reduce.reduction import Reduction, begun
 
@@ -40,6 +42,7 @@ class Engine:
 
     def __init__(self, program: Program, gradient: GradientFunction, backend: Backend, replicas: Any = None):
         self.program, self.gradient, self.backend, self.replicas = program, gradient, backend, replicas
+        self.progress = program.keep(Progress, program.step)
         self.reduction: Reduction | None = None
         self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
@@ -123,7 +126,7 @@ class Engine:
     def _listen(self) -> None:
         """Remembers a loss that calls collectives of the group that gradients may travel over."""
         if self.replicas is not None and self.given_group.heard:
-            self.program.compiled["communicates"] = True
+            self.progress.communicates = True
 
     def _arrivals(self, found: "dict[int, _Leaves]") -> Callable[[], bool]:
         """A function that says, after the next backward pass, whether a gradient came to a leaf, or there is none."""
@@ -197,13 +200,13 @@ class Engine:
     def _bind(self, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments, weight: Any) -> None:
         """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
         check_no_backward([leaf for leaves in found.values() for leaf in leaves.leaves])
-        plans, key = self.program.compiled, None
+        kept, key = self.program.keep(Plans), None
         if not self.gradient.has_aux and len(self.whole) == len(self.places) and not arguments.carried():
             # then the output is known by what is differentiated, and so is a plan made for it before
             key = loss.dtype, [(leaves.structure, leaves.kinds()) for leaves in found.values()]
-        plan = plans.get("engine")
+        plan = kept.plan
         if key is None or plan is None or plan.key != key:
-            plan = plans["engine"] = self._planned(key, loss, aux, found, arguments)
+            plan = kept.plan = self._planned(key, loss, aux, found, arguments)
         self.plan: _Plan = plan
         self.buffers = Buffers(self.plan.layout)
         if self.replicas is not None:
@@ -211,7 +214,7 @@ class Engine:
             if self.any_group.heard:
                 # cotangents meet in the backward pass, and have to be in one unit on all replicas
                 self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
-            self.reduction = begun(self.program, self.buffers, trees.flatten(leaves)[0], self.replicas)
+            self.reduction = begun(self.progress, self.buffers, trees.flatten(leaves)[0], self.replicas)
         leaves = self._given(plan.given)
         self.backward = Backward(self.buffers, leaves, plan.routes, self.around, seeds=not self.hooked)
 
@@ -273,6 +276,13 @@ class _Plan(NamedTuple):
     given: list[int]
     own: list[int]
     head: Outputs  # of `own` alone
+
+
+@dataclass(eq=False)
+class Plans:
+    """The plan of a step's last window, for the next one with outputs of the same kinds."""
+
+    plan: _Plan | None = None
 
 
 class _Leaves(NamedTuple):

@@ -5,13 +5,12 @@ Only torch has this file: in JAX one program describes all replicas.
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from funcga._call.program import Program
 from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
@@ -47,45 +46,61 @@ class Agreement:
     steps: tuple[int, ...] | None = None
 
 
-def step_digest(program: Program) -> int:
+@dataclass(eq=False)
+class Progress:
+    """How far a step has come on this replica, kept from one of its windows to the next.
+
+    `windows` have begun, and all replicas have been told of the one numbered `announced`. For each process group,
+    `finished` is the number of the last window that was merged over it, and `agreed` has the Agreements of the last
+    few structures. `communicates`: whether the loss has called collectives of the group that gradients travel over.
+    """
+
+    step: Step | None
+    windows: int = 0
+    announced: int = 0
+    finished: dict[dist.ProcessGroup, int] = field(default_factory=dict)
+    agreed: dict[dist.ProcessGroup, list[Agreement]] = field(default_factory=dict)
+    communicates: bool = False
+
+
+def step_digest(progress: Progress) -> int:
     """A number that is another for any other step."""
-    return 0 if program.step is None else digest_of(tuple(program.step))
+    return 0 if progress.step is None else digest_of(tuple(progress.step))
 
 
 def proposed(
-    program: Program, outputs: Outputs, leaves: Sequence[Any], layout: Layout, replicas: Replicas
+    progress: Progress, outputs: Outputs, leaves: Sequence[Any], layout: Layout, replicas: Replicas
 ) -> Agreement:
     """The Agreement on outputs like these: one that there is, or one that the others have yet to agree to.
 
     `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced elsewhere.
     """
-    for known in reversed(_kept(program, replicas)):
+    for known in reversed(_kept(progress, replicas)):
         if outputs is known.outputs or _same(outputs, leaves, known):
             return known
     given = {*layout.given_scaled, *layout.given_plain}
     pairs = zip(outputs.folds, leaves, strict=True)
     likes = [None if f is None or leaf is None else _like(leaf, i in given) for i, (f, leaf) in enumerate(pairs)]
-    return _added(program, outputs, likes, layout, replicas)
+    return _added(progress, outputs, likes, layout, replicas)
 
 
-def recalled(program: Program, digest: int, replicas: Replicas) -> Agreement | None:
+def recalled(progress: Progress, digest: int, replicas: Replicas) -> Agreement | None:
     """The Agreement on the structure that has this digest."""
-    found = (known for known in _kept(program, replicas) if known.digest == digest and known.steps is not None)
+    found = (known for known in _kept(progress, replicas) if known.digest == digest and known.steps is not None)
     return next(found, None)
 
 
-def has_agreed(program: Program, replicas: Replicas) -> bool:
+def has_agreed(progress: Progress, replicas: Replicas) -> bool:
     """Whether there is any Agreement of these replicas."""
-    return any(known.steps is not None for known in _kept(program, replicas))
+    return any(known.steps is not None for known in _kept(progress, replicas))
 
 
-def _kept(program: Program, replicas: Replicas) -> list[Agreement]:
-    kept: list[Agreement] = program.compiled.setdefault(("agreed", replicas.group), [])
-    return kept
+def _kept(progress: Progress, replicas: Replicas) -> list[Agreement]:
+    return progress.agreed.setdefault(replicas.group, [])
 
 
 def agree(
-    program: Program, mine: Agreement | None, like: Callable[[Any], tuple[Outputs, list[Any]]] | None,
+    progress: Progress, mine: Agreement | None, like: Callable[[Any], tuple[Outputs, list[Any]]] | None,
     reports: list[Report], replicas: Replicas,
 ) -> Agreement:  # fmt: skip
     """The Agreement of all replicas after these reports.
@@ -97,15 +112,15 @@ def agree(
     digest = next(filter(None, digests))
     steps = tuple([report.step for report in reports])
     if {*digests} - {None} == {digest} and all(report.known for report in reports):
-        known = recalled(program, digest, replicas) if mine is None else mine
+        known = recalled(progress, digest, replicas) if mine is None else mine
         assert known is not None  # as all replicas agree in the same windows
         _check_recalled(known, steps)
         return known
-    _check_steps(program, replicas)
+    _check_steps(progress, replicas)
     description = None if mine is None else mine.description
     check_alike(description, replicas.channel, "fold different structures", digests)
     if None in digests:
-        mine = _shared(program, mine, like, replicas)
+        mine = _shared(progress, mine, like, replicas)
     assert mine is not None
     mine.steps = steps
     return mine
@@ -118,9 +133,9 @@ def _check_recalled(known: Agreement, steps: tuple[int, ...]) -> None:
         raise _mixed_up([str(made.get(step, "another step")) for step in steps])
 
 
-def _check_steps(program: Program, replicas: Replicas) -> None:
+def _check_steps(progress: Progress, replicas: Replicas) -> None:
     """Raises FuncgaError if two replicas take different steps of which both have made both."""
-    said = replicas.channel.gathered((program.step, steps_made()))
+    said = replicas.channel.gathered((progress.step, steps_made()))
     for mine, made_here in said:
         for other, made_there in said:
             both = mine is not None and other is not None and mine != other
@@ -137,7 +152,7 @@ def _mixed_up(steps: list[str]) -> FuncgaError:
 
 
 def _shared(
-    program: Program, mine: Agreement | None, like: Callable[[Any], tuple[Outputs, list[Any]]] | None,
+    progress: Progress, mine: Agreement | None, like: Callable[[Any], tuple[Outputs, list[Any]]] | None,
     replicas: Replicas,
 ) -> Agreement:  # fmt: skip
     """The Agreement, where some replicas have nothing to fold and have to be told what the others fold."""
@@ -150,7 +165,7 @@ def _shared(
     if problem is None and mine is None and like is not None:
         try:
             outputs, leaves = like(pickle.loads(said))
-            mine = _added(program, outputs, leaves, Layout(outputs), replicas)
+            mine = _added(progress, outputs, leaves, Layout(outputs), replicas)
         except Exception as error:  # whatever the user's class raises
             problem = f"{type(error).__name__}: {error}"
     problems = [theirs for theirs in replicas.channel.gathered(problem) if theirs is not None]
@@ -184,7 +199,7 @@ def _pickled(structure: Any) -> bytes | str:
     return data
 
 
-def _added(program: Program, outputs: Outputs, likes: list[Any], layout: Layout, replicas: Replicas) -> Agreement:
+def _added(progress: Progress, outputs: Outputs, likes: list[Any], layout: Layout, replicas: Replicas) -> Agreement:
     """An Agreement on outputs with leaves like these, that the others have yet to agree to."""
     description = _description(outputs, likes, replicas)
     kinds = [None if x is None else (x.shape, local(x).stride(), x.dtype, is_placed(x)) for x in likes]
@@ -199,7 +214,7 @@ def _added(program: Program, outputs: Outputs, likes: list[Any], layout: Layout,
     plan = planned(layout, reduced, sums, replicas.bucket_bytes)
     own = {k: (tuple(like.shape), like.stride()) for k, like in reduced.items()}
     made = Agreement(outputs, plan, own, placed, description, digest_of([*description.items()]), kinds)
-    kept = _kept(program, replicas)
+    kept = _kept(progress, replicas)
     kept[:] = [*kept, made][-_KEPT:]
     return made
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcga._call.program import Program
 from funcga._fold import tally
 from funcga._fold.outputs import Outputs
 from funcga.errors import FuncgaError
@@ -23,7 +22,7 @@ from torch_backend import arrays
 from torch_backend.dtensor import Place, is_placed, local, rewrapped
 from torch_backend.engine.buffers import Buffers, Layout, power_below
 from torch_backend.reduce import memory
-from torch_backend.reduce.agreement import Agreement, agree, built, has_agreed, proposed, step_digest
+from torch_backend.reduce.agreement import Agreement, Progress, agree, built, has_agreed, proposed, step_digest
 from torch_backend.reduce.buckets import view
 from torch_backend.reduce.channel import Channel, all_gathered, channel_if_any, explained
 from torch_backend.reduce.header import Header, Report, check_in_step
@@ -39,10 +38,10 @@ class Reduction:
     """
 
     def __init__(
-        self, program: Program, replicas: Replicas, agreement: Agreement, buffers: Buffers, begins: bool = False,
+        self, progress: Progress, replicas: Replicas, agreement: Agreement, buffers: Buffers, begins: bool = False,
         header: Header | None = None,
     ):  # fmt: skip
-        self.program, self.replicas, self.channel = program, replicas, replicas.channel
+        self.progress, self.replicas, self.channel = progress, replicas, replicas.channel
         self.agreement, self.buffers, self.plan, self.outputs = agreement, buffers, agreement.plan, buffers.outputs
         self.carrier = self.channel.carrier(self._device, replicas.group)
         self.header, self.agreed = header, header is not None
@@ -84,7 +83,7 @@ class Reduction:
         group that the loss uses as well, on some replicas earlier than on others.
         """
         one_device = len({bucket.device for bucket in self.plan.buckets}) == 1
-        shared = self.carrier is self.replicas.group and "communicates" in self.program.compiled
+        shared = self.carrier is self.replicas.group and self.progress.communicates
         return self.agreement.steps is not None and one_device and not shared
 
     def announce(self, weight: Any = 0, steps: int = 0) -> None:
@@ -93,7 +92,7 @@ class Reduction:
         if steps:
             buffers.share(weight)
         self.header = announced(
-            self.program, self.replicas, self.agreement, buffers.weight + (0 if on_device else weight),
+            self.progress, self.replicas, self.agreement, buffers.weight + (0 if on_device else weight),
             buffers.steps + steps, on_device or buffers.counted is not None, buffers.unit,
         )  # fmt: skip
 
@@ -129,7 +128,7 @@ class Reduction:
         check_in_step(reports)
         if not self.agreed:
             self.agreed = True
-            agree(self.program, self.agreement, None, reports, self.replicas)
+            agree(self.progress, self.agreement, None, reports, self.replicas)
         units = {report.unit for report in reports} - {0.0}
         self.unit = units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0
 
@@ -151,7 +150,7 @@ class Reduction:
             raise
         for k, like in likes.items():
             self.buffers.reduced[k] = rewrapped(self.buffers.reduced[k], like)
-        self.program.compiled["finished", self.replicas.group] = self.program.compiled["windows"]
+        self.progress.finished[self.replicas.group] = self.progress.windows
         return state
 
     def give_up(self) -> None:
@@ -367,17 +366,17 @@ def _split(work: Any, said: list[torch.Tensor], fields: list[list[Field]]) -> li
 
 
 def announced(
-    program: Program, replicas: Replicas, agreement: Agreement | None, weight: Any = 0, steps: int = 0,
+    progress: Progress, replicas: Replicas, agreement: Agreement | None, weight: Any = 0, steps: int = 0,
     on_device: bool = False, unit: float | None = None,
 ) -> Header:  # fmt: skip
     """The Header of a window, begun. What was owed to the others of an earlier one is sent first."""
     channel = replicas.channel
     channel.settle()
-    program.compiled["announced"] = program.compiled["windows"]
+    progress.announced = progress.windows
     whole = isinstance(weight, int) and weight < 2**53
-    known = has_agreed(program, replicas) if agreement is None else agreement.steps is not None
+    known = has_agreed(progress, replicas) if agreement is None else agreement.steps is not None
     report = Report(
-        step_digest(program), program.compiled["windows"], program.compiled.get(("finished", replicas.group), 0),
+        step_digest(progress), progress.windows, progress.finished.get(replicas.group, 0),
         0 if agreement is None else agreement.digest, known, on_device, steps, weight if whole else 0,
         0.0 if whole else float(weight), unit or 0.0,
     )  # fmt: skip
@@ -391,9 +390,9 @@ def _kind(leaf: Any) -> Any:
     return (leaf,) if isinstance(leaf, bool | int | float | complex | str) else None
 
 
-def count_window(program: Program) -> None:
-    """Counts one more window of the program, so that replicas that are out of step can be told."""
-    program.compiled["windows"] = program.compiled.get("windows", 0) + 1
+def count_window(progress: Progress) -> None:
+    """Counts one more window of the step, so that replicas that are out of step can be told."""
+    progress.windows += 1
 
 
 class Failure(NamedTuple):
@@ -408,24 +407,24 @@ class Failure(NamedTuple):
 
 
 @contextmanager
-def owing(program: Program, replicas: Replicas | None) -> Iterator[None]:
+def owing(progress: Progress, replicas: Replicas | None) -> Iterator[None]:
     """A window; if an error ends it before its header, the others are told when this replica goes on."""
     try:
         yield
     except BaseException:
         channel = None if replicas is None else channel_if_any(replicas.group)
-        window = program.compiled.get("windows", 0)
-        if channel is not None and replicas is not None and program.compiled.get("announced") != window:
-            finished = program.compiled.get(("finished", replicas.group), 0)
-            report = Report(step_digest(program), window, finished, 0, False, False, 0, 0, 0.0, 0.0, failed=True)
+        window = progress.windows
+        if channel is not None and replicas is not None and progress.announced != window:
+            finished = progress.finished.get(replicas.group, 0)
+            report = Report(step_digest(progress), window, finished, 0, False, False, 0, 0, 0.0, 0.0, failed=True)
             channel.owed.append(Failure(channel, report))
         raise
 
 
-def begun(program: Program, buffers: Buffers, leaves: Sequence[Any], replicas: Replicas) -> Reduction:
+def begun(progress: Progress, buffers: Buffers, leaves: Sequence[Any], replicas: Replicas) -> Reduction:
     """The Reduction of a window whose first micro-batch has given these leaves."""
-    agreement = proposed(program, buffers.outputs, leaves, buffers.layout, replicas)
-    return Reduction(program, replicas, agreement, buffers, begins=True)
+    agreement = proposed(progress, buffers.outputs, leaves, buffers.layout, replicas)
+    return Reduction(progress, replicas, agreement, buffers, begins=True)
 
 
 class Absence(NamedTuple):
@@ -434,7 +433,7 @@ class Absence(NamedTuple):
     `bind(value)` is the Outputs of values like those of the others, which are made on `device`.
     """
 
-    program: Program
+    progress: Progress
     replicas: Replicas
     header: Header
     bind: Callable[[Any], Outputs]
@@ -444,7 +443,7 @@ class Absence(NamedTuple):
         """What the others fold. Raises FuncgaError, on all replicas, if they do not do the same."""
         reports = self.header.reports()
         check_in_step(reports)
-        return agree(self.program, None, self._like, reports, self.replicas)
+        return agree(self.progress, None, self._like, reports, self.replicas)
 
     def _like(self, structure: Any) -> tuple[Outputs, list[Any]]:
         value, leaves = built(structure, self.device)
@@ -453,7 +452,7 @@ class Absence(NamedTuple):
     def reduction(self, agreement: Agreement) -> Reduction:
         """One of nothing."""
         buffers = Buffers(Layout(agreement.outputs))
-        return Reduction(self.program, self.replicas, agreement, buffers, header=self.header)
+        return Reduction(self.progress, self.replicas, agreement, buffers, header=self.header)
 
     def settle(self) -> None:
         """Sends what the others still wait for, when this replica was interrupted."""
@@ -464,10 +463,10 @@ class Absence(NamedTuple):
 
 
 def absent(
-    program: Program, bind: Callable[[Any], Outputs], device: torch.device, replicas: Replicas
+    progress: Progress, bind: Callable[[Any], Outputs], device: torch.device, replicas: Replicas
 ) -> tuple[Absence, Agreement]:
     """The window of a replica that has nothing to fold, and what the others fold."""
-    absence = Absence(program, replicas, announced(program, replicas, None), bind, device)
+    absence = Absence(progress, replicas, announced(progress, replicas, None), bind, device)
     try:
         return absence, absence.agreement()
     except FuncgaError:
@@ -478,7 +477,7 @@ def absent(
 
 
 def merged(
-    program: Program, buffers: Buffers, leaves: Sequence[Any], state: list[Any], groups: Sequence[Replicas],
+    progress: Progress, buffers: Buffers, leaves: Sequence[Any], state: list[Any], groups: Sequence[Replicas],
     header: Header | None = None,
 ) -> list[Any]:  # fmt: skip
     """The state when the buffers of a whole window, in units of 1, have been merged over each of the groups in turn.
@@ -486,8 +485,8 @@ def merged(
     What has None among `leaves` is reduced elsewhere. A `header` that is given is that of an Absence.
     """
     for replicas in groups:
-        agreement = proposed(program, buffers.outputs, leaves, buffers.layout, replicas)
-        state = Reduction(program, replicas, agreement, buffers, header=header).finish(state)
+        agreement = proposed(progress, buffers.outputs, leaves, buffers.layout, replicas)
+        state = Reduction(progress, replicas, agreement, buffers, header=header).finish(state)
     return state
 
 

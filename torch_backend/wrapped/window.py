@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.recording import is_constant, recording_loss
 from torch_backend.engine.window import detached
 from torch_backend.modules.batch_norm import called
+from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.channel import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.reduce.header import Header, nothing_to_fold
 from torch_backend.reduce.reduction import absent, count_window, merged
@@ -58,7 +59,8 @@ class Driven:
         self.driver, self.parts = gradient.driver, gradient.parts
         self.stack, self.waiting, self.last = ExitStack(), ExitStack(), False
         self.groups = groups_of(program.across, gradient.driver)
-        count_window(program)
+        self.progress, self.graphs = program.keep(Progress, program.step), program.keep(Graphs)
+        count_window(self.progress)
         # those that a replica without any micro-batch can merge with too
         self.replicas: Replicas | None = None if self.driver.name or not self.groups else self.groups[0]
         self.buffers: Buffers | None = None
@@ -79,7 +81,7 @@ class Driven:
             self.aside = stack.enter_context(_Aside())
             self.aside.put([*self.params.values(), *self.driver.holders()], self.driver.views)
             self.aside.put(self.gradient.others())
-            self.aside.put([leaf for known in self.program.compiled.get("others", ()) if (leaf := known()) is not None])
+            self.aside.put([leaf for known in self.graphs.others if (leaf := known()) is not None])
             self.stack = stack.pop_all()
         return self
 
@@ -134,14 +136,13 @@ class Driven:
 
         To walk through a graph is dear: one with as many `nodes` as another is taken for the same.
         """
-        known = self.program.compiled.setdefault("graphs", set())
-        if nodes in known:
+        if nodes in self.graphs.sizes:
             return
-        known.add(nodes)
+        self.graphs.sizes.add(nodes)
         own = {*map(id, self.driver.graph_leaves())}
         others = self.aside.put(reach(loss, own)[0])
         # weakly, as a loss may make a new leaf in every call
-        self.program.compiled.setdefault("others", []).extend(map(weakref.ref, others))
+        self.graphs.others.extend(map(weakref.ref, others))
 
     def _missing(self) -> int:
         """How many micro-batches fewer this replica has than others, where all have to call the module as often."""
@@ -195,7 +196,7 @@ class Driven:
         with self:
             bound = lambda value: self.program.bind((value[0], self.params), arguments)[0]
             device = next((p.device for p in self.params.values()), torch.device("cpu"))
-            absence, agreement = absent(self.program, bound, device, self.replicas)
+            absence, agreement = absent(self.progress, bound, device, self.replicas)
             outputs, self.header = agreement.outputs, absence.header
             head = [None] * (len(outputs.folds) - len(self.params))
             self.plan = self._plan(None, outputs, head)
@@ -217,7 +218,7 @@ class Driven:
                 self._place(own)
             likes = [k if k is None else torch.empty(k[0], dtype=k[1], device=k[2]) for k in self.plan.kinds]
             leaves = likes + (self.plan.nothing if self.driver.name else own)
-            state = merged(self.program, buffers, leaves, state, self.groups, self.header)
+            state = merged(self.progress, buffers, leaves, state, self.groups, self.header)
             if not buffers.steps:
                 raise nothing_to_fold()
             if self.driver.name:
@@ -254,16 +255,16 @@ class Driven:
 
     def _planned(self, loss: Any, aux: Any, arguments: Arguments) -> "_Plan":
         """What becomes of every leaf of the output. Raises FuncgaError for what a wrapper cannot fold."""
-        plans, trees = self.program.compiled, self.backend.trees
+        trees = self.backend.trees
         key = loss.dtype, [(name, p.shape, p.dtype) for name, p in self.params.items()]
         known = not self.parts.has_aux and not arguments.carried()
-        plan: _Plan | None = plans.get("driven") if known else None
+        plan = self.graphs.plan if known else None
         if plan is not None and plan.key == key:
             return plan
         outputs, leaves = self.program.bind(self.parts.compose(loss, aux, [self.params]), arguments)
         own = [*range(len(leaves) - len(self.params))]
         head = outputs.part(own, trees.flatten(self.parts.compose(loss, aux, [()]))[1])
-        plan = plans["driven"] = self._plan(key, outputs, [leaves[i] for i in own], head)
+        plan = self.graphs.plan = self._plan(key, outputs, [leaves[i] for i in own], head)
         return plan
 
     def _plan(self, key: Any, outputs: Outputs, others: list[Any], head: Any = None) -> "_Plan":
@@ -362,6 +363,18 @@ class _Plan(NamedTuple):
     scaled: bool
     nothing: list[None]  # in the places of the gradients
     kinds: list[Any]  # shape, dtype and device of the leaves in the other places
+
+
+@dataclass(eq=False)
+class Graphs:
+    """What a step keeps of the graphs of its losses from one window to the next.
+
+    `sizes`: how many nodes those had that were looked at. `others`: their leaves that are not the module's.
+    """
+
+    plan: _Plan | None = None
+    sizes: set[float] = field(default_factory=set)
+    others: "list[weakref.ref[torch.Tensor]]" = field(default_factory=list)
 
 
 # What compiles the functions that are called now: also where a function that is compiled runs this as it is.
