@@ -7,12 +7,12 @@ from funcga._fold.accumulator import AccumulatorState
 from funcga._fold.tally import Tally
 from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
-from torch_backend import arrays, gradients, loop, replicas, sums, trees
+from torch_backend import arrays, gradients, loop, replicas, trees
 from torch_backend import dlpack as handover
 from torch_backend import multi_steps as transforms
-from torch_backend.modules.batch_norm import running_buffers as running_buffers
-from torch_backend.modules.frozen import trainable as trainable
+from torch_backend.modules.layers import running_buffers as running_buffers
 from torch_backend.modules.pure_loss import pure_loss as pure_loss
+from torch_backend.modules.pure_loss import trainable as trainable
 from torch_backend.optim.assign import assign_grads as assign_grads
 from torch_backend.optim.chain import chain as chain
 from torch_backend.optim.clip import clip_grad_norm as clip_grad_norm
@@ -46,7 +46,7 @@ __all__ = [
     "trainable",
 ]
 
-BACKEND = Backend("torch", trees, arrays, handover, gradients, loop, replicas, sums, transforms)
+BACKEND = Backend("torch", trees, arrays, handover, gradients, loop, replicas, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(

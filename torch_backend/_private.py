@@ -6,9 +6,11 @@ Each name has a fallback that gives the same numbers. Other files call these thr
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from traceback import walk_tb
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
 # --- Backward passes ------------------------------------------------------------------------------------------------
@@ -101,3 +103,37 @@ def hooks_of(tensor: Any) -> Mapping[int, Callable[..., Any]] | None:
 def acts_on_grad(tensor: Any) -> bool:
     """Whether a tensor has a hook of `register_post_accumulate_grad_hook`; False if torch does not tell."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+# --- Modules --------------------------------------------------------------------------------------------------------
+
+# The tables in which a module keeps its parameters, buffers and parts, in its `__dict__`. Every version has them, as
+# they are in every module that was saved whole. Without them no other parameters can be put into a module: then
+# `pure_loss` runs on torch.func.functional_call alone, where torch.compile traces it.
+PARAMETERS, BUFFERS, PARTS = "_parameters", "_buffers", "_modules"
+
+# What all BatchNorm layers are. Torch 2.11 to 2.13 have it. Without it they are those that torch itself has.
+BatchNorm: Any = getattr(
+    nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+)
+
+
+def layer_and_input_of(error: BaseException) -> tuple[nn.Module | None, object]:
+    """The BatchNorm layer whose forward pass has raised the error, and its input; (None, None) if it is not found.
+
+    They are the variables `self` and `input` of `_BatchNorm.forward`. Where they have other names the error of torch
+    stays as it is.
+    """
+    for frame, _ in walk_tb(error.__traceback__):
+        layer, x = (frame.f_locals.get(name) for name in ("self", "input"))
+        if isinstance(layer, BatchNorm) and isinstance(x, torch.Tensor):
+            return layer, x
+    return None, None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors in the same memory have in common, and no others."""
+    # Every version has `_cdata`. Without it empty tensors on a device are thought to share memory.
+    storage = tensor.untyped_storage()
+    key: int = getattr(storage, "_cdata", None) or storage.data_ptr()
+    return key

@@ -11,7 +11,7 @@ from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.engine.hooks import put_hooks
 from torch_backend.engine.recording import is_constant, is_recorded, switched_off
-from torch_backend.modules.frozen import check_unfrozen
+from torch_backend.modules.checks import check_unfrozen
 
 
 def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:

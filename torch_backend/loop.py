@@ -19,8 +19,7 @@ from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.recording import is_recorded
 from torch_backend.engine.transfer import moved
 from torch_backend.engine.window import Engine, detached
-from torch_backend.modules.frozen import check_unfrozen
-from torch_backend.modules.guards import check_no_wrapped_module_in
+from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.reduction import Reduction, absent, begun, count_window, owing
 from torch_backend.replicas import Replicas

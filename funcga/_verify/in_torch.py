@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_backend import arrays, trees
 from torch_backend.engine.recording import recording_loss
-from torch_backend.modules.guards import modules_in
+from torch_backend.modules.checks import modules_in
 
 
 def precision(dtype: str) -> AbstractContextManager[Any]:

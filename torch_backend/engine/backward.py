@@ -27,8 +27,7 @@ from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.dtensor import is_placed
 from torch_backend.engine.buffers import Buffers, Layout
-from torch_backend.modules.guards import Surroundings
-from torch_backend.wrapped.graphs import last_applied, left_alone, reach
+from torch_backend.engine.others import Surroundings, last_applied, left_alone, reach
 
 _NOTHING = nullcontext()
 _Ready = Callable[[int], None]

@@ -27,9 +27,9 @@ from torch_backend import arrays, trees
 from torch_backend.engine.backward import Backward, Routes, autocasting, check_no_backward
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.hooks import put_hooks
+from torch_backend.engine.others import GradsWatch, Surroundings
 from torch_backend.engine.recording import is_constant, recording_loss, switched_off
-from torch_backend.modules.frozen import check_unfrozen
-from torch_backend.modules.guards import GradsWatch, Surroundings
+from torch_backend.modules.checks import check_unfrozen
 from torch_backend.modules.pure_loss import PureLoss
 from torch_backend.modules.visits import own_parameters
 from torch_backend.reduce.agreement import Progress

@@ -1,172 +1,212 @@
-"""Visits: a thread puts tensors into a module and takes them out again, and other threads wait meanwhile."""
+"""Visits: a thread puts tensors into a module and takes them out again, while other threads wait.
+
+Only torch has this file: in JAX the arrays of a model are arguments.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
+from funcga._types import Array
 from funcga.errors import FuncgaError
-from torch_backend import arrays
+from torch_backend import _private, arrays
+from torch_backend._private import BUFFERS, PARAMETERS, PARTS
 
-# A module's own table of its parameters, or of its buffers, as it is in the module's `__dict__`.
-Table = dict[str, Any]
+Table = dict[str, torch.Tensor | None]
+Owners = list[tuple[str, nn.Module]]
+
+
+def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module and those inside, by the prefix of the names of their parameters and buffers."""
+    waiting = [("", module)]
+    while waiting:
+        prefix, owner = waiting.pop()
+        yield prefix, owner
+        waiting += [(f"{prefix}{name}.", part) for name, part in owner.__dict__[PARTS].items() if part is not None]
+
+
+def named(owners: Owners, table: str) -> dict[str, torch.Tensor]:
+    """What the owners have in a table, `PARAMETERS` or `BUFFERS`, by all of its names in the module."""
+    return {
+        prefix + name: tensor
+        for prefix, owner in owners
+        for name, tensor in owner.__dict__[table].items()
+        if tensor is not None
+    }
+
+
+class _Exchange:
+    """A table of a module that another one stands in for during a visit: `space` is the module's `__dict__`."""
+
+    __slots__ = ("original", "space", "stand_in")
+
+    def __init__(self, space: dict[str, Table], stand_in: Table):
+        self.space, self.stand_in = space, stand_in
+        self.original: Table = {}
 
 
 class Visit:
-    """A context in which a module holds other parameters, and buffers. Its own tables of them are left alone.
+    """A context in which a module holds other parameters, and copies of its buffers. Its own tables are left alone.
 
     It may be entered again and again. Between two times the module has its own parameters, and other threads may enter.
 
-    `choose(held)`, called when the visit begins for the first time, returns what stands in for the parameters that the
-    module holds: tensors by the id of what they stand in for. What is not chosen stays, without a graph of its own; but
-    what belongs to a loss around this one, which is differentiated too, keeps its graph. `recorded`: what is not chosen
-    is a leaf, if it requires grad.
+    `choose(parameters)`, called when the visit begins for the first time, returns what stands in for the parameters of
+    the module: tensors by the id of what they stand in for. What is not chosen stays, without a graph of its own; but
+    in a transform what a loss around this one has put there keeps its graph. `recorded`: what is not chosen is a leaf,
+    if it requires grad.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        choose: Callable[[dict[str, torch.Tensor]], dict[int, torch.Tensor]],
+        choose: Callable[[dict[str, torch.Tensor]], Mapping[int, torch.Tensor]],
         recorded: bool = False,
     ):
         self.owners, self.choose, self.recorded = [*owners(module)], choose, recorded
-        self.taken = frozenset([id(owner) for _, owner in self.owners])
-        self.thread = 0  # which one is in it
-        # for each owner that has parameters, or buffers, its `__dict__`; what stands in for its table; its own table
-        self.spaces: list[Table] = []
-        self.parameters: list[Table] = []
-        self.own_parameters: list[Table] = []
-        self.buffered: list[Table] = []
-        self.own_buffers: list[Table] = []
-        self.empty: list[Table] = []  # tables of buffers, of those that have none
+        self.modules = frozenset([id(owner) for _, owner in self.owners])
+        self.thread = 0  # which one is in the module
+        self.parameters: list[_Exchange] = []
+        self.buffers: list[_Exchange] = []
+        self.empty: list[Table] = []  # the tables of modules without buffers
+        self.is_prepared = self.in_transform = False
 
     def __enter__(self) -> "Visit":
-        _begin(self)
+        _REGISTER.begin(self)
         try:
-            if not self.spaces or any(self.empty):
+            if not self.is_prepared or any(self.empty):
                 self._prepare()
         except BaseException:
-            _end(self)
+            _REGISTER.end(self)
             raise
-        self.own_parameters = [space["_parameters"] for space in self.spaces]
-        self.own_buffers = [space["_buffers"] for space in self.buffered]
-        for space, parameters in zip(self.spaces, self.parameters, strict=True):
-            space["_parameters"] = parameters.copy()
+        # The module may have got other tensors since the last time, which it is to get back. All tables are read before
+        # one is replaced, as a part that is used in two places has its table twice.
+        for table in self.parameters:
+            table.original = table.space[PARAMETERS]
+        for table in self.buffers:
+            table.original = table.space[BUFFERS]
+        for table in self.parameters:
+            table.space[PARAMETERS] = table.stand_in.copy()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for space, parameters in zip(self.spaces, self.own_parameters, strict=True):
-            space["_parameters"] = parameters
-        for space, buffers in zip(self.buffered, self.own_buffers, strict=True):
-            space["_buffers"] = buffers
-        if any(self.empty):  # what was registered meanwhile
-            for table in self.empty:
-                table.clear()
-        _end(self)
+        for table in self.parameters:
+            table.space[PARAMETERS] = table.original
+        for table in self.buffers:
+            table.space[BUFFERS] = table.original
+        for registered in self.empty:  # by the loss
+            registered.clear()
+        _REGISTER.end(self)
 
     def _prepare(self) -> None:
         """Works out what stands in for the parameters: the same whenever the visit begins again."""
         spaces = [owner.__dict__ for _, owner in self.owners]
-        chosen = {**_placed_around(), **self.choose(named(self.owners, "_parameters"))}
-        self.spaces = [space for space in spaces if space["_parameters"]]
+        self.in_transform = arrays.in_transform()
+        chosen = self.choose(named(self.owners, PARAMETERS))
         self.parameters = [
-            {key: held if held is None else self._stand_in(held, chosen) for key, held in space["_parameters"].items()}
-            for space in self.spaces
+            _Exchange(space, {name: self._stand_in(tensor, chosen) for name, tensor in space[PARAMETERS].items()})
+            for space in spaces
+            if space[PARAMETERS]
         ]
-        self.buffered = [space for space in spaces if space["_buffers"]]
-        self.empty = [space["_buffers"] for space in spaces if not space["_buffers"]]
+        self.buffers = [_Exchange(space, {}) for space in spaces if space[BUFFERS]]
+        self.empty = [space[BUFFERS] for space in spaces if not space[BUFFERS]]
+        self.is_prepared = True
 
-    def _stand_in(self, held: torch.Tensor, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        found = chosen.get(id(held))
-        if found is not None and not self.recorded:
-            return found  # which may be the caller's own
-        if found is None:
-            found = held.detach().requires_grad_() if self.recorded and held.requires_grad else held.detach()
-        if found is not held:
-            found._stands_in = self.thread, held  # type: ignore[attr-defined]
-        return found
+    def _stand_in(self, tensor: torch.Tensor | None, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """What stands in for a parameter, which remembers it."""
+        replacement = chosen.get(id(tensor))
+        if tensor is None or replacement is tensor:
+            return tensor
+        if replacement is not None:
+            # An alias of the caller's own, who may give the same tensor to another thread as a parameter.
+            if not (self.recorded or self.in_transform):
+                replacement = replacement[...]
+        else:
+            if self.in_transform and _thread_of(tensor) == self.thread:
+                return tensor
+            replacement = tensor.detach()
+            if self.recorded and tensor.requires_grad:
+                replacement.requires_grad_()
+        replacement._stands_in = self.thread, tensor  # type: ignore[attr-defined]
+        return replacement
 
-    def buffers(self) -> list[torch.Tensor]:
-        """The module's own buffers; those that several of its parts hold more than once."""
-        return [held for table in self.own_buffers for held in table.values() if held is not None]
+    def put_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Puts copies where the buffers are, of these values by the ids of buffers, or of what is there.
 
-    def put(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Lets the module hold these in place of its own buffers, which are known by their ids."""
-        for space, table in zip(self.buffered, self.own_buffers, strict=True):
-            space["_buffers"] = {key: own if own is None else copies[id(own)] for key, own in table.items()}
-
-    def replaced(self) -> dict[int, Any]:
-        """The module's own parameters, by the ids of what stands in for them."""
-        pairs = [*zip(self.parameters, self.own_parameters, strict=False)]
-        return {id(held): own[key] for table, own in pairs for key, held in table.items() if key in own}
-
-
-def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module and those inside, by the prefix of the names of what they hold."""
-    waiting = [("", module)]
-    while waiting:
-        prefix, owner = waiting.pop()
-        yield prefix, owner
-        if owner._modules:
-            waiting += [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
+        Each micro-batch needs new ones: no counter tells of what the last one wrote through `.data` or a NumPy array.
+        """
+        if not self.buffers:
+            return
+        copies = _copies([tensor for table in self.buffers for tensor in table.original.values()], values)
+        for table in self.buffers:
+            table.space[BUFFERS] = {
+                name: None if tensor is None else copies[id(tensor)] for name, tensor in table.original.items()
+            }
 
 
-def named(owners: list[tuple[str, nn.Module]], table: str) -> dict[str, torch.Tensor]:
-    """What is in a table of the owners, `_parameters` or `_buffers`, by all of its names in the module."""
-    return {
-        prefix + key: held
-        for prefix, owner in owners
-        for key, held in owner.__dict__[table].items()
-        if held is not None
-    }
+def _copies(buffers: list[torch.Tensor | None], values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copies by the ids of the buffers. Buffers that share memory have copies that share memory likewise."""
+    memories: dict[int, dict[int, torch.Tensor]] = {}
+    for buffer in buffers:
+        if buffer is not None:
+            memories.setdefault(_memory(buffer), {})[id(buffer)] = buffer
+    copies: dict[int, torch.Tensor] = {}
+    for sharing in memories.values():
+        if len(sharing) == 1:
+            copies.update({key: values.get(key, buffer).detach().clone() for key, buffer in sharing.items()})
+            continue
+        copies.update(_copies_in_one_memory([*sharing.values()]))
+        for key in sharing.keys() & values.keys():
+            copies[key].detach().copy_(values[key])
+    return copies
 
 
-# The visits that go on now, first those that began first; and the threads that each waiting thread waits for. What a
-# process has of each module, it has once: hence what tells its threads apart belongs to the process.
-_VISITS: list[Visit] = []
-_WAITING: dict[int, set[int]] = {}
-_LOCK = threading.RLock()
-_CHANGED = threading.Condition(_LOCK)
+def _memory(tensor: torch.Tensor) -> int:
+    """A number that tensors in the same memory have in common, as far as their copies could share memory."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_neg():
+        return id(tensor)
+    try:
+        return _private.storage_key(tensor)
+    except (NotImplementedError, RuntimeError):  # of a torch.func transform
+        return id(tensor)
 
 
-def _begin(visit: Visit) -> None:
-    """Waits until no other thread is in the module. Raises FuncgaError if they would wait for one another."""
-    visit.thread = threading.get_ident()
-    with _LOCK:
-        if _VISITS and (holders := _holders(visit)):
-            _wait(visit, holders)
-        _VISITS.append(visit)
+def _copies_in_one_memory(sharing: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    storage = sharing[0].untyped_storage().clone()  # type: ignore[no-untyped-call]
+    copies: dict[int, torch.Tensor] = {}
+    # Recorded as views of one tensor, so that autograd knows that writing to one changes the others.
+    with torch.inference_mode(False), torch.enable_grad():
+        wholes: dict[torch.dtype, torch.Tensor] = {}
+        for tensor in sharing:
+            if tensor.dtype not in wholes:
+                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                wholes[tensor.dtype] = whole.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
+            view = wholes[tensor.dtype].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            copies[id(tensor)] = view.conj() if tensor.is_conj() else view
+    return copies
 
 
-def _end(visit: Visit) -> None:
-    with _LOCK:
-        _VISITS.remove(visit)
-        if _WAITING:
-            _CHANGED.notify_all()
+def own_parameters(tensors: list[Array]) -> list[Array]:
+    """The tensors; for one that another thread has put into a module, where it was read, the module's own parameter.
+
+    It may have been read while the other thread was in the module, and be used later.
+    """
+    thread = threading.get_ident()
+    return [_original(tensor, thread) for tensor in tensors]
 
 
-def _holders(visit: Visit) -> set[int]:
-    """The other threads that are in the module, or in one that overlaps with it."""
-    return {v.thread for v in _VISITS if v.thread != visit.thread and not v.taken.isdisjoint(visit.taken)}
+def _original(tensor: Array, thread: int) -> Array:
+    while _thread_of(tensor) not in (None, thread):
+        tensor = tensor._stands_in[1]
+    return tensor
 
 
-def _wait(visit: Visit, holders: set[int]) -> None:
-    own, known, seen, since = visit.thread, set[int](), 0.0, 0.0
-    while holders:
-        worked = sum(map(_worked, holders))
-        if holders != known or worked - seen > _LITTLE:
-            known, seen, since = holders, worked, time.monotonic()
-        if _wait_for(holders, own) or time.monotonic() - since > _PATIENCE:
-            raise _deadlock(visit.owners[0][1])
-        _WAITING[own] = holders
-        try:
-            _CHANGED.wait(_PATIENCE / 10)
-        finally:
-            del _WAITING[own]
-        holders = _holders(visit)
+def _thread_of(tensor: object) -> int | None:
+    """The thread that has put this tensor into a module, where it stands in for another one."""
+    thread, _ = getattr(tensor, "_stands_in", (None, None))
+    return thread
 
 
 # A thread that is in a module, and has done next to nothing for so many seconds, is taken to wait for the one that
@@ -174,21 +214,72 @@ def _wait(visit: Visit, holders: set[int]) -> None:
 _PATIENCE, _LITTLE = 30.0, 0.01
 
 
-def _worked(thread: int) -> float:
-    """The seconds that a thread has worked for; where the system does not tell, it never rests."""
+class _Register:
+    """The visits of all threads, and the threads that each waiting thread waits for.
+
+    What a process has of each module, it has once: hence what tells its threads apart belongs to the process.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.visits: list[Visit] = []
+        self.waits_for: dict[int, set[int]] = {}
+
+    def begin(self, visit: Visit) -> None:
+        """Waits until no other thread is in the module. Raises FuncgaError if they would wait for one another."""
+        visit.thread = threading.get_ident()
+        with self.changed:
+            if self.visits:
+                self._wait(visit)
+            self.visits.append(visit)
+
+    def end(self, visit: Visit) -> None:
+        """Lets others enter the module."""
+        with self.changed:
+            self.visits.remove(visit)
+            if self.waits_for:
+                self.changed.notify_all()
+
+    def _wait(self, visit: Visit) -> None:
+        before, worked_before, since = set[int](), 0.0, 0.0
+        while threads := self._threads_inside(visit):
+            worked = sum(map(_seconds_worked, threads))
+            if threads != before or worked - worked_before > _LITTLE:
+                before, worked_before, since = threads, worked, time.monotonic()
+            if visit.thread in self._awaited_by(threads) or time.monotonic() - since > _PATIENCE:
+                raise _deadlock(visit.owners[0][1])
+            self.waits_for[visit.thread] = threads
+            try:
+                self.changed.wait(_PATIENCE / 10)
+            finally:
+                del self.waits_for[visit.thread]
+
+    def _threads_inside(self, visit: Visit) -> set[int]:
+        """The other threads that are in the module, or in one that overlaps with it."""
+        return {
+            other.thread
+            for other in self.visits
+            if other.thread != visit.thread and not other.modules.isdisjoint(visit.modules)
+        }
+
+    def _awaited_by(self, threads: set[int]) -> set[int]:
+        """These threads and those that they wait for, themselves or through others."""
+        awaited, waiting = set[int](), [*threads]
+        while waiting:
+            thread = waiting.pop()
+            if thread not in awaited:
+                awaited.add(thread)
+                waiting += self.waits_for.get(thread, ())
+        return awaited
+
+
+_REGISTER = _Register()
+
+
+def _seconds_worked(thread: int) -> float:
+    """How long a thread has worked for; where the system does not tell, it never rests."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock(thread))
-
-
-def _wait_for(threads: set[int], own: int) -> bool:
-    """Whether one of these threads waits for the thread that asks, itself or through others."""
-    seen, waiting = set[int](), [*threads]
-    while waiting:
-        thread = waiting.pop()
-        if thread not in seen:
-            seen.add(thread)
-            waiting += _WAITING.get(thread, ())
-    return own in seen
 
 
 def _deadlock(module: nn.Module) -> FuncgaError:
@@ -197,29 +288,3 @@ def _deadlock(module: nn.Module) -> FuncgaError:
         f"{type(module).__name__}, which another thread is using, and that one waits for this one. Give each thread a "
         f"module of its own: copy.deepcopy(module)."
     )
-
-
-def _placed_around() -> dict[int, torch.Tensor]:
-    """What the losses around this one, if they are differentiated, have put into modules, by its ids."""
-    own = threading.get_ident()
-    visits = _VISITS if arrays.in_transform() else ()
-    tables = [table for visit in visits if visit.thread == own for table in visit.parameters]
-    return {id(held): held for table in tables for held in table.values() if held is not None}
-
-
-def own_parameters(tensors: list[Any]) -> list[Any]:
-    """The tensors; for one that another thread has put into a module, where it was read, the module's own parameter."""
-    own = threading.get_ident()
-    # of visits one inside of the other the innermost is the last that began; of a copy, as others come and go meanwhile
-    for visit in reversed([*_VISITS]):
-        if visit.thread != own:
-            replaced = visit.replaced()
-            tensors = [replaced.get(id(tensor), tensor) for tensor in tensors]
-    return [_original(tensor, own) for tensor in tensors]
-
-
-def _original(tensor: Any, own: int) -> Any:
-    """The same for a tensor of funcga's, which may be read while the other thread is in the module, and used later."""
-    while (stands_in := getattr(tensor, "_stands_in", None)) is not None and stands_in[0] != own:
-        tensor = stands_in[1]
-    return tensor

@@ -15,7 +15,7 @@ from funcga._backend.prefixes import leaf_paths
 from funcga._transform.transform import DonatingTransform
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.modules.guards import check_not_differentiated
+from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.strides import apart
 
 

@@ -15,7 +15,7 @@ from funcga._transform.transform import DonatingTransform
 from funcga.errors import FuncgaError
 from torch_backend import trees
 from torch_backend.dtensor import locals_of
-from torch_backend.modules.guards import check_not_differentiated
+from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.closures import constant, evaluating, needs_closure
 from torch_backend.optim.match import check_parameters
 from torch_backend.optim.options import Options, beside, check_kept, check_names, names_of

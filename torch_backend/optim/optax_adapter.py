@@ -14,7 +14,7 @@ import torch
 from funcga._transform.transform import Transform
 from funcga.errors import FuncgaError
 from torch_backend import trees
-from torch_backend.modules.guards import check_not_differentiated
+from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.jax_arrays import Crossing
 from torch_backend.optim.match import matched
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from funcga.errors import FuncgaError
-from torch_backend.modules.guards import wrapper_of
+from torch_backend.modules.checks import kind_of
 from torch_backend.wrapped.ddp import Plain, flagged, mark, without_sync
 
 
@@ -25,7 +25,7 @@ class FSDP1(Plain):
     )
 
     def _all(self) -> list[Any]:
-        return [m for root in self.wrapped for m in root.modules() if wrapper_of(m) == self.name]
+        return [m for root in self.wrapped for m in root.modules() if (kind := kind_of(m)) and kind.name == self.name]
 
     def _handles(self) -> list[Any]:
         return [m._handle for m in self._all() if m._handle is not None]
@@ -122,7 +122,12 @@ class FSDP2(Plain):
 
     def __init__(self, module: nn.Module, wrapped: Sequence[Any] = ()):
         super().__init__(module, wrapped)
-        self.inner = [m for root in wrapped for m in root.modules() if wrapper_of(m) in ("fully_shard", "replicate")]
+        self.inner = [
+            m
+            for root in wrapped
+            for m in root.modules()
+            if (kind := kind_of(m)) and kind.name in ("fully_shard", "replicate")
+        ]
 
     def _groups(self) -> list[Any]:
         """The groups of parameters that are communicated together."""

@@ -15,7 +15,7 @@ from funcga._call.program import OwningGradient, Program
 from funcga._grad import GradientFunction, check_scaled
 from funcga.errors import FuncgaError
 from funcga.folds import mean
-from torch_backend.modules.guards import check_module_and_loss, modules_in, wrapper_of
+from torch_backend.modules.checks import check_module_and_loss, kind_of, modules_in
 from torch_backend.wrapped.ddp import DDP, Plain, Replicate
 from torch_backend.wrapped.window import Driven
 
@@ -145,7 +145,7 @@ class ModuleGradient(OwningGradient):
 
 def _driver(module: nn.Module) -> Plain:
     found = list(_outermost(module))
-    names = {wrapper_of(m) for m in found}
+    names = {kind.name for m in found if (kind := kind_of(m))}
     if len(names) > 1:
         raise FuncgaError(
             f"parts of the module are wrapped by {' and '.join(sorted(map(str, names)))}, which are driven in "
@@ -165,7 +165,7 @@ def _driver(module: nn.Module) -> Plain:
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
     """The modules that are wrapped and are not inside of such a one."""
-    if wrapper_of(module) is not None:
+    if kind_of(module) is not None:
         yield module
     else:
         for child in module.children():

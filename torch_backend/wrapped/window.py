@@ -27,15 +27,15 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays
 from torch_backend.engine.backward import autocasting, holds, is_alone
 from torch_backend.engine.buffers import Buffers, Layout
+from torch_backend.engine.others import reach
 from torch_backend.engine.recording import is_constant, recording_loss
 from torch_backend.engine.window import detached
-from torch_backend.modules.batch_norm import called
+from torch_backend.modules.layers import called
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.channel import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.reduce.header import Header, nothing_to_fold
 from torch_backend.reduce.reduction import absent, count_window, merged
 from torch_backend.replicas import Replicas
-from torch_backend.wrapped.graphs import reach
 from torch_backend.wrapped.groups import groups_of
 
 if TYPE_CHECKING:

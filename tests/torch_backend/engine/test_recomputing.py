@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 from tests.processes import processes
 from torch_backend import Replicas, pure_loss
-from torch_backend.engine import backward
+from torch_backend.engine import backward, others
 from torch_backend.engine.backward import Backward
-from torch_backend.wrapped import graphs
 
 
 class Recompute(torch.autograd.Function):
@@ -269,7 +268,7 @@ def test_a_torch_that_does_not_tell_what_was_applied(noted, monkeypatch):
     """Then every graph is looked at; else only those of windows in which a function was applied."""
     looked, module, x = [], *net()
     monkeypatch.setattr(backward, "reach", recorded(backward.reach, looked))
-    monkeypatch.setattr(graphs, "_NOTED", noted)
+    monkeypatch.setattr(others, "_IS_NOTED", noted)
     assert funcga.accumulate(funcga.grad(pure_loss(module, Net.loss)), 3)(params_of(module), x)
     assert len(looked) == (0 if noted else 3)
     loss = lambda module, x: module.loss(x.clone().requires_grad_(), RECOMPUTES["reentrant" if x[0, 0] > 0 else "own"])
@@ -296,12 +295,12 @@ def test_every_function_is_noted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for call, given in [(f, t) for f in (plain, kept, in_thread) for t in (x, leaf)] + [(broken, leaf)] * 2:
-            before = graphs.last_applied()
+            before = others.last_applied()
             call(given)
-            assert graphs.last_applied() is not before
-    before = graphs.last_applied()
+            assert others.last_applied() is not before
+    before = others.last_applied()
     torch.sin(leaf).sum().backward()
-    assert graphs.last_applied() is before
+    assert others.last_applied() is before
 
 
 def functional(module, apply):

@@ -1,6 +1,7 @@
 """`pure_loss`: a module's loss as a pure function of its parameters, on the engine, in torch.func and compiled."""
 
 import copy
+import operator
 import sys
 import threading
 import time
@@ -303,6 +304,27 @@ def test_a_thread_that_reads_the_parameters_of_a_window_inside_of_another_one():
     done.set()
     nested.join()
     assert all(own is p and own is not r for own, p, r in zip(found, params.values(), read, strict=True))
+
+
+def test_a_thread_that_is_given_what_another_one_has_put_into_the_module():
+    """Tensors of the caller's own, such as an average of parameters, are parameters in both."""
+    module, (x, y) = net(), batch()
+    averaged = {name: 2 * p.detach() for name, p in module.named_parameters()}
+    inside, done, values = threading.Event(), threading.Event(), []
+
+    def waits(module, x, y):
+        inside.set()
+        assert done.wait(20)
+        return mse(module, x, y)
+
+    evaluation = threading.Thread(target=lambda: values.append(pure_loss(module, waits)(averaged, x, y)))
+    evaluation.start()
+    assert inside.wait(20)
+    found = own_parameters([*averaged.values()])
+    done.set()
+    evaluation.join()
+    assert all(map(operator.is_, found, averaged.values()))
+    assert torch.equal(values[0], pure_loss(module, mse)(averaged, x, y))
 
 
 def test_threads_with_modules_that_overlap():

@@ -1,0 +1,224 @@
+"""What modules and losses must not be: wrapped where nobody would reduce, frozen where a gradient is asked for.
+
+Only torch has this file: in JAX nothing reduces gradients but the program, and no array is frozen.
+"""
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from funcga._backend.prefixes import leaf_paths
+from funcga._call.arguments import argument_names
+from funcga._grad import GradientFunction
+from funcga._types import GradFn, LossFn, Tree
+from funcga.errors import FuncgaError
+from torch_backend import arrays, trees
+
+# --- modules and losses that are none
+
+
+def check_module_and_loss(module: object, loss_fn: object, name: str) -> None:
+    """Raises FuncgaError if these are no module and no function of it; `name` is what was called with them."""
+    if not isinstance(module, nn.Module):
+        raise FuncgaError(
+            f"{name} was given {type(module).__name__} as its module. Pass the module, then the loss: "
+            f"{name}(model, lambda model, x, y: F.mse_loss(model(x), y))."
+        )
+    if not callable(loss_fn):
+        raise FuncgaError(
+            f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(module, *batch) -> scalar, such as "
+            f"lambda model, x, y: F.mse_loss(model(x), y)."
+        )
+
+
+def check_not_scripted(module: nn.Module) -> None:
+    """Raises FuncgaError for a module of TorchScript, or one inside, in which nobody can put other parameters."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            where = f"the part `{name}` of the module" if name else "the module"
+            raise FuncgaError(
+                f"{where} is one of TorchScript, whose parameters cannot be replaced by others for a pure loss. Use "
+                f"the module that it was made of; or torch_backend.module_value_and_grad(module, loss_fn), which runs "
+                f"on the module's own parameters."
+            )
+
+
+# --- modules that are wrapped to reduce their gradients
+
+
+class Kind(NamedTuple):
+    """A way to wrap a module: where its class is, its name, and the class of ours that knows it, `module:class`."""
+
+    module: str
+    class_name: str
+    name: str
+    wrapper: str
+
+
+_KINDS = (
+    Kind("torch.nn.parallel", "DistributedDataParallel", "DistributedDataParallel", "ddp:DDP"),
+    Kind("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel", "fsdp1:FSDP1"),
+    Kind("torch.distributed._composable.replicate", "DDP", "replicate", "ddp:Replicate"),
+    Kind("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule", "replicate", "fsdp:FSDP2"),
+    Kind("torch.distributed.fsdp", "FSDPModule", "fully_shard", "fsdp:FSDP2"),
+)
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """What reduces the gradients of the module; None if nothing does. What is not imported wraps nothing."""
+    for kind in _KINDS:
+        wrapping = getattr(sys.modules.get(kind.module), kind.class_name, None)
+        if wrapping is not None and isinstance(module, wrapping):
+            return kind
+    return None
+
+
+def check_not_wrapped(*modules: nn.Module) -> None:
+    """Raises FuncgaError if a module, or one inside, is wrapped to reduce gradients: a pure loss bypasses that."""
+    for module in modules if _is_distributed() else ():
+        for name, inner in module.named_modules():
+            kind = kind_of(inner)
+            if kind is not None:
+                where = f"the part `{name}` of it is" if name else "it is"
+                raise FuncgaError(
+                    f"the loss uses a module of type {type(module).__name__}, and {where} wrapped by {kind.name}: with "
+                    f"parameters as arguments its gradients are silently not reduced over the replicas. Leave it to "
+                    f"the wrapper: funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), n). Or use "
+                    f"the module that was wrapped, `module.module` of a DDP, and let funcga reduce: "
+                    f"accumulate(..., across=group)."
+                )
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def check_no_wrapped_module_in(grad_fn: GradFn) -> bool:
+    """The same for the modules that a gradient function closes over; False if there is nothing to look for yet.
+
+    These are the modules in closures, defaults, partial arguments and the globals that its code names, and those of the
+    functions found there.
+    """
+    if torch.compiler.is_compiling() or not _is_distributed():
+        return False
+    check_not_wrapped(*modules_in(grad_fn))
+    return True
+
+
+# --- what a function closes over
+
+
+class ModuleLoss:
+    """A loss whose own module was looked at when it was made."""
+
+    loss_fn: LossFn
+
+
+def modules_in(function: object) -> Iterator[nn.Module]:
+    """The modules that a function closes over, as far as they can be seen from outside."""
+    waiting, seen = [(function, 0)], set()
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen or depth > 6:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            yield value
+        else:
+            waiting += [(part, depth + 1) for part in _parts(value)]
+
+
+def _parts(value: object) -> Iterable[object]:
+    match value:
+        case GradientFunction() | ModuleLoss():
+            return [value.loss_fn]
+        case functools.partial():
+            return [value.func, *value.args, *value.keywords.values()]
+        case types.MethodType():
+            return [value.__self__, value.__func__]
+        case tuple() | list():
+            return value if len(value) < 100 else ()
+        case dict():
+            return value.values() if len(value) < 100 else ()
+        case types.FunctionType():
+            return closed_over(value)
+    return ()
+
+
+_LIBRARIES = ("torch.", "jax.", "numpy.", "funcga.", "torch_backend.")  # whose functions close over no model
+
+
+def closed_over(function: types.FunctionType) -> list[object]:
+    """What a function can name beside its arguments and builtins; nothing for those of libraries."""
+    if (function.__module__ or "").startswith(_LIBRARIES):
+        return []
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
+    return [*cells, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises if the variable is not set yet
+    except ValueError:
+        return False
+    return True
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+# --- what is differentiated
+
+
+def check_none_frozen(params: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Raises FuncgaError if a gradient is taken with respect to what the module freezes, while it trains others.
+
+    own: what the module has. One that freezes all is a mere frame for parameters from elsewhere.
+    """
+    trained = [tensor.requires_grad for tensor in own.values()]
+    if all(trained) or not any(trained):
+        return
+    # A loss around this one has put plain tensors in the place of parameters: these are not frozen.
+    names = [name for name, tensor in params.items() if tensor.requires_grad and _is_frozen(own[name])]
+    if names:
+        raise _frozen(names[0], len(names))
+
+
+def check_unfrozen(leaves: list[object], tree: Tree, function: Callable[..., object], argnum: int) -> None:
+    """Raises FuncgaError if there are frozen nn.Parameters among these leaves of an argument of a function."""
+    frozen = [index for index, leaf in enumerate(leaves) if type(leaf) is not torch.Tensor and _is_frozen(leaf)]
+    if frozen:
+        name = argument_names(function, argnum + 1)[argnum]
+        raise _frozen(leaf_paths(tree, trees, name)[frozen[0]], len(frozen))
+
+
+def _is_frozen(leaf: object) -> bool:
+    return isinstance(leaf, nn.Parameter) and not leaf.requires_grad
+
+
+def _frozen(path: str, count: int) -> FuncgaError:
+    more = f", as are {count - 1} more" if count > 1 else ""
+    return FuncgaError(
+        f"`{path}` is frozen, requires_grad=False{more}, and a gradient was asked for: an optimizer would move it. "
+        f"Give the parameters that are trained: torch_backend.trainable(module). Or unfreeze it: "
+        f"parameter.requires_grad_(True)."
+    )
+
+
+def check_not_differentiated(name: str, tree: Tree) -> None:
+    """Raises FuncgaError if these are differentiated from outside: what `name` makes of them has no derivative."""
+    leaves = trees.flatten(tree)[0] if arrays.in_transform() else ()
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise FuncgaError(
+            f"{name} is used inside of a loss that is being differentiated, and its updates carry no derivative. Write "
+            f"the update as a function of tensors, such as `p - lr * g`. If it is a constant for that loss, compute it "
+            f"under torch.no_grad()."
+        )

@@ -1,0 +1,273 @@
+"""Layers that change themselves in the forward pass: BatchNorm its running statistics, some embeddings their rows.
+
+Only torch has this file: layers of torch keep their state in themselves, in JAX it is an argument and a result.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeGuard
+
+import torch
+from torch import nn
+
+from funcga._statistics import described, fits, update
+from funcga._types import R
+from funcga.errors import FuncgaError, TooFewRowsError, similar
+from funcga.normalizers import Pooled
+from torch_backend import _private, arrays
+from torch_backend.modules.visits import Owners, owners
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str, torch.Tensor]:
+    """The module's running statistics after one more batch, for `module.load_state_dict`.
+
+    They are what torch computes of one batch: `running_mean`, `running_var` (of the unbiased variance) and
+    `num_batches_tracked`, with each layer's momentum; None is the average over all batches. A layer that no micro-batch
+    has run stays as it is.
+
+    Args:
+        module: the module with the BatchNorm layers. It is left as it is.
+        pooled: `{name of the layer: Pooled}`, what `fold=funcga.pooled()` makes of `pure_loss(..., statistics=True)`.
+
+    Returns:
+        `{name of the buffer: tensor}`, new tensors in the buffers' dtypes.
+
+    Raises:
+        FuncgaError: for layers that the module does not have, and for anything that is not pooled.
+
+    Example:
+        >>> module.load_state_dict(torch_backend.running_buffers(module, statistics), strict=False)
+    """
+    tracking = {name: layer for name, layer in module.named_modules(remove_duplicate=False) if _tracks(layer)}
+    if not isinstance(pooled, Mapping):
+        raise FuncgaError(
+            f"the pooled statistics are of type {type(pooled).__name__}; they are a dict of a layer's name to a "
+            f"Pooled, as accumulate returns of pure_loss(module, loss_fn, statistics=True)."
+        )
+    after: dict[str, torch.Tensor] = {}
+    for name, statistics in pooled.items():
+        if name not in tracking:
+            raise FuncgaError(
+                f"the module has no `{name}`{similar(name, tracking)} among its BatchNorm layers with running "
+                f"statistics: {', '.join(f'`{layer}`' for layer in tracking) or 'there is none'}."
+            )
+        buffers = _after_one_more(name, tracking[name], statistics)
+        after |= {f"{name}.{key}" if name else key: value for key, value in buffers.items()}
+    return after
+
+
+def _tracks(layer: nn.Module) -> TypeGuard[nn.BatchNorm1d]:
+    """Whether this is a BatchNorm layer, of any number of dimensions, with running statistics."""
+    return isinstance(layer, _private.BatchNorm) and layer.track_running_stats and layer.running_mean is not None
+
+
+def _after_one_more(name: str, layer: nn.BatchNorm1d, pooled: Pooled) -> dict[str, torch.Tensor]:
+    """The buffers of a layer after one more batch. Raises FuncgaError for anything that is not pooled."""
+    mean, variance, count = (getattr(layer, key) for key in _STATISTICS)
+    if not fits(pooled, mean):
+        raise FuncgaError(
+            f"the statistics of `{name}` are {described(pooled, arrays)}, and the layer's are "
+            f"{arrays.describe(mean)}. Fold them with pooled(): fold=((funcga.mean(), funcga.pooled()), funcga.mean()) "
+            f"for funcga.value_and_grad(loss, has_aux=True); of micro-batches that come one by one, in a "
+            f"funcga.Accumulator(funcga.pooled())."
+        )
+    after: dict[str, torch.Tensor] = {}
+    share: float | torch.Tensor | None = layer.momentum
+    if count is not None:
+        after["num_batches_tracked"] = count + (pooled.count > 0).any().to(torch.int64)
+    if share is None:  # the average over all batches
+        share = 1 / after["num_batches_tracked"].clamp(min=1) if after else 0.0
+    with torch.no_grad():
+        after["running_mean"], after["running_var"] = update(mean, variance, pooled, share, True, arrays)
+    return after
+
+
+class Watch:
+    """The BatchNorm layers of a module, watched: a context in which they write what they see of each micro-batch.
+
+    With momentum 1 torch's own kernel writes the mean and the variance of the batch where the running ones are. When
+    the context is left the layers are as they were; their buffers are put back by the caller.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.layers = _watched(module)
+        self.counts: dict[str, int] = {}
+        self.is_open = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which the layers are watched."""
+        momenta = {name: layer.momentum for name, layer in self.layers.items()}
+        hooks = []
+        try:
+            for name, layer in self.layers.items():
+                layer.momentum = 1.0
+                hooks.append(layer.register_forward_pre_hook(partial(self._count, name), with_kwargs=True))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for name, layer in self.layers.items():
+                layer.momentum = momenta[name]
+
+    def _count(
+        self, name: str, layer: nn.BatchNorm1d, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+    ) -> None:
+        if not (self.is_open and layer.training):
+            return  # a checkpoint, which runs the forward pass again; or a pass that tracks nothing
+        if name in self.counts:
+            raise FuncgaError(
+                f"the BatchNorm layer `{name}` ran twice in one forward pass: its statistics are then those of "
+                f"two batches. Use a layer for each of the two, or thread the buffers: "
+                f"pure_loss(module, loss_fn, buffers=True)."
+            )
+        x = args[0] if args else kwargs["input"]
+        self.counts[name] = x.numel() // layer.num_features
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """The forward pass of one micro-batch: the layers write into tensors of their own."""
+        self.counts = {}
+        for layer in self.layers.values():
+            buffers = layer.__dict__[_private.BUFFERS]
+            buffers |= {key: torch.zeros_like(buffers[key]) for key in _STATISTICS if buffers.get(key) is not None}
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """`{name: leaf}`: count, mean and population variance of the micro-batch, stacked; zeros for what did not run.
+
+        A copy, as a checkpoint runs the forward pass again when the loss is already there.
+        """
+        return {name: self._leaf(name, layer) for name, layer in self.layers.items()}
+
+    def _leaf(self, name: str, layer: nn.BatchNorm1d) -> torch.Tensor:
+        running_mean, running_var, batches = (getattr(layer, key) for key in _STATISTICS)
+        ran = name in self.counts
+        # The kernel's own writes do not count as versions; only the layer's forward() adds to the number of batches.
+        is_told = batches is not None and not batches.is_inference()
+        if is_told and ran != (_private.version(batches) > 0):
+            raise _unknown(name, ran)
+        dtype = arrays.accumulator_dtype(running_mean.dtype)
+        mean, variance = running_mean.detach().to(dtype), running_var.detach().to(dtype)
+        count = self.counts.get(name, 0)
+        biased = variance * ((count - 1) / count) if count else variance
+        return torch.stack((torch.full_like(mean, count), mean, biased))
+
+
+def _unknown(name: str, ran: bool) -> FuncgaError:
+    why = (
+        "it ran and did not update its running statistics, as a forward pass of your own may not. Use that of "
+        "torch.nn.BatchNorm"
+        if ran
+        else "it ran without its hooks, as one does whose forward() is called by name, or that was compiled by itself. "
+        "Call the layer as it is, layer(x)"
+    )
+    return FuncgaError(
+        f"what the BatchNorm layer `{name}` saw of the micro-batch is not known: {why}, or thread the buffers: "
+        f"pure_loss(module, loss_fn, buffers=True)."
+    )
+
+
+def _watched(module: nn.Module) -> dict[str, nn.BatchNorm1d]:
+    """The layers in train mode that have running statistics. Raises FuncgaError if there is none, or one is synced."""
+    layers = {name: layer for name, layer in module.named_modules() if _tracks(layer) and layer.training}
+    for name, layer in layers.items():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise FuncgaError(
+                f"`{name}` is a SyncBatchNorm, whose statistics are those of all replicas already, with the count of "
+                f"one. Use BatchNorm, and let funcga merge them: accumulate(..., fold=..., across=group)."
+            )
+    if not layers:
+        raise FuncgaError(
+            f"statistics=True, and {type(module).__name__} has no BatchNorm layer that would update running "
+            f"statistics: one in train mode, with track_running_stats=True. Call module.train(), or leave "
+            f"statistics=True out."
+        )
+    return layers
+
+
+def called(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs: object) -> R:
+    """`loss_fn(module, *args, **kwargs)`. Raises FuncgaError for one value per channel of a BatchNorm layer."""
+    try:
+        return loss_fn(module, *args, **kwargs)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        layer, x = _private.layer_and_input_of(error)
+        if layer is None:
+            raise
+        name = next((name for name, inner in module.named_modules() if inner is layer), "")
+        raise TooFewRowsError(
+            f"the BatchNorm layer `{name}` was given {arrays.describe(x)}: in training mode it normalises by the "
+            f"variance of the micro-batch, and one value for each channel has none. Make micro-batches of 2 rows "
+            f"and more, the last one too: a smaller n, or a microbatch_size that does not leave one row over; or "
+            f"use its running statistics: module.eval()."
+        ) from error
+
+
+def embeddings_with_max_norm(parts: Owners) -> dict[str, nn.Embedding]:
+    """The embeddings among the parts of a module that shorten rows of their weights, by name."""
+    layers = {
+        id(layer): (prefix.removesuffix("."), layer)  # once, though it be used in several places
+        for prefix, layer in parts
+        if layer.__dict__.get("max_norm") is not None and isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+    }
+    return dict(layers.values())  # type: ignore[arg-type]
+
+
+@contextmanager
+def within_norm(embeddings: Mapping[str, nn.Embedding]) -> Iterator[None]:
+    """A context in which these layers leave their weights alone. Where they cannot, they raise FuncgaError."""
+    before = [(layer, layer.__dict__.get("forward")) for layer in embeddings.values()]
+    for name, layer in embeddings.items():
+        layer.__dict__["forward"] = partial(_looked_up, name, layer, layer.forward)
+    try:
+        yield
+    finally:
+        for layer, forward in before:
+            if forward is None:
+                del layer.__dict__["forward"]
+            else:
+                layer.__dict__["forward"] = forward
+
+
+def _looked_up(
+    name: str, layer: nn.Embedding, forward: Callable[..., R], *args: torch.Tensor, **kwargs: torch.Tensor
+) -> R:
+    """The forward pass of an embedding whose rows are within the norm already, so that there is nothing to shorten."""
+    max_norm, weight = layer.max_norm, layer.weight.detach()
+    assert max_norm is not None
+    rows = weight[args[0] if args else kwargs["input"]]
+    norms = torch.linalg.vector_norm(rows, layer.norm_type, dim=-1)
+    if bool((norms > max_norm * (1 + 2 * torch.finfo(weight.dtype).eps)).any()):
+        raise FuncgaError(
+            f"{_spelt(name)} has max_norm={max_norm}, and this micro-batch uses a row of norm "
+            f"{float(norms.max()):.4g}: torch would shorten it in place, and a pure loss changes no parameter. Shorten "
+            f"the rows between two steps, in torch.no_grad(): "
+            f"embedding.weight.renorm_({layer.norm_type}, 0, {max_norm})."
+        )
+    layer.max_norm = None
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        layer.max_norm = max_norm
+
+
+def _spelt(name: str) -> str:
+    return f"the embedding `{name}`" if name else "the embedding"
+
+
+def check_no_max_norm(module: nn.Module) -> None:
+    """Raises FuncgaError if there is such an embedding where torch.compile traces, and norms are not known."""
+    for name, layer in embeddings_with_max_norm([*owners(module)]).items():
+        raise FuncgaError(
+            f"{_spelt(name)} has max_norm={layer.max_norm}, and is in a function that torch.compile compiles, "
+            f"where norms are not known. Call the step without torch.compile; the loss itself may be compiled."
+        )
