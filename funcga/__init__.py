@@ -37,9 +37,9 @@ from funcga._trees.interop import shares_memory as shares_memory
 from funcga._trees.interop import to_jax as to_jax
 from funcga._trees.interop import to_numpy as to_numpy
 from funcga._trees.interop import to_torch as to_torch
+from funcga._trees.match import from_state_dict as from_state_dict
 from funcga._trees.match import match as match
-from funcga._trees.state_dict import from_state_dict as from_state_dict
-from funcga._trees.state_dict import to_state_dict as to_state_dict
+from funcga._trees.match import to_state_dict as to_state_dict
 from funcga._verify.verify import verify as verify
 from funcga.errors import FuncgaError as FuncgaError
 from funcga.folds import Fold as Fold

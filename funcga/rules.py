@@ -3,30 +3,37 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from funcga._types import Array
 from funcga.errors import FuncgaError
 
 
 @dataclass(frozen=True)
 class Rule:
-    r"""A leaf whose dotted path is `pattern`, all of it, is called `replacement` on the other side.
-
-    pattern: a regular expression; replacement: what `re.sub` makes of it, with groups as `\1`, or None: such a leaf has
-    no counterpart, and is left out. axes: how the array's axes are permuted: None, a tuple as for numpy.transpose,
-    "oi->io" or "io->oi" for weights of any rank, or a function of a NumPy array, for what axes alone cannot say.
-    "oi->io" takes [out, in, *spatial] to [*spatial, in, out]: the linear and convolutional layers of torch to those of
-    flax; "io->oi" is the way back.
+    r"""Renames a leaf whose dotted path is `pattern`, all of it, to `replacement`, and permutes its axes.
 
     Names are swapped through a third: Rule("a", "tmp"), Rule("b", "a"), Rule("tmp", "b"), as each rule is tried on what
-    those before it made. Raises FuncgaError for a pattern or axes that are none.
+    those before it made.
 
-    >>> rules = [funcga.Rule(r"fc1\.(.*)", r"Dense_0.\1"), *funcga.rules.torch_to_flax]
+    Args:
+        pattern: A regular expression.
+        replacement: What `re.sub` makes of it, with groups as `\1`. None leaves the leaf out: it has no counterpart.
+        axes: How the array's axes are permuted: None; a tuple as for numpy.transpose; "oi->io" or "io->oi" for weights
+            of any rank; or a function of a NumPy array, for what axes alone cannot say. "oi->io" takes
+            [out, in, *spatial] to [*spatial, in, out]: the linear and convolutional layers of torch to those of flax.
+            "io->oi" is the way back.
+
+    Raises:
+        FuncgaError: The pattern is no regular expression, the replacement does not go with it, or the axes are none.
+
+    Example:
+        >>> rules = [funcga.Rule(r"fc1\.(.*)", r"Dense_0.\1"), *funcga.rules.torch_to_flax]
     """
 
     pattern: str
     replacement: str | None
-    axes: tuple[int, ...] | str | Callable[[Any], Any] | None = None
+    axes: tuple[int, ...] | str | Callable[[Array], Array] | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -46,21 +53,21 @@ class Rule:
             )
 
 
-def _is_axes(axes: Any) -> bool:
+def _is_axes(axes: object) -> bool:
     if isinstance(axes, tuple):
         return all(type(axis) is int for axis in axes) and sorted(axes) == [*range(len(axes))]
-    return axes is None or callable(axes) or axes in ("oi->io", "io->oi")
+    return axes is None or callable(axes) or axes in AXES
 
 
-def as_rules(rules: Any) -> tuple[Rule, ...]:
+def as_rules(rules: object) -> tuple[Rule, ...]:
     """The rules that a caller gave. Raises FuncgaError for what is none."""
-    found = tuple(rules) if isinstance(rules, Iterable) else (rules,)
-    if not isinstance(rules, Iterable) or not all(isinstance(rule, Rule) for rule in found):
+    checked = tuple(rules) if isinstance(rules, Iterable) else (rules,)
+    if not isinstance(rules, Iterable) or not all(isinstance(rule, Rule) for rule in checked):
         raise FuncgaError(
             f"rules={rules!r} is no list of rules. Write rules=[funcga.Rule(r'fc1\\.(.*)', r'Dense_0.\\1'), "
             f"*funcga.rules.torch_to_flax], for instance."
         )
-    return found
+    return checked
 
 
 class Pair(NamedTuple):
@@ -78,31 +85,30 @@ def pairs(lefts: Iterable[str], rights: Iterable[str], rules: Sequence[Rule]) ->
     the right tree has wins, where an earlier rule goes before a later one, and a rule before none. Raises FuncgaError
     if two leaves end up as one, or one can end up as more than can be looked through.
     """
-    there = {*rights}
-    found: dict[str, Pair] = {}
+    right_paths = {*rights}
+    by_right: dict[str, Pair] = {}
     for left in lefts:
-        pair = _pair(left, there, rules)
+        pair = _pair(left, right_paths, rules)
         if pair is None:
             continue
-        if pair.right in found:
+        if pair.right in by_right:
             raise FuncgaError(
-                f"`{found[pair.right].left}` and `{left}` of the left tree are both `{pair.right}` by these rules. "
+                f"`{by_right[pair.right].left}` and `{left}` of the left tree are both `{pair.right}` by these rules. "
                 f"Make a pattern narrower, so that each leaf has a path of its own."
             )
-        found[pair.right] = pair
-    return [*found.values()]
+        by_right[pair.right] = pair
+    return [*by_right.values()]
 
 
-def _pair(left: str, there: set[str], rules: Sequence[Rule]) -> Pair | None:
+def _pair(left: str, rights: set[str], rules: Sequence[Rule]) -> Pair | None:
+    """The Pair of a left path; None if a rule leaves it out."""
     spellings = _spellings(left, rules)
     for path, used in spellings.items():
-        if path in there:
+        if path in rights:
             return Pair(left, path, used)
-    return None if any(_is_left_out(path, rules) for path in spellings) else Pair(left, left, ())
-
-
-def _is_left_out(path: str, rules: Sequence[Rule]) -> bool:
-    return any(rule.replacement is None and re.fullmatch(rule.pattern, path) for rule in rules)
+    omitting = [rule for rule in rules if rule.replacement is None]
+    is_left_out = any(re.fullmatch(rule.pattern, path) for path in spellings for rule in omitting)
+    return None if is_left_out else Pair(left, left, ())
 
 
 _MOST = 4096
@@ -111,67 +117,70 @@ _MOST = 4096
 
 def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
     """All that the rules can make of a path, the first choice first, and those of them that are used."""
-    found: dict[str, tuple[Rule, ...]] = {path: ()}
+    spellings: dict[str, tuple[Rule, ...]] = {path: ()}
     for rule in rules:
-        made: dict[str, tuple[Rule, ...]] = {}
-        for before, used in found.items():
+        after: dict[str, tuple[Rule, ...]] = {}
+        for before, used in spellings.items():
             match = re.fullmatch(rule.pattern, before)
+            # Of two ways to one spelling the first counts, so the renamed one goes before the one that is left.
             if match and rule.replacement is not None:
-                made.setdefault(match.expand(rule.replacement), (*used, rule))
-            made.setdefault(before, used)
-        if len(made) > _MOST:
+                after.setdefault(match.expand(rule.replacement), (*used, rule))
+            after.setdefault(before, used)
+        if len(after) > _MOST:
             raise FuncgaError(
                 f"these rules can call `{path}` more than {_MOST} names, as each may be left out. Make the pattern "
                 f"{rule.pattern!r}, and others that match much, narrower."
             )
-        found = made
-    return found
+        spellings = after
+    return spellings
 
 
-def permuted(array: Any, pair: Pair) -> Any:
+def permuted(array: Array, pair: Pair) -> Array:
     """The left array of a pair, of NumPy, with its axes as the right one has them.
 
     Raises FuncgaError if it has not the axes that a rule permutes, or the rule's function fails or makes no array.
     """
     for rule in pair.rules:
-        array = _permuted(array, rule, pair)
+        if callable(rule.axes):
+            array = _called(rule.axes, array, rule, pair)
+        elif rule.axes is not None:
+            array = _transposed(array, rule.axes, rule, pair)
     return array
 
 
-def _permuted(array: Any, rule: Rule, pair: Pair) -> Any:
-    if rule.axes is None:
-        return array
-    if not isinstance(rule.axes, str | tuple):
-        return _made(array, rule.axes, rule, pair)
-    count = len(array.shape)
-    axes = rule.axes if isinstance(rule.axes, tuple) else AXES[rule.axes](count)
-    if len(axes) != count:
+def _transposed(array: Array, axes: tuple[int, ...] | str, rule: Rule, pair: Pair) -> Array:
+    ndim = len(array.shape)
+    order = AXES[axes](ndim) if isinstance(axes, str) else axes
+    if len(order) != ndim:
         raise FuncgaError(
-            f"Rule({rule.pattern!r}, ..., axes={rule.axes!r}) permutes {len(axes)} axes, and `{pair.left}`, which "
-            f"these rules call `{pair.right}`, is {array.dtype}[{', '.join(map(str, array.shape))}]. Make the pattern "
-            f"narrower, or write another rule for this leaf before it."
+            f"Rule({rule.pattern!r}, ..., axes={axes!r}) permutes {len(order)} axes, and `{pair.left}`, which these "
+            f"rules call `{pair.right}`, is {_describe(array)}. Make the pattern narrower, or write another rule for "
+            f"this leaf before it."
         )
-    return array.transpose(axes)
+    return array.transpose(order)
 
 
-def _made(array: Any, function: Callable[[Any], Any], rule: Rule, pair: Pair) -> Any:
-    what = (
-        f"the function axes= of Rule({rule.pattern!r}, ...), called with `{pair.left}`, "
-        f"{array.dtype}[{', '.join(map(str, array.shape))}],"
-    )
-    how = "Write a function from one array of NumPy to another: axes=lambda array: array.reshape(4, 2, 3)."
+def _called(function: Callable[[Array], Array], array: Array, rule: Rule, pair: Pair) -> Array:
     try:
-        found = function(array)
+        returned = function(array)
+        if type(returned).__module__ == "numpy":
+            return returned
+        problem, cause = f"returned a {type(returned).__name__}, which is no array of NumPy", None
     except Exception as error:
-        raise FuncgaError(f"{what} raised {type(error).__name__}: {error}. {how}") from error
-    if type(found).__module__ != "numpy" or not hasattr(found, "transpose"):
-        raise FuncgaError(f"{what} returned a {type(found).__name__}, which is no array of NumPy. {how}")
-    return found
+        problem, cause = f"raised {type(error).__name__}: {error}", error
+    raise FuncgaError(
+        f"the function axes= of Rule({rule.pattern!r}, ...), called with `{pair.left}`, {_describe(array)}, {problem}. "
+        f"Write a function from one array of NumPy to another: axes=lambda array: array.reshape(4, 2, 3)."
+    ) from cause
+
+
+def _describe(array: Array) -> str:
+    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
 
 
 AXES: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "oi->io": lambda count: (*range(2, count), 1, 0),
-    "io->oi": lambda count: (count - 1, count - 2, *range(count - 2)),
+    "oi->io": lambda ndim: (*range(2, ndim), 1, 0),
+    "io->oi": lambda ndim: (ndim - 1, ndim - 2, *range(ndim - 2)),
 }
 
 torch_to_flax = (

@@ -1,8 +1,7 @@
 """The JAX backend of funcga: lax.scan and JAX arrays on any device."""
 
 from funcga._backend.protocols import Backend
-from jax_backend import arrays, gradients, loop, replicas, trees
-from jax_backend import dlpack as handover
+from jax_backend import arrays, dlpack, gradients, loop, replicas, trees
 from jax_backend import multi_steps as transforms
 from jax_backend.hlo import Collective as Collective
 from jax_backend.hlo import collectives as collectives
@@ -26,4 +25,4 @@ __all__ = [
     "state_specs",
 ]
 
-BACKEND = Backend("jax", trees, arrays, handover, gradients, loop, replicas, transforms)
+BACKEND = Backend("jax", trees, arrays, dlpack, gradients, loop, replicas, transforms)

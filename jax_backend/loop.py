@@ -19,8 +19,7 @@ from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._fold.weight import LEAST32, MOST32, check_narrow
 from funcga._grad import bound
 from funcga.errors import FuncgaError
-from jax_backend import accumulators, arrays, compilation, nnx, trees
-from jax_backend import dlpack as handover
+from jax_backend import accumulators, arrays, compilation, dlpack, nnx, trees
 from jax_backend import scan_layers as stacked
 from jax_backend import sharded_rows as blocks
 from jax_backend.accumulators import Places
@@ -315,7 +314,7 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
         if replicas is not None:
             leading, kwargs = varying(leading, replicas), varying(kwargs, replicas)
         whole, arrays_whole = Static((leading, kwargs)).taken()
-        device = None if program.device is None else handover.device(program.device)
+        device = None if program.device is None else dlpack.device(program.device)
         run = step if compilation.is_tracing() else jitted
         for item in microbatches:
             if device is not None:

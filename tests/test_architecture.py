@@ -10,7 +10,7 @@ import pytest
 
 import jax_backend
 import torch_backend
-from funcga._backend.protocols import Arrays, Gradients, Handover, Loop, Replicas, Transforms, Trees
+from funcga._backend.protocols import Arrays, DLPack, Gradients, Loop, Replicas, Transforms, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
@@ -90,7 +90,7 @@ def test_imports_point_one_way():
 
 
 # The one file that imports the other framework, inside of functions: it runs what optax makes on torch tensors.
-BRIDGES = {"optax_adapter", "jax_arrays"}
+BRIDGES = {"optax_adapter"}
 
 
 def test_backends_import_core_types_only_and_never_each_other():
@@ -182,7 +182,7 @@ def test_one_framework_is_enough(missing, call):
 def test_backends_supply_what_the_core_asks_for(backend):
     for part, protocol in (
         ("arrays", Arrays),
-        ("handover", Handover),
+        ("dlpack", DLPack),
         ("trees", Trees),
         ("gradients", Gradients),
         ("loop", Loop),

@@ -111,25 +111,25 @@ class Arrays(Protocol):
         ...
 
 
-class Handed(NamedTuple):
-    """An array on its way to another framework, and why it is in new memory: None where it is in its owner's."""
+class Transfer(NamedTuple):
+    """An array on its way to another framework, and why it was copied: None where it is in its owner's memory."""
 
-    array: Any
-    why: str | None = None
-
-
-class UnfitError(Exception):
-    """What an array is, and why it cannot be handed over; the caller knows its path."""
+    array: Array
+    copied: str | None = None
 
 
-class Handover(Protocol):
-    """A framework's way to hand its arrays to others, NumPy among them, and to take theirs."""
+class ExportError(Exception):
+    """What an array is, and why another framework cannot have it; the caller knows its path."""
+
+
+class DLPack(Protocol):
+    """How a framework exports its arrays to others, NumPy among them, and imports theirs."""
 
     def platforms(self) -> set[str]:
-        """The kinds of devices on which this framework can take arrays: 'cpu', 'gpu' and so on."""
+        """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so on."""
         ...
 
-    def device(self, name: Any) -> Any:
+    def device(self, name: object) -> Any:
         """The device of this name; FuncgaError, which says what there is, if there is none."""
         ...
 
@@ -137,16 +137,16 @@ class Handover(Protocol):
         """The names of the devices that there are."""
         ...
 
-    def lent(self, leaf: Array, platforms: set[str]) -> Handed:
-        """The array for others to take: by DLPack, on platforms of theirs, else as NumPy's; or UnfitError."""
+    def export_array(self, leaf: Array, platforms: set[str]) -> Transfer:
+        """The array as others import it: by DLPack, if it lies on one of their platforms, else as NumPy's."""
         ...
 
-    def check(self, array: Any) -> None:
-        """Raises UnfitError if this framework cannot have the array of another, or NumPy's, as it is."""
+    def check_importable(self, array: Array) -> None:
+        """Raises ExportError if this framework cannot have the array of another, or NumPy's, as it is."""
         ...
 
-    def taken(self, lent: Sequence[Handed], device: Any, copy: bool) -> list[Handed]:
-        """Arrays of this framework in the memory that is lent, where that is possible; if `copy`, all in new memory."""
+    def import_arrays(self, exports: Sequence[Transfer], device: Any, copy: bool) -> list[Transfer]:
+        """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in new memory."""
         ...
 
     def extents(self, leaf: Array) -> list[tuple[int, int]]:
@@ -307,7 +307,7 @@ class Backend:
     name: str
     trees: Trees
     arrays: Arrays
-    handover: Handover
+    dlpack: DLPack
     gradients: Gradients
     loop: Loop
     replicas: Replicas

@@ -1,246 +1,310 @@
 """`to_torch`, `to_jax`, `to_numpy`: whole trees from one framework to another, in new memory or in the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from funcga._backend.dispatch import load, load_imported
 from funcga._backend.prefixes import leaf_paths, paths_apart
-from funcga._backend.protocols import Backend, Handed, UnfitError
+from funcga._backend.protocols import Backend, ExportError, Transfer
+from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 
 
-def to_torch(tree: Any, *, copy: bool | None = True, device: Any = None) -> Any:
-    """The tree with every array, of torch, JAX or NumPy, as a torch tensor of the same shape and dtype, detached.
-
-    copy: True makes one copy of each array, in memory of its own. None shares the memory where that is possible and
-    copies elsewhere; False shares it, or raises. What shares memory sees what is written to it:
-
-    | from | shared, unless | and then |
-    |---|---|---|
-    | JAX | it is sharded | do not write to the tensor: JAX relies on its arrays never changing |
-    | NumPy | it is read-only, or has negative strides or bytes in another order | write where you like |
-    | torch | | write where you like; it is what `x.detach()` is |
-
-    device: a torch.device or its name. By default arrays stay where they lie, which is the CPU where torch has no such
-    device. Another device is a copy.
+def to_torch(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tree:
+    """Converts every array of a tree, of torch, JAX or NumPy, to a torch tensor of the same shape and dtype, detached.
 
     The tree is walked by the framework that its containers belong to, and keeps them. Leaves that are no arrays stay as
     they are. A tensor that is in the tree twice comes back as two copies, or where memory is shared, as two in one.
 
-    Raises FuncgaError, which names the leaf, for what torch cannot have: dtypes such as int4, typed keys of JAX (hand
-    over `jax.random.key_data(key)`), what jit traces, what has been donated; and for a device that is not there.
+    Args:
+        tree: Nested containers of arrays.
+        copy: True makes one copy of each array, in memory of its own. None shares the memory where that is possible
+            and copies elsewhere. False shares it, or raises. What shares memory sees what is written to it:
 
-    >>> params = funcga.to_torch(params)  # as they come from optax, flax or equinox
-    >>> batch = funcga.to_torch(batch, copy=None, device="cuda")
+            | from | shared, unless | and then |
+            |---|---|---|
+            | JAX | it is sharded | do not write to the tensor: JAX relies on its arrays never changing |
+            | NumPy | it is read-only, or has negative strides or bytes in another order | write where you like |
+            | torch | | write where you like; it is what `x.detach()` is |
+        device: A torch.device or its name. By default arrays stay where they lie, which is the CPU where torch has no
+            such device. Another device is a copy.
+
+    Returns:
+        A tree of the same structure, with tensors.
+
+    Raises:
+        FuncgaError: An array, which the error names, is one that torch cannot have: of a dtype such as int4, a typed
+            key of JAX (convert `jax.random.key_data(key)`), traced by jit, or donated. Or there is no such device.
+
+    Example:
+        >>> params = funcga.to_torch(params)  # as they come from optax, flax or equinox
+        >>> batch = funcga.to_torch(batch, copy=None, device="cuda")
     """
-    return _moved(tree, load("torch"), copy, device)
+    return converted(tree, load("torch"), copy, device)
 
 
-def to_jax(tree: Any, *, copy: bool | None = True, device: Any = None) -> Any:
-    """The tree with every array, of torch, JAX or NumPy, as a JAX array of the same shape and dtype.
-
-    copy: True makes one copy of each array, in memory of its own, finished when this returns. None shares the memory
-    where that is possible and copies elsewhere; False shares it, or raises:
-
-    | from | shared, unless | and then |
-    |---|---|---|
-    | torch | it is not contiguous, or a slice that begins at no multiple of 64 bytes | do not write to the tensor |
-    | NumPy | the same; NumPy's own memory mostly begins elsewhere | do not write to NumPy's array |
-    | JAX | | it is the same array |
-
-    JAX relies on its arrays never changing, and may read them later than it is called. One that shares memory can be
-    donated: JAX gives it up and writes elsewhere.
-
-    device: a jax.Device, a Sharding, or a name such as "cpu" or "gpu:1". By default JAX arrays and CUDA tensors stay
-    where they lie, if JAX has that device, and all else goes to JAX's default device, uncommitted. Another device is
-    a copy. Inside of jit, what is traced stays as it is.
+def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tree:
+    """Converts every array of a tree, of torch, JAX or NumPy, to a JAX array of the same shape and dtype.
 
     The tree is walked by the framework that its containers belong to, and keeps them. Leaves that are no arrays stay as
-    they are.
+    they are. Inside of jit, what is traced stays as it is.
 
-    Raises FuncgaError, which names the leaf, for 64-bit values while JAX has them switched off, which it would narrow
-    silently; for what JAX cannot have: DTensors, sparse tensors, dtypes such as torch.int4, tensors of a running
-    torch.func transform; and for a device that is not there.
+    Args:
+        tree: Nested containers of arrays.
+        copy: True makes one copy of each array, in memory of its own, finished when this returns. None shares the
+            memory where that is possible and copies elsewhere. False shares it, or raises:
 
-    >>> params = funcga.to_jax(module.state_dict())
-    >>> logits = model.apply(params, funcga.to_jax(batch, copy=None))
+            | from | shared, unless | and then |
+            |---|---|---|
+            | torch | it is not contiguous, or a slice that begins at no multiple of 64 bytes | do not write to it |
+            | NumPy | the same; NumPy's own memory usually begins elsewhere | do not write to NumPy's array |
+            | JAX | | it is the same array |
+
+            JAX relies on its arrays never changing, and may read them later than it is called. One that shares memory
+            can be donated: JAX gives it up and writes elsewhere.
+        device: A jax.Device, a Sharding, or a name such as "cpu" or "gpu:1". By default JAX arrays and CUDA tensors
+            stay where they lie, if JAX has that device, and all else goes to JAX's default device, uncommitted.
+            Another device is a copy.
+
+    Returns:
+        A tree of the same structure, with JAX arrays.
+
+    Raises:
+        FuncgaError: An array, which the error names, has 64 bits while JAX has these switched off and would narrow it
+            silently; or is one that JAX cannot have: a DTensor, a sparse tensor, a dtype such as torch.int4, a tensor
+            of a running torch.func transform. Or there is no such device.
+
+    Example:
+        >>> params = funcga.to_jax(module.state_dict())
+        >>> logits = model.apply(params, funcga.to_jax(batch, copy=None))
     """
-    return _moved(tree, load("jax"), copy, device)
+    return converted(tree, load("jax"), copy, device)
 
 
-def _moved(tree: Any, target: Backend, copy: bool | None, device: Any) -> Any:
-    place = None if device is None else target.handover.device(device)
-    walked = _walked(tree, target)
-    reach = target.handover.platforms()
+def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
+    """Converts every array of a tree, of torch, JAX or NumPy, to a NumPy array of the same shape and dtype.
 
-    def lent(leaf: Any, owner: Backend | None) -> Handed:
-        handed = Handed(leaf) if owner in (None, target) else owner.handover.lent(leaf, reach)
+    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that are no arrays stay as
+    they are, and so do NumPy's scalars. bfloat16 and float8 are the dtypes of ml_dtypes.
+
+    Args:
+        tree: Nested containers of arrays.
+        copy: True makes one copy of each array, in memory of its own. None shares the memory where that is possible
+            and copies elsewhere. False shares it, or raises:
+
+            | from | shared, unless | and then |
+            |---|---|---|
+            | JAX | it is not on the CPU, or on several devices | the array is read-only |
+            | torch | it is not on the CPU, or lazily conjugated | write where you like |
+            | NumPy | | it is the same array |
+
+    Returns:
+        A tree of the same structure, with NumPy arrays.
+
+    Raises:
+        FuncgaError: An array, which the error names, has no numbers that NumPy could have, as in `to_torch` and
+            `to_jax`.
+
+    Example:
+        >>> numpy.savez("params.npz", **funcga.to_numpy(params, copy=None))
+    """
+    _check_copy(copy)
+    walk = _walk(tree, None)
+
+    def export(leaf: Array, owner: Backend | None) -> Transfer:
+        exported = Transfer(leaf) if owner is None else owner.dlpack.export_array(leaf, set())
+        # What was copied on the way need not be copied again, unless JAX keeps it.
+        is_ours = exported.copied is not None and exported.array.flags.writeable
+        return exported if is_ours or copy is not True else Transfer(exported.array.copy(), "a copy was asked for")
+
+    return walk.rebuilt(walk.exports(export), copy)
+
+
+def converted(tree: Tree, target: Backend, copy: bool | None, device: object = None, name: str = "tree") -> Tree:
+    """The tree with the arrays of a framework; `to_torch` and `to_jax` say how. Errors call it by `name`."""
+    _check_copy(copy)
+    place = None if device is None else target.dlpack.device(device)
+    platforms = target.dlpack.platforms()
+    walk = _walk(tree, target, name)
+
+    def export(leaf: Array, owner: Backend | None) -> Transfer:
         if owner is None:
-            _check_unmasked(leaf)
-        target.handover.check(handed.array)
-        return handed
+            exported = _export_numpy(leaf)
+        else:
+            exported = Transfer(leaf) if owner is target else owner.dlpack.export_array(leaf, platforms)
+        target.dlpack.check_importable(exported.array)
+        return exported
 
-    taken = target.handover.taken(walked.each(lent), place, _checked(copy) is True)
-    return walked.rebuilt(taken, copy)
-
-
-def _check_unmasked(leaf: Any) -> None:
-    if any(base.__name__ == "MaskedArray" for base in type(leaf).__mro__):
-        raise UnfitError(
-            f"a masked array {leaf.dtype}{list(leaf.shape)}, whose mask would be lost; x.filled(0) has none"
-        )
+    return walk.rebuilt(target.dlpack.import_arrays(walk.exports(export), place, copy is True), copy)
 
 
-def _checked(copy: Any) -> bool | None:
+def _check_copy(copy: object) -> None:
     if not (copy is None or isinstance(copy, bool)):
         raise FuncgaError(f"copy={copy!r} is neither True (copy all), None (where it must be) nor False (nothing).")
-    return copy
 
 
-def to_numpy(tree: Any, *, copy: bool | None = True) -> Any:
-    """The tree with every array, of torch, JAX or NumPy, as a NumPy array of the same shape and dtype.
+def _export_numpy(leaf: Array) -> Transfer:
+    """An array or scalar of NumPy as a plain array, whose bytes are in this machine's order."""
+    if _is_class_of_numpy(leaf, "MaskedArray"):
+        raise ExportError(
+            f"a masked array {leaf.dtype}{list(leaf.shape)}, whose mask would be lost; x.filled(0) has none"
+        )
+    array = leaf.__array__()
+    if not array.dtype.isnative:
+        return Transfer(
+            array.astype(array.dtype.newbyteorder("=")),
+            f"its bytes are in another order ({array.dtype.str}); x.astype({array.dtype.name!r}) has them in order",
+        )
+    is_scalar = not _is_class_of_numpy(leaf, "ndarray")
+    return Transfer(array, "it is a scalar of NumPy; numpy.asarray(x) is an array" if is_scalar else None)
 
-    bfloat16 and float8 are those of ml_dtypes. copy: True makes one copy of each array, in memory of its own. None
-    shares the memory where that is possible and copies elsewhere; False shares it, or raises:
 
-    | from | shared, unless | and then |
-    |---|---|---|
-    | JAX | it is not on the CPU, or on several devices | the array is read-only |
-    | torch | it is not on the CPU, or lazily conjugated | write where you like |
-    | NumPy | | it is the same array |
+def is_numpy(leaf: object) -> bool:
+    """Whether the leaf is an array or a scalar of NumPy, which need not be imported."""
+    return _is_class_of_numpy(leaf, "ndarray", "generic")
 
-    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that are no arrays stay as
-    they are, and so do NumPy's scalars. Raises FuncgaError, which names the leaf, for what has no numbers that NumPy
-    could have, as `to_torch` and `to_jax` do.
 
-    >>> numpy.savez("params.npz", **funcga.to_numpy(params, copy=None))
+def _is_class_of_numpy(leaf: object, *names: str) -> bool:
+    bases = type(leaf).__mro__
+    return any(base.__name__ in names and base.__module__.split(".")[0] == "numpy" for base in bases)
+
+
+def no_device(name: object, framework: str, devices: list[str]) -> FuncgaError:
+    """The error for a device that a framework does not have here."""
+    return FuncgaError(
+        f"device={str(name)!r} is none that {framework} has here; it has {', '.join(map(repr, devices))}."
+    )
+
+
+def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
+    """Tells which arrays of two trees share memory, so that writing to one may be seen in the other.
+
+    Addresses are compared from an array's first byte to its last, so rows that alternate in one memory count as shared.
+    An array without numbers, traced, fake or empty, shares nothing.
+
+    Args:
+        left: A tree of arrays of torch, JAX or NumPy.
+        right: Another one, of any framework, whose arrays have the same paths.
+
+    Returns:
+        Whether memory is shared, by path. Paths are written as in `to_state_dict`; leaves that are no arrays are left
+        out.
+
+    Raises:
+        FuncgaError: One tree has arrays that the other has not; the error names their paths.
+
+    Example:
+        >>> funcga.shares_memory(params, funcga.to_jax(params, copy=None))
+        {"['w']": True, "['b']": True}
     """
-    walked = _walked(tree, None)
-
-    def lent(leaf: Any, owner: Backend | None) -> Handed:
-        handed = Handed(leaf) if owner is None else owner.handover.lent(leaf, set())
-        own = handed.why is not None and handed.array.flags.writeable
-        return handed if own or _checked(copy) is not True else Handed(handed.array.copy(), "a copy was asked for")
-
-    return walked.rebuilt(walked.each(lent), copy)
-
-
-def shares_memory(left: Any, right: Any) -> dict[str, bool]:
-    """Whether the arrays of two trees share memory: by path, True where writing to one may be seen in the other.
-
-    left, right: trees of torch, JAX or NumPy, each of its own framework, whose arrays have the same paths; these are
-    written as in `to_state_dict`, and what is no array is left out. Compared are the addresses from an array's first
-    byte to its last, so that rows that alternate in one memory count as shared. An array without numbers, traced, fake
-    or empty, shares nothing. Raises FuncgaError, which names the paths, if one tree has arrays that the other has not.
-
-    >>> funcga.shares_memory(params, funcga.to_jax(params, copy=None))
-    {"['w']": True, "['b']": True}
-    """
-    mine, others = _extents(left), _extents(right)
-    missing, new = paths_apart([*mine], [*others])
+    lefts, rights = _extents(left), _extents(right)
+    missing, new = paths_apart([*lefts], [*rights])
     if missing or new:
         raise FuncgaError(
             f"left and right have arrays at other paths: only left has {_some(missing)}, only right has {_some(new)}. "
             f"Compare trees of the same structure, such as a tree and funcga.to_jax(tree, copy=None)."
         )
-    return {path: any(a < d and c < b for a, b in pieces for c, d in others[path]) for path, pieces in mine.items()}
+    return {path: _overlap(extents, rights[path]) for path, extents in lefts.items()}
+
+
+def _overlap(lefts: list["Extent"], rights: list["Extent"]) -> bool:
+    return any(a < d and c < b for a, b in lefts for c, d in rights)
 
 
 def _some(paths: list[str]) -> str:
     return ", ".join(f"`{path}`" for path in paths[:4]) + (f" and {len(paths) - 4} more" if paths[4:] else "") or "none"
 
 
-def _extents(tree: Any) -> dict[str, list[tuple[int, int]]]:
-    walked = _walked(tree, None)
-    paths = leaf_paths(tree, walked.walker.trees)
-    return {
-        paths[place]: _numpy_extents(walked.leaves[place])
-        if owner is None
-        else owner.handover.extents(walked.leaves[place])
-        for place, owner in walked.owners.items()
-    }
+Extent = tuple[int, int]
+"""The addresses of the first byte of a piece of memory, and of the one after its last."""
 
 
-def _numpy_extents(array: Any) -> list[tuple[int, int]]:
-    if not _is_numpy(array, "ndarray") or not array.size:
+def extent(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Extent:
+    """The Extent of a strided array whose first element is at `start`; strides are in bytes, and may be negative."""
+    spans = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    return start + sum(min(span, 0) for span in spans), start + sum(max(span, 0) for span in spans) + itemsize
+
+
+def _extents(tree: Tree) -> dict[str, list[Extent]]:
+    walk = _walk(tree, None)
+    paths = leaf_paths(tree, walk.walker.trees)
+    return {paths[index]: _extents_of(walk.leaves[index], owner) for index, owner in walk.owners.items()}
+
+
+def _extents_of(array: Array, owner: Backend | None) -> list[Extent]:
+    if owner is not None:
+        return owner.dlpack.extents(array)
+    if not _is_class_of_numpy(array, "ndarray") or not array.size:
         return []
-    start = array.__array_interface__["data"][0]
-    spans = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
-    backward, forward = sum(span for span in spans if span < 0), sum(span for span in spans if span > 0)
-    return [(start + backward, start + forward + array.itemsize)]
+    return [extent(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)]
 
 
-def _is_numpy(leaf: Any, *names: str) -> bool:
-    return any(base.__module__ == "numpy" and base.__name__ in names for base in type(leaf).__mro__)
+class _Walk(NamedTuple):
+    """A tree as one framework walks it, and who owns the arrays among its leaves: None for NumPy's, by leaf index."""
 
-
-class _Walked(NamedTuple):
-    """A tree as one framework walks it, and whose the arrays are that it finds: None for NumPy's."""
-
-    tree: Any
+    tree: Tree
     walker: Backend
-    leaves: list[Any]
-    structure: Any
+    leaves: list[object]
+    structure: Structure
     owners: dict[int, Backend | None]
+    name: str
 
-    def is_whole(self) -> bool:
-        """Whether no leaf can be a container of another framework."""
-        others = [leaf for place, leaf in enumerate(self.leaves) if place not in self.owners]
-        return all(leaf is None or isinstance(leaf, int | float | complex | str) for leaf in others)
+    def path(self, leaf_index: int) -> str:
+        """The path of a leaf, as one would write it in code."""
+        return leaf_paths(self.tree, self.walker.trees, self.name)[leaf_index]
 
-    def each(self, lent: Callable[[Any, Backend | None], Handed]) -> list[Handed]:
-        """What a function returns for every array and its owner; FuncgaError, with the path, for an UnfitError."""
-        handed = []
-        for place, owner in self.owners.items():
+    def exports(self, export: Callable[[Array, Backend | None], Transfer]) -> list[Transfer]:
+        """What a function returns for every array and its owner; FuncgaError, with the path, for an ExportError."""
+        transfers = []
+        for index, owner in self.owners.items():
             try:
-                handed.append(lent(self.leaves[place], owner))
-            except UnfitError as unfit:
-                raise FuncgaError(f"`{self._path(place)}` is {unfit}.") from unfit
-        return handed
+                transfers.append(export(self.leaves[index], owner))
+            except ExportError as error:
+                raise FuncgaError(f"`{self.path(index)}` is {error}.") from error
+        return transfers
 
-    def _path(self, place: int) -> str:
-        return leaf_paths(self.tree, self.walker.trees, "tree")[place]
-
-    def rebuilt(self, handed: list[Handed], copy: bool | None) -> Any:
-        """The tree with these arrays; FuncgaError where one is not shared and must be."""
+    def rebuilt(self, transfers: list[Transfer], copy: bool | None) -> Tree:
+        """The tree with these arrays; FuncgaError where one was copied and must not be."""
         leaves = [*self.leaves]
-        for place, (array, why) in zip(self.owners, handed, strict=True):
-            if copy is False and why is not None:
+        for index, (array, copied) in zip(self.owners, transfers, strict=True):
+            if copy is False and copied is not None:
                 raise FuncgaError(
-                    f"copy=False asks for no copy, and `{self._path(place)}` cannot be shared: {why}. copy=None copies "
-                    f"what cannot be shared, and nothing else."
+                    f"copy=False asks for no copy, and `{self.path(index)}` cannot be shared: {copied}. copy=None "
+                    f"copies what cannot be shared, and nothing else."
                 )
-            leaves[place] = array
+            leaves[index] = array
         return self.walker.trees.unflatten(self.structure, leaves)
 
 
-def _walked(tree: Any, target: Backend | None) -> _Walked:
+def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
     """The tree as a framework has it that knows all its containers; if none does, as the one that finds most arrays."""
-    loaded = load_imported() or [installed()]
-    found = []
-    for backend in loaded:
-        walked = _walked_by(backend, tree, loaded)
-        if walked.is_whole():
-            return walked
-        found.append(walked)
+    backends = load_imported() or [any_backend()]
+    walks = []
+    for walker in backends:
+        leaves, structure = walker.trees.flatten(tree)
+        walk = _Walk(tree, walker, leaves, structure, _owners(leaves, backends), name)
+        # A leaf that is no plain value may be a container that only another framework knows.
+        others = [leaf for index, leaf in enumerate(leaves) if index not in walk.owners]
+        if all(leaf is None or isinstance(leaf, int | float | complex | str) for leaf in others):
+            return walk
+        walks.append(walk)
 
-    def fitness(walked: _Walked) -> tuple[int, bool, bool]:
-        return len(walked.owners), walked.walker in walked.owners.values(), walked.walker is target
+    def fitness(walk: _Walk) -> tuple[int, bool, bool]:
+        return len(walk.owners), walk.walker in walk.owners.values(), walk.walker is target
 
-    return max(found, key=fitness)
+    return max(walks, key=fitness)
 
 
-def installed() -> Backend:
-    """Any framework that there is, to walk a tree of NumPy's arrays."""
+def any_backend() -> Backend:
+    """A framework that is installed, to walk a tree of NumPy's arrays."""
     return load("torch" if find_spec("torch") else "jax")
 
 
-def _walked_by(walker: Backend, tree: Any, loaded: list[Backend]) -> _Walked:
-    leaves, structure = walker.trees.flatten(tree)
+def _owners(leaves: list[object], backends: list[Backend]) -> dict[int, Backend | None]:
     owners: dict[int, Backend | None] = {}
-    for place, leaf in enumerate(leaves):
-        owner = next((backend for backend in loaded if backend.arrays.owns(leaf)), None)
-        if owner is not None or _is_numpy(leaf, "ndarray", "generic"):
-            owners[place] = owner
-    return _Walked(tree, walker, leaves, structure, owners)
+    for index, leaf in enumerate(leaves):
+        owner = next((backend for backend in backends if backend.arrays.owns(leaf)), None)
+        if owner is not None or is_numpy(leaf):
+            owners[index] = owner
+    return owners

@@ -1,87 +1,180 @@
-"""`match`: the arrays of one tree in the form of another, matched by path."""
+"""Trees that are filled by path: `match`, across models and frameworks, and state dicts, from files."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
 
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.prefixes import paths_apart
+from funcga._backend.prefixes import leaf_paths, paths_apart
 from funcga._backend.protocols import Backend
-from funcga._trees.interop import installed, to_jax, to_torch
+from funcga._trees.interop import any_backend, converted, is_numpy
 from funcga._trees.paths import as_numpy, by_path, paths_and_leaves
+from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
 
 
-def match(tree: Any, like: Any, *, rules: Iterable[Rule] = ()) -> Any:
-    """The arrays of `tree`, copied, in the containers and the framework of `like`, matched by dotted path.
+def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
+    """Copies the arrays of a tree into the containers and the framework of another one, matched by dotted path.
 
-    like: a tree of arrays of torch, JAX or NumPy; or of what stands for arrays, jax.ShapeDtypeStruct, as jax.eval_shape
-    makes it, and tensors on torch's meta device, for which real arrays come back; what else it holds is
-    kept. rules: what the leaves of `tree` are called in `like`, and how their axes lie there (see `funcga.rules`).
-    Dtypes are those of `tree`, shapes those of `like`. Raises FuncgaError, which names the paths, if one is missing or
-    new, or has another shape.
+    Args:
+        tree: The tree whose arrays are taken. Dtypes are its.
+        like: The tree to fill, which is left as it is: of arrays of torch, JAX or NumPy, or of what stands for arrays.
+            For a jax.ShapeDtypeStruct, as jax.eval_shape makes it, and for a tensor on torch's meta device, real arrays
+            come back. What else it holds is kept. Shapes are its.
+        rules: What the leaves of `tree` are called in `like`, and how their axes lie there (see `funcga.rules`).
 
-    >>> params = funcga.match(module.state_dict(), model.init(key, x), rules=funcga.rules.torch_to_flax)
+    Returns:
+        A tree like `like`.
+
+    Raises:
+        FuncgaError: A path is missing or new, or an array has another shape; the error names the paths.
+
+    Example:
+        >>> params = funcga.match(module.state_dict(), model.init(key, x), rules=funcga.rules.torch_to_flax)
     """
-    is_of_numpy = _is_of_numpy(like)
-    backend = (load_imported() or [installed()])[-1] if is_of_numpy else backend_of([like], lambda: ["like"])
-    is_array = _is_numpy if is_of_numpy else backend.arrays.is_array
-    expected = {path: leaf for path, leaf in by_path(like, "like").items() if is_array(leaf)}
-    given = {path: leaf for path, leaf in by_path(tree, "tree").items() if hasattr(leaf, "shape")}
-    matched = {pair.right: pair for pair in pairs(given, expected, as_rules(rules))}
-    missing, new = paths_apart([*expected], [*matched])
+    target, likes = _framework_of(like), by_path(like, "like")
+    is_array = target.arrays.is_array if target else is_numpy
+    expected = {path: leaf for path, leaf in likes.items() if is_array(leaf)}
+    arrays = {path: leaf for path, leaf in by_path(tree, "tree").items() if hasattr(leaf, "shape")}
+    matches = {pair.right: pair for pair in pairs(arrays, expected, as_rules(rules))}
+    missing, new = paths_apart([*expected], [*matches])
     if missing or new:
-        raise _unmatched(missing, [matched[path].left for path in new])
-    found = {path: _permuted(given[pair.left], pair, expected[path], backend) for path, pair in matched.items()}
-    leaves = [found.get(path, leaf) for path, leaf in paths_and_leaves(like, backend.trees.children)]
-    return backend.trees.unflatten(backend.trees.flatten(like)[1], leaves)
+        raise _unmatched(missing, [matches[path].left for path in new])
+    filled = {path: _filled(arrays[pair.left], pair, expected[path], target) for path, pair in matches.items()}
+    # Not by `likes`, which leaves out what is no array.
+    trees = (target or (load_imported() or [any_backend()])[-1]).trees
+    leaves = [filled.get(path, leaf) for path, leaf in paths_and_leaves(like, trees.children)]
+    return trees.unflatten(trees.flatten(like)[1], leaves)
 
 
-def _is_of_numpy(like: Any) -> bool:
-    arrays = [leaf for leaf in by_path(like, "like").values() if hasattr(leaf, "shape")]
-    return bool(arrays) and all(map(_is_numpy, arrays))
-
-
-def _is_numpy(leaf: Any) -> bool:
-    return type(leaf).__module__ == "numpy" and hasattr(leaf, "shape")
+def _framework_of(like: Tree) -> Backend | None:
+    """The framework whose arrays a tree holds; None for a tree of NumPy's."""
+    leaves, backends = by_path(like, "like").values(), load_imported()
+    if any(map(is_numpy, leaves)) and not any(backend.arrays.owns(leaf) for backend in backends for leaf in leaves):
+        return None
+    return backend_of([like], lambda: ["like"])
 
 
 def _unmatched(missing: list[str], new: list[str]) -> FuncgaError:
     return FuncgaError(
-        f"the trees have different leaves: `like` has {_some(missing, new)}, which tree lacks, and tree has "
-        f"{_some(new, missing)}, which `like` lacks. Say what is called what: "
+        f"the trees have different leaves: `like` has {_some_like(missing, new)}, which tree lacks, and tree has "
+        f"{_some_like(new, missing)}, which `like` lacks. Say what is called what: "
         rf"rules=[funcga.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.rules.torch_to_flax]."
     )
 
 
-def _some(paths: list[str], others: list[str], most: int = 8) -> str:
+def _some_like(paths: list[str], others: list[str]) -> str:
     """Some of the paths, each with what comes close to it on the other side."""
-    shown = []
-    for path in paths[:most]:
+
+    def shown(path: str) -> str:
         close = get_close_matches(path, others, n=1)
-        shown.append(f"`{path}`" + (f" (is it `{close[0]}`?)" if close else ""))
-    return ", ".join(shown) + (f" and {len(paths) - most} more" if len(paths) > most else "") if paths else "nothing"
+        return f"`{path}`" + (f" (is it `{close[0]}`?)" if close else "")
+
+    return _some([shown(path) if index < 8 else path for index, path in enumerate(paths)], 8)
 
 
-def _permuted(leaf: Any, pair: Pair, like: Any, backend: Backend) -> Any:
+def _some(paths: list[str], most: int) -> str:
+    return (", ".join(paths[:most]) + (f" and {len(paths) - most} more" if paths[most:] else "")) or "nothing"
+
+
+def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Array:
+    """A copy of the array, as the other tree has it."""
     array = permuted(as_numpy(leaf, pair.left), pair)
     shape, wanted = tuple(array.shape), tuple(like.shape)
     if shape != wanted:
+        described = target.arrays.describe(like) if target else f"{like.dtype}{list(wanted)}"
         raise FuncgaError(
-            f"`{pair.left}` is {array.dtype}{list(shape)} and `{pair.right}` of `like` is "
-            f"{backend.arrays.describe(like)}: the shapes differ. {_advice(pair, shape, wanted)}"
+            f"`{pair.left}` is {array.dtype}{list(shape)} and `{pair.right}` of `like` is {described}: the shapes "
+            f"differ. {_advice(pair, shape, wanted)}"
         )
-    if _is_numpy(like):
+    if target is None:
         return array.copy()
-    made = {"torch": to_torch, "jax": to_jax}[backend.name](array)
-    return made if getattr(like, "is_meta", False) else backend.arrays.placed(made, like)
+    copied = converted(array, target, copy=True)
+    return copied if getattr(like, "is_meta", False) else target.arrays.placed(copied, like)
 
 
 def _advice(pair: Pair, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     for axes, permute in AXES.items():
-        if len(shape) > 1 and tuple(shape[k] for k in permute(len(shape))) == wanted:
+        if len(shape) > 1 and tuple(shape[axis] for axis in permute(len(shape))) == wanted:
             rule = f"funcga.Rule(r'{re.escape(pair.left)}', r'{pair.right}', axes='{axes}')"
             return f"It fits with its axes permuted: put {rule} before the other rules."
     return "Nothing is reshaped: make `like` of a model of the same sizes, or give a Rule whose axes= is a function."
+
+
+def to_state_dict(tree: Tree) -> dict[str, Array]:
+    """Gathers the arrays of a tree in a flat dict, which any file format takes. They are not copied.
+
+    Args:
+        tree: Nested containers of arrays of torch or JAX, such as the state of a transform.
+
+    Returns:
+        The arrays by their paths, such as `.window.accumulated['w']`. The paths are the same in both frameworks,
+        whatever the order of their dicts. What has no arrays, None and empty containers, is left out; from_state_dict
+        takes it from the tree that it fills. Typed keys of JAX are there as their data, jax.random.key_data(key), and
+        from_state_dict makes keys of it.
+
+    Raises:
+        FuncgaError: The tree has no arrays, or arrays of two frameworks.
+
+    Example:
+        >>> numpy.savez("state.npz", **funcga.to_numpy(funcga.to_state_dict(state)))
+        >>> safetensors.torch.save_file(funcga.to_state_dict(state), "state.safetensors")
+    """
+    backend = backend_of([tree], lambda: ["tree"])
+    leaves = zip(leaf_paths(tree, backend.trees), backend.trees.flatten(tree)[0], strict=True)
+    return {path: backend.arrays.stored(leaf) for path, leaf in leaves if leaf is not None}
+
+
+def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
+    """Makes a tree like another one, with the arrays of a state dict, matched by path.
+
+    Args:
+        like: A tree of the same structure, such as tx.init(params). It is left as it is.
+        state_dict: What to_state_dict returned, or what was read from a file: arrays of any framework, or of NumPy.
+
+    Returns:
+        The tree. Its arrays are copies, in the framework of `like`, where `like` has its own.
+
+    Raises:
+        FuncgaError: A path is missing or new, or an array has another shape or dtype; the error names the paths.
+
+    Example:
+        >>> state = funcga.from_state_dict(tx.init(params), numpy.load("state.npz"))
+    """
+    if not isinstance(state_dict, Mapping):
+        raise FuncgaError(
+            f"state_dict is of type {type(state_dict).__name__}; it is a dict of path to array, as "
+            f"funcga.to_state_dict(state) returns it."
+        )
+    backend = backend_of([like], lambda: ["like"])
+    likes, structure = backend.trees.flatten(like)
+    paths = leaf_paths(like, backend.trees)
+    missing, new = paths_apart(
+        [path for path, leaf in zip(paths, likes, strict=True) if leaf is not None], [*state_dict]
+    )
+    if missing or new:
+        raise FuncgaError(
+            f"the state dict is not of a tree like this one: missing {_some(missing, 4)}; new {_some(new, 4)}. Make "
+            f"`like` as the state was made that was saved: the same params, transform and options."
+        )
+    # Python's numbers are not converted: NumPy's files make them arrays of 64 bits.
+    are_arrays = {path for path, leaf in zip(paths, likes, strict=True) if backend.arrays.is_array(leaf)}
+    saved = {**state_dict, **converted({path: state_dict[path] for path in are_arrays}, backend, copy=True)}
+    leaves = [
+        leaf if leaf is None else _restored(path, saved[path], leaf, backend)
+        for path, leaf in zip(paths, likes, strict=True)
+    ]
+    return backend.trees.unflatten(structure, leaves)
+
+
+def _restored(path: str, array: Array, like: Array, backend: Backend) -> Array:
+    arrays = backend.arrays
+    if not arrays.is_array(like):
+        return type(like)(array.item()) if hasattr(array, "item") else array
+    if arrays.describe(arrays.stored(array)) != arrays.describe(arrays.stored(arrays.as_array(like))):
+        raise FuncgaError(
+            f"{path} is {arrays.describe(array)} in the state dict and {arrays.describe(like)} in the tree to fill. "
+            f"Nothing is cast: make `like` of params in the shapes and dtypes that were saved."
+        )
+    return arrays.placed(arrays.restored(array, like), like)

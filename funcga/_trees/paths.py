@@ -2,16 +2,17 @@
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, MappingView
-from typing import Any
 
 from funcga._backend.dispatch import load_imported
-from funcga._trees.interop import to_numpy
+from funcga._backend.protocols import ExportError
+from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 
-Children = Callable[[Any], list[tuple[str, Any]] | None]
+Children = Callable[[Tree], list[tuple[str, Tree]] | None]
+"""The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
 
 
-def by_path(tree: Any, name: str) -> dict[str, Any]:
+def by_path(tree: Tree, name: str) -> dict[str, Array]:
     """The leaves of a tree by their dotted paths, such as `hidden.weight`; that of a single array is empty.
 
     A flat dict {"hidden.weight": array} has the same paths as the nested one; dicts keep their order. None and
@@ -19,21 +20,21 @@ def by_path(tree: Any, name: str) -> dict[str, Any]:
     around a parameter, is its value. Raises FuncgaError, which calls the tree by `name`, for a torch module, a DTensor,
     an iterator or a view of a dict, and two leaves of one path.
     """
-    found: dict[str, Any] = {}
-    for path, leaf in paths_and_leaves(tree, _walk(tree)):
-        if path in found:
+    leaves: dict[str, Array] = {}
+    for path, leaf in paths_and_leaves(tree, _children_in(tree)):
+        if path in leaves:
             raise FuncgaError(
                 f"two leaves of {name} have the path `{path}`, as a key with a dot in it and as nested keys, so that "
                 f"it does not say which is meant. Rename one of the two."
             )
-        _check(leaf, path, name)
+        _check_leaf(leaf, f"`{path}` of {name}" if path else name, name)
         if leaf is not None and not callable(leaf):
-            found[path] = leaf
-    return found
+            leaves[path] = leaf
+    return leaves
 
 
-def _walk(tree: Any) -> Children:
-    """The children of a node: the usual containers in their own order, all others as the framework of the tree has it.
+def _children_in(tree: Tree) -> Children:
+    """How a tree is walked: the usual containers in their own order, all others as the framework of the tree has them.
 
     Unlike in a fold, a tree may hold arrays of several frameworks, or of NumPy alone: it is only looked at.
     """
@@ -41,58 +42,54 @@ def _walk(tree: Any) -> Children:
     owners = [b for b in loaded if any(map(b.arrays.owns, b.trees.flatten(tree, _is_pathless)[0]))]
     backend = [*loaded, *owners][-1] if loaded else None
 
-    def children(node: Any) -> list[tuple[str, Any]] | None:
+    def children(node: Tree) -> list[tuple[str, Tree]] | None:
         if isinstance(node, Mapping):
             return [(f"[{key!r}]", child) for key, child in node.items()]
         if isinstance(node, tuple | list):
             fields = getattr(node, "_fields", None)
-            keys = [f".{name}" for name in fields] if fields else [f"[{i}]" for i in range(len(node))]
+            keys = [f".{field}" for field in fields] if fields else [f"[{index}]" for index in range(len(node))]
             return list(zip(keys, node, strict=True))
         return backend.trees.children(node) if backend and not _is_pathless(node) else None
 
     return children
 
 
-def _is_pathless(node: Any) -> bool:
+def _is_pathless(node: object) -> bool:
     """Whether a node gives its items one by one, without saying what they are called."""
     return isinstance(node, Iterator | MappingView)
 
 
-def _check(leaf: Any, path: str, name: str) -> None:
+def _check_leaf(leaf: object, where: str, name: str) -> None:
+    """Raises FuncgaError for what looks like a tree of arrays and is none."""
     if hasattr(leaf, "named_parameters"):
         raise FuncgaError(
-            f"{_where(path, name)} is the module {type(leaf).__name__}, which is no tree of arrays. Pass its "
-            f"parameters, dict(module.named_parameters()), or its buffers too: module.state_dict()."
+            f"{where} is the module {type(leaf).__name__}, which is no tree of arrays. Pass its parameters, "
+            f"dict(module.named_parameters()), or its buffers too: module.state_dict()."
         )
     if _is_pathless(leaf):
         raise FuncgaError(
-            f"{_where(path, name)} is a {type(leaf).__name__}, whose items have no paths. Pass a dict: "
+            f"{where} is a {type(leaf).__name__}, whose items have no paths. Pass a dict: "
             f"dict(module.named_parameters()) instead of module.parameters(), tree instead of tree.values(); or a list "
             f"of the items."
         )
     if hasattr(leaf, "full_tensor"):
         raise FuncgaError(
-            f"{_where(path, name)} is a DTensor, of which this process holds a part. Gather it first, on every rank of "
+            f"{where} is a DTensor, of which this process holds a part. Gather it first, on every rank of "
             f"its mesh: {{name: tensor.full_tensor() for name, tensor in {name}.items()}}."
         )
 
 
-def _where(path: str, name: str) -> str:
-    return f"`{path}` of {name}" if path else name
-
-
-def paths_and_leaves(tree: Any, children: Children, path: str = "") -> list[tuple[str, Any]]:
+def paths_and_leaves(tree: Tree, children: Children, path: str = "") -> list[tuple[str, Array]]:
     """(dotted path, leaf) of every leaf, in the order of `children`; of a backend's trees that is also None's."""
     below = children(tree)
     if below is None:
         return [(path, tree)]
     if [key for key, _ in below] == [".value"]:
         return paths_and_leaves(below[0][1], children, path)
-    return [
-        found
-        for key, child in below
-        for found in paths_and_leaves(child, children, f"{path}.{_dotted(key)}".removeprefix("."))
-    ]
+    leaves = []
+    for key, child in below:
+        leaves += paths_and_leaves(child, children, f"{path}.{_dotted(key)}".removeprefix("."))
+    return leaves
 
 
 def _dotted(key: str) -> str:
@@ -103,24 +100,15 @@ def _dotted(key: str) -> str:
     return str(ast.literal_eval(inner)) if inner[:1] in "'\"" else inner
 
 
-def as_numpy(leaf: Any, path: str) -> Any:
-    """An array of any framework as one of NumPy; another leaf as it is.
+def as_numpy(leaf: Array, path: str) -> Array:
+    """An array of any framework as one of NumPy, in the same memory if it can be; another leaf as it is.
 
-    Raises FuncgaError for what has no numbers: a random key of JAX, and what stands for an array without being one.
+    Raises FuncgaError, which calls the array by its path, for one without numbers that NumPy could have.
     """
-    dtype, where = str(getattr(leaf, "dtype", "")), f"`{path}`" if path else "the array"
-    if dtype.startswith("key<"):
-        raise FuncgaError(
-            f"{where} is {dtype}{list(leaf.shape)}, a random key, which has no numbers. Take its bits, "
-            f"jax.random.key_data(key), or leave it out: the parameters alone, not the whole state."
-        )
-    if dtype and (not hasattr(leaf, "__array__") or getattr(leaf, "is_meta", False)):
-        raise FuncgaError(
-            f"{where} is {type(leaf).__name__} {dtype.removeprefix('torch.')}{list(leaf.shape)}, which stands for an "
-            f"array and has no numbers. Pass the arrays themselves."
-        )
-    owned = any(backend.arrays.owns(leaf) for backend in load_imported())
+    owner = next((backend for backend in load_imported() if backend.arrays.owns(leaf)), None)
+    if owner is None:
+        return leaf
     try:
-        return to_numpy(leaf, copy=None) if owned else leaf
-    except FuncgaError as error:  # which calls a leaf by its place in a tree, here none
-        raise FuncgaError(str(error).replace("`tree`", where, 1)) from error
+        return owner.dlpack.export_array(leaf, set()).array
+    except ExportError as error:
+        raise FuncgaError(f"{f'`{path}`' if path else 'the array'} is {error}.") from error

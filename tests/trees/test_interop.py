@@ -271,7 +271,7 @@ def fake():
 
 
 DTYPE = "of a dtype that torch does not have, or has alone. Convert it before, to one that all have, such as int8 or float32."
-OUTSIDE = "A tensor inside of a torch.func transform or of torch.compile has none; hand it over outside."
+OUTSIDE = "A tensor inside of a torch.func transform or of torch.compile has none; convert it outside."
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,9 @@ OUTSIDE = "A tensor inside of a torch.func transform or of torch.compile has non
         (to_jax, lambda: torch.zeros(4, dtype=torch.uint8).view(torch.int4), f"int4[4], {DTYPE}"),
         (to_numpy, lambda: torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "float4_e2m1fn_x2[8], of a dtype"),
         (to_torch, lambda: np.ma.masked_less(np.ones(2), 3), "a masked array float64[2], whose mask would be lost; x.filled(0) has none."),
-        (to_torch, lambda: jax.random.key(0), "key<fry>[], a typed key, which only JAX has. Hand over jax.random.key_data(key), and make a key of it again with jax.random.wrap_key_data(data)."),
+        (to_torch, lambda: jax.random.key(0), "key<fry>[], a typed key, which only JAX has. Convert jax.random.key_data(key), and make a key of it again with jax.random.wrap_key_data(data)."),
         (to_numpy, lambda: jax.random.key(0), "key<fry>[], a typed key"),
-        (to_numpy, donated, "float32[3], whose memory was donated or deleted; hand it over before."),
+        (to_numpy, donated, "float32[3], whose memory was donated or deleted; convert it before."),
         (to_jax, donated, "float32[3], whose memory was donated or deleted"),
         (to_torch, lambda: jax.ShapeDtypeStruct((3,), "float32"), "float32[3] of type ShapeDtypeStruct, a shape without numbers."),
         (to_jax, lambda: torch.ones(2, device="meta"), "float32[2] on the meta device, where nothing has numbers."),
@@ -304,7 +304,7 @@ def test_what_cannot_be_had_is_refused(move, leaf, why):
 
 
 def test_inside_of_transforms():
-    traced = "float32[2], traced by JAX, and has no numbers yet; hand it over outside of jit."
+    traced = "float32[2], traced by JAX, and has no numbers yet; convert it outside of jit."
     for move in (to_torch, to_numpy):
         jax.make_jaxpr(lambda x, move=move: check_refused(f"`tree[0]` is {traced}", move, [x]) and x)(jnp.ones(2))
     jax.make_jaxpr(lambda x: to_jax([x])[0] is x or 1 / 0)(jnp.ones(2))

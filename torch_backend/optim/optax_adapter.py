@@ -1,48 +1,63 @@
-"""A bridge to optax: its transforms on tensors of torch, computed by JAX in the same memory.
+"""Transforms of optax on tensors of torch, computed by JAX in the same memory.
 
-This file and `crossing` are the ones of this package that import JAX, inside of functions, for those who call them.
-Only torch has them.
+This file alone imports JAX in this package, inside of functions, for those who call them.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from funcga._backend.dispatch import load
+from funcga._backend.prefixes import leaf_paths
 from funcga._transform.transform import Transform
+from funcga._trees.interop import converted
+from funcga._types import Tree
 from funcga.errors import FuncgaError
-from torch_backend import trees
+from torch_backend import arrays, trees
+from torch_backend.dtensor import is_placed
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.optim.jax_arrays import Crossing
 from torch_backend.optim.match import matched
 
+if TYPE_CHECKING:
+    import optax  # type: ignore[import-untyped]
 
-def from_optax(tx: Any) -> Transform:
-    """`(init, update)`, both pure, on tensors of torch, of any transform of optax.
 
-    JAX computes it, compiled once for trees of one structure, on the tensors' own memory: what goes there and comes
-    back is handed over by DLPack. Copied are tensors that are not contiguous or not aligned to 64 bytes, and results
-    that would be in an argument's memory. 64-bit tensors are computed with in 64 bits, whatever JAX is set to.
+def from_optax(tx: "optax.GradientTransformation") -> Transform:
+    """Makes any transform of optax one of torch: `(init, update)`, both pure, on tensors.
+
+    JAX computes it, compiled once for trees of one structure, on the tensors' own memory, which DLPack exports and
+    imports. Copied are tensors that are not contiguous or not aligned to 64 bytes, and results that would be in an
+    argument's memory. 64-bit tensors are computed with in 64 bits, whatever JAX is set to.
 
     The state has optax's own containers with tensors for leaves, so that `funcga.to_jax(state)` goes on in JAX, and
     `funcga.to_torch` of a state of optax here. A typed PRNG key in it is its key_data: to go on in JAX, put
     `jax.random.wrap_key_data(key)` in its place after to_jax; from_state_dict does not fill a typed key from it.
 
-    A gradient that is None is one of zeros, as JAX has it, if params are given. Extra arguments are the transform's
-    own, if it takes any: tensors, numbers, None and trees of these; a function is one of JAX arrays, and each new one
-    is compiled anew.
+    A gradient that is None is one of zeros, as JAX has it, if params are given. Extra arguments of update are the
+    transform's own, if it takes any: tensors, numbers, None and trees of these; a function is one of JAX arrays, and
+    each new one is compiled anew.
 
-    Raises FuncgaError for what is no transform of optax, DTensors, structures that differ, and where JAX or optax is
-    not installed.
+    Args:
+        tx: A transform of optax, such as optax.adamw(1e-3).
 
-    >>> tx = torch_backend.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
-    >>> updates, state = tx.update(grads, tx.init(params), params)
+    Returns:
+        A transform of torch, as `from_optimizer` returns.
+
+    Raises:
+        FuncgaError: `tx` is no transform of optax, or JAX or optax is not installed. The functions raise it for
+            DTensors, sparse tensors, and structures that differ.
+
+    Example:
+        >>> tx = torch_backend.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+        >>> updates, state = tx.update(grads, tx.init(params), params)
     """
     try:
         import jax  # noqa: F401
-        import optax  # type: ignore[import-untyped]
+        import optax
     except ImportError as error:
         raise FuncgaError(
             f"from_optax computes with JAX, and {error.name} is not installed: pip install 'funcga[jax]'."
@@ -60,61 +75,61 @@ def from_optax(tx: Any) -> Transform:
 class _Functions:
     """The functions of the transform."""
 
-    tx: Any
+    tx: "optax.GradientTransformationExtraArgs"
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Tree) -> Tree:
         """The state before the first update."""
-        crossing = Crossing({"params": params})
-        return crossing(lambda given: self._init(given["params"]))
+        return in_jax(lambda arguments: self._init(arguments["params"]), {"params": params})
 
-    def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(self, grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         """What is added to the parameters, and the state after it."""
         check_not_differentiated("a transform of optax", (grads, params))
-        static = tuple([(name, value) for name, value in extra.items() if callable(value)])
+        functions: tuple[tuple[str, object], ...]
+        functions = tuple([(name, value) for name, value in extra.items() if callable(value)])
         others = {name: value for name, value in extra.items() if not callable(value)}
-        given = grads if params is None else _filled(grads, params)
-        crossing = Crossing({"grads": given, "state": state, "params": params, "extra": others})
-        updates, after = crossing(lambda over: self._update(over, static))
-        leaves = matched(updates, given, "updates", "grads")
-        return trees.unflatten(trees.flatten(given)[1], leaves), after
+        filled = grads if params is None else _filled(grads, params)
+        arguments = {"grads": filled, "state": state, "params": params, "extra": others}
+        updates, after = in_jax(lambda arguments: self._update(arguments, functions), arguments)
+        leaves = matched(updates, filled, "updates", "grads")
+        return trees.unflatten(trees.flatten(filled)[1], leaves), after
 
     @cached_property
-    def _init(self) -> Callable[..., Any]:
+    def _init(self) -> Callable[[Tree], Tree]:
         import jax
 
         return jax.jit(lambda params: _without_keys(self.tx.init(params)))
 
     @cached_property
-    def _update(self) -> Callable[..., Any]:
+    def _update(self) -> Callable[[dict[str, Tree], object], tuple[Tree, Tree]]:
         import jax
 
-        def update(given: dict[str, Any], static: Any) -> Any:
-            grads, params = given["grads"], given["params"]
-            state = _with_keys(given["state"], self.tx, grads if params is None else params)
-            updates, after = self.tx.update(grads, state, params, **given["extra"], **dict(static))
+        def update(arguments: dict[str, Tree], functions: tuple[tuple[str, object], ...]) -> tuple[Tree, Tree]:
+            grads, params = arguments["grads"], arguments["params"]
+            state = _with_keys(arguments["state"], self.tx, grads if params is None else params)
+            updates, after = self.tx.update(grads, state, params, **arguments["extra"], **dict(functions))
             return updates, _without_keys(after)
 
         return jax.jit(update, static_argnums=1)
 
 
-def _filled(grads: Any, params: Any) -> Any:
+def _filled(grads: Tree, params: Tree) -> Tree:
     """The gradients in the structure of the parameters, with zeros for None."""
     leaves, structure = trees.flatten(params)
-    pairs = zip(matched(grads, params, "grads"), leaves, strict=True)
-    return trees.unflatten(
-        structure,
-        [torch.zeros_like(p) if grad is None and isinstance(p, torch.Tensor) else grad for grad, p in pairs],
-    )
+    filled = [
+        torch.zeros_like(leaf) if grad is None and isinstance(leaf, torch.Tensor) else grad
+        for grad, leaf in zip(matched(grads, params, "grads"), leaves, strict=True)
+    ]
+    return trees.unflatten(structure, filled)
 
 
-def _without_keys(tree: Any) -> Any:
-    """The tree with the data of the typed PRNG keys in it."""
+def _without_keys(tree: Tree) -> Tree:
+    """The tree with the data of the typed PRNG keys in it, as torch has no such dtype."""
     import jax
 
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
 
 
-def _with_keys(state: Any, tx: Any, params: Any) -> Any:
+def _with_keys(state: Tree, tx: "optax.GradientTransformationExtraArgs", params: Tree) -> Tree:
     """The state with typed PRNG keys where the transform begins with such."""
     import jax
     import jax.numpy as jnp
@@ -126,8 +141,65 @@ def _with_keys(state: Any, tx: Any, params: Any) -> Any:
     return jax.tree.map(wrap, first, state)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: object) -> bool:
     import jax
     import jax.numpy as jnp
 
-    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tree]) -> Tree:
+    """What a function of JAX arrays returns for trees of tensors, as tensors; no memory is copied on the way.
+
+    The trees keep their containers, which both frameworks must know. Nothing that comes back is in the memory of an
+    argument, or there twice. Raises FuncgaError for tensors that JAX cannot have.
+    """
+    tensors = [tensor for name, tree in arguments.items() for tensor in _checked_tensors(tree, name)]
+    with _settings(tensors):
+        over = {name: converted(tree, load("jax"), copy=None, name=name) for name, tree in arguments.items()}
+        # What is exported on the CPU is computed: the caller may write to the tensors when this returns.
+        leaves, structure = trees.flatten(converted(function(over), load("torch"), copy=None))
+    # JAX may return an argument as it is, and one array in two places.
+    taken = {tensor.data_ptr() for tensor in tensors}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            leaves[index] = leaf.clone() if leaf.data_ptr() in taken else leaf
+            taken.add(leaves[index].data_ptr())
+    return trees.unflatten(structure, leaves)
+
+
+@contextlib.contextmanager
+def _settings(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """JAX computes in 64 bits if a tensor has these, and on the CPU what lies there."""
+    import jax
+
+    with contextlib.ExitStack() as stack:
+        if any(tensor.dtype in _WIDE for tensor in tensors):
+            stack.enter_context(jax.enable_x64(True))
+        if any(tensor.device.type == "cpu" for tensor in tensors):
+            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        yield
+
+
+_WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
+
+
+def _checked_tensors(tree: Tree, name: str) -> list[torch.Tensor]:
+    """The tensors of a tree; FuncgaError for one that JAX cannot have where it lies."""
+    leaves, platforms = trees.flatten(tree)[0], {"cpu", "meta", *load("jax").dlpack.platforms()}
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if is_placed(leaf) or leaf.layout is not torch.strided:
+            kind = "a DTensor" if is_placed(leaf) else "a sparse tensor"
+            raise FuncgaError(
+                f"`{leaf_paths(tree, trees, name)[index]}` is {kind} {arrays.describe(leaf)}, which JAX cannot have in "
+                f"the memory where it lies. Use an optimizer of torch for it: "
+                f"torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)."
+            )
+        if ("gpu" if leaf.is_cuda else leaf.device.type) not in platforms:
+            raise FuncgaError(
+                f"`{leaf_paths(tree, trees, name)[index]}` lies on {leaf.device}, a device that JAX does not have. It "
+                f"must be installed for it, too; jax.devices() says what it has."
+            )
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
