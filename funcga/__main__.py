@@ -151,8 +151,8 @@ def _picture(text: str) -> Path:
 
 def _parity(options: argparse.Namespace) -> int:
     check_installed("numpy", "rich")
-    from funcga._parity.choice import choices
     from funcga._parity.command import Outputs, parity
+    from funcga._parity.problems import choices
     from funcga._parity.run import Plan
 
     check_installed(*(("matplotlib",) if options.plot else ()), *(("matplotlib", "jinja2") if options.html else ()))

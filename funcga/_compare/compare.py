@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.rules import Rule, as_rules
 
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def compare(
-    left: Any,
-    right: Any,
+    left: Tree,
+    right: Tree,
     *,
     rtol: float | None = None,
     atol: float = 0.0,
@@ -22,39 +23,50 @@ def compare(
     names: tuple[str, str] = ("left", "right"),
     check_dtype: bool = True,
 ) -> "Report":
-    """A Report: for every leaf how far left is from right, how far it may be, and where it differs most.
+    """How far left is from right, leaf by leaf: how far it may be, and where it differs most.
 
-    left, right: trees of torch, JAX or NumPy arrays, on any device, in any containers: nested or flat dicts such as
-    state dicts, flax variables, nnx states, equinox modules, or single arrays. Their leaves are matched by dotted path,
-    those of the left renamed and transposed by `rules` (see `funcga.rules`). None and functions are no leaves; a Python
-    number is a 0-d array of 64 bits; other leaves, and arrays of texts or dates, are compared by `==`.
-
-    A leaf is close if |left - right| <= atol + limit * max|right|, in every element. The limit comes from the coarser
-    of the two dtypes and from `reduction`, the number of terms in the longest sum that the values come from (default:
-    256), as 4 eps sqrt(reduction): what rounding alone explains, and 0.5 at most; integers and booleans are equal or
-    not. `rtol` is a limit for all leaves instead. A gradient that would be 0 but for rounding, such as that of a bias
-    before a normalisation, is close to no other relatively: give an `atol`. Infinities of one sign in the same place
-    are equal, NaN is never close. With check_dtype=False only values count. Where there is no leaf to compare, nothing
+    The leaves of the two trees are matched by dotted path. A leaf is close if |left - right| <= atol + limit *
+    max|right|, in every element. The limit comes from the coarser of the two dtypes and from `reduction`, as
+    4 eps sqrt(reduction): what rounding alone explains, and 0.5 at most; integers and booleans are equal or not.
+    Infinities of one sign in the same place are equal, NaN is never close. Where there is no leaf to compare, nothing
     is close.
 
-    `report.ok`, `report.assert_close()` and `print(report)` say whether they are close; `report.rows`, `.worst`,
-    `.as_dict()` and `.plot("report.png")` how far they are apart. Raises FuncgaError for what cannot be compared.
+    Args:
+        left: a tree of torch, JAX or NumPy arrays, on any device, in any containers: nested or flat dicts such as state
+            dicts, flax variables, nnx states, equinox modules, or a single array. None and functions are no leaves; a
+            Python number is a 0-d array of 64 bits; other leaves, and arrays of texts or dates, are compared by `==`.
+        right: a tree of the same kind, which the differences are relative to.
+        rtol: a limit for all leaves, instead of that of their dtypes.
+        atol: what the absolute difference may be besides. A gradient that would be 0 but for rounding, such as that of
+            a bias before a normalisation, is close to no other relatively.
+        reduction: the number of terms in the longest sum that the values come from. Default: 256.
+        rules: rename and transpose the leaves of left, see `funcga.rules`.
+        names: what the report calls the two trees.
+        check_dtype: whether leaves of two dtypes are not close; with False only values count.
 
-    >>> funcga.compare(torch_grads, flax_grads, rules=funcga.rules.torch_to_flax).assert_close()
+    Returns:
+        A Report: `report.ok`, `report.assert_close()` and `print(report)` say whether they are close; `report.rows`,
+        `.worst`, `.as_dict()` and `.plot("report.png")` how far they are apart.
+
+    Raises:
+        FuncgaError: for what cannot be compared.
+
+    Example:
+        >>> funcga.compare(torch_grads, flax_grads, rules=funcga.rules.torch_to_flax).assert_close()
     """
     _check(rtol, atol, reduction, names)
     try:
-        from funcga._compare.run import run
+        from funcga._compare.report import report_of
     except ModuleNotFoundError as error:
         if error.name != "numpy":
             raise
         raise FuncgaError(
             "numpy is not installed, and compare computes with it. Install it: pip install 'funcga[parity]'"
         ) from error
-    return run(left, right, rtol, atol, reduction, as_rules(rules), (names[0], names[1]), check_dtype)
+    return report_of(left, right, rtol, atol, reduction, as_rules(rules), (names[0], names[1]), check_dtype)
 
 
-def _check(rtol: Any, atol: Any, reduction: Any, names: Any) -> None:
+def _check(rtol: object, atol: object, reduction: object, names: object) -> None:
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is None and name == "rtol":
             continue
@@ -62,11 +74,8 @@ def _check(rtol: Any, atol: Any, reduction: Any, names: Any) -> None:
             raise FuncgaError(
                 f"{name}={value!r} is no tolerance: a number, 0 or more and finite. Write {name}=1e-6, or leave it out."
             )
-    if reduction is not None and (isinstance(reduction, bool) or not isinstance(reduction, int) or reduction < 1):
-        raise FuncgaError(
-            f"reduction={reduction!r} is no number of terms in a sum: an integer, 1 or more. Write "
-            f"reduction=len(rows), or leave it out."
-        )
+    if reduction is not None:
+        _check_reduction(reduction)
     if rtol is not None and reduction is not None:
         raise FuncgaError(
             f"rtol={rtol!r} and reduction={reduction!r} are two limits: reduction= is there to find one. "
@@ -74,3 +83,11 @@ def _check(rtol: Any, atol: Any, reduction: Any, names: Any) -> None:
         )
     if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
         raise FuncgaError(f"names={names!r} are not the names of two trees. Write names=('torch', 'jax').")
+
+
+def _check_reduction(reduction: object) -> None:
+    if isinstance(reduction, bool) or not isinstance(reduction, int) or reduction < 1:
+        raise FuncgaError(
+            f"reduction={reduction!r} is no number of terms in a sum: an integer, 1 or more. Write "
+            f"reduction=len(rows), or leave it out."
+        )

@@ -3,10 +3,13 @@
 import math
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING
 
-from funcga._compare.rows import Row
+from funcga._compare.row import Row
 from funcga.errors import FuncgaError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw(rows: Sequence[Row], names: tuple[str, str], caption: str, file: str | PathLike[str]) -> None:
@@ -43,23 +46,29 @@ _FINE = {"equal": "|", "within": "o"}
 _BAD = {"beyond": "X", "nan": "*", "inf": "P", "shape": "s", "dtype": "D", "missing": "<", "extra": ">"}
 
 
-def _draw_rows(axes: Any, rows: Sequence[Row]) -> None:
+def _draw_rows(axes: "Axes", rows: Sequence[Row]) -> None:
     """Leaves from top to bottom; what is 0 stands at the left edge, what has no size at the right one."""
-    sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]
-    low, high = (min(sizes) / 10, max(sizes) * 10) if sizes else (1e-9, 1.0)
+    low, high = _range(rows)
     axes.set_xscale("log")
     axes.set_xlim(low / 3, high * 3)
     axes.set_yticks(range(len(rows)), [row.path or "(the array)" for row in rows], fontsize="small")
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.grid(alpha=0.3)
     for status, mark in (_FINE | _BAD).items():
-        found = [(row.relative, k) for k, row in enumerate(rows) if row.status == status]
-        if found:
-            shown = [max(size, low) if math.isfinite(size) else high for size, _ in found]
+        lines = [line for line, row in enumerate(rows) if row.status == status]
+        if lines:
+            sizes = [rows[line].relative for line in lines]
+            shown = [max(size, low) if math.isfinite(size) else high for size in sizes]
             color = "tab:blue" if status in _FINE else "tab:red"
-            axes.plot(shown, [k for _, k in found], mark, label=f"{status} ({len(found)})", color=color)
-    limits = [(row.allowed, k) for k, row in enumerate(rows) if 0 < row.allowed < math.inf]
+            axes.plot(shown, lines, mark, label=f"{status} ({len(lines)})", color=color)
+    limits = [(row.allowed, line) for line, row in enumerate(rows) if 0 < row.allowed < math.inf]
     if limits:
         axes.plot(*zip(*limits, strict=True), marker=4, markersize=9, color="k", linestyle="none", label="limit")
     if rows:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)
+
+
+def _range(rows: Sequence[Row]) -> tuple[float, float]:
+    """The smallest and the largest size to draw, each with some room."""
+    sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]
+    return (min(sizes) / 10, max(sizes) * 10) if sizes else (1e-9, 1.0)

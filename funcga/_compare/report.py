@@ -1,26 +1,42 @@
-"""The report of a comparison: a Row for each leaf, the verdict, and its forms: text, table, JSON and picture."""
+"""The report of a comparison: a row for each leaf, the verdict, and its forms: text, table, JSON and picture."""
 
 import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from funcga._compare import table, tolerances
-from funcga._compare.rows import Row as Row
-from funcga._compare.rows import row as row
+from funcga._compare import tolerances
+from funcga._compare.row import Row, Shape, row_of
+from funcga._trees.paths import as_numpy, by_path
+from funcga._types import Tree
+from funcga.errors import FuncgaError
+from funcga.rules import Rule, pairs, permuted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _SHOWN = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Report:
     """What `funcga.compare` returns: `rows` in the right tree's order, those that only the left tree has last.
 
-    names: of the two trees. reduction: the terms of a sum that limits are made for; None if `rtol`, the limit that
-    was given, takes their place. str(report) is the table in plain text, with the verdict; rich prints it in colour.
+    `str(report)` is the table in plain text, with the verdict; rich prints it in colour.
+
+    Attributes:
+        rows: a Row for each leaf.
+        names: the names of the two trees.
+        reduction: the number of terms in a sum that limits are made for; None if `rtol` was given.
+        rtol: the limit that takes their place, as it was given.
+        atol: what the absolute difference may be besides.
+
+    Example:
+        >>> report = funcga.compare(torch_grads, jax_grads)
+        >>> report.ok, report.worst.path
     """
 
     rows: tuple[Row, ...]
@@ -47,8 +63,8 @@ class Report:
     @property
     def most(self) -> float:
         """The largest relative difference; NaN if there is one, and 0 without leaves."""
-        every = [row.relative for row in self.rows]
-        return math.nan if any(map(math.isnan, every)) else max(every, default=0.0)
+        relatives = [row.relative for row in self.rows]
+        return math.nan if any(map(math.isnan, relatives)) else max(relatives, default=0.0)
 
     @property
     def verdict(self) -> str:
@@ -60,7 +76,7 @@ class Report:
                 f"leave out."
             )
         close, where = sum(row.ok for row in self.rows), f"`{worst.path}`" if worst.path else "the array"
-        summary = table.summary(worst, self.names)
+        summary = _summary(worst, self.names)
         if close == total:
             return f"{total} of {total} {of} are close; the worst, {where}, {summary}."
         return f"{total - close} of {total} {of} are not close; {where} {summary}."
@@ -76,13 +92,13 @@ class Report:
         return f"rel may be, by dtype: {reasons}{absolute}." if reasons else "No leaf is in both."
 
     def assert_close(self) -> None:
-        """None if `ok`. Raises AssertionError, which shows the worst leaves, if not."""
+        """Raises AssertionError, which shows the worst leaves, unless the report is `ok`."""
         if not self.rows:
             raise AssertionError(self.verdict)
         if not self.ok:
             worst = [row for row in sorted(self.rows, key=lambda row: row.badness, reverse=True) if not row.ok]
             more = f"\n... and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
-            shown = table.plain(worst[:_SHOWN], self.names)
+            shown = _text(worst[:_SHOWN], self.names)
             raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}{self._advice()}")
 
     def _advice(self) -> str:
@@ -90,8 +106,7 @@ class Report:
         beyond = [row for row in self.rows if not row.ok]
         largest = max(row.largest for row in self.rows)
         rounding = [4 * tolerances.epsilon(row.dtype or "") * largest for row in beyond]
-        small = [row.absolute + row.largest <= most for row, most in zip(beyond, rounding, strict=True)]
-        if not all(small):
+        if not all(row.absolute + row.largest <= most for row, most in zip(beyond, rounding, strict=True)):
             return ""
         atol = f"{1.1 * max(row.absolute for row in beyond):.1e}"  # not less when rounded
         return (
@@ -100,16 +115,35 @@ class Report:
         )
 
     def table(self) -> "Table":
-        """The report as a table of rich."""
-        return table.rich(self.rows, self.names, f"{self.verdict}\n{self.tolerance}")
+        """The report as a table of rich; rows that are not close are red, and say why in their last column.
+
+        Raises:
+            FuncgaError: if rich is not installed.
+        """
+        try:
+            from rich.box import SIMPLE_HEAD
+            from rich.table import Table
+            from rich.text import Text
+        except ModuleNotFoundError as error:
+            raise FuncgaError(
+                "rich is not installed, and report.table needs it. Install it: pip install 'funcga[parity]', or print "
+                "the report as text: print(str(report))."
+            ) from error
+        caption = Text(f"{self.verdict}\n{self.tolerance}")
+        table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for heading in _headings(self.names):
+            table.add_column(heading, no_wrap=heading not in ("leaf", ""), overflow="fold")
+        for row in self.rows:
+            table.add_row(*map(Text, _cells(row)), style="" if row.ok else "bold red")
+        return table
 
     def __rich__(self) -> "Table":
         return self.table()
 
     def __str__(self) -> str:
-        return f"{table.plain(self.rows, self.names)}\n{self.tolerance}\n{self.verdict}"
+        return f"{_text(self.rows, self.names)}\n{self.tolerance}\n{self.verdict}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The report as JSON can hold it: figures that are not finite are None, complex ones are pairs."""
         return {
             "ok": self.ok,
@@ -119,22 +153,116 @@ class Report:
             "reduction": self.reduction,
             "rtol": self.rtol,
             "atol": self.atol,
-            "rows": [{**{name: _plain(value) for name, value in vars(row).items()}, "ok": row.ok} for row in self.rows],
+            "rows": [{**{name: _json(value) for name, value in vars(row).items()}, "ok": row.ok} for row in self.rows],
         }
 
     def plot(self, file: str | PathLike[str]) -> None:
-        """None; writes a picture of rel and its limit, leaf by leaf, to a file: .png, .svg or .pdf.
+        """Writes a picture of rel and its limit, leaf by leaf, to a file: .png, .svg or .pdf.
 
-        Raises FuncgaError if matplotlib is not installed, or cannot write such a file.
+        Raises:
+            FuncgaError: if matplotlib is not installed, or cannot write such a file.
         """
         from funcga._compare.picture import draw
 
         draw(self.rows, self.names, f"{self.verdict}\n{self.tolerance}", file)
 
 
-def _plain(value: Any) -> Any:
+def report_of(
+    left: Tree,
+    right: Tree,
+    rtol: float | None,
+    atol: float,
+    reduction: int | None,
+    rules: Sequence[Rule],
+    names: tuple[str, str],
+    check_dtype: bool,
+) -> Report:
+    """The Report that `funcga.compare` returns; the arguments are those, checked."""
+    lefts, rights = by_path(left, names[0]), by_path(right, names[1])
+    terms = tolerances.TERMS if reduction is None else reduction
+    matched = {pair.right: pair for pair in pairs(lefts, rights, rules)}
+
+    def row_at(path: str) -> Row:
+        pair = matched.get(path)
+        actual = None if pair is None else permuted(as_numpy(lefts[pair.left], pair.left), pair)
+        left_path = path if pair is None else pair.left
+        expected = as_numpy(rights[path], path) if path in rights else None
+        return row_of(path, actual, expected, left_path=left_path, limit=rtol, atol=atol, reduction=terms,
+                   check_dtype=check_dtype)  # fmt: skip
+
+    rows = [row_at(path) for path in (*rights, *(path for path in matched if path not in rights))]
+    return Report(tuple(rows), names, terms if rtol is None else None, rtol, atol)
+
+
+def _json(value: object) -> object:
     if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
+        return [_json(part) for part in value]
     if isinstance(value, complex):
-        return [_plain(value.real), _plain(value.imag)]
+        return [_json(value.real), _json(value.imag)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:
+    """The table as lines of text, in columns."""
+    lines = [_headings(names), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _headings(names: tuple[str, str]) -> list[str]:
+    return ["leaf", "shape", "dtype", "abs", "rel", "limit", "ulps", "cosine", f"where: {names[0]}, {names[1]}", ""]
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        (row.path or "(the array)") if row.path == row.left_path else f"{row.path} ({row.left_path})",
+        _pair(row.shapes, _shape),
+        _pair(row.dtypes, str),
+        figure(row.absolute),
+        figure(row.relative),
+        figure(row.allowed),
+        "" if row.ulps is None else f"{row.ulps:.3g}",
+        "" if row.cosine is None else f"{row.cosine:.6g}",
+        "" if row.index is None or row.values is None else f"{_shape(row.index)}: {_values(row.values)}",
+        row.status if row.ok else f"! {row.status}{_counts(row)}",
+    ]
+
+
+def _pair(pair: tuple[T | None, T | None], spell: Callable[[T], str]) -> str:
+    """One word for both where they are the same, and for the one that there is."""
+    return " vs ".join(dict.fromkeys(spell(part) for part in pair if part is not None))
+
+
+def _shape(shape: Shape) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _values(values: tuple[object, object]) -> str:
+    return ", ".join(value if isinstance(value, str) else f"{value:.6g}" for value in values)
+
+
+def _counts(row: Row) -> str:
+    counts = {"nan": row.nans, "inf": row.infs}.get(row.status)
+    return f" ({counts[0]} and {counts[1]})" if counts else ""
+
+
+def figure(value: float, digits: int = 1) -> str:
+    """A figure in few characters, with so many digits after the point: `8.6e-7`."""
+    return "0" if value == 0 else re.sub(r"e-0?", "e-", f"{value:.{digits}e}")
+
+
+def _summary(row: Row, names: tuple[str, str]) -> str:
+    """What is to be said of a row, in half a sentence."""
+    if row.ok or row.status == "beyond":
+        if math.isinf(row.allowed):  # nothing is relative to zeros
+            return f"has abs {figure(row.absolute)}, where {figure(row.atol)} is the limit"
+        return f"has rel {figure(row.relative)}, where {figure(row.allowed)} is the limit"
+    counts = _counts(row).strip(" ()")
+    return {
+        "nan": f"has NaN: {counts}",
+        "inf": f"has infinities that do not match: {counts}",
+        "shape": f"has two shapes: {_pair(row.shapes, _shape)}",
+        "dtype": f"has two dtypes: {_pair(row.dtypes, str)}",
+        "missing": f"is missing in {names[0]}",
+        "extra": f"is in {names[0]} alone",
+    }[row.status]

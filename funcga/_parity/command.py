@@ -4,14 +4,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 
 from funcga._cli.information import versions
 from funcga._parity import report
-from funcga._parity.choice import Choice, chosen
+from funcga._parity.problems import Choice, chosen
 from funcga._parity.run import Findings, Plan, run
 from funcga.errors import FuncgaError
 
@@ -63,12 +63,12 @@ def _write_all(every: Sequence[Findings], outputs: Outputs) -> None:
         made = page(every)
         write_file("--html", outputs.html, lambda file: file.write_text(made, encoding="utf-8"))
     if outputs.plot is not None:
-        from funcga._parity.pictures import picture
+        from funcga._parity.page import picture
 
         write_file("--plot", outputs.plot, picture(every).savefig)
 
 
-def write_file(option: str, file: Path, write: Callable[[Path], Any]) -> None:
+def write_file(option: str, file: Path, write: Callable[[Path], object]) -> None:
     """None; has the file written that an option names. Raises FuncgaError if it cannot be."""
     try:
         write(file)

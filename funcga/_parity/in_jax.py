@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,8 @@ import optax  # type: ignore[import-untyped]
 from jax import lax
 
 from funcga._call.arguments import Arguments
+from funcga._transform.transform import Transform
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import trees
 from jax_backend.replicated import replicated
@@ -27,27 +28,28 @@ def precision(dtype: str) -> Iterator[None]:
         yield
 
 
-def optimizer(name: str) -> Any:
+def optimizer(name: str) -> Transform:
     """The transform of this name, with the options that both frameworks share."""
-    return {
+    transforms: dict[str, Callable[[], Transform]] = {
         "sgd": lambda: optax.sgd(0.5),
         "momentum": lambda: optax.sgd(0.1, momentum=0.9),
         "adam": lambda: optax.adam(0.01),
         "adamw": lambda: optax.adamw(0.01, weight_decay=0.1),
-    }[name]()
+    }
+    return transforms[name]()
 
 
-def applied(params: Any, updates: Any) -> Any:
+def applied(params: Tree, updates: Tree) -> Tree:
     """The parameters with the updates added."""
     return apply_updates(params, updates)
 
 
-def compiled(step: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:
     """The step as this framework's users run it."""
     return jax.jit(step)
 
 
-def prepared(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+def prepared(function: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
     """A function without arguments that returns function(*args), all Python code of which has run by then."""
     lowered = jax.jit(function).lower(*args)
     return lambda: lowered.compile()(*args)
@@ -58,7 +60,7 @@ def rows_of_replicas(rows: int, count: int) -> list[int]:
     return [rows // count] * count  # shards are alike
 
 
-def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int]) -> Any:
+def over_replicas(step: Callable[..., Tree], arguments: Arguments, rows: list[int]) -> Tree:
     """What `step(across=...)` returns where each replica has these rows; None in the processes of all but the first."""
     arrays = (leaf for leaf, _ in arguments if isinstance(leaf, jax.Array))
     devices = jax.devices(next(device.platform for leaf in arrays for device in leaf.devices()))
@@ -72,7 +74,7 @@ def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int
     return replicated(step(across="replicas"), mesh, check_vma=False)(*args)
 
 
-def digits_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+def digits_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
     """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for `funcga.mean()`.
 
     images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a `weight` [in, out] and a
@@ -81,7 +83,7 @@ def digits_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     return _cross_entropy(_linear(jnp.tanh(_linear(images, params["hidden"])), params["output"]), labels)
 
 
-def cnn_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+def cnn_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
     """The mean cross-entropy of two convolutions and a linear layer, with GELU: for `funcga.mean()`.
 
     images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in this framework's
@@ -93,13 +95,13 @@ def cnn_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     return _cross_entropy(x.mean((1, 2)) @ params["output"]["kernel"] + params["output"]["bias"], labels)
 
 
-def _conv(x: jax.Array, layer: Any, padding: str) -> jax.Array:
+def _conv(x: jax.Array, layer: Tree, padding: str) -> jax.Array:
     dimensions = ("NHWC", "HWIO", "NHWC")
     found = lax.conv_general_dilated(x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions)
     return jnp.asarray(found + layer["bias"])
 
 
-def batchnorm_loss(params: Any, statistics: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+def batchnorm_loss(params: Tree, statistics: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
     """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for `funcga.mean()`.
 
     images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and `bias` [width]) and
@@ -111,7 +113,7 @@ def batchnorm_loss(params: Any, statistics: Any, images: jax.Array, labels: jax.
     return _cross_entropy(_linear(hidden, params["output"]), labels)
 
 
-def mixed_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+def mixed_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
     """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for `funcga.mean()`.
 
     The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the weights, which is the
@@ -125,7 +127,7 @@ def mixed_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     return classes + 0.5 * pixels + 1e-3 * size
 
 
-def _linear(x: jax.Array, layer: Any) -> jax.Array:
+def _linear(x: jax.Array, layer: Tree) -> jax.Array:
     return jnp.asarray(x @ layer["weight"] + layer["bias"])
 
 
@@ -134,7 +136,7 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.asarray(-jnp.mean(jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)))
 
 
-def text_loss(params: Any, tokens: jax.Array) -> jax.Array:
+def text_loss(params: Tree, tokens: jax.Array) -> jax.Array:
     """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for `funcga.per_weight()`.
 
     tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width], which is also the
@@ -145,7 +147,7 @@ def text_loss(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 @jax.jit  # the whole batch would else be compiled operation by operation, which takes longer
-def _cross_entropies(params: Any, tokens: jax.Array) -> jax.Array:
+def _cross_entropies(params: Tree, tokens: jax.Array) -> jax.Array:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = params["embed"]["token"][inputs] + params["embed"]["position"][: inputs.shape[1]]
     x, _ = lax.scan(_block, x, params["blocks"])

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 
 from funcga._call.arguments import Arguments
+from funcga._transform.transform import Transform
+from funcga._types import Tree
 from torch_backend.optim.from_optimizer import from_optimizer
 from torch_backend.optim.updates import apply_updates
 
@@ -16,13 +17,13 @@ PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
 
 
-def precision(dtype: str) -> AbstractContextManager[Any]:
+def precision(dtype: str) -> AbstractContextManager[None]:
     """A context in which arrays of this dtype exist and are computed with in all of their bits."""
     # Convolutions on CUDA are in TF32 by default; matrix products are not.
     return torch.backends.cudnn.flags(allow_tf32=False) if torch.cuda.is_available() else nullcontext()
 
 
-def optimizer(name: str) -> Any:
+def optimizer(name: str) -> Transform:
     """The transform of this name, with the options that both frameworks share."""
     return {
         "sgd": lambda: from_optimizer(torch.optim.SGD, lr=0.5),
@@ -32,17 +33,17 @@ def optimizer(name: str) -> Any:
     }[name]()
 
 
-def applied(params: Any, updates: Any) -> Any:
+def applied(params: Tree, updates: Tree) -> Tree:
     """The parameters with the updates added."""
     return apply_updates(params, updates)
 
 
-def compiled(step: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:
     """The step as this framework's users run it."""
     return step
 
 
-def prepared(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+def prepared(function: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
     """A function without arguments that returns function(*args), all Python code of which has run by then."""
     result = function(*args)
     return lambda: result
@@ -53,7 +54,7 @@ def rows_of_replicas(rows: int, count: int) -> list[int]:
     return [rows // count + (rank < rows % count) for rank in range(count)]
 
 
-def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int]) -> Any:
+def over_replicas(step: Callable[..., Tree], arguments: Arguments, rows: list[int]) -> Tree:
     """What `step(across=...)` returns where each replica has these rows; None in the processes of all but the first."""
     device = next((leaf.device.type for leaf, _ in arguments if isinstance(leaf, torch.Tensor)), "cpu")
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -65,7 +66,7 @@ def over_replicas(step: Callable[..., Any], arguments: Arguments, rows: list[int
         dist.destroy_process_group()
 
 
-def digits_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def digits_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for `funcga.mean()`.
 
     images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a `weight` [in, out] and a
@@ -75,7 +76,7 @@ def digits_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torc
     return F.cross_entropy(logits, labels.long())
 
 
-def cnn_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def cnn_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy of two convolutions and a linear layer, with GELU: for `funcga.mean()`.
 
     images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in this framework's
@@ -87,7 +88,7 @@ def cnn_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.T
     return F.cross_entropy(logits, labels.long())
 
 
-def batchnorm_loss(params: Any, statistics: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def batchnorm_loss(params: Tree, statistics: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for `funcga.mean()`.
 
     images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and `bias` [width]) and
@@ -99,7 +100,7 @@ def batchnorm_loss(params: Any, statistics: Any, images: torch.Tensor, labels: t
     return F.cross_entropy(_linear(x, params["output"]), labels.long())
 
 
-def mixed_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def mixed_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for `funcga.mean()`.
 
     The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the weights, which is the
@@ -113,11 +114,11 @@ def mixed_loss(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch
     return classes + 0.5 * pixels + 1e-3 * size
 
 
-def _linear(x: torch.Tensor, layer: Any) -> torch.Tensor:
+def _linear(x: torch.Tensor, layer: Tree) -> torch.Tensor:
     return F.linear(x, layer["weight"].T, layer["bias"])
 
 
-def text_loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+def text_loss(params: Tree, tokens: torch.Tensor) -> torch.Tensor:
     """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for `funcga.per_weight()`.
 
     tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width], which is also the

@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from funcga._types import Tree
 from funcga.folds import Fold, mean
+from funcga.rules import Rule
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+"""The optimizers that parity trains with, by the names of both frameworks."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +34,15 @@ class Problem:
     >>> problem = funcga.Problem(params, (images, labels), torch_loss=torch_loss, jax_loss=jax_loss)
     """
 
-    params: Any
-    batch: tuple[Any, ...]
-    torch_loss: Callable[..., Any] | None = None
-    jax_loss: Callable[..., Any] | None = None
+    params: Tree
+    batch: tuple[Tree, ...]
+    torch_loss: Callable[..., Tree] | None = None
+    jax_loss: Callable[..., Tree] | None = None
     fold: Fold = field(default_factory=mean)
-    weight: Callable[..., Any] | None = None
-    in_axes: Any = None
-    jax_params: Any = None
-    rules: Sequence[Any] = ()
+    weight: Callable[..., Tree] | None = None
+    in_axes: Tree = None
+    jax_params: Tree = None
+    rules: Sequence[Rule] = ()
     reduction: int | None = None
     optimizers: tuple[str, ...] = ("sgd", "adamw")
     name: str = ""

@@ -1,13 +1,19 @@
-"""The built-in problems: real data and seeded parameters as trees of NumPy arrays, and how their loss is folded."""
+"""The built-in problems, as trees of NumPy arrays, and the problem that the command line names."""
 
 import importlib
+import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from funcga import rules
-from funcga._parity.problem import Problem
+from funcga._cli.information import check_installed
+from funcga._cli.loading import load_object
+from funcga._parity.problem import OPTIMIZERS, Problem
+from funcga._types import Array, Tree
+from funcga.errors import FuncgaError
 from funcga.folds import per_weight
 
 PAD = 255
@@ -109,12 +115,12 @@ def mixed(seed: int = 0) -> Problem:
 PROBLEMS: dict[str, Callable[..., Problem]] = {make.__name__: make for make in (digits, cnn, text, batchnorm, mixed)}
 
 
-def count_targets(tokens: Any) -> Any:
+def count_targets(tokens: Array) -> Array:
     """The number of tokens that are to be predicted: a 0-d integer array of the tokens' framework."""
     return (tokens[:, 1:] != PAD).sum()
 
 
-def _problem(name: str, about: str, params: Any, batch: tuple[Any, ...], **options: Any) -> Problem:
+def _problem(name: str, about: str, params: Tree, batch: tuple[Tree, ...], **options: Any) -> Problem:
     torch_loss, jax_loss = (
         getattr(importlib.import_module(f"funcga._parity.in_{framework}"), f"{name}_loss")
         for framework in ("torch", "jax")
@@ -126,7 +132,7 @@ _EVEN = 1792
 """Rows that 2, 4 and 8 divide, as all 1,797 of `digits` do not: JAX then compiles half as much."""
 
 
-def _digits(rows: int | None = None) -> tuple[Any, Any]:
+def _digits(rows: int | None = None) -> tuple[Array, Array]:
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     images, labels = load_digits(return_X_y=True)
@@ -143,7 +149,7 @@ def _paragraphs(random: np.random.Generator) -> list[bytes]:
     return sorted((short[i] for i in chosen), key=len, reverse=True)
 
 
-def _transformer(random: np.random.Generator) -> Any:
+def _transformer(random: np.random.Generator) -> Tree:
     each, head = (_BLOCKS, _WIDTH), _WIDTH // _HEADS
     return {
         "embed": {"token": _normal(random, 256, _WIDTH), "position": _normal(random, _LENGTH - 1, _WIDTH)},
@@ -163,13 +169,64 @@ def _transformer(random: np.random.Generator) -> Any:
     }
 
 
-def _linear(random: np.random.Generator, inputs: int, outputs: int) -> dict[str, Any]:
+def _linear(random: np.random.Generator, inputs: int, outputs: int) -> dict[str, Array]:
     return {"weight": _normal(random, inputs, outputs), "bias": _normal(random, outputs)}
 
 
-def _transposed(weight: Any) -> Any:
+def _transposed(weight: Array) -> Array:
     return weight.transpose(*range(2, weight.ndim), 1, 0)
 
 
-def _normal(random: np.random.Generator, *shape: int, fan_in: int = 64) -> Any:
+def _normal(random: np.random.Generator, *shape: int, fan_in: int = 64) -> Array:
     return random.standard_normal(shape) / fan_in**0.5
+
+
+class Choice(NamedTuple):
+    """A problem: `where` the command line says it is, the seed, and its name, if there are several."""
+
+    where: str
+    seed: int
+    name: str = ""
+
+
+def choices(where: str, seed: int) -> list[Choice]:
+    """The Choices of the command line: all built-in problems, or one."""
+    return [Choice(name, seed, name) for name in (PROBLEMS if where == "all" else [where])]
+
+
+def chosen(choice: Choice) -> Problem:
+    """The Problem: a built-in one, or that of `FILE.py:NAME`, which may be a function that returns one.
+
+    A function that has a parameter `seed` is called with it. Raises FuncgaError if there is none, or for what is none.
+    """
+    where = choice.where
+    if where in PROBLEMS:
+        check_installed("torch", "jax", "optax", "sklearn")
+        return PROBLEMS[where](choice.seed)
+    if ".py" not in where:
+        raise FuncgaError(f"{where!r} is no problem: {', '.join(PROBLEMS)}, all, or one of your own, FILE.py:problem.")
+    value, name, _ = load_object(where, "problem")
+    if callable(value) and not isinstance(value, Problem):
+        value = value(seed=choice.seed) if "seed" in inspect.signature(value).parameters else value()
+    if not isinstance(value, Problem):
+        raise FuncgaError(
+            f"{where} is of type {type(value).__name__}, and parity takes a funcga.Problem, or a function that returns "
+            f"one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...)."
+        )
+    problem = value if value.name else replace(value, name=name)
+    check_installed(*problem.frameworks, *(["optax"] if problem.jax_loss is not None else []))
+    _check(problem)
+    return problem
+
+
+def _check(problem: Problem) -> None:
+    """Raises FuncgaError for a problem without a loss, and for optimizers that there are none of."""
+    if problem.torch_loss is None and problem.jax_loss is None:
+        raise FuncgaError(
+            f"the problem {problem.name!r} has neither a torch_loss nor a jax_loss: there is nothing to run."
+        )
+    unknown = [name for name in problem.optimizers if name not in OPTIMIZERS]
+    if unknown:
+        raise FuncgaError(
+            f"the problem {problem.name!r} is trained with {unknown[0]!r}, and parity has {', '.join(OPTIMIZERS)}."
+        )

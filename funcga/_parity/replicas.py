@@ -10,14 +10,15 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from funcga._accumulate import accumulate
 from funcga._cli.loading import blamed
-from funcga._parity.choice import Choice, chosen
+from funcga._parity.problems import Choice, chosen
 from funcga._parity.sides import Result, Side
+from funcga._types import Array
 from funcga.errors import FuncgaError
 
 
@@ -86,7 +87,7 @@ def _work(side: Side, n: int, count: int) -> Merged | None:
 
 
 def _write(file: Path, merged: Merged) -> None:
-    arrays: dict[str, Any] = {"rows": np.asarray(merged.rows)}
+    arrays: dict[str, Array] = {"rows": np.asarray(merged.rows)}
     for run in ("accumulated", "full"):
         result: Result = getattr(merged, run)
         arrays[f"{run}/loss"] = result.loss

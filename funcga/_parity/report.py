@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from funcga._cli.information import versions
 from funcga._compare.report import Report
-from funcga._compare.table import figure as figure
+from funcga._compare.report import figure as figure
 from funcga._parity.run import CAUSES, Compared, Findings
 from funcga._parity.training import Trajectory
 from funcga._parity.verdict import verdict
@@ -58,9 +58,9 @@ def _of_training(findings: Findings) -> list[Line]:
     found = []
     for optimizer in dict.fromkeys(t.optimizer for t in findings.trajectories):
         kind = [t for t in findings.trajectories if t.optimizer == optimizer]
-        first = min((t for t in kind), key=lambda t: t.parts or len(t.reports) + 1)
+        first = min((t for t in kind), key=lambda t: t.diverges or len(t.reports) + 1)
         worst = first.decisive.worst
-        where = f"{worst.path if worst else ''}, update {first.parts or len(first.reports)}"
+        where = f"{worst.path if worst else ''}, update {first.diverges or len(first.reports)}"
         figures = {t.dtype: against(t.decisive) for t in kind}
         what = f"{optimizer}, {len(kind[0].reports)} updates"
         found.append(Line("training", what, figures, where, _status(findings, kind)))
@@ -137,7 +137,7 @@ def conclusion(every: Sequence[Findings]) -> Text:
     return Text(f"Verdict: the same. {text}", "bold green")
 
 
-def as_json(every: Sequence[Findings]) -> dict[str, Any]:
+def as_json(every: Sequence[Findings]) -> dict[str, object]:
     """Everything that was found, as JSON has it: a figure that is not finite is None."""
     return {
         "ok": all(findings.ok for findings in every),
@@ -147,7 +147,7 @@ def as_json(every: Sequence[Findings]) -> dict[str, Any]:
     }
 
 
-def _findings_as_json(findings: Findings) -> dict[str, Any]:
+def _findings_as_json(findings: Findings) -> dict[str, object]:
     return {
         "problem": findings.problem.name,
         "about": findings.problem.about,
@@ -163,19 +163,19 @@ def _findings_as_json(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _compared_as_json(findings: Findings, c: Compared) -> dict[str, Any]:
+def _compared_as_json(findings: Findings, c: Compared) -> dict[str, object]:
     about = {"cause": c.cause, "what": c.what, "dtype": c.dtype, "n": c.n, "micro_batch": c.micro_batch}
     return {**about, "explained": not c.ok and findings.is_explained(c), **c.report.as_dict()}
 
 
-def _trajectory_as_json(findings: Findings, t: Trajectory) -> dict[str, Any]:
+def _trajectory_as_json(findings: Findings, t: Trajectory) -> dict[str, object]:
     return {
         "optimizer": t.optimizer,
         "dtype": t.dtype,
         "n": t.n,
         "ok": t.ok,
         "explained": not t.ok and findings.is_explained(t),
-        "parts": t.parts,
+        "parts": t.diverges,
         "losses": [_finite(loss) for loss in t.losses],
         "worst": [_finite(report.most) for report in t.reports],
         "last": t.reports[-1].as_dict(),

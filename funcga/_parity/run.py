@@ -5,18 +5,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from funcga._backend.dispatch import load
 from funcga._compare.compare import compare
 from funcga._compare.report import Report
-from funcga._parity import folding
-from funcga._parity.choice import Choice
 from funcga._parity.problem import Problem
+from funcga._parity.problems import Choice
 from funcga._parity.replicas import over_replicas
-from funcga._parity.sides import Result, Side
+from funcga._parity.sides import Folded, Result, Side, fold_by_hand, fold_in_framework
 from funcga._parity.training import Trajectory, train
 from funcga._verify.verdict import Verdict
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 CAUSES = {
     "accumulation": "is the gradient of a framework, accumulated over n micro-batches, that of its own full batch?",
@@ -79,30 +81,31 @@ class Findings(NamedTuple):
         """The dtype that the others are measured by."""
         return self.dtypes[-1]
 
-    def is_explained(self, found: Compared | Trajectory) -> bool:
-        """Whether what is beyond its limit is rounding, which the loss, or training, makes large.
+    def is_explained(self, result: Compared | Trajectory) -> bool:
+        """Whether what is beyond its limit is rounding, which the loss, or training, makes large. A fold is exact."""
+        if result.dtype not in self.conditioning:
+            return False
+        if isinstance(result, Trajectory):
+            return self._training_is_explained(result)
+        return result.cause != "fold" and self._gradient_is_explained(result)
 
-        Of gradients: in float64 the same comparison is within its limit, and in this dtype it is no more than 10 times
-        what rounding the arguments alone does to the gradient, in float64. Of training: all gradients of this dtype are
-        within their limits, or so explained, and in float64 the same training is within its limits. A fold is exact.
-        """
-        if found.dtype not in self.conditioning:
-            return False
-        if isinstance(found, Trajectory):
-            same = [t for t in self.trajectories if t.dtype == "float64" and t.optimizer == found.optimizer]
-            gradients = [c for c in self.compared if c.dtype == found.dtype]
-            finite = math.isfinite(found.reports[-1].most)
-            return finite and all(t.ok for t in same) and all(c.ok or self.is_explained(c) for c in gradients)
-        if found.cause == "fold":
-            return False
-        small = found.report.most <= 10 * self.conditioning[found.dtype]  # so it is finite
-        return small and all(c.ok for c in self.of(found.cause) if c.dtype == "float64")
+    def _gradient_is_explained(self, compared: Compared) -> bool:
+        """In float64 it is within its limit, and here no more than 10 times what rounding the arguments alone does."""
+        small = compared.report.most <= 10 * self.conditioning[compared.dtype]  # so it is finite
+        return small and all(c.ok for c in self.of(compared.cause) if c.dtype == "float64")
+
+    def _training_is_explained(self, trajectory: Trajectory) -> bool:
+        """Its gradients are within their limits, or explained, and in float64 the same training is within its own."""
+        exact = [t for t in self.trajectories if t.dtype == "float64" and t.optimizer == trajectory.optimizer]
+        gradients = [c for c in self.compared if c.dtype == trajectory.dtype]
+        finite = math.isfinite(trajectory.reports[-1].most)
+        return finite and all(t.ok for t in exact) and all(c.ok or self.is_explained(c) for c in gradients)
 
     @property
     def ok(self) -> bool:
         """Whether nothing differs but by rounding."""
-        every: list[Compared | Trajectory] = [*self.compared, *self.trajectories]
-        return all(found.ok or self.is_explained(found) for found in every)
+        results: list[Compared | Trajectory] = [*self.compared, *self.trajectories]
+        return all(result.ok or self.is_explained(result) for result in results)
 
 
 @dataclass(frozen=True)
@@ -151,21 +154,21 @@ class _Run:
         )
         self.folded = self._all({key: partial(self._fold, key[1], side) for key, side in self.sides.items()})
 
-    def _all(self, work: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    def _all(self, work: Mapping[K, Callable[[], T]]) -> dict[K, T]:
         """What all functions return. On the CPU two run at a time, as JAX compiles on one core; a GPU may be full."""
         with ThreadPoolExecutor(2 if self.plan.device == "cpu" else 1) as pool:
             return dict(zip(work, pool.map(self._done, work.values()), strict=True))
 
-    def _done(self, work: Callable[[], Any]) -> Any:
-        found = work()
+    def _done(self, work: Callable[[], T]) -> T:
+        result = work()
         self.plan.tick()
-        return found
+        return result
 
-    def _fold(self, dtype: str, side: Side) -> tuple[Any, Any]:
+    def _fold(self, dtype: str, side: Side) -> tuple[Folded, Folded]:
         """What the side, and NumPy, make of the same micro-batch gradients: those of the first framework."""
-        given = self.micro[self.frameworks[0], dtype]
+        gradients = self.micro[self.frameworks[0], dtype]
         weights = self.sides[self.frameworks[0], dtype].weights(self.most)
-        return folding.by_framework(side, given, weights), folding.by_hand(self.problem.fold, given, weights)
+        return fold_in_framework(side, gradients, weights), fold_by_hand(self.problem.fold, gradients, weights)
 
     def findings(self) -> Findings:
         """All of them."""
@@ -221,11 +224,12 @@ class _Run:
             yield Compared("accumulation", what, side.dtype, n, report, side.label, replicas=count)
 
     def _of_both(self, dtype: str) -> Iterator[Compared]:
-        full, micro = ([found[name, dtype] for name in ("torch", "jax")] for found in (self.full, self.micro))
-        yield Compared("model", "torch vs JAX, full", dtype, None, self._between(dtype, *full))
-        for i, pair in enumerate(zip(*micro, strict=True)):
-            report = self._between(dtype, *pair)
-            yield Compared("model", "torch vs JAX, micro", dtype, self.most, report, micro_batch=i)
+        full = self._between(dtype, self.full["torch", dtype], self.full["jax", dtype])
+        yield Compared("model", "torch vs JAX, full", dtype, None, full)
+        pairs = zip(self.micro["torch", dtype], self.micro["jax", dtype], strict=True)
+        for micro_batch, (torch, jax) in enumerate(pairs):
+            report = self._between(dtype, torch, jax)
+            yield Compared("model", "torch vs JAX, micro", dtype, self.most, report, micro_batch=micro_batch)
 
     def _between(self, dtype: str, torch: Result, jax: Result) -> Report:
         return self.sides["torch", dtype].report(torch, jax, ("torch", "JAX"), self.problem.rules)

@@ -2,12 +2,12 @@
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -17,16 +17,20 @@ from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, groups, read_arguments, starts
 from funcga._compare import tolerances
 from funcga._compare.compare import compare
-from funcga._compare.report import Report, Row, row
+from funcga._compare.report import Report
+from funcga._compare.row import Row, row_of
 from funcga._grad import value_and_grad
 from funcga._parity.problem import Problem
+from funcga._transform.transform import Transform
 from funcga._trees import interop
 from funcga._trees.match import match
 from funcga._trees.paths import paths_and_leaves
+from funcga._types import Array, Dtype, Scalar, Tree
 from funcga._verify.verdict import Verdict
 from funcga._verify.verify import verify
 from funcga.errors import FuncgaError
-from funcga.folds import Fold
+from funcga.folds import Fold, sum
+from funcga.rules import Rule
 
 FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 """The frameworks, as they are imported and as they are written."""
@@ -34,11 +38,43 @@ FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 _LOCKS = {framework: Lock() for framework in FRAMEWORKS}
 
 
+class Framework(Protocol):
+    """What `in_torch.py` and `in_jax.py` have for problems."""
+
+    def precision(self, dtype: str) -> AbstractContextManager[None]:
+        """A context in which arrays of this dtype exist and are computed with in all of their bits."""
+        ...
+
+    def optimizer(self, name: str) -> Transform:
+        """The transform of this name, with the options that both frameworks share."""
+        ...
+
+    def applied(self, params: Tree, updates: Tree) -> Tree:
+        """The parameters with the updates added."""
+        ...
+
+    def compiled(self, step: Callable[..., Tree]) -> Callable[..., Tree]:
+        """The step as this framework's users run it."""
+        ...
+
+    def prepared(self, function: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
+        """A function without arguments that returns function(*args), all Python code of which has run by then."""
+        ...
+
+    def rows_of_replicas(self, rows: int, count: int) -> list[int]:
+        """How many of so many rows each replica takes, the first ones first."""
+        ...
+
+    def over_replicas(self, step: Callable[..., Tree], arguments: Arguments, rows: list[int]) -> Tree:
+        """What `step(across=...)` returns where each replica has these rows; None in all processes but the first."""
+        ...
+
+
 class Result(NamedTuple):
     """What one run found, as NumPy arrays: the loss, and the gradient of every leaf by its dotted path."""
 
-    loss: Any
-    gradient: dict[str, Any]
+    loss: Array
+    gradient: dict[str, Array]
 
     @property
     def is_finite(self) -> bool:
@@ -68,7 +104,7 @@ class Side:
         """`full` at arguments of which every float is moved by up to half an epsilon of a dtype, as rounding would."""
         random = np.random.default_rng(0)
 
-        def moved(leaf: Any) -> Any:
+        def moved(leaf: Array) -> Array:
             if not hasattr(leaf, "dtype") or not is_float(leaf.dtype):
                 return leaf
             return leaf * (1 + tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)).astype(leaf.dtype)
@@ -78,7 +114,7 @@ class Side:
             args = self.placed(self.backend.trees.unflatten(structure, [moved(leaf) for leaf in leaves]))
             return self._full(args, self.arguments.rows())
 
-    def _full(self, args: tuple[Any, ...], rows: int) -> Result:
+    def _full(self, args: tuple[Tree, ...], rows: int) -> Result:
         divisor = divisor_of(self.problem, float(self.weight(args, rows)))
         with self.lock:  # the same program for `nearby`, so that it is compiled once
             return self.result(self.compiled(*args), divisor)
@@ -102,7 +138,7 @@ class Side:
         with self.running():
             return [float(self.weight(args, rows)) for args, rows in zip(self._parts(n), self.rows(n), strict=True)]
 
-    def weight(self, args: tuple[Any, ...], rows: int) -> Any:
+    def weight(self, args: tuple[Tree, ...], rows: int) -> Scalar:
         """The weight of a micro-batch of so many rows."""
         weight = self.problem.weight
         return rows if weight is None else weight(*self.arguments.split_args(args))
@@ -130,7 +166,7 @@ class Side:
         """The params and the batch, and how they are split."""
         return read_arguments(self.args, self.problem.in_axes, self.loss, self.backend)
 
-    def _parts(self, n: int) -> list[tuple[Any, ...]]:
+    def _parts(self, n: int) -> list[tuple[Tree, ...]]:
         rows = groups(self.arguments.rows(), n, None)
         return [self.arguments.cut(start, size, []) for start, size in starts(rows)]
 
@@ -145,19 +181,19 @@ class Side:
         return FRAMEWORKS[self.framework]
 
     @property
-    def loss(self) -> Callable[..., Any]:
+    def loss(self) -> Callable[..., Tree]:
         """The loss of this framework."""
-        return cast(Callable[..., Any], getattr(self.problem, f"{self.framework}_loss"))
+        return cast(Callable[..., Tree], getattr(self.problem, f"{self.framework}_loss"))
 
     @cached_property
-    def gradient(self) -> Callable[..., Any]:
+    def gradient(self) -> Callable[..., Tree]:
         """The gradient function that is folded."""
         return value_and_grad(self.loss)
 
     @cached_property
-    def compiled(self) -> Callable[..., Any]:
+    def compiled(self) -> Callable[..., Tree]:
         """The gradient function as this framework's users run it."""
-        return cast(Callable[..., Any], self.own.compiled(self.gradient))
+        return self.own.compiled(self.gradient)
 
     @property
     def backend(self) -> Backend:
@@ -165,15 +201,14 @@ class Side:
         return load(self.framework)
 
     @property
-    def own(self) -> Any:
+    def own(self) -> "Framework":
         """What the framework has for problems: its losses, optimizers and precision."""
-        return importlib.import_module(f"funcga._parity.in_{self.framework}")
+        return cast("Framework", importlib.import_module(f"funcga._parity.in_{self.framework}"))
 
     @contextmanager
-    def running(self) -> Any:
+    def running(self) -> Iterator[None]:
         """A context in which arrays of this dtype exist, and errors say which framework they come from."""
-        precision: AbstractContextManager[Any] = self.own.precision(self.dtype)
-        with precision:
+        with self.own.precision(self.dtype):
             try:
                 yield
             except FuncgaError as error:
@@ -181,7 +216,7 @@ class Side:
                 raise error if str(error).startswith(where) else FuncgaError(f"{where}{error}") from error
 
     @cached_property
-    def args(self) -> tuple[Any, ...]:
+    def args(self) -> tuple[Tree, ...]:
         """The params and the batch in this framework and dtype."""
         problem = self.problem
         with self.running():
@@ -191,12 +226,12 @@ class Side:
                 params = match(params, problem.jax_params, rules=problem.rules)
             return (self.placed(params), *map(self.placed, batch))
 
-    def placed(self, tree: Any) -> Any:
+    def placed(self, tree: Tree) -> Tree:
         """The tree in this framework, on its device."""
         convert = {"torch": interop.to_torch, "jax": interop.to_jax}[self.framework]
         return convert(tree, device=self.device)
 
-    def named(self, tree: Any) -> dict[str, Any]:
+    def named(self, tree: Tree) -> dict[str, Array]:
         """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this framework."""
         found = paths_and_leaves(tree, self.backend.trees.children)
         return {path: interop.to_numpy(leaf) for path, leaf in found if self.backend.arrays.is_array(leaf)}
@@ -206,13 +241,13 @@ class Side:
         left: Result,
         right: Result,
         names: tuple[str, str],
-        rules: Sequence[Any] = (),
+        rules: Sequence[Rule] = (),
         check_dtype: bool = True,
     ) -> Report:
         """The Report of two results: the loss, then the gradients in the order in which the parameters were given."""
         found = self.compared(left.gradient, right.gradient, names, self.reduction, rules, check_dtype)
         limit = self.limit(names, self.reduction)
-        loss = row("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
+        loss = row_of("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
         return replace(found, rows=(loss, *found.rows))
 
     def limit(self, names: tuple[str, str], reduction: int) -> float:
@@ -226,11 +261,11 @@ class Side:
 
     def compared(
         self,
-        left: dict[str, Any],
-        right: dict[str, Any],
+        left: dict[str, Array],
+        right: dict[str, Array],
         names: tuple[str, str],
         reduction: int,
-        rules: Sequence[Any] = (),
+        rules: Sequence[Rule] = (),
         check_dtype: bool = True,
     ) -> Report:
         """The Report of the leaves of two trees, in the order of the left one.
@@ -255,11 +290,11 @@ class Side:
     def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
         """What `verify` says of the loss and the fold."""
         problem = self.problem
-        options: dict[str, Any] = {"fold": problem.fold, "weight": problem.weight, "in_axes": problem.in_axes}
+        options: dict[str, Array] = {"fold": problem.fold, "weight": problem.weight, "in_axes": problem.in_axes}
         with self.running():
             return verify(self.gradient, *self.args, n=n, seed=seed, **options)
 
-    def result(self, value_and_gradient: Any, divisor: float = 1) -> Result:
+    def result(self, value_and_gradient: Tree, divisor: float = 1) -> Result:
         """The loss and the gradient that a gradient function has returned, divided."""
         loss, gradient = value_and_gradient
         named = {"": interop.to_numpy(loss), **self.named(gradient)}
@@ -269,20 +304,20 @@ class Side:
         return Result(divided.pop(""), divided)
 
 
-def as_dtype(tree: Any, dtype: str, side: Side) -> Any:
+def as_dtype(tree: Tree, dtype: str, side: Side) -> Tree:
     """The tree in NumPy arrays, its floats in a dtype, its integers in the usual ones of a side's framework."""
     trees = (_owner(tree) or side.backend).trees
     leaves, structure = trees.flatten(tree)
     return trees.unflatten(structure, [_as_dtype(leaf, dtype, side.framework) for leaf in leaves])
 
 
-def _owner(tree: Any) -> Backend | None:
+def _owner(tree: Tree) -> Backend | None:
     """The backend of the framework that an array of the tree is of."""
     owners = (found for found in load_imported() if any(map(found.arrays.owns, found.trees.flatten(tree)[0])))
     return next(owners, None)
 
 
-def _as_dtype(leaf: Any, dtype: str, framework: str) -> Any:
+def _as_dtype(leaf: Array, dtype: str, framework: str) -> Array:
     if not hasattr(leaf, "dtype"):
         return leaf
     array = interop.to_numpy(leaf)
@@ -294,7 +329,7 @@ def _as_dtype(leaf: Any, dtype: str, framework: str) -> Any:
     return array.astype(np.int32) if framework == "jax" and fits else array
 
 
-def numpy_dtype(dtype: str) -> Any:
+def numpy_dtype(dtype: str) -> Dtype:
     """NumPy's dtype of this name, also of those that it has by extension."""
     try:
         return np.dtype(dtype)
@@ -304,7 +339,7 @@ def numpy_dtype(dtype: str) -> Any:
         return np.dtype(getattr(ml_dtypes, dtype))
 
 
-def is_float(dtype: Any) -> bool:
+def is_float(dtype: Dtype) -> bool:
     """Whether it is a float, also one that NumPy has by extension."""
     return tolerances.epsilon(dtype.name) > 0 and dtype.kind != "c"
 
@@ -316,7 +351,7 @@ def _by_largest(row: Row, largest: float, atol: float) -> Row:
     return replace(row, relative=row.absolute / largest if largest else 0.0, limit=atol / largest if largest else 0.0)
 
 
-def _check_finite(given: dict[str, Any], backend: Backend) -> None:
+def _check_finite(given: dict[str, Array], backend: Backend) -> None:
     """Raises FuncgaError, which says where, for NaN and infinities in the params or the batch."""
     for name, tree in given.items():
         for path, leaf in paths_and_leaves(tree, backend.trees.children, name):
@@ -339,7 +374,7 @@ def divisor_of(problem: Problem, weight: float) -> float:
     return (weight or 1) if named(problem.fold) == "per_weight()" else 1
 
 
-def named(fold: Any) -> str:
+def named(fold: object) -> str:
     """A stock fold as it is written. Raises FuncgaError for another one."""
     name = _NAMES.get(fold.name) if isinstance(fold, Fold) else None
     if name is None:
@@ -351,3 +386,63 @@ def named(fold: Any) -> str:
 
 
 _NAMES = {"weighted, by_weight": "mean()", "sum, by_weight": "per_weight()", "sum, identity": "sum()"}
+
+
+class Folded(NamedTuple):
+    """What became of the micro-batches: by the problem's fold, and as plain sums."""
+
+    fold: dict[str, Array]
+    sums: dict[str, Array]
+
+
+def fold_in_framework(side: Side, micro_batches: Sequence[Result], weights: Sequence[float]) -> Folded:
+    """The Folded of a framework, by the loop that accumulates gradients."""
+    stacked = _stacked(micro_batches)
+    with side.running():
+        given, weight = side.placed((stacked, _weights(weights, side.dtype)))
+        folds = (side.problem.fold, sum())
+        step = accumulate(_first, len(weights), fold=folds, weight=_weight, in_axes=0)
+        with side.lock:
+            work = side.own.prepared(step, (given, weight))
+        return Folded(*interop.to_numpy(work()))
+
+
+def _first(gradients: dict[str, Array], weights: Array) -> Tree:
+    first = {path: leaf[0] for path, leaf in gradients.items()}
+    return first, first
+
+
+def _weight(gradients: dict[str, Array], weights: Array) -> Array:
+    return weights[0]
+
+
+def _weights(weights: Sequence[float], dtype: str) -> Array:
+    whole = all(float(weight).is_integer() for weight in weights)
+    return np.asarray(weights, "int32" if whole else "float64" if dtype == "float64" else "float32")
+
+
+def fold_by_hand(fold: Fold, micro_batches: Sequence[Result], weights: Sequence[float]) -> Folded:
+    """The Folded of NumPy: the fold in float64; the sums one after the other, in the dtype that they are held in."""
+    stacked = _stacked(micro_batches)
+    return Folded(
+        {path: _fold(fold, leaf.astype(np.float64), weights).astype(leaf.dtype) for path, leaf in stacked.items()},
+        {path: _sum(leaf) for path, leaf in stacked.items()},
+    )
+
+
+def _fold(fold: Fold, values: Array, weights: Sequence[float]) -> Array:
+    total = np.tensordot(np.asarray(weights, np.float64), values, 1) if named(fold) == "mean()" else values.sum(0)
+    weight = 1 if named(fold) == "sum()" else np.sum(weights)
+    return total / weight if weight else np.zeros_like(total)
+
+
+def _sum(values: Array) -> Array:
+    held = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
+    total = held[0]
+    for value in held[1:]:
+        total = total + value
+    return total.astype(values.dtype)
+
+
+def _stacked(micro_batches: Sequence[Result]) -> dict[str, Array]:
+    return {path: np.stack([m.gradient[path] for m in micro_batches]) for path in micro_batches[0].gradient}

@@ -1,6 +1,6 @@
-"""Training: the same updates of the same optimizer in torch and in JAX, through `multi_steps`, and where they part."""
+"""Training: the same updates of the same optimizer in torch and in JAX, and where they diverge."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,8 +9,9 @@ from funcga._compare.report import Report
 from funcga._compare.tolerances import epsilon
 from funcga._parity.sides import Side
 from funcga._transform.multi_steps import multi_steps
+from funcga._types import Array, Tree
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+Gradient = dict[str, Array]
 _WINDOW = 4  # the micro-batches of one update, at most
 
 
@@ -30,28 +31,30 @@ class Trajectory(NamedTuple):
     aside: tuple[str, ...] = ()
 
     @property
-    def parts(self) -> int | None:
+    def diverges(self) -> int | None:
         """The number of the first update, from 1, after which a leaf is beyond its limit; None if there is none."""
         return next((i for i, report in enumerate(self.reports, 1) if not report.ok), None)
 
     @property
     def decisive(self) -> Report:
-        """The report of the update after which they part, or else of the last one."""
-        return self.reports[(self.parts or len(self.reports)) - 1]
+        """The report of the update after which they diverge, or else of the last one."""
+        return self.reports[(self.diverges or len(self.reports)) - 1]
 
     @property
     def ok(self) -> bool:
         """Whether the two stay together."""
-        return self.parts is None
+        return self.diverges is None
 
 
-def train(left: Side, right: Side, optimizer: str, n: int, updates: int, gradients: tuple[Any, Any]) -> Trajectory:
+def train(
+    left: Side, right: Side, optimizer: str, n: int, updates: int, gradients: tuple[dict[str, Array], dict[str, Array]]
+) -> Trajectory:
     """The Trajectory of two sides on n micro-batches, a few for each update, in turn.
 
     gradients: of the full batch, those of each side by path.
     """
     aside = [_zeros(found, left.dtype) if "adam" in optimizer else () for found in gradients]
-    runs = [_Run(side, optimizer, n) for side in (left, right)]
+    runs = [_Training(side, optimizer, n) for side in (left, right)]
     names, rules = (left.label, right.label), left.problem.rules
     losses, reports = [], []
     for update in range(updates):
@@ -66,35 +69,35 @@ def train(left: Side, right: Side, optimizer: str, n: int, updates: int, gradien
     return Trajectory(optimizer, left.dtype, runs[0].n, losses, reports, tuple(aside[0]))
 
 
-def _zeros(gradient: dict[str, Any], dtype: str) -> list[str]:
+def _zeros(gradient: dict[str, Array], dtype: str) -> list[str]:
     """The paths of the leaves that are 0 but for rounding."""
     sizes = {path: float(np.abs(leaf).max(initial=0)) for path, leaf in gradient.items()}
     return [path for path, size in sizes.items() if size <= 4 * epsilon(dtype) * max(sizes.values())]
 
 
-class _Run:
+class _Training:
     """The training of one side."""
 
     def __init__(self, side: Side, optimizer: str, n: int):
         self.side = side
         with side.running():
-            self.parts = list(starts(groups(side.arguments.rows(), n, None)))
+            self.micro_batches = list(starts(groups(side.arguments.rows(), n, None)))
             self.n = min(n, _WINDOW)
             self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
             self.params, self.state = side.args[0], self.tx.init(side.args[0])
             self.step = side.own.compiled(self._step)
 
-    def update(self, update: int) -> tuple[float, dict[str, Any]]:
+    def update(self, update: int) -> tuple[float, dict[str, Array]]:
         """The mean loss of the micro-batches of the next update, and the parameters after it."""
         with self.side.running():
-            losses = [self._micro_batch(*self.parts[i % len(self.parts)]) for i in self._window(update)]
+            losses = [self._micro_batch(*self.micro_batches[i % len(self.micro_batches)]) for i in self._window(update)]
             return sum(map(float, losses)) / self.n, self.side.named(self.params)
 
     def _window(self, update: int) -> range:
         """The micro-batches of an update, counted on through the epochs."""
         return range(update * self.n, (update + 1) * self.n)
 
-    def _micro_batch(self, start: int, size: int) -> Any:
+    def _micro_batch(self, start: int, size: int) -> Array:
         _, *batch = self.side.arguments.cut(start, size, [])
         weight = self.side.weight((self.params, *batch), size)
         with self.side.lock:
@@ -102,6 +105,6 @@ class _Run:
             self.params, self.state = self.step(grads, self.state, self.params, weight)
         return loss
 
-    def _step(self, grads: Any, state: Any, params: Any, weight: Any) -> Any:
+    def _step(self, grads: Tree, state: Tree, params: Tree, weight: Array) -> tuple[Tree, Tree]:
         updates, state = self.tx.update(grads, state, params, weight=weight)
         return self.side.own.applied(params, updates), state

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from funcga._compare.rows import Row
+from funcga._compare.row import Row
 from funcga._parity.run import Compared, Findings
 from funcga._parity.sides import named
 from funcga._parity.training import Trajectory
@@ -51,8 +51,9 @@ def _accumulation(findings: Findings) -> Iterator[str]:
     labels = list(dict.fromkeys(str(compared.framework) for compared in wrong))
     where = "this loss" if len(labels) == len(findings.problem.frameworks) else f"the loss of {labels[0]}"
     text = f"over n = {worst.n} micro-batches ({worst.dtype}) it differs from the full batch by {_worst(worst)}"
-    notes = [note for found in findings.verified.values() for note in found.notes]
-    if findings.verified and all(found.ok for found in findings.verified.values()):
+    verdicts = findings.verified.values()
+    if verdicts and all(verdict.ok for verdict in verdicts):
+        notes = [note for verdict in verdicts for note in verdict.notes]
         yield (
             f"{text[0].upper()}{text[1:]}, and verify finds no mistake in {where}: it is the rounding of something "
             f"inside that computes in less than {worst.dtype}." + "".join(f" ({note}.)" for note in notes[:1])
@@ -61,9 +62,10 @@ def _accumulation(findings: Findings) -> Iterator[str]:
     yield f"Accumulation is not exact for {where} with {named(findings.problem.fold)}: {text}."
     if _is_in_one(findings):
         yield f"The other framework's is exact: the loss of {labels[0]} divides by something else, or couples its rows."
-    causes = {cause.name: cause for found in findings.verified.values() for cause in found.causes}  # mostly the same
+    # both frameworks usually have the same causes
+    causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
     for cause in causes.values():
-        yield f"{cause.what} To mend it: {cause.fix}"
+        yield f"{cause.what} To fix it: {cause.fix}"
 
 
 def _model(findings: Findings) -> Iterator[str]:
@@ -96,24 +98,32 @@ def _how(wrong: list[Compared]) -> str:
     unmatched = [f"{row.path} ({row.status})" for row in beyond if row.status in ("missing", "extra", "shape")]
     if unmatched:
         return f"The parameters do not match: {', '.join(unmatched)}."
-    if any(row.status in ("nan", "inf") for row in beyond):
-        return _not_finite(next(row for row in beyond if row.status in ("nan", "inf")))
+    not_finite = [row for row in beyond if row.status in ("nan", "inf")]
+    if not_finite:
+        return _not_finite(not_finite[0])
     leaves, total = [row for row in beyond if row.path != "loss"], len(wrong[0].report.rows) - 1
-    text = f"beyond the limit are {len(leaves)} of {total} gradients"
-    factor = _factor(beyond)
-    if len(leaves) == len(beyond) and leaves:
-        text = f"The loss is the same and its gradient is not; {text}"
+    count = f"beyond the limit are {len(leaves)} of {total} gradients"
+    if leaves and len(leaves) == len(beyond):
+        text = f"The loss is the same and its gradient is not; {count}"
         if len(leaves) < total:
             text += f", the last of them {leaves[-1].path}: backward passes come to it first"
     else:
-        text = f"The loss itself differs, by {beyond[0].relative:.1e}; {text}"
+        text = f"The loss itself differs, by {beyond[0].relative:.1e}; {count}"
+    factor = _factor(beyond)
     if factor is not None:
         return f"{text}. All are torch = {factor:.6g} x JAX: another normaliser, such as a mean against a sum."
+    return f"{text}{_most_in(leaves)}.{_hint(beyond, leaves)}"
+
+
+def _most_in(leaves: list[Row]) -> str:
     worst = sorted(leaves, key=lambda row: row.relative, reverse=True)[:3]
-    text += "".join([f"; most in {', '.join(f'{row.path} ({row.relative:.1e})' for row in worst)}"] if worst else [])
-    small = len(leaves) < len(beyond) and beyond[0].relative < 1e-2
-    hint = " So little may be a constant or an approximation: the eps of a normalisation, tanh for erf in GELU."
-    return f"{text}.{hint if small else ''}"
+    return f"; most in {', '.join(f'{row.path} ({row.relative:.1e})' for row in worst)}" if worst else ""
+
+
+def _hint(beyond: list[Row], leaves: list[Row]) -> str:
+    if len(leaves) == len(beyond) or beyond[0].relative >= 1e-2:  # the loss is the first of the rows
+        return ""
+    return " So little may be a constant or an approximation: the eps of a normalisation, tanh for erf in GELU."
 
 
 def _not_finite(row: Row) -> str:
@@ -146,17 +156,17 @@ def _training(findings: Findings) -> Iterator[str]:
     wrong = [t for t in findings.trajectories if not t.ok and not findings.is_explained(t)]
     if not wrong:
         return
-    first = min(wrong, key=lambda t: t.parts or 0)
+    first = min(wrong, key=lambda t: t.diverges or 0)
     worst = first.decisive.worst
     others = "".join(f", {t.optimizer} ({t.dtype}) {_since(t)}" for t in wrong if t is not first)
     where = f"; first {worst.path}" if worst else ""
-    text = f"The training parts: {first.optimizer} ({first.dtype}) {_since(first)}{others}{where}."
+    text = f"The training diverges: {first.optimizer} ({first.dtype}) {_since(first)}{others}{where}."
     same = not _unexplained(findings, "model")
     yield f"{text} The gradients agree, so compare what the two optimizers do with them." if same else text
 
 
 def _since(t: Trajectory) -> str:
-    return f"from update {t.parts} on"
+    return f"from update {t.diverges} on"
 
 
 def _aside(findings: Findings) -> Iterator[str]:
@@ -180,7 +190,8 @@ def _agreement(findings: Findings) -> str:
         cause: max((c.report.most for c in findings.of(cause) if c.dtype == findings.finest), default=None)
         for cause in ("accumulation", "model")
     }
-    text = f"The same. In {findings.finest} accumulated is the full batch to {figures['accumulation'] or 0:.0e}"
+    accumulation = figures["accumulation"] or 0
+    text = f"The same. In {findings.finest} accumulated is the full batch to {accumulation:.0e}"
     if figures["model"] is not None:
         text += f", and torch is JAX to {figures['model']:.0e}"
     if any(c.dtype != findings.finest for c in findings.compared):
@@ -190,9 +201,8 @@ def _agreement(findings: Findings) -> str:
         text += f", which this loss makes large: {_worst(_most(large))}, as it does that of its arguments"
     grown = [t for t in findings.trajectories if not t.ok]
     if grown:
-        text += (
-            f", which training makes larger ({grown[0].optimizer}, {grown[0].dtype}: from update {grown[0].parts} on)"
-        )
+        first = grown[0]
+        text += f", which training makes larger ({first.optimizer}, {first.dtype}: {_since(first)})"
     return text + "."
 
 

@@ -290,7 +290,7 @@ WRONG = {
         "problem = funcga.Problem(params, (x, y), torch_loss, lambda *a: 12 * jax_loss(*a))",
         r"The models differ, in float64: in every micro-batch\. The loss itself differs, by 9\.2e-01; beyond the limit are 2 of 2 "
         r"gradients\. All are torch = 0\.0833333 x JAX: another normaliser, such as a mean against a sum\. "
-        r"The training parts: sgd ",
+        r"The training diverges: sgd ",
         {"model", "training"},
     ),
     "another activation": (
@@ -343,7 +343,7 @@ WRONG = {
     "a sum": (
         "problem = funcga.Problem(params, (x, y), lambda *a: 12 * torch_loss(*a[:2], a[2]) * len(a[1]) / 12, lambda *a: jax_loss(*a) * len(a[1]), optimizers=())",
         r"Accumulation is not exact for this loss with mean\(\): over n = 3 micro-batches \(float64\) it differs from the "
-        r"full batch by 6\.7e-01 in .*The loss is a sum over rows.* To mend it: .*fold=funcga\.per_weight\(\)",
+        r"full batch by 6\.7e-01 in .*The loss is a sum over rows.* To fix it: .*fold=funcga\.per_weight\(\)",
         {"accumulation"},
     ),
     "batch statistics": (
@@ -372,20 +372,15 @@ def test_what_is_wrong_is_named(mistake, tmp_path):
 
 
 def test_a_fold_that_is_wrong_is_told_from_gradients_that_are(tmp_path, monkeypatch):
-    from funcga._parity import folding
+    from funcga._parity import run
 
-    right = folding.accumulate
+    right = run.fold_in_framework
 
-    def wrong(*args, **kwargs):
-        step = right(*args, **kwargs)
+    def wrong(*args):
+        folded = right(*args)
+        return folded._replace(fold={path: leaf * (1 + 1e-9) for path, leaf in folded.fold.items()})
 
-        def call(*given):
-            fold, sums = step(*given)
-            return {path: leaf * (1 + 1e-9) for path, leaf in fold.items()}, sums
-
-        return call
-
-    monkeypatch.setattr(folding, "accumulate", wrong)
+    monkeypatch.setattr(run, "fold_in_framework", wrong)
     code, problem, verdict = mine(tmp_path, "", "--dtype", "float64")
     assert code == 1
     assert verdict.startswith("The fold itself is wrong: torch vs NumPy (float64) differ by 1.0e-09 in ")
@@ -455,7 +450,7 @@ def test_an_optimizer_that_differs_is_found(tmp_path, monkeypatch):
     code, problem, verdict = mine(tmp_path, "", "--dtype", "float64")
     assert code == 1
     assert re.fullmatch(
-        r"The training parts: adamw \(float64\) from update 1 on; first \w+\. The gradients agree, so compare what the "
+        r"The training diverges: adamw \(float64\) from update 1 on; first \w+\. The gradients agree, so compare what the "
         r"two optimizers do with them\.",
         verdict,
     )
@@ -463,7 +458,8 @@ def test_an_optimizer_that_differs_is_found(tmp_path, monkeypatch):
 
 
 def test_rounding_that_training_makes_larger_is_no_mistake():
-    from funcga._compare.report import Report, row
+    from funcga._compare.report import Report
+    from funcga._compare.row import row_of as row
     from funcga._parity.run import Findings
     from funcga._parity.training import Trajectory
     from funcga._parity.verdict import verdict
@@ -478,10 +474,10 @@ def test_rounding_that_training_makes_larger_is_no_mistake():
         return Findings(problem, ["float32", "float64"], 1, [1], [1.0], {}, [], trajectories, {}, {"float32": 1e-7})
 
     assert findings(bad, good).ok
-    assert findings(bad, good).trajectories[0].parts == 2
+    assert findings(bad, good).trajectories[0].diverges == 2
     assert not findings(bad, bad).ok
     assert not findings(good, bad).ok
-    assert "parts: sgd (float64) from update 2 on; first w" in verdict(findings(good, bad)).sentences[0]
+    assert "diverges: sgd (float64) from update 2 on; first w" in verdict(findings(good, bad)).sentences[0]
 
 
 # The built-in problems.
@@ -510,7 +506,7 @@ def test_padding_counts_for_nothing(framework):
     from funcga._parity import problems
     from funcga._parity.sides import Side
 
-    losses = importlib.import_module(f"{framework}_backend.problems")
+    losses = importlib.import_module(f"funcga._parity.in_{framework}")
     assert losses.PAD == problems.PAD
     text = problems.text()
     tokens = text.batch[0][-3:]

@@ -1,0 +1,349 @@
+"""A row of a report: how far one leaf of two trees is apart, how far it may be, and whether it is close."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from funcga._compare import tolerances
+from funcga._types import Array, Dtype
+from funcga.errors import FuncgaError
+
+Shape = tuple[int, ...]
+
+CHUNK = 2**20
+"""The elements that are looked at at once: what is computed takes that much memory, however large the arrays."""
+
+
+class Difference(NamedTuple):
+    """The largest absolute difference, the largest finite |right|, and the rest of what a Row says.
+
+    absolute: NaN where an element is, infinite where infinities do not match; infinities of one sign in one place are
+    equal. position: of the element, in the flat array, that differs most; None where nothing differs.
+    """
+
+    absolute: float
+    scale: float
+    ulps: float | None
+    cosine: float | None
+    position: int | None
+    nans: tuple[int, int]
+    infs: tuple[int, int]
+
+
+def difference(left: Array, right: Array) -> Difference:
+    """The Difference of two NumPy arrays of one shape, in float64 or complex128, to which longdoubles are rounded.
+
+    Of integers it is exact, and beside floats it is 0 only if both are equal exactly.
+    """
+    ordered = left.dtype == right.dtype and _bits(left.dtype) is not None
+    worst, position, ulps = 0.0, None, 0.0
+    scales, nans, infs = (0.0, 0.0), (0, 0), (0, 0)
+    for start, a, b in _chunks(left, right):
+        x, y = _wide(a), _wide(b)
+        scales = max(scales[0], _largest(x)), max(scales[1], _largest(y))
+        nans = nans[0] + _count(np.isnan(x)), nans[1] + _count(np.isnan(y))
+        infs = infs[0] + _count(np.isinf(x)), infs[1] + _count(np.isinf(y))
+        apart = _between(a, b, x, y)
+        most = int(np.argmax(apart))  # the first NaN, if there is one
+        if not (math.isnan(worst) or apart[most] <= worst):
+            worst, position = float(apart[most]), start + most
+        if ordered:
+            finite = np.isfinite(x) & np.isfinite(y)
+            ulps = max(ulps, float(_gaps(_ordered(a[finite]), _ordered(b[finite])).max(initial=0)))
+    return Difference(worst, scales[1], ulps if ordered else None, _cosine(left, right, scales), position, nans, infs)
+
+
+def _chunks(left: Array, right: Array) -> Iterator[tuple[int, Array, Array]]:
+    """(first position, elements of the left, elements of the right), flat, piece by piece."""
+    a, b = left.reshape(-1), right.reshape(-1)
+    for start in range(0, a.size, CHUNK):
+        yield start, a[start : start + CHUNK], b[start : start + CHUNK]
+
+
+def _wide(array: Array) -> Array:
+    with np.errstate(invalid="ignore"):  # signalling NaNs of less than 32 bits
+        return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _largest(array: Array) -> float:
+    """The largest absolute value that is finite."""
+    size = np.abs(array)
+    return float(np.max(size, initial=0.0, where=np.isfinite(size)))
+
+
+def _count(mask: Array) -> int:
+    return int(np.count_nonzero(mask))
+
+
+def _between(left: Array, right: Array, x: Array, y: Array) -> Array:
+    """|left - right| of every element in float64, and what is hidden where they are converted to it, as x and y."""
+    kinds = left.dtype.kind, right.dtype.kind
+    if all(kind in "biu" for kind in kinds):
+        return _between_whole(left, right)
+    apart = _apart(x, y)
+    if any(kind in "iu" for kind in kinds):
+        hidden = (apart == 0) & (np.abs(y) >= 2.0**53)
+        pairs = zip(left[hidden].tolist(), right[hidden].tolist(), strict=True)
+        apart[hidden] = [abs(_whole(a) - _whole(b)) for a, b in pairs]
+    return apart
+
+
+def _whole(number: Array) -> int:
+    """A number whose fraction is zero as Python's int, of any size."""
+    return int(number.real)
+
+
+def _between_whole(left: Array, right: Array) -> Array:
+    apart = _gaps(left, right).astype(np.float64)
+    if left.dtype != right.dtype:  # the gap from below 0 to 2**64 needs 65 bits
+        across = (left < 0) != (right < 0)
+        apart[across] = np.abs(_wide(left[across]) - _wide(right[across]))
+    return apart
+
+
+def _apart(left: Array, right: Array) -> Array:
+    """|left - right| of every element: infinite where infinities do not match, NaN where a NaN is."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(left - right)
+    matched = left == right
+    apart[matched] = 0.0  # infinities too
+    apart[~matched & (np.isinf(left) | np.isinf(right))] = math.inf
+    apart[np.isnan(left) | np.isnan(right)] = math.nan
+    return apart
+
+
+def _gaps(left: Array, right: Array) -> Array:
+    """|left - right| of integers as uint64, without overflow: what wraps around in the subtraction wraps back."""
+    a, b = (part.astype(np.uint8) if part.dtype.kind == "b" else part for part in (left, right))
+    x, y = a.astype(np.uint64), b.astype(np.uint64)
+    return np.where(a > b, x - y, y - x)
+
+
+def _bits(dtype: Dtype) -> str | None:
+    """The integers to look at the bits of a floating dtype with; None for what has no sign bit on top."""
+    name = dtype.name
+    known = name in ("float16", "bfloat16", "float32", "float64") or (name.startswith("float8") and "e8m0" not in name)
+    return f"int{8 * dtype.itemsize}" if known else None
+
+
+def _ordered(array: Array) -> Array:
+    """Integers in the order of the floats, one for each; 0 and -0 are both 0."""
+    bits = array.view(_bits(array.dtype))
+    return np.where(bits < 0, -(bits & np.iinfo(bits.dtype).max), bits)
+
+
+def _cosine(left: Array, right: Array, scales: tuple[float, float]) -> float | None:
+    """The cosine of the angle between two vectors of finite elements; None if one is zero."""
+    product = lefts = rights = 0.0
+    for _, a, b in _chunks(left, right):
+        # Scaled, so that no square overflows or vanishes.
+        x, y = _wide(a), _wide(b)
+        finite = np.isfinite(x) & np.isfinite(y)
+        x, y = x[finite] / (scales[0] or 1.0), y[finite] / (scales[1] or 1.0)
+        product += float(np.vdot(x, y).real)
+        lefts += float(np.vdot(x, x).real)
+        rights += float(np.vdot(y, y).real)
+    norm = math.sqrt(lefts) * math.sqrt(rights)
+    return max(-1.0, min(1.0, product / norm)) if norm else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One leaf of two trees: how far the left is from the right, how far it may be, and its status.
+
+    path: dotted, as the right tree spells it; left_path: as the left tree does, before a rule renamed it.
+    shapes, dtypes: of the left, after a rule permuted its axes, and the right; None where a leaf is missing.
+    absolute: the largest |left - right|. relative: that over the largest |right| of the leaf.
+    limit: of the relative difference, and atol, what the absolute one may be besides: a leaf is close if
+    absolute <= atol + limit * largest |right|.
+    ulps: the largest distance in units in the last place, of floats of one dtype.
+    cosine: of the angle between the leaves as vectors, in float64; None if one is zero.
+    index, values: where it differs most, and (left, right) there; None where nothing does.
+    nans, infs: how many there are on the left and on the right.
+    status: 'equal' or 'within'; 'beyond' the limit; 'nan' if there is one; 'inf' if infinities do not match; 'shape',
+    'dtype' if they differ; 'missing' on the left; 'extra' on the left.
+    largest: the largest |right| that is finite.
+    """
+
+    path: str
+    left_path: str
+    shapes: tuple[Shape | None, Shape | None]
+    dtypes: tuple[str | None, str | None]
+    absolute: float
+    relative: float
+    limit: float
+    ulps: float | None
+    cosine: float | None
+    index: Shape | None
+    values: tuple[Array, Array] | None
+    nans: tuple[int, int]
+    infs: tuple[int, int]
+    status: str
+    largest: float = 0.0
+    atol: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the values are equal or within their limit."""
+        return self.status in ("equal", "within")
+
+    @property
+    def dtype(self) -> str | None:
+        """The coarser of the two dtypes, which the limit is made for; None where a leaf is missing."""
+        left, right = self.dtypes
+        return left and right and tolerances.coarser(left, right)
+
+    @property
+    def allowed(self) -> float:
+        """What `relative` may be: the limit, and atol over the largest |right|; infinite if that is 0, and atol not."""
+        if not self.atol:
+            return self.limit
+        return self.limit + self.atol / self.largest if self.largest else math.inf
+
+    @property
+    def badness(self) -> tuple[bool, float]:
+        """To sort by: what is not close first, then how many times what is allowed it is away."""
+        if not math.isfinite(self.absolute):
+            return not self.ok, math.inf
+        allowed = self.atol + self.limit * self.largest  # of a leaf of zeros nothing is relative
+        return not self.ok, self.absolute / allowed if allowed else self.relative
+
+
+def row_of(
+    path: str,
+    left: Array,
+    right: Array,
+    *,
+    left_path: str | None = None,
+    limit: float | None = None,
+    atol: float = 0.0,
+    reduction: int = tolerances.TERMS,
+    check_dtype: bool = True,
+) -> Row:
+    """The Row of two NumPy arrays or numbers, or of other leaves, which are compared by `==`; None: it is missing.
+
+    limit: of the relative difference; by default that of the coarser dtype and of sums of `reduction` terms. Raises
+    FuncgaError for arrays without numbers or text in them: masked, structured, or of Python objects.
+    """
+    left, right = _as_array(left, path), _as_array(right, path)
+    shapes, dtypes = (_shape(left), _shape(right)), (_dtype(left), _dtype(right))
+    if limit is None:
+        limit = tolerances.limit(tolerances.coarser(*(dtype or "" for dtype in dtypes)), reduction)
+    known = Row(path, path if left_path is None else left_path, shapes, dtypes, math.inf, math.inf, limit, None, None,
+               None, None, (0, 0), (0, 0), "", atol=atol)  # fmt: skip
+    if left is None or right is None:
+        return replace(known, status="missing" if left is None else "extra")
+    if not _is_array(left) or not _is_array(right):
+        return _of_objects(known, left, right)
+    if shapes[0] != shapes[1]:
+        return replace(known, status="shape")
+    if not _has_numbers(left) or not _has_numbers(right):
+        return _of_texts(known, left, right, check_dtype)
+    return _of_arrays(known, left, right, difference(left, right), check_dtype)
+
+
+def _as_array(leaf: Array, path: str) -> Array:
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
+        return leaf  # of which NumPy makes an object
+    if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
+        return leaf
+    array = np.asarray(leaf)  # of a matrix too, which no reshape makes flat
+    why = _unfit(leaf, array)
+    if why:
+        spelled = f"{array.dtype.name}[{', '.join(map(str, array.shape))}]"
+        raise FuncgaError(f"{f'`{path}`' if path else 'the array'} is {spelled}, {why}.")
+    return array
+
+
+def _unfit(leaf: Array, array: Array) -> str:
+    """Why an array cannot be compared, and what to pass instead; nothing if it can."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "masked, and what is under a mask has no value. Pass x.filled(0), or the elements alone: x.compressed()"
+    if array.dtype.names:
+        return f"structured, and has no one number in a place. Pass its fields: x[{array.dtype.names[0]!r}]"
+    if array.dtype.kind == "O" or not (_has_numbers(array) or array.dtype.kind in _ORDERLY):
+        return "whose elements are no numbers. Pass numbers, x.astype('float64'), or a list, whose items are leaves"
+    return ""
+
+
+_ORDERLY = "USTMm"
+"""The kinds of dtypes that are equal or not: texts, bytes, dates and times."""
+
+
+def _has_numbers(array: Array) -> bool:
+    return array.dtype.kind in "biufc" or array.dtype.type.__module__ == "ml_dtypes"
+
+
+def _is_array(leaf: Array) -> bool:
+    return isinstance(leaf, np.ndarray)
+
+
+def _shape(leaf: Array) -> Shape | None:
+    return None if leaf is None else leaf.shape if _is_array(leaf) else ()
+
+
+def _dtype(leaf: Array) -> str | None:
+    return None if leaf is None else leaf.dtype.name if _is_array(leaf) else type(leaf).__name__
+
+
+def _of_objects(row: Row, left: Array, right: Array) -> Row:
+    if type(left) is type(right) and bool(left == right):
+        return replace(row, status="equal", absolute=0.0, relative=0.0)
+    status = "beyond" if type(left) is type(right) else "dtype"
+    return replace(row, status=status, values=(repr(left), repr(right)))
+
+
+def _of_texts(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
+    """The Row of arrays one of which holds no numbers, which are equal or not."""
+    if left.dtype.kind != right.dtype.kind or (check_dtype and left.dtype != right.dtype and left.dtype.kind in "Mm"):
+        return replace(row, status="dtype")
+    apart = np.atleast_1d(left != right)
+    if not apart.any():
+        return replace(row, status="equal", absolute=0.0, relative=0.0)
+    index = tuple(map(int, np.unravel_index(int(np.argmax(apart)), right.shape)))
+    return replace(row, status="beyond", index=index, values=(str(left[index]), str(right[index])))
+
+
+def _of_arrays(row: Row, left: Array, right: Array, difference: Difference, check_dtype: bool) -> Row:
+    index = None if difference.position is None else tuple(map(int, np.unravel_index(difference.position, right.shape)))
+    return replace(
+        row,
+        absolute=difference.absolute,
+        relative=_relative(difference),
+        ulps=difference.ulps,
+        cosine=difference.cosine,
+        index=index,
+        values=None if index is None else (_number(left[index]), _number(right[index])),
+        nans=difference.nans,
+        infs=difference.infs,
+        largest=difference.scale,
+        status=_status(row, difference, check_dtype),
+    )
+
+
+def _relative(difference: Difference) -> float:
+    if difference.scale:
+        return difference.absolute / difference.scale
+    return math.inf if difference.absolute > 0 else difference.absolute  # which is 0 or NaN
+
+
+def _number(element: Array) -> Array:
+    """An element as Python's own bool, int, float or complex."""
+    if element.dtype.kind in "biu":
+        return element.item()
+    return complex(element) if element.dtype.kind == "c" else float(element)  # item() of a longdouble is itself
+
+
+def _status(row: Row, difference: Difference, check_dtype: bool) -> str:
+    if check_dtype and row.dtypes[0] != row.dtypes[1]:
+        return "dtype"
+    if any(difference.nans):
+        return "nan"
+    if math.isinf(difference.absolute) and any(difference.infs):
+        return "inf"
+    if difference.absolute == 0:
+        return "equal"
+    return "within" if difference.absolute <= row.atol + row.limit * difference.scale else "beyond"
