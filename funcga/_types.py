@@ -7,6 +7,8 @@ from typing import Any, ParamSpec, TypeVar
 Array = Any
 Scalar = Any
 Dtype = Any
+# What is accumulated of one leaf: an array, or a tuple of arrays.
+Reduced = Any
 # Nested containers of arrays, and what a framework has to describe one without its leaves.
 Tree = Any
 Structure = Any

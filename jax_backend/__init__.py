@@ -1,7 +1,7 @@
 """The JAX backend of funcga: lax.scan and JAX arrays on any device."""
 
 from funcga._backend.protocols import Backend
-from jax_backend import arrays, dlpack, gradients, loop, replicas, trees
+from jax_backend import arrays, dlpack, gradients, loop, replicas, sums, trees
 from jax_backend import multi_steps as transforms
 from jax_backend.hlo import Collective as Collective
 from jax_backend.hlo import collectives as collectives
@@ -25,4 +25,4 @@ __all__ = [
     "state_specs",
 ]
 
-BACKEND = Backend("jax", trees, arrays, dlpack, gradients, loop, replicas, transforms)
+BACKEND = Backend("jax", trees, arrays, dlpack, gradients, loop, replicas, sums, transforms)

@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
 from funcga._transform.transform import MultiSteps
@@ -137,12 +136,6 @@ def finite(leaves: list[Any]) -> Any:
     return kept
 
 
-def unscaled(leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
-    """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
-    wide = [leaf if leaf is None else leaf.astype(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
-    return [leaf if leaf is None else leaf * (1 / scale).astype(leaf.dtype) for leaf in wide]
-
-
 def check_merged(leaves: list[Any], paths: Callable[[], list[str]], replicas: Any) -> None:
     """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
     if replicas is None:
@@ -157,36 +150,6 @@ def check_merged(leaves: list[Any], paths: Callable[[], list[str]], replicas: An
                 f'device\'s own copy, jax.grad(loss)(jax.lax.pcast(params, {spelled(replicas.names)}, to="varying"), '
                 f"...); or leave across= out, if it is merged as you want it."
             )
-
-
-def add(
-    folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool
-) -> tuple[list[Any], bool]:
-    """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
-    triples = zip(folds, held, leaves, strict=True)
-    added = [None if fold is None else fold.combine(h, fold.lift(leaf, weight)) for fold, h, leaf in triples]
-    return added, False  # nobody writes to it in any case
-
-
-def finish(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally, donate: bool) -> list[Any]:
-    """The normalised leaves; in the same memory if that is donated."""
-    return [None if fold is None else fold.normalize(h, tally) for fold, h in zip(folds, held, strict=True)]
-
-
-def restore(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally) -> None:
-    """Takes back what `finish` has done to memory that was donated, to rounding."""
-
-
-def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Any) -> list[Any]:
-    """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
-    pairs = zip(folds, held, strict=True)
-    return [None if fold is None else _placed(fold.fold.reducer.monoid.identity(arrays.xp, h), h) for fold, h in pairs]
-
-
-def _placed(constant: Any, like: Any) -> Any:
-    """The constant, sharded as another tree: the compiler takes it for a choice, and else would give all to each."""
-    never = lax.optimization_barrier(jnp.asarray(False))  # type: ignore[no-untyped-call]
-    return jax.tree.map(lambda c, a: jnp.where(never, a, c), constant, like)
 
 
 def merged(

@@ -10,7 +10,7 @@ import pytest
 
 import jax_backend
 import torch_backend
-from funcga._backend.protocols import Arrays, DLPack, Gradients, Loop, Replicas, Transforms, Trees
+from funcga._backend.protocols import Arrays, DLPack, Gradients, Loop, Replicas, Sums, Transforms, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
@@ -187,6 +187,7 @@ def test_backends_supply_what_the_core_asks_for(backend):
         ("gradients", Gradients),
         ("loop", Loop),
         ("replicas", Replicas),
+        ("sums", Sums),
         ("transforms", Transforms),
     ):
         for name, member in vars(protocol).items():

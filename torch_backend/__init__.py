@@ -7,7 +7,7 @@ from funcga._fold.accumulator import AccumulatorState
 from funcga._fold.tally import Tally
 from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
-from torch_backend import arrays, dlpack, gradients, loop, replicas, trees
+from torch_backend import arrays, dlpack, gradients, loop, replicas, sums, trees
 from torch_backend import multi_steps as transforms
 from torch_backend.modules.layers import running_buffers as running_buffers
 from torch_backend.modules.pure_loss import pure_loss as pure_loss
@@ -45,7 +45,7 @@ __all__ = [
     "trainable",
 ]
 
-BACKEND = Backend("torch", trees, arrays, dlpack, gradients, loop, replicas, transforms)
+BACKEND = Backend("torch", trees, arrays, dlpack, gradients, loop, replicas, sums, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(

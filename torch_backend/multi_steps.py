@@ -1,14 +1,11 @@
 """What a fold that is spread over calls needs of this framework: its branch, sums that go on, and its own types."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
 from funcga._transform.window import Window
@@ -21,18 +18,6 @@ from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.reduction import count_window
 from torch_backend.reduce.reduction import merged as merged_buffers
 from torch_backend.replicas import Replicas
-from torch_backend.strides import apart
-
-
-def _untracked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which records no graph; but in a torch.func transform, which would see nothing of it."""
-
-    @wraps(function)
-    def run(*args: Any) -> Any:
-        with nullcontext() if arrays.in_transform() else torch.no_grad():
-            return function(*args)
-
-    return run
 
 
 def detached(tree: Any) -> Any:
@@ -112,163 +97,9 @@ def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield from torch._foreach_norm([leaf for leaf in real if leaf.device.type != "cpu"], float("inf"))
 
 
-@_untracked
-def unscaled(leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
-    """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
-    factor, donate = 1.0 / arrays.scalar(scale), donate and not arrays.in_transform()
-    wide = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
-    found = apart(wide) if donate else wide
-    given = [leaf for leaf in found if leaf is not None]
-    if donate and given:
-        torch._foreach_mul_(given, factor)
-        return found
-    products = iter(torch._foreach_mul(given, factor) if given else ())
-    return [leaf if leaf is None else next(products) for leaf in found]
-
-
 def check_merged(leaves: list[Any], paths: Callable[[], list[str]], replicas: Any) -> None:
     """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
     # a tensor does not say whether other processes have it too
-
-
-@_untracked
-def add(
-    folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool
-) -> tuple[list[Any], bool]:
-    """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
-    _check_devices(held, leaves)
-    factors = {id(fold): fold for fold in folds}  # there are few kinds of leaves, and many of each
-    factors = {key: _factor(fold, weight) for key, fold in factors.items()}
-    places: dict[Any, list[int]] = {}
-    for i, (fold, h, leaf) in enumerate(zip(folds, held, leaves, strict=True)):
-        if type(h) is type(leaf) is torch.Tensor and leaf.layout is torch.strided and _holds(h.dtype, leaf.dtype):
-            places.setdefault(factors[id(fold)], []).append(i)
-    places.pop(None, None)
-    added: dict[int, Any] = {}
-    for factor, chosen in places.items():
-        sums = _sums([held[i] for i in chosen], [leaves[i] for i in chosen], factor, donate)
-        added |= zip(chosen, sums, strict=True)
-    owned = donate or (0 not in places and len(added) == sum(fold is not None for fold in folds))
-    return [
-        added[i] if i in added else None if fold is None else fold.combine(held[i], fold.lift(leaves[i], weight))
-        for i, fold in enumerate(folds)
-    ], owned
-
-
-def _check_devices(held: list[Any], leaves: list[Any]) -> None:
-    for h, leaf in zip(held, leaves, strict=True):
-        if type(h) is torch.Tensor and isinstance(leaf, torch.Tensor) and h.device != leaf.device:
-            raise FuncgaError(
-                f"a gradient, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made for params on "
-                f"{h.device}. Move it: grad.to({str(h.device)!r}); or make a state where the params are now."
-            )
-
-
-def _factor(fold: LeafFold | None, weight: Any) -> Any:
-    """What a leaf is multiplied by before it is added; None if the fold does not add, or the host does not know it."""
-    if fold is None or not fold.fold.reducer.additive or arrays.in_transform():
-        return None
-    if fold.fold.reducer.unweighted:
-        return 1
-    return None if isinstance(weight, torch.Tensor) else weight
-
-
-def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a sum in one dtype stays in it when the other is added."""
-    return dtype is other or torch.promote_types(dtype, other) is dtype
-
-
-def _sums(held: list[torch.Tensor], leaves: list[torch.Tensor], factor: float, donate: bool) -> Sequence[torch.Tensor]:
-    if not held or not factor:  # a weight of 0 adds nothing, not even a NaN
-        return held
-    if donate:
-        torch._foreach_add_(held, leaves, alpha=factor)
-        return held
-    return torch._foreach_add(held, leaves, alpha=factor)
-
-
-@_untracked
-def finish(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally, donate: bool) -> list[Any]:
-    """The normalised leaves; in the same memory if that is donated."""
-    total = tally.weight[0] if len(tally.weight) == 1 else None
-    places = [i for i, fold in enumerate(folds) if _divides(fold, held[i]) and type(total) in (int, float)]
-    divided = dict(zip(places, _quotients([held[i] for i in places], total, donate), strict=True))
-    return [
-        None if fold is None else divided[i] if i in divided else _owned(fold.normalize(held[i], tally), held[i])
-        for i, fold in enumerate(folds)
-    ]
-
-
-def _divides(fold: LeafFold | None, held: Any) -> bool:
-    return (
-        fold is not None
-        and not arrays.in_transform()
-        and fold.fold.normalizer.divides_by == "weight"
-        and type(held) is torch.Tensor
-        and held.dtype == fold.result_dtype
-    )
-
-
-def _quotients(held: list[torch.Tensor], total: Any, donate: bool) -> Sequence[torch.Tensor]:
-    if not total:
-        return [torch.zeros_like(h) for h in held]
-    if donate and held:
-        torch._foreach_div_(held, float(total))
-        return held
-    return torch._foreach_div(held, float(total)) if held else held
-
-
-def _owned(result: Any, held: Any) -> Any:
-    """The result in memory of its own, as what is held may be the caller's."""
-    return result.clone() if result is held else result
-
-
-def restore(folds: Sequence[LeafFold | None], held: list[Any], tally: Tally) -> None:
-    """Takes back what `finish` has done to memory that was donated, to rounding."""
-    total = tally.weight[0]
-    chosen = [h for fold, h in zip(folds, held, strict=True) if _divides(fold, h)]
-    if chosen and total and not isinstance(total, torch.Tensor):
-        torch._foreach_mul_(chosen, float(total))
-
-
-@_untracked
-def emptied(folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Any) -> list[Any]:
-    """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
-    donate = donate and not arrays.in_transform()
-    kept = set(_storages(taken)) if donate else set()
-    zeroed = [h for fold, h in zip(folds, held, strict=True) if donate and _is_zeroed(fold, h, kept)]
-    if zeroed:
-        torch._foreach_zero_(zeroed)
-    known = {id(h) for h in zeroed}
-    return [
-        h if id(h) in known else None if fold is None else fold.fold.reducer.monoid.identity(torch, h)
-        for fold, h in zip(folds, held, strict=True)
-    ]
-
-
-def _storages(tree: Any) -> Iterator[Any]:
-    """The memory of the tensors in a tree; the usual containers without the detour of a flattened one."""
-    if isinstance(tree, torch.Tensor):
-        yield _storage(tree)
-    elif isinstance(tree, dict):
-        for child in tree.values():
-            yield from _storages(child)
-    elif isinstance(tree, tuple | list):
-        for child in tree:
-            yield from _storages(child)
-    elif tree is not None and trees.children(tree) is not None:
-        for leaf in trees.flatten(tree)[0]:
-            yield _storage(leaf)
-
-
-def _is_zeroed(fold: LeafFold | None, held: Any, taken: set[Any]) -> bool:
-    adds = fold is not None and fold.fold.reducer.monoid.collective == "sum"
-    return adds and type(held) is torch.Tensor and _storage(held) not in taken
-
-
-def _storage(leaf: Any) -> Any:
-    held = local(leaf) if isinstance(leaf, torch.Tensor) else None
-    return held.untyped_storage().data_ptr() if held is not None and held.layout is torch.strided else None
 
 
 def merged(

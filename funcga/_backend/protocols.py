@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from funcga._types import Array, Dtype, Tree
+from funcga._types import Array, Dtype, Reduced, Scalar, Tree
 
 # A program, the leaf folds, outputs and tallies are types of rooms above this one; here they only pass through.
 Program = Any
@@ -215,6 +215,42 @@ class Replicas(Protocol):
         ...
 
 
+class Sums(Protocol):
+    """How a framework adds to what is held of the leaves of a window, scales, divides and empties it.
+
+    What is donated may be written to, and what comes back may lie in its memory.
+    """
+
+    donates: bool
+
+    def add(
+        self,
+        folds: Sequence[LeafFold | None],
+        held: Sequence[Reduced],
+        leaves: Sequence[Array],
+        weight: Scalar,
+        donate: bool,
+    ) -> tuple[list[Reduced], bool]:
+        """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
+        ...
+
+    def finish(
+        self, folds: Sequence[LeafFold | None], held: Sequence[Reduced], tally: Tally, donate: bool
+    ) -> list[Reduced]:
+        """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
+        ...
+
+    def scaled(self, leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
+        """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
+        ...
+
+    def emptied(
+        self, folds: Sequence[LeafFold | None], held: Sequence[Reduced], donate: bool, taken: Tree
+    ) -> list[Reduced]:
+        """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
+        ...
+
+
 class Transforms(Protocol):
     """What a fold that is spread over calls needs of a framework: its branch, and its own type of transforms."""
 
@@ -243,30 +279,8 @@ class Transforms(Protocol):
         """Whether every number is finite: a 0-d array."""
         ...
 
-    def unscaled(self, leaves: list[Any], scale: Any, donate: bool) -> list[Any]:
-        """The leaves divided by a loss scale, in at least 32 bits; in the same memory if that is donated."""
-        ...
-
     def check_merged(self, leaves: list[Any], paths: Callable[[], list[str]], replicas: Any) -> None:
         """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
-        ...
-
-    def add(
-        self, folds: Sequence[LeafFold | None], held: list[Any], leaves: list[Any], weight: Any, donate: bool
-    ) -> tuple[list[Any], bool]:
-        """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
-        ...
-
-    def finish(self, folds: Sequence[LeafFold | None], held: list[Any], tally: Tally, donate: bool) -> list[Any]:
-        """The normalised leaves; in the same memory if that is donated."""
-        ...
-
-    def restore(self, folds: Sequence[LeafFold | None], held: list[Any], tally: Tally) -> None:
-        """Takes back what `finish` has done to memory that was donated, to rounding."""
-        ...
-
-    def emptied(self, folds: Sequence[LeafFold | None], held: list[Any], donate: bool, taken: Tree) -> list[Any]:
-        """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
         ...
 
     def merged(
@@ -302,7 +316,7 @@ class Transforms(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """One framework's seven parts, under the framework's name."""
+    """One framework's eight parts, under the framework's name."""
 
     name: str
     trees: Trees
@@ -311,4 +325,5 @@ class Backend:
     gradients: Gradients
     loop: Loop
     replicas: Replicas
+    sums: Sums
     transforms: Transforms

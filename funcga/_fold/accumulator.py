@@ -93,11 +93,7 @@ class Accumulator:
         """The result: normalised by the weights and steps in the state, in the structure and dtypes of the values."""
         backend = backend_of([state], lambda: ["state"])
         outputs = self._outputs(state, backend)
-        results = [
-            _apart(fold.normalize(held, state.tally), held, backend) if fold else None
-            for fold, held in _bound(outputs, state.leaves)
-        ]
-        return outputs.structure_of(results)
+        return outputs.structure_of(backend.sums.finish(outputs.folds, state.leaves, state.tally, donate=False))
 
     def _outputs(self, state: AccumulatorState, backend: Backend) -> Outputs:
         if not isinstance(state, AccumulatorState):
@@ -106,14 +102,6 @@ class Accumulator:
                 f"what update and merge return."
             )
         return bind_outputs(self.fold, state.like, backend, shaped=False)
-
-
-def _apart(result: Any, held: Any, backend: Backend) -> Any:
-    """The result in memory of its own: the caller may write to it, or give that of the state away."""
-    if isinstance(result, tuple):
-        parts = [_apart(part, held, backend) for part in result]
-        return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
-    return backend.arrays.owned(result, held if isinstance(held, tuple) else (held,))
 
 
 def _bound(outputs: Outputs, leaves: Any) -> list[tuple[LeafFold | None, Any]]:

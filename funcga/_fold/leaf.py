@@ -1,88 +1,121 @@
-"""A fold bound to one leaf of grad_fn's output: dtypes decided once, then the mathematics of that leaf, in order."""
+"""A fold bound to one leaf of a tree: its dtypes decided once, then the mathematics of that leaf."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from funcga import reducers
 from funcga._backend.protocols import Arrays
 from funcga._fold.tally import Tally, total
+from funcga._types import Array, Dtype, Reduced, Scalar
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 
 
 @dataclass(frozen=True)
 class LeafFold:
-    """`identity`, `lift`, `combine` and `normalize` of one leaf, with the casts that keep sums in enough bits."""
+    """`identity`, `lift`, `combine` and `normalize` of one leaf, with the casts that keep sums in enough bits.
+
+    `adds` says what a backend may add in place instead of `lift` and `combine`: w * v of a "weighted" sum, v of a
+    "plain" one; None if the fold is no sum.
+    """
 
     fold: Fold
-    accumulator_dtype: Any
-    result_dtype: Any
+    accumulator_dtype: Dtype
+    result_dtype: Dtype
     arrays: Arrays
+    adds: Literal["weighted", "plain"] | None = None
 
     @property
     def is_narrow(self) -> bool:
-        """Whether what is accumulated is in float32, which holds fewer weights than a Python number."""
-        sizes = {"float": 4, "complex": 8}
+        """Whether sums are held in float32, whose range is smaller than that of the weights."""
+        return self._has_bytes(4)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether sums are held in float64, so that the weights need as many bits."""
+        return self._has_bytes(8)
+
+    def _has_bytes(self, real: int) -> bool:
+        """Whether what is accumulated is a real number of so many bytes, or a complex one of two such parts."""
+        sizes = {"float": real, "complex": 2 * real}
         return bool(sizes.get(self.arrays.kind(self.accumulator_dtype)) == self.accumulator_dtype.itemsize)
 
-    def identity(self, like: Any) -> Any:
+    def identity(self, like: Array) -> Reduced:
         """The reduced value of no micro-batch at all; `like` gives the shape."""
         xp = self.arrays.xp
         zeros = xp.zeros_like(like, dtype=self.accumulator_dtype)
         return self.fold.reducer.monoid.identity(xp, self.fold.reducer.lift(xp, zeros, 0))
 
-    def lift(self, value: Any, weight: Any) -> Any:
+    def lift(self, value: Array, weight: Scalar) -> Reduced:
         """What one micro-batch's value contributes."""
         if self.arrays.is_array(weight):
             weight = self.arrays.cast(weight, self.accumulator_dtype)
         elif isinstance(weight, int):
-            weight = float(weight)  # an int of more than 31 bits is no operand in JAX
+            weight = float(weight)  # JAX takes no int of more than 31 bits as an operand
         return self.fold.reducer.lift(self.arrays.xp, self.arrays.cast(value, self.accumulator_dtype), weight)
 
-    def combine(self, a: Any, b: Any) -> Any:
+    def combine(self, a: Reduced, b: Reduced) -> Reduced:
         """What both contribute."""
         return self.fold.reducer.monoid.combine(self.arrays.xp, a, b)
 
-    def normalize(self, reduced: Any, tally: Tally) -> Any:
+    def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result, in the dtype that the caller is to see."""
         scalars = Tally(self._scalar(total(tally)), self._scalar(tally.steps))
-        return self._cast(self.fold.normalizer.apply(self.arrays.xp, reduced, scalars))
+        return _each(self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, scalars))
 
-    def _scalar(self, amount: Any) -> Any:
+    def result(self, reduced: Reduced, tally: Tally) -> Reduced:
+        """The same in memory of its own: the caller may write to it, or give away that of the reduced value."""
+        parts = reduced if isinstance(reduced, tuple) else (reduced,)
+        return _each(lambda part: self.arrays.owned(part, parts), self.normalize(reduced, tally))
+
+    def _scalar(self, amount: Scalar) -> Scalar:
         return self.arrays.cast(amount, self.accumulator_dtype) if self.arrays.is_array(amount) else float(amount)
 
-    def _cast(self, result: Any) -> Any:
-        if isinstance(result, tuple):
-            parts = (self._cast(part) for part in result)
-            return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
+    def _cast(self, result: Array) -> Array:
         kinds = [self.arrays.kind(dtype) for dtype in (result.dtype, self.result_dtype)]
-        if kinds == ["int", "bool"]:  # of a maximum of no values at all, which is the lowest number, False
+        if kinds == ["int", "bool"]:
+            # A maximum of no values at all is the lowest number, and the lowest bool is False.
             result = result > 0
         return self.arrays.cast(result, self.result_dtype)
 
 
-def bind(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> LeafFold:
+def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:
+    """The result with a function applied to each array in it; a named tuple stays one."""
+    if not isinstance(result, tuple):
+        return function(result)
+    parts = [_each(function, part) for part in result]
+    return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
+
+
+def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> LeafFold:
     """The fold for a leaf of `like`'s dtype, which stands at the path `where()`.
 
-    Raises FuncgaError if the fold cannot take that dtype, or its dtype is not one of the framework's.
+    Raises FuncgaError if the fold cannot take that dtype, or asks for one that the framework does not have.
     """
     reducer, normalizer = fold.reducer, fold.normalizer
-    own = like.dtype
-    accumulator = _named(reducer.dtype, arrays) if reducer.dtype is not None else own
+    accumulator = like.dtype if reducer.dtype is None else _named(reducer.dtype, arrays)
     kind = arrays.kind(accumulator)
     if kind not in reducer.kinds or kind not in normalizer.kinds:
         raise _unfit(where(), like, kind, arrays)
     if reducer.dtype is None and reducer.monoid.widens:
-        accumulator = arrays.accumulator_dtype(own)
+        accumulator = arrays.accumulator_dtype(like.dtype)
+    adds: Literal["weighted", "plain"] | None = None
+    if reducer.additive:
+        adds = "weighted" if reducer.linear else "plain"
+    return LeafFold(fold, accumulator, _result_dtype(fold, like.dtype, accumulator, arrays), arrays, adds)
+
+
+def _result_dtype(fold: Fold, own: Dtype, accumulator: Dtype, arrays: Arrays) -> Dtype:
+    """The dtype of the result for leaves of the dtype `own`."""
+    reducer, normalizer = fold.reducer, fold.normalizer
     if normalizer.dtype is not None:
-        result = _named(normalizer.dtype, arrays)
-    else:
-        selects = reducer.dtype is None and reducer.unweighted and reducer.monoid.collective != "sum"
-        result = own if selects or arrays.kind(own) == arrays.kind(accumulator) else accumulator
-        if normalizer.wide:
-            result = arrays.as_dtype("float32") if arrays.kind(accumulator) == "int" else accumulator
-    return LeafFold(fold, accumulator, result, arrays)
+        return _named(normalizer.dtype, arrays)
+    if normalizer.wide:
+        return arrays.as_dtype("float32") if arrays.kind(accumulator) == "int" else accumulator
+    # A maximum of bools is a bool, whereas a sum of them is a number.
+    selects = reducer.dtype is None and reducer.unweighted and reducer.monoid.collective != "sum"
+    return own if selects or arrays.kind(own) == arrays.kind(accumulator) else accumulator
 
 
 _STACKS = {
@@ -91,7 +124,7 @@ _STACKS = {
 }
 
 
-def check_shape(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays) -> None:
+def check_shape(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> None:
     """Raises FuncgaError if the leaf lacks the axis that the fold collects along, or is not the stack that it takes."""
     axis, stacked = fold.reducer.monoid.axis, fold.reducer.stacked
     if stacked is not None and like.shape[:1] != (stacked,):
@@ -106,7 +139,7 @@ def check_shape(fold: Fold, like: Any, where: Callable[[], str], arrays: Arrays)
         )
 
 
-def _named(dtype: Any, arrays: Arrays) -> Any:
+def _named(dtype: Dtype, arrays: Arrays) -> Dtype:
     try:
         return arrays.as_dtype(dtype)
     except TypeError as error:
@@ -116,7 +149,7 @@ def _named(dtype: Any, arrays: Arrays) -> Any:
         ) from error
 
 
-def _unfit(path: str, like: Any, kind: str, arrays: Arrays) -> FuncgaError:
+def _unfit(path: str, like: Array, kind: str, arrays: Arrays) -> FuncgaError:
     if kind in ("bool", "int"):
         why, instead = (
             f"{'integers' if kind == 'int' else 'bools'} are not averaged silently",

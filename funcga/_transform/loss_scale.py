@@ -143,14 +143,14 @@ class _Functions:
     def _run(self, backend: Backend, structure: Any, donate: bool, progress: Any, operands: Any) -> tuple[Any, Any]:
         """(updates, progress) of one update of the wrapped transform."""
         inner, (leaves, scale, params, extra) = progress[0], operands
-        unscaled = backend.transforms.unscaled(leaves, scale, donate)
+        unscaled = backend.sums.scaled(leaves, 1.0 / backend.arrays.scalar(scale), donate)
         grads = backend.trees.unflatten(structure, unscaled)
         update = self.tx.donated if donate and isinstance(self.tx, DonatingTransform) else self.tx.update
         try:
             updates, new = update(grads, inner, widened(backend.transforms.detached(params), backend), **extra)
         except Exception:
             if donate:  # the gradients are as good as before
-                backend.transforms.unscaled(unscaled, 1 / scale, donate)
+                backend.sums.scaled(unscaled, backend.arrays.scalar(scale), donate)
             raise
         return updates, (backend.transforms.alike(new, inner), backend.arrays.as_array(True))
 

@@ -244,7 +244,7 @@ class _Steps:
         total = merged.seen(merged.tally)
         keep = self.dropping.is_emitted(there, total.steps, merged.rejected, backend.arrays)
         folds = result_folds(merged.folds, likes, backend.arrays)
-        gradients = transforms.finish(folds, merged.held, total, owned or replicas is not None)
+        gradients = backend.sums.finish(folds, merged.held, total, owned or replicas is not None)
         grads = backend.trees.unflatten(opened.structure, gradients)
         progress = state.inner, state.updates, backend.arrays.as_array(False)
         run = partial(self._run, backend)
@@ -252,7 +252,7 @@ class _Steps:
             updates, (inner, count, updated) = transforms.when(keep, run, progress, (grads, params, extra), grads)
         except Exception:
             if self.donate and replicas is None:
-                transforms.restore(folds, merged.held, total)
+                _restore(folds, merged.held, gradients, total, backend)
             raise
         window = opened.emptied(owned, (updates, inner)).closed(replicas)
         late = replicas is not None
@@ -266,6 +266,18 @@ class _Steps:
         wide = widened(backend.transforms.detached(params), backend)
         updates, new = update(grads, inner, wide, **extra)
         return updates, (backend.transforms.alike(new, inner), count + 1, backend.arrays.as_array(True))
+
+
+def _restore(folds: Any, held: list[Any], gradients: list[Any], total: Any, backend: Backend) -> None:
+    """Takes back the division by the total weight of sums that were divided in place, to rounding."""
+    weight = tally.total(total)
+    divided = [
+        own
+        for fold, own, gradient in zip(folds, held, gradients, strict=True)
+        if fold is not None and gradient is own and fold.fold.normalizer.divides_by == "weight"
+    ]
+    if divided and not backend.arrays.is_array(weight) and weight:
+        backend.sums.scaled(divided, float(weight), donate=True)
 
 
 def _check_extra(extra: dict[str, Any]) -> None:

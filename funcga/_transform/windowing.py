@@ -107,12 +107,12 @@ class Opened(NamedTuple):
 
     def added(self, leaves: list[Any], weight: Any, keep: Any, donate: bool) -> tuple["Opened", Any]:
         """The window with one more micro-batch, if `keep` says so, and how many were rejected: 0 or 1."""
-        arrays, transforms, wide = self.backend.arrays, self.backend.transforms, self.binding.wide
+        arrays, wide = self.backend.arrays, self.binding.wide
         if keep is False:
             return self._replace(rejected=self.rejected + 1, is_empty=False), 1
         if not wide:
             check_narrow(weight)
-        held, fresh = transforms.add(self.folds, self.held, leaves, weight, donate and keep is True)
+        held, fresh = self.backend.sums.add(self.folds, self.held, leaves, weight, donate and keep is True)
         if keep is True:
             more = Tally(arrays.addends(weight, wide), arrays.integer(1))
             return self._replace(held=held, tally=tally.merge(self.tally, more), fresh=fresh, is_empty=False), 0
@@ -134,7 +134,7 @@ class Opened(NamedTuple):
         """The empty window; in the same memory if that is owned, and not `taken` by what was made of it."""
         arrays = self.backend.arrays
         zero = Tally(arrays.addends(0, self.binding.wide), arrays.integer(0))
-        held = self.backend.transforms.emptied(self.folds, self.held, owned, taken)
+        held = self.backend.sums.emptied(self.folds, self.held, owned, taken)
         return self._replace(held=held, tally=zero, rejected=arrays.integer(0), is_empty=True)
 
     def seen(self, total: Tally) -> Tally:

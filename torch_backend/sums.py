@@ -1,0 +1,199 @@
+"""Sums: how what is held of each leaf is added to, scaled, divided and emptied, in place where memory is donated."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from funcga._fold.leaf import LeafFold
+from funcga._fold.tally import Tally
+from funcga._types import Array, Reduced, Scalar, Tree
+from funcga.errors import FuncgaError
+from torch_backend import arrays, trees
+from torch_backend.dtensor import local
+from torch_backend.strides import apart
+
+donates = True  # a call may write to memory that it is given
+
+
+def _untracked(pure: bool) -> AbstractContextManager[object]:
+    """A context that records no graph; but in a transform of torch.func, which would then see nothing, a `pure` one."""
+    return nullcontext() if pure else torch.no_grad()
+
+
+def add(
+    folds: Sequence[LeafFold | None], held: Sequence[Reduced], leaves: Sequence[Array], weight: Scalar, donate: bool
+) -> tuple[list[Reduced], bool]:
+    """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
+    _check_devices(held, leaves)
+    pure = arrays.in_transform()
+    # Sums are added in one kernel for all leaves of a kind. Every other fold is combined leaf by leaf, and so is a sum
+    # with a weight on a device, which has to select: of a micro-batch of weight 0 it adds nothing, not even a NaN.
+    factors: dict[str, float] = {} if pure else {"plain": 1}
+    if not (pure or isinstance(weight, torch.Tensor)):
+        factors["weighted"] = weight
+    places: dict[str, list[int]] = {kind: [] for kind in factors}
+    added: list[Reduced] = [None] * len(held)
+    owned = True
+    with _untracked(pure):
+        for leaf_index, (fold, own, leaf) in enumerate(zip(folds, held, leaves, strict=True)):
+            if fold is None:
+                continue
+            if fold.adds in factors and _adds_in_place(own, leaf):
+                places[fold.adds].append(leaf_index)
+                continue
+            # A monoid may return what it was given, which the caller may have too.
+            added[leaf_index], owned = fold.combine(own, fold.lift(leaf, weight)), False
+        for kind, factor in factors.items():
+            chosen = places[kind]
+            sums = add_scaled([held[k] for k in chosen], [leaves[k] for k in chosen], factor, donate)
+            owned = owned and bool(factor or not chosen)
+            for leaf_index, own in zip(chosen, sums, strict=True):
+                added[leaf_index] = own
+    return added, donate or owned
+
+
+def _check_devices(held: Sequence[Reduced], leaves: Sequence[Array]) -> None:
+    for own, leaf in zip(held, leaves, strict=True):
+        if type(own) is torch.Tensor and isinstance(leaf, torch.Tensor) and own.device != leaf.device:
+            raise FuncgaError(
+                f"a gradient, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made for params on "
+                f"{own.device}. Move it: grad.to({str(own.device)!r}); or make a state where the params are now."
+            )
+
+
+def _adds_in_place(own: Reduced, leaf: Array) -> bool:
+    """Whether a leaf can be added to this accumulator by torch itself, without another dtype or layout."""
+    if type(own) is type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+        return own.dtype is leaf.dtype or torch.promote_types(own.dtype, leaf.dtype) is own.dtype
+    return False
+
+
+def add_scaled(
+    held: list[torch.Tensor], leaves: list[torch.Tensor], factor: float, donate: bool
+) -> Sequence[torch.Tensor]:
+    """The sums with `factor * leaf` added to each."""
+    if not held or not factor:  # a weight of 0 adds nothing, not even a NaN
+        return held
+    if donate:
+        torch._foreach_add_(held, leaves, alpha=factor)
+        return held
+    more: tuple[torch.Tensor, ...] = torch._foreach_add(held, leaves, alpha=factor)
+    return more
+
+
+def finish(folds: Sequence[LeafFold | None], held: Sequence[Reduced], tally: Tally, donate: bool) -> list[Reduced]:
+    """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
+    pure = arrays.in_transform()
+    total = tally.weight[0]
+    known = len(tally.weight) == 1 and isinstance(total, int | float) and not pure
+    finished: list[Reduced] = [None] * len(held)
+    quotients = []
+    with _untracked(pure):
+        for leaf_index, (fold, own) in enumerate(zip(folds, held, strict=True)):
+            if fold is None:
+                continue
+            if known and _divides(fold, own):
+                quotients.append(leaf_index)
+            else:
+                finished[leaf_index] = fold.result(own, tally)
+        divided = _quotients([held[k] for k in quotients], total, donate) if quotients else []
+    for leaf_index, quotient in zip(quotients, divided, strict=True):
+        finished[leaf_index] = quotient
+    return finished
+
+
+def _divides(fold: LeafFold, own: Reduced) -> bool:
+    """Whether all that the fold does in the end is to divide this array by the total weight."""
+    by_weight = fold.fold.normalizer.divides_by == "weight"
+    return by_weight and type(own) is torch.Tensor and own.dtype is fold.result_dtype
+
+
+def _quotients(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence[torch.Tensor]:
+    if not total:
+        return [torch.zeros_like(own) for own in sums]
+    if donate:
+        divide(sums, float(total))
+        return sums
+    quotients: tuple[torch.Tensor, ...] = torch._foreach_div(sums, float(total))
+    return quotients
+
+
+def divide(sums: list[torch.Tensor], total: float) -> None:
+    """Divides in place; on the CPU by a tensor, where torch would make one of the number for each of them."""
+    dtype = sums[0].dtype
+    alike = not torch.compiler.is_compiling() and all(own.is_cpu and own.dtype is dtype for own in sums)
+    if not (alike and dtype in (torch.float32, torch.float64)):
+        torch._foreach_div_(sums, total)
+    elif 1 <= total <= _MOST and is_power_of_two(total):  # to multiply is faster, and then the same
+        torch._foreach_mul_(sums, torch.tensor(1 / total, dtype=dtype, device="cpu"))
+    else:
+        torch._foreach_div_(sums, torch.tensor(total, dtype=dtype, device="cpu"))
+
+
+_MOST = 2.0**64  # of which a float32 holds the inverse
+
+
+def is_power_of_two(number: float) -> bool:
+    """Whether to multiply or to divide by it rounds nothing."""
+    return math.frexp(number)[0] == 0.5
+
+
+def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
+    """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
+    pure = arrays.in_transform()
+    with _untracked(pure):
+        wide = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
+        if donate and not pure:
+            wide = apart(wide)
+        given = [leaf for leaf in wide if leaf is not None]
+        if donate and not pure and given:
+            torch._foreach_mul_(given, factor)
+            return wide
+        products = iter(torch._foreach_mul(given, factor) if given else ())
+        return [leaf if leaf is None else next(products) for leaf in wide]
+
+
+def emptied(folds: Sequence[LeafFold | None], held: Sequence[Reduced], donate: bool, taken: Tree) -> list[Reduced]:
+    """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
+    pure = arrays.in_transform()
+    kept = set(_storages(taken)) if donate and not pure else set()
+    empty: list[Reduced] = [None] * len(held)
+    zeroed = []
+    with _untracked(pure):
+        for leaf_index, (fold, own) in enumerate(zip(folds, held, strict=True)):
+            if fold is None:
+                continue
+            is_sum = fold.fold.reducer.monoid.collective == "sum" and type(own) is torch.Tensor
+            if donate and not pure and is_sum and _storage(own) not in kept:
+                zeroed.append(own)
+                empty[leaf_index] = own
+            else:
+                empty[leaf_index] = fold.fold.reducer.monoid.identity(torch, own)
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+    return empty
+
+
+def _storages(tree: Tree) -> Iterator[int | None]:
+    """The memory of the tensors in a tree; the usual containers without the detour of a flattened one."""
+    if isinstance(tree, torch.Tensor):
+        yield _storage(tree)
+    elif isinstance(tree, dict):
+        for child in tree.values():
+            yield from _storages(child)
+    elif isinstance(tree, tuple | list):
+        for child in tree:
+            yield from _storages(child)
+    elif tree is not None and trees.children(tree) is not None:
+        for leaf in trees.flatten(tree)[0]:
+            yield _storage(leaf)
+
+
+def _storage(leaf: object) -> int | None:
+    """The address of a tensor's memory; None for one without strides, and for what is no tensor."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    own: torch.Tensor = leaf if type(leaf) is torch.Tensor else local(leaf)
+    return own.untyped_storage().data_ptr() if own.layout is torch.strided else None
