@@ -72,7 +72,7 @@ def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         for count, size in found:
             # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
             evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size, narrow), inline=True)
-            state = [_strong(leaf) for leaf in arguments.state()] if carry is None else carry[-1]
+            state = [_strong(leaf) for leaf in arguments.state] if carry is None else carry[-1]
             traced, made = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
             if carry is None:
                 outputs, _ = program.bind(made[0], arguments)
@@ -254,7 +254,7 @@ def _outputs_of(program: Program, backend: Backend, evaluate: Callable[..., Any]
         types = (*map(jax.typeof, found), config.jax_enable_x64, config.jax_numpy_dtype_promotion)
         if (key, types) not in known:
             arguments = program.read((*leading, *item), backend)
-            state = [_strong(leaf) for leaf in arguments.state()]
+            state = [_strong(leaf) for leaf in arguments.state]
             # over the arrays alone, as all else is static
             value, _ = jax.eval_shape(lambda found: evaluate(*key.tree(found), state), found)
             known[key, types], _ = program.bind(value, arguments)
@@ -275,7 +275,7 @@ def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
     @partial(compiled, keep_unused=True)  # it has no devices but those of its arguments
     def begin(outputs: Outputs, places: Places | None, leading: Any, kwargs: Any, item: Any) -> Any:
-        state = [_strong(leaf) for leaf in program.read((*leading, *item), backend).state()]
+        state = [_strong(leaf) for leaf in program.read((*leading, *item), backend).state]
         types = jax.make_jaxpr(partial(evaluate, leading, kwargs, item))(state).out_avals
         carry = *_nothing(outputs, types), [jnp.array(leaf, copy=True) for leaf in state]
         return _placed(places, outputs, carry)

@@ -149,7 +149,7 @@ def _as_split(program: Program, args: tuple[Any, ...], cut: Any) -> list[Partiti
     """The PartitionSpec of every leaf, cut on the axis that the program splits."""
     found: list[PartitionSpec] = []
     for part in program.read(args, load("jax")).parts:
-        axes = [placed.value for placed in part.axes] or [None] * len(trees.flatten(part.value)[0])
+        axes = part.axes or [None] * len(trees.flatten(part.value)[0])
         for leaf, axis in zip(part.leaves or trees.flatten(part.value)[0], axes, strict=True):
             splits = isinstance(axis, int) and getattr(leaf, "ndim", 0) > 0
             found.append(_spec(*[None] * (axis % leaf.ndim), cut) if splits else _spec())

@@ -22,9 +22,9 @@ def blocks_of(arguments: Arguments) -> int:
     1 if they lie together, or in different ways, or if it is the compiler that says where; and for threaded state,
     whose order counts.
     """
-    if arguments.state():
+    if arguments.state:
         return 1
-    counts = {_count(leaf, axis) for leaf, axis in arguments if axis is not None and isinstance(leaf, jax.Array)}
+    counts = {_count(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and isinstance(leaf, jax.Array)}
     return counts.pop() if len(counts) == 1 else 1
 
 

@@ -69,7 +69,7 @@ def _cuts(program: Program, arguments: Arguments, across: bool) -> Iterator[_Mic
     rows = arguments.rows(may_be_empty=across)
     # rows of several devices at once are other rows together, which sums and extremes alone do not show
     devices = devices_of(arguments)
-    if devices > 1 and (arguments.state() or any(f.reducer.monoid.collective is None for f in _folds(program))):
+    if devices > 1 and (arguments.state or any(f.reducer.monoid.collective is None for f in _folds(program))):
         devices = 1
     rows, size = rows // devices, program.microbatch_size
     n = min(program.n, rows) if (across or wrapped) and program.n is not None else program.n
@@ -295,7 +295,7 @@ _Window = Engine | Driven | _Calls
 
 def _copied(arguments: Arguments) -> list[Any]:
     """The initial state, which grad_fn may update in place as BatchNorm does its buffers, in memory of its own."""
-    return [arrays.owned(leaf, (leaf,)) if arrays.is_array(leaf) else leaf for leaf in arguments.state()]
+    return [arrays.owned(leaf, (leaf,)) if arrays.is_array(leaf) else leaf for leaf in arguments.state]
 
 
 def is_traced(tree: Any) -> bool:

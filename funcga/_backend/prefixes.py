@@ -1,9 +1,10 @@
-"""Tree prefixes: one value for a whole subtree, as `in_axes` of vmap, and the names of the leaves below."""
+"""Trees by path: the names of their leaves, leaves in another order, and prefixes, one value for a whole subtree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from funcga._backend.protocols import Trees
+from funcga._types import Tree
 
 
 class Placed(NamedTuple):
@@ -14,14 +15,14 @@ class Placed(NamedTuple):
 
 
 class PrefixError(Exception):
-    """The prefix and the tree part ways at a path; the caller knows what to say about it."""
+    """The prefix and the tree diverge at a path; the caller knows what to say about it."""
 
-    def __init__(self, path: str, prefix: Any, tree: Any):
+    def __init__(self, path: str, prefix: Tree, tree: Tree):
         super().__init__(path)
         self.path, self.prefix, self.tree = path, prefix, tree
 
 
-def leaf_paths(tree: Any, trees: Trees, path: str = "") -> list[str]:
+def leaf_paths(tree: Tree, trees: Trees, path: str = "") -> list[str]:
     """The path of every leaf, as one would write it in code, in the order of `trees.flatten`."""
     children = trees.children(tree)
     if children is None:
@@ -29,14 +30,34 @@ def leaf_paths(tree: Any, trees: Trees, path: str = "") -> list[str]:
     return [p for key, child in children for p in leaf_paths(child, trees, path + key)]
 
 
-def paths_apart(expected: list[str], found: list[str]) -> tuple[list[str], list[str]]:
-    """The paths that are expected and missing, and those that are found and new, each in its order."""
-    known, there = {*expected}, {*found}
-    return [path for path in expected if path not in there], [path for path in found if path not in known]
+def paths_apart(expected: Sequence[str], paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The expected paths that are missing, and the paths that are new, each in its order."""
+    wanted, there = {*expected}, {*paths}
+    return [path for path in expected if path not in there], [path for path in paths if path not in wanted]
+
+
+class PathError(Exception):
+    """A tree has leaves at other paths than were expected; the caller knows what to say about it."""
+
+    def __init__(self, missing: list[str], new: list[str]):
+        super().__init__(missing, new)
+        self.missing, self.new = missing, new
+
+
+def leaves_in_order(tree: Tree, paths: Sequence[str], trees: Trees, root: str = "") -> list[Any]:
+    """The leaves of a tree in the order of these paths, whatever the order of its dicts.
+
+    The paths begin with `root`. Raises PathError if a leaf is missing, or there is one more.
+    """
+    by_path = dict(zip(leaf_paths(tree, trees, root), trees.flatten(tree)[0], strict=True))
+    missing, new = paths_apart(paths, [*by_path])
+    if missing or new:
+        raise PathError(missing, new)
+    return [by_path[path] for path in paths]
 
 
 def broadcast(
-    prefix: Any, tree: Any, leaves: int, is_value: Callable[[Any], bool], trees: Trees, path: str = ""
+    prefix: Tree, tree: Tree, leaves: int, is_value: Callable[[Any], bool], trees: Trees, path: str = ""
 ) -> list[Placed]:
     """The prefix's value for every one of the tree's `leaves`, in the order of `trees.flatten`.
 
@@ -63,7 +84,7 @@ def broadcast(
     return placed
 
 
-def _without_absent(branches: list[tuple[str, Any]], tree: Any, keys: set[str]) -> list[tuple[str, Any]]:
+def _without_absent(branches: list[tuple[str, Any]], tree: Tree, keys: set[str]) -> list[tuple[str, Any]]:
     """The branches but for those of the tree's fields that are None: a dataclass of torch has no child there."""
     return [
         (key, branch)
@@ -72,7 +93,7 @@ def _without_absent(branches: list[tuple[str, Any]], tree: Any, keys: set[str]) 
     ]
 
 
-def outline(tree: Any, trees: Trees, leaf: Callable[[Any], str], depth: int = 2) -> str:
+def outline(tree: Tree, trees: Trees, leaf: Callable[[Any], str], depth: int = 2) -> str:
     """A short picture of a tree for an error message: its keys, and its leaves in a few characters."""
     children = trees.children(tree)
     if children is None:

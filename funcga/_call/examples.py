@@ -5,54 +5,51 @@ lists of its own, [inputs, labels], whose arrays do have rows. The two differ in
 another array has as many rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from funcga._backend.protocols import Backend, Trees
+from funcga._types import Tree
 
 
-class Listed(NamedTuple):
+class Examples(NamedTuple):
     """A list of arrays alike, or of trees of such."""
 
     path: str
-    value: list[Any]
+    entries: list[Any]
     named: bool  # whether it stands below a key, where no DataLoader puts the parts of a batch
 
 
-def suspect(args: Sequence[tuple[str, Any]], rows: int, even: bool, backend: Backend) -> Listed | None:
+def find_examples(args: Mapping[str, Tree], rows: int, even: bool, backend: Backend) -> Examples | None:
     """The first list whose arrays are examples, as far as can be seen.
 
-    rows: how many all arrays have along axis 0; if that is not `even`, then the first of them, and the lists are why.
+    args: the arguments that are split, by name. rows: how many all arrays have along axis 0; if they are not `even`,
+    then the first of them, and the lists are why.
     """
-    lists = [found for name, arg in args for found in _lists(arg, backend, name, False)]
+    if not any(_has_list(arg, backend.trees) for arg in args.values()):
+        return None
+    lists = [each for name, arg in args.items() for each in _lists(arg, backend, name, False)]
     if not even:  # of two arrays, inputs and labels, one may just be too short
-        return next((found for found in lists if found.named or len(found.value) > 2), None)
-    inside = {id(leaf) for found in lists for leaf in backend.trees.flatten(found.value)[0]}
-    leaves = [leaf for _, arg in args for leaf in backend.trees.flatten(arg)[0] if leaf is not None]
-    if any(id(leaf) not in inside for leaf in leaves):
-        return None  # which has as many rows: so they are rows
-    return next((found for found in lists if found.named or _is_long(found, rows, backend)), None)
+        return next((each for each in lists if each.named or len(each.entries) > 2), None)
+    if _has_others(args, lists, backend):
+        return None  # another array has as many rows: so they are rows
+    return next((each for each in lists if each.named or _is_long(each, rows, backend)), None)
 
 
-def _is_long(found: Listed, rows: int, backend: Backend) -> bool:
-    """Whether it has more entries than rows, and these are images or more."""
-    return 1 < rows < len(found.value) and len(backend.trees.flatten(found.value)[0][0].shape) > 2
-
-
-def has_list(tree: Any, trees: Trees) -> bool:
+def _has_list(tree: Tree, trees: Trees) -> bool:
     """Whether there is a list in it. Quick for arrays and the usual containers: it is asked of every micro-batch."""
     if tree is None or hasattr(tree, "shape"):
         return False
     if isinstance(tree, dict):
-        return any(has_list(child, trees) for child in tree.values())
+        return any(_has_list(child, trees) for child in tree.values())
     if type(tree) is tuple:
-        return any(has_list(child, trees) for child in tree)
-    return type(tree) is list or any(has_list(child, trees) for _, child in trees.children(tree) or ())
+        return any(_has_list(child, trees) for child in tree)
+    return type(tree) is list or any(_has_list(child, trees) for _, child in trees.children(tree) or ())
 
 
-def _lists(tree: Any, backend: Backend, path: str, named: bool) -> Iterator[Listed]:
+def _lists(tree: Tree, backend: Backend, path: str, named: bool) -> Iterator[Examples]:
     if type(tree) is list and _are_alike(tree, backend):
-        yield Listed(path, tree, named)
+        yield Examples(path, tree, named)
         return
     for key, child in backend.trees.children(tree) or ():
         yield from _lists(child, backend, path + key, named or type(tree) not in (list, tuple))
@@ -69,3 +66,16 @@ def _are_alike(entries: list[Any], backend: Backend) -> bool:
             return False
         kinds.append((structure, [(leaf.dtype, len(leaf.shape)) for leaf in leaves]))
     return all(kind == kinds[0] for kind in kinds)
+
+
+def _has_others(args: Mapping[str, Tree], lists: list[Examples], backend: Backend) -> bool:
+    """Whether there is an array outside of the lists."""
+    inside = {id(leaf) for each in lists for leaf in backend.trees.flatten(each.entries)[0]}
+    leaves = [leaf for arg in args.values() for leaf in backend.trees.flatten(arg)[0]]
+    return any(leaf is not None and id(leaf) not in inside for leaf in leaves)
+
+
+def _is_long(examples: Examples, rows: int, backend: Backend) -> bool:
+    """Whether it has more entries than rows, and these are images or more."""
+    first = backend.trees.flatten(examples.entries[0])[0][0]
+    return 1 < rows < len(examples.entries) and len(first.shape) > 2

@@ -106,7 +106,7 @@ def _check_arity(weight: Callable[..., Any], count: int, error: TypeError) -> No
 
 def _check_state(returned: list[Any], arguments: Arguments) -> None:
     describe, is_array = arguments.backend.arrays.describe, arguments.backend.arrays.is_array
-    for (_, path), before, after in zip(arguments.carried(), arguments.state(), returned, strict=True):
+    for (_, path), before, after in zip(arguments.carried(), arguments.state, returned, strict=True):
         found = (getattr(after, "shape", None), getattr(after, "dtype", None))
         if is_array(before) and (before.shape, before.dtype) != found:
             raise FuncgaError(

@@ -51,7 +51,7 @@ def _leaves(probe: Probe) -> Iterator[tuple[Any, str, int, str]]:
     """(numbers with their rows first, how a lambda calls them, the axis of the rows, the lambda's parameters)."""
     names = _parameters(probe)
     for (root, path), (leaf, axis) in zip(probe.arguments.paths(), probe.arguments, strict=True):
-        if axis is None or axis is CARRY or leaf is None:
+        if not isinstance(axis, int) or leaf is None:
             continue
         values = as_numbers(leaf, probe.backend)
         if values is None or np.iscomplexobj(values):

@@ -84,7 +84,7 @@ def _gradients(probe: Probe) -> list[int]:
     """The leaves of the output that are gradients of what is passed whole, as far as can be told: same names."""
     found = []
     for part in probe.arguments.parts:
-        if part.axes and not any(axis.value is CARRY for axis in part.axes):
+        if part.axes and CARRY not in part.axes:
             continue
         names = leaf_paths(part.value, probe.backend.trees)
         for i, path in enumerate(probe.paths):

@@ -47,7 +47,7 @@ class Probe:
     def gathered(self, rows: Sequence[int]) -> tuple[Any, ...]:
         """Copies of the arguments with these rows, which may repeat."""
         take = lambda leaf, axis, start, size: self.own.take(leaf, axis, start)
-        return self.arguments.cut([*rows], len(rows), self.arguments.state(), take)
+        return self.arguments.cut([*rows], len(rows), self.arguments.state, take)
 
     def values(self, rows: Rows) -> list[Any]:
         """The leaves of grad_fn's output for these rows, in float64 or complex128; None for what is no number."""

@@ -52,7 +52,7 @@ def test_trees_of_axes(kit):
     cut, state = arguments.cut(1, 2, ["state"])
     assert (cut["x"].shape, cut["y"][0].shape, cut["y"][1], state) == ((3, 2), (3, 2), None, "state")
     assert arguments.rows() == 4
-    assert arguments.state()[0] is x
+    assert arguments.state[0] is x
 
 
 def test_one_axis_for_all(kit):

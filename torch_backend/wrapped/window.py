@@ -454,7 +454,7 @@ def _with_a_blank_row(arguments: Arguments) -> Arguments:
         return leaf.new_zeros(shape)
 
     parts = [
-        part._replace(leaves=[blank(leaf, placed.value) for leaf, placed in zip(part.leaves, part.axes, strict=True)])
+        part._replace(leaves=[blank(leaf, axis) for leaf, axis in zip(part.leaves, part.axes, strict=True)])
         if part.axes
         else part
         for part in arguments.parts
