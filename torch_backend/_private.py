@@ -10,6 +10,7 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -137,3 +138,53 @@ def storage_key(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
     key: int = getattr(storage, "_cdata", None) or storage.data_ptr()
     return key
+
+
+# --- Replicas -------------------------------------------------------------------------------------------------------
+
+
+def group_of_our_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A new process group of gloo, on the processes of this one, which all of them have to make.
+
+    `torch.distributed.new_group` would have to be called by the processes of no other group as well, and names groups
+    by how many a process has, which may differ. Torch 2.11 to 2.13 have what this is made of. Without it, the result is
+    the given group itself: then collectives of a loss must not be called in other orders on other replicas.
+    """
+    try:
+        store = dist.PrefixStore("funcga", group.get_group_store())  # type: ignore[attr-defined]
+        on_host = "cpu" in {device.type for device in group._device_types}
+        options = group._get_backend(torch.device("cpu" if on_host else "cuda")).options
+        backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=options._timeout)
+        own = dist.ProcessGroup(store, group.rank(), group.size())
+        own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        own._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    except (AttributeError, TypeError):
+        return group
+    return own
+
+
+def collectives_called(group: dist.ProcessGroup | None = None) -> int | None:
+    """How many collectives this process has called, of one group or of all; None if torch does not tell.
+
+    Torch 2.11 to 2.13 do. Without it no loss is known to communicate: then a window in which it does needs equal
+    weights on all replicas.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    try:
+        groups: list[Any] = [*dist.distributed_c10d._world.pg_map] if group is None else [group]
+        return sum([int(each._get_sequence_number_for_group()) for each in groups])
+    except (AttributeError, RuntimeError):
+        return None
+
+
+# --- DTensors -------------------------------------------------------------------------------------------------------
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """What this process holds of a DTensor, in the same memory and without a place in any graph.
+
+    Every version keeps it there. Without it the public function gives it, which may record a graph.
+    """
+    held: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    return tensor.to_local().detach() if held is None else held

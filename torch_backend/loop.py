@@ -21,8 +21,7 @@ from torch_backend.engine.transfer import moved
 from torch_backend.engine.window import Engine, detached
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.reduce.agreement import Progress
-from torch_backend.reduce.reduction import Reduction, absent, begun, count_window, owing
-from torch_backend.replicas import Replicas
+from torch_backend.reduce.reduction import Reduction
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import Driven
 
@@ -35,9 +34,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
-        if window.replicas is None:
-            return fold_window(window, args, kwargs)
-        with owing(program.keep(Progress, program.step), window.replicas):
+        with window.reduction or nullcontext():
             return fold_window(window, args, kwargs)
 
     def fold_window(window: "_Window", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,8 +42,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         arguments = program.read(args, backend)
         if isinstance(window, Driven) and window.driver.name and not arguments.rows(may_be_empty=True):
             return window.without_rows(arguments, _copied(arguments), kwargs)
-        cuts = _cuts(program, arguments, across=window.replicas is not None)
-        if window.replicas is None:
+        cuts = _cuts(program, arguments, across=window.reduction is not None)
+        if window.reduction is None:
             return _fold(program, window, cuts, kwargs)
         return _fold_across(program, window, cuts, kwargs, arguments)
 
@@ -86,9 +83,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
         window = _window(program, backend)
-        if window.replicas is None:
-            return fold_window(window, leading, microbatches, kwargs)
-        with owing(program.keep(Progress, program.step), window.replicas):
+        with window.reduction or nullcontext():
             return fold_window(window, leading, microbatches, kwargs)
 
     def fold_window(
@@ -96,7 +91,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     ) -> Any:
         leading, kwargs = window.detached(leading, leading=True), _detached_kwargs(kwargs, window)
         items = _items(program, window, leading, microbatches, backend)
-        if window.replicas is not None:
+        if window.reduction is not None:
             return _fold_across(program, window, items, kwargs, _unfed(program, leading, backend))
         return _fold(program, window, items, kwargs)
 
@@ -174,7 +169,7 @@ def _fold_across(
     arguments: Arguments,
 ) -> Any:  # fmt: skip
     """The same over all replicas; one that has no micro-batch takes part in the reduction. `arguments` are its own."""
-    assert window.replicas is not None
+    assert window.reduction is not None
     ahead = _Ahead(microbatches)
     if ahead.next is not None:
         return _fold(program, window, ahead, kwargs)
@@ -185,11 +180,9 @@ def _fold_across(
     ]
     device = devices[0] if devices else torch.device("cpu")
 
-    bind = lambda value: program.bind(value, arguments)[0]
-    absence, agreement = absent(program.keep(Progress, program.step), bind, device, window.replicas)
-    reduction = absence.reduction(agreement)
-    state = reduction.finish(_copied(arguments))
-    return reduction.buffers.result(state)
+    window.reduction.take_part(lambda value: program.bind(value, arguments)[0], device)
+    state = window.reduction.finish(_copied(arguments))
+    return window.reduction.buffers.result(state)
 
 
 def _unfed(program: Program, leading: tuple[Any, ...], backend: Backend) -> Arguments:
@@ -217,11 +210,10 @@ def _window(program: Program, backend: Backend) -> "_Window":
     if isinstance(gradient, ModuleGradient):
         return Driven(program, gradient, backend)
     replicas = program.replicas(backend)
-    if replicas is not None:
-        count_window(program.keep(Progress, program.step))
+    reduction = None if replicas is None else Reduction(program.keep(Progress, program.step), replicas)
     if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
-        return Engine(program, gradient, backend, replicas)
-    return _Calls(bound(program, backend), backend, replicas, gradient)
+        return Engine(program, gradient, backend, reduction)
+    return _Calls(bound(program, backend), backend, reduction, gradient)
 
 
 class _NotWrapped:
@@ -244,10 +236,9 @@ def _differentiated_across() -> FuncgaError:
 class _Calls:
     """One window of any grad_fn: `fold` each micro-batch, then take the `result`."""
 
-    def __init__(self, program: Program, backend: Backend, replicas: Replicas | None, gradient: Any):
-        self.program, self.backend, self.replicas, self.gradient = program, backend, replicas, gradient
+    def __init__(self, program: Program, backend: Backend, reduction: Reduction | None, gradient: Any):
+        self.program, self.backend, self.reduction, self.gradient = program, backend, reduction, gradient
         self.buffers: Buffers | None = None
-        self.reduction: Reduction | None = None
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
         """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
@@ -270,10 +261,8 @@ class _Calls:
         if self.buffers is None:
             outputs, leaves = self.program.bind(value, arguments)
             self.buffers = Buffers(Layout(outputs))
-            if self.replicas is not None:
-                self.reduction = begun(
-                    self.program.keep(Progress, self.program.step), self.buffers, leaves, self.replicas
-                )
+            if self.reduction is not None:
+                self.reduction.begin(self.buffers, leaves)
         else:
             leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.steps + 1}")
         del value

@@ -15,8 +15,7 @@ from torch_backend.dtensor import is_placed, local
 from torch_backend.engine import window as engine
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.reduce.agreement import Progress
-from torch_backend.reduce.reduction import count_window
-from torch_backend.reduce.reduction import merged as merged_buffers
+from torch_backend.reduce.reduction import Reduction
 from torch_backend.replicas import Replicas
 
 
@@ -106,8 +105,7 @@ def merged(
     outputs: Outputs, held: list[Any], tally: Tally, replicas: Replicas, known: dict[Any, Any]
 ) -> tuple[list[Any], Tally]:
     """What all replicas hold together; `known` is what a backend works out once."""
-    progress = known.setdefault("progress", Progress(known.get("step")))
-    count_window(progress)
+    reduction = Reduction(known.setdefault("progress", Progress(known.get("step"))), replicas)
     leaves = [max(h, key=lambda part: part.ndim) if isinstance(h, tuple) else h for h in held]
     buffers = Buffers(Layout(outputs))
     buffers.unit, buffers.reduced = 1.0, [_copied(held[i]) for i in outputs.reduced]
@@ -116,7 +114,8 @@ def merged(
         buffers.counted = Tally((sum(map(_double, tally.weight)),), tally.steps)
     else:
         buffers.weight, buffers.steps = sum(limbs), steps
-    merged_buffers(progress, buffers, leaves, [], [replicas])
+    reduction.begin(buffers, leaves)
+    reduction.finish([])
     together = [*held]
     for i, leaf in zip(outputs.reduced, buffers.reduced, strict=True):
         together[i] = leaf

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from funcga._backend.prefixes import leaf_paths
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.dtensor import is_placed, local, ranks_apart
-from torch_backend.reduce.channel import Channel, channel_of
-from torch_backend.reduce.comparison import check_alike
-from torch_backend.reduce.memory import as_bytes
+from torch_backend.dtensor import is_dtensor, local, ranks_with_other_shards
+from torch_backend.reduce.channel import Channel, channel_of, check_alike
+from torch_backend.reduce.wire import as_bytes
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
 
@@ -24,15 +24,18 @@ _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mes
 class Replicas:
     """The processes to merge over, and how gradients travel between them: pass it as `across=`.
 
-    group: a process group or a 1-D DeviceMesh.
-    bucket_bytes: the bytes of one all_reduce; it is launched while the last micro-batch's backward pass still runs.
-    wire_dtype: what gradients are sent as, such as torch.bfloat16, which halves the traffic and rounds what each
-        replica contributes to 8 bits. Default: as they are accumulated. Counts, weights and scalars, as losses, are not
-        rounded in any case.
+    Args:
+        group: A process group or a 1-D DeviceMesh.
+        bucket_bytes: The bytes of one all_reduce. It is launched while the last micro-batch's backward pass still runs.
+        wire_dtype: What gradients are sent as, such as torch.bfloat16, which halves the traffic and rounds what each
+            replica contributes to 8 bits. By default they are sent as they are accumulated. Counts, weights and
+            scalars, such as losses, are never rounded.
 
-    Raises FuncgaError for what is no group of which this process is a member.
+    Raises:
+        FuncgaError: If `group` is no group of which this process is a member.
 
-    >>> step = funcga.accumulate(gradient, 8, across=torch_backend.Replicas(group, wire_dtype=torch.bfloat16))
+    Example:
+        >>> step = funcga.accumulate(gradient, 8, across=torch_backend.Replicas(group, wire_dtype=torch.bfloat16))
     """
 
     group: Any
@@ -51,17 +54,17 @@ class Replicas:
 
     @property
     def channel(self) -> Channel:
-        """What they tell each other over."""
+        """What the replicas tell each other over; all of them have to ask for the first time together."""
         return channel_of(self.group)
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """How many replicas there are."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """Which of them this process is."""
+        """Which of the replicas this process is."""
         return dist.get_rank(self.group)
 
 
@@ -87,53 +90,52 @@ def _group(across: Any) -> dist.ProcessGroup:
     return across
 
 
-def replicas_of(across: Any) -> Any:
+def replicas_of(across: Any) -> Replicas:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
     return across if isinstance(across, Replicas) else Replicas(across)
 
 
-def check_replicas(params: Any, across: Any) -> None:
+def check_replicas(params: Tree, across: Any) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
     replicas = replicas_of(across)
     replicas.channel.settle()
-    paths, leaves = leaf_paths(params, trees, "params"), trees.flatten(params)[0]
-    pairs = list(zip(paths, leaves, strict=True))
-    kinds = {path: arrays.describe(leaf) if arrays.is_array(leaf) else repr(leaf) for path, leaf in pairs}
+    leaves = dict(zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True))
+    kinds = {path: arrays.describe(leaf) if arrays.is_array(leaf) else repr(leaf) for path, leaf in leaves.items()}
     check_alike(kinds, replicas.channel, "have different parameters")
-    found = [(path, leaf) for path, leaf in pairs if arrays.is_array(leaf) and not _is_divided(leaf, replicas.group)]
-    if not found:
-        return
-    everyone = replicas.channel.gathered([_digest(leaf) for _, leaf in found])
-    others = {
-        path: [rank for rank, theirs in enumerate(everyone) if theirs[i] != everyone[0][i]]
-        for i, (path, _) in enumerate(found)
-    }
-    differ = [f"`{path}` of rank {_several(ranks)}" for path, ranks in others.items() if ranks]
-    if differ:
+    whole = {path: leaf for path, leaf in leaves.items() if arrays.is_array(leaf) and not _is_cut(leaf, replicas.group)}
+    if whole:
+        _check_same(whole, replicas)
+
+
+def _is_cut(leaf: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a tensor is cut over these replicas, so that each of them should have another shard."""
+    return is_dtensor(leaf) and bool(ranks_with_other_shards(leaf, dist.get_process_group_ranks(group)))
+
+
+def _check_same(leaves: dict[str, torch.Tensor], replicas: Replicas) -> None:
+    digests_of_ranks = replicas.channel.gathered([_digest(leaf) for leaf in leaves.values()])
+    differing = []
+    for path, digests in zip(leaves, zip(*digests_of_ranks, strict=True), strict=True):
+        ranks = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+        if ranks:
+            differing.append(f"`{path}` of rank {', '.join(ranks[:8])}{', ...' if ranks[8:] else ''}")
+    if differing:
+        more = f"; and {len(differing) - 4} more" if differing[4:] else ""
         raise FuncgaError(
-            f"the replicas start from different parameters: not as on rank 0 {'is' if len(differ) == 1 else 'are'} "
-            f"{'; '.join(differ[:4])}{f'; and {len(differ) - 4} more' if len(differ) > 4 else ''}. Send them around "
-            f"once before training: for p in params.values(): torch.distributed.broadcast(p, src=0, group=group)."
+            f"the replicas start from different parameters: not as on rank 0 {'are' if differing[1:] else 'is'} "
+            f"{'; '.join(differing[:4])}{more}. Send them around once before training: "
+            f"for p in params.values(): torch.distributed.broadcast(p, src=0, group=group)."
         )
 
 
-def _is_divided(leaf: Any, group: dist.ProcessGroup) -> bool:
-    """Whether a tensor is cut over these replicas, so that each of them should have another part."""
-    return is_placed(leaf) and bool(ranks_apart(leaf, dist.get_process_group_ranks(group)))
-
-
-def _several(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
-_CHUNK = 2**24
+_CHUNK = 2**24  # bytes that come to the host at a time
 
 
 @torch.no_grad()
 def _digest(leaf: torch.Tensor) -> bytes:
-    """A hash of the bits of an array, 16 bytes. They come to the host in chunks."""
-    own = local(leaf)
-    data = as_bytes(own if own.layout is torch.strided else own.to_dense())
+    """A hash of the bits of an array, 16 bytes."""
+    shard = local(leaf)
+    data = as_bytes(shard if shard.layout is torch.strided else shard.to_dense())
     digest = hashlib.blake2b(digest_size=16)
     for start in range(0, data.numel(), _CHUNK):
         chunk = data[start : start + _CHUNK].cpu()

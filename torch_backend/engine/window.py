@@ -32,18 +32,17 @@ from torch_backend.engine.recording import is_constant, recording_loss, switched
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.modules.pure_loss import PureLoss
 from torch_backend.modules.visits import own_parameters
-from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.channel import Listener
-from torch_backend.reduce.reduction import Reduction, begun
+from torch_backend.reduce.reduction import Reduction
 
 
 class Engine:
     """One window of a program whose grad_fn is a GradientFunction: `fold` each micro-batch, then take the `result`."""
 
-    def __init__(self, program: Program, gradient: GradientFunction, backend: Backend, replicas: Any = None):
-        self.program, self.gradient, self.backend, self.replicas = program, gradient, backend, replicas
-        self.progress = program.keep(Progress, program.step)
-        self.reduction: Reduction | None = None
+    def __init__(
+        self, program: Program, gradient: GradientFunction, backend: Backend, reduction: Reduction | None = None
+    ):
+        self.program, self.gradient, self.backend, self.reduction = program, gradient, backend, reduction
         self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
         self.arity = 0  # how many arguments a call has
@@ -62,18 +61,15 @@ class Engine:
         return tuple([arg if i in found else detached(arg, recorded=True) for i, arg in enumerate(args)])
 
     def __enter__(self) -> "Engine":
-        self.any_group, self.given_group = Listener(), Listener(None if self.replicas is None else self.replicas.group)
+        self.any_group = Listener()
+        self.given_group = Listener(None if self.reduction is None else self.reduction.replicas.group)
         if torch.is_inference_mode_enabled():
             self.inference = torch.inference_mode(False)  # what is made in it has no gradient
             self.inference.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        try:
-            if error[0] is not None and self.reduction is not None:
-                self.reduction.give_up()
-        finally:
-            self.inference.__exit__(*error)
+        self.inference.__exit__(*error)
         self.watch.changed()  # what an exception leaves behind is put right too
         if autocasting(("cuda",)):
             torch.clear_autocast_cache()  # of the casts of leaves that nobody will see again
@@ -125,8 +121,8 @@ class Engine:
 
     def _listen(self) -> None:
         """Remembers a loss that calls collectives of the group that gradients may travel over."""
-        if self.replicas is not None and self.given_group.heard:
-            self.progress.communicates = True
+        if self.reduction is not None and self.given_group.heard:
+            self.reduction.history.communicates = True
 
     def _arrivals(self, found: "dict[int, _Leaves]") -> Callable[[], bool]:
         """A function that says, after the next backward pass, whether a gradient came to a leaf, or there is none."""
@@ -149,7 +145,7 @@ class Engine:
         """
         if not float(weight):
             return False
-        return loss.requires_grad or (alone and self.replicas is None and is_constant(loss))
+        return loss.requires_grad or (alone and self.reduction is None and is_constant(loss))
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output."""
@@ -159,7 +155,7 @@ class Engine:
         self.watch.check()
         self.buffers.settle(self.backward.leaves)
         if self.reduction is not None:
-            if not self.reduction.sent:
+            if not self.reduction.sums.sent:
                 self._listen()  # to the last backward pass too
             state = self.reduction.finish(state)
         return self.buffers.result(state)
@@ -209,12 +205,12 @@ class Engine:
             plan = kept.plan = self._planned(key, loss, aux, found, arguments)
         self.plan: _Plan = plan
         self.buffers = Buffers(self.plan.layout)
-        if self.replicas is not None:
+        if self.reduction is not None:
             leaves = self.gradient.compose(loss, aux, [found[i].tree for i in self.places])
             if self.any_group.heard:
                 # cotangents meet in the backward pass, and have to be in one unit on all replicas
                 self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
-            self.reduction = begun(self.progress, self.buffers, trees.flatten(leaves)[0], self.replicas)
+            self.reduction.begin(self.buffers, trees.flatten(leaves)[0])
         leaves = self._given(plan.given)
         self.backward = Backward(self.buffers, leaves, plan.routes, self.around, seeds=not self.hooked)
 

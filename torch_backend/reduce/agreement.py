@@ -1,12 +1,13 @@
 """The agreement of the replicas: before the first reduction of a structure they compare what they fold.
 
-Only torch has this file: in JAX one program describes all replicas.
+It takes two collectives more, once for each structure. In later windows the header says by a digest which structure a
+replica folds.
 """
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,133 +15,256 @@ import torch.distributed as dist
 from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
+from funcga._types import Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.dtensor import Place, is_placed, local, place_of, ranks_apart
+from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.engine.buffers import Layout
-from torch_backend.reduce.buckets import Plan, planned
-from torch_backend.reduce.comparison import check_alike, digest_of
-from torch_backend.reduce.header import Report
+from torch_backend.reduce.channel import Channel, Report, check_alike, digest_of
+from torch_backend.reduce.wire import Plan, planned
 from torch_backend.replicas import Replicas
 
 _KEPT = 16  # structures that a step is known to have
+
+# Makes what the others fold of a tree's structure: the Outputs, and leaves like theirs.
+Rebuild = Callable[[Structure], tuple[Outputs, list[Any]]]
+
+
+class LeafKind(NamedTuple):
+    """What it takes to make a leaf like this one."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_dtensor: bool
 
 
 @dataclass(eq=False)
 class Agreement:
     """What every replica folds, and how it travels.
 
-    `kinds` are the shape and the strides of what a process holds of each leaf, by their places among what is reduced;
-    `placed` says where those lie that lie on several devices. `description` has a text for each path, `digest` tells
-    them from any others, and `leaves` is what it takes to make leaves like these. `steps` are digests of the Steps that
-    the replicas take, in their order; None until all of them have agreed.
+    `key` tells it from other structures of the same step on this replica, `digest` on all of them: it is one of
+    `description`, which has a text for each path. `specs` are those of the reduced leaves that are DTensors. `steps`
+    are digests of the Steps that the replicas take, in their order; empty until all of them have agreed.
     """
 
+    key: tuple[object, ...]
     outputs: Outputs
+    kinds: list[LeafKind | None]
     plan: Plan
-    kinds: dict[int, tuple[Any, Any]]
-    placed: dict[int, Place]
+    specs: dict[int, Spec]
     description: dict[str, str]
     digest: int
-    leaves: list[Any]
-    steps: tuple[int, ...] | None = None
+    steps: list[float] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class History:
+    """The windows of one step over one group, as this replica has seen them.
+
+    `communicates` says that the loss itself calls collectives of the group.
+    """
+
+    step: Step | None
+    begun: int = 0
+    finished: int = 0
+    communicates: bool = False
+    agreements: list[Agreement] = field(default_factory=list)
+
+    @property
+    def step_digest(self) -> int:
+        """A number that is another for any other step; 0 without a Step."""
+        return 0 if self.step is None else digest_of(tuple(self.step))
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether the replicas have agreed on any structure."""
+        return any(agreement.steps for agreement in self.agreements)
+
+    def recalled(self, digest: float) -> Agreement | None:
+        """The Agreement on the structure that has this digest."""
+        return next((known for known in self.agreements if known.digest == digest and known.steps), None)
+
+    def keep(self, agreement: Agreement) -> Agreement:
+        """The Agreement, which is kept beside the last ones."""
+        self.agreements = [*self.agreements, agreement][-_KEPT:]
+        return agreement
 
 
 @dataclass(eq=False)
 class Progress:
-    """How far a step has come on this replica, kept from one of its windows to the next.
-
-    `windows` have begun, and all replicas have been told of the one numbered `announced`. For each process group,
-    `finished` is the number of the last window that was merged over it, and `agreed` has the Agreements of the last
-    few structures. `communicates`: whether the loss has called collectives of the group that gradients travel over.
-    """
+    """How far a step has come on this replica, kept from one of its windows to the next."""
 
     step: Step | None
-    windows: int = 0
-    announced: int = 0
-    finished: dict[dist.ProcessGroup, int] = field(default_factory=dict)
-    agreed: dict[dist.ProcessGroup, list[Agreement]] = field(default_factory=dict)
-    communicates: bool = False
+    groups: dict[dist.ProcessGroup, History] = field(default_factory=dict)
+
+    def over(self, group: dist.ProcessGroup) -> History:
+        """The windows that are merged over a group."""
+        return self.groups.setdefault(group, History(self.step))
 
 
-def step_digest(progress: Progress) -> int:
-    """A number that is another for any other step."""
-    return 0 if progress.step is None else digest_of(tuple(progress.step))
+# ------------------------------------------------------------------------------------------- what a replica proposes
 
 
 def proposed(
-    progress: Progress, outputs: Outputs, leaves: Sequence[Any], layout: Layout, replicas: Replicas
+    history: History, outputs: Outputs, leaves: Sequence[Any], layout: Layout, replicas: Replicas
 ) -> Agreement:
     """The Agreement on outputs like these: one that there is, or one that the others have yet to agree to.
 
     `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced elsewhere.
     """
-    for known in reversed(_kept(progress, replicas)):
-        if outputs is known.outputs or _same(outputs, leaves, known):
-            return known
-    given = {*layout.given_scaled, *layout.given_plain}
-    pairs = zip(outputs.folds, leaves, strict=True)
-    likes = [None if f is None or leaf is None else _like(leaf, i in given) for i, (f, leaf) in enumerate(pairs)]
-    return _added(progress, outputs, likes, layout, replicas)
+    known = [known for known in history.agreements if known.outputs is outputs]
+    if known:
+        return known[-1]
+    key = _key(outputs, leaves)
+    known = [known for known in history.agreements if known.key == key]
+    if known:
+        return known[-1]
+    summed_by_autograd = {*layout.given_scaled, *layout.given_plain}
+    likes = [
+        None if fold is None or leaf is None else _like(leaf, leaf_index in summed_by_autograd)
+        for leaf_index, (fold, leaf) in enumerate(zip(outputs.folds, leaves, strict=True))
+    ]
+    return history.keep(_proposal(key, outputs, likes, layout, replicas))
 
 
-def recalled(progress: Progress, digest: int, replicas: Replicas) -> Agreement | None:
-    """The Agreement on the structure that has this digest."""
-    found = (known for known in _kept(progress, replicas) if known.digest == digest and known.steps is not None)
-    return next(found, None)
+def _key(outputs: Outputs, leaves: Sequence[Any]) -> tuple[object, ...]:
+    shapes = [_shape(outputs, leaf_index) for leaf_index in range(len(outputs.shapes))]
+    specs = {
+        leaf_index: spec_of(leaves[leaf_index]) for leaf_index in outputs.reduced if is_dtensor(leaves[leaf_index])
+    }
+    return outputs.structure, outputs.dtypes, outputs.threads, shapes, specs
 
 
-def has_agreed(progress: Progress, replicas: Replicas) -> bool:
-    """Whether there is any Agreement of these replicas."""
-    return any(known.steps is not None for known in _kept(progress, replicas))
+def _shape(outputs: Outputs, leaf_index: int) -> tuple[int | str, ...] | None:
+    """The shape of a leaf, without the number of rows of one that is collected."""
+    fold, shape = outputs.folds[leaf_index], outputs.shapes[leaf_index]
+    if fold is None or shape is None:
+        return None
+    axis = fold.fold.reducer.monoid.axis
+    if axis is None:
+        return tuple(shape)
+    return *shape[: axis % len(shape)], "rows", *shape[axis % len(shape) + 1 :]
 
 
-def _kept(progress: Progress, replicas: Replicas) -> list[Agreement]:
-    return progress.agreed.setdefault(replicas.group, [])
+def _like(leaf: Any, is_summed_by_autograd: bool) -> torch.Tensor:
+    """A leaf in the strides that its accumulator has: autograd keeps those of a parameter, other sums have none."""
+    array = arrays.as_array(leaf)
+    if is_dtensor(array) or array.is_contiguous():
+        return array
+    if is_summed_by_autograd:
+        return torch.empty_like(array)
+    return torch.empty(array.shape, dtype=array.dtype, device=array.device)
 
 
-def agree(
-    progress: Progress, mine: Agreement | None, like: Callable[[Any], tuple[Outputs, list[Any]]] | None,
-    reports: list[Report], replicas: Replicas,
-) -> Agreement:  # fmt: skip
+def _proposal(
+    key: tuple[object, ...], outputs: Outputs, likes: Sequence[torch.Tensor | None], layout: Layout, replicas: Replicas
+) -> Agreement:
+    reduced = {index: like for index, i in enumerate(outputs.reduced) if (like := likes[i]) is not None}
+    specs = {index: spec_of(like) for index, like in reduced.items() if is_dtensor(like)}
+    for spec in specs.values():
+        _check_copies(spec, replicas)
+    plan = _planned(layout, {index: local(like) for index, like in reduced.items()}, replicas)
+    description = _description(outputs, likes, replicas)
+    kinds = [
+        None if like is None else LeafKind(like.shape, local(like).stride(), like.dtype, is_dtensor(like))
+        for like in likes
+    ]
+    return Agreement(key, outputs, kinds, plan, specs, description, digest_of([*description.items()]))
+
+
+def _check_copies(spec: Spec, replicas: Replicas) -> None:
+    """Raises FuncgaError if the replicas hold different shards of one tensor, which would be added to each other."""
+    ranks = ranks_with_other_shards(spec, dist.get_process_group_ranks(replicas.group))
+    if ranks:
+        raise FuncgaError(
+            f"across= names ranks {ranks}, which hold different parts of one DTensor, {list(spec.placements)} on "
+            f"{spec.device_mesh}: merging would add one part to another. A DTensor is reduced over its own mesh "
+            f"without across=; name the axis of the mesh that copies lie on: across=mesh['dp']."
+        )
+
+
+def _planned(layout: Layout, likes: Mapping[int, torch.Tensor], replicas: Replicas) -> Plan:
+    sums = [index for index, like in likes.items() if index in layout.sums or _is_sum(layout.folds[index], like)]
+    return planned(layout.folds, likes, sums, replicas.bucket_bytes, replicas.wire_dtype)
+
+
+def _is_sum(fold: LeafFold, like: torch.Tensor) -> bool:
+    """Whether a fold that is not added in place holds one array of the leaf's shape, and is merged by adding it."""
+    if fold.fold.reducer.monoid.collective != "sum":
+        return False
+    identity = fold.identity(torch.zeros_like(like, requires_grad=False))
+    if not isinstance(identity, torch.Tensor):
+        return False
+    return (identity.shape, identity.dtype) == (like.shape, fold.accumulator_dtype)
+
+
+def _description(outputs: Outputs, likes: Sequence[torch.Tensor | None], replicas: Replicas) -> dict[str, str]:
+    """What must be alike on all replicas, by path."""
+    sent = f"sent in buckets of {replicas.bucket_bytes} bytes as {replicas.wire_dtype or 'accumulated'}"
+    return {"across": sent} | {
+        path: _description_of_leaf(outputs, leaf_index, like)
+        for leaf_index, (path, like) in enumerate(zip(outputs.paths, likes, strict=True))
+    }
+
+
+def _description_of_leaf(outputs: Outputs, leaf_index: int, like: torch.Tensor | None) -> str:
+    fold = outputs.folds[leaf_index]
+    if fold is None:
+        return "an object" if leaf_index in outputs.threads else "None"
+    if like is None:
+        return f"reduced by the module's wrapper ({fold.fold.name})"
+    shape = ", ".join(map(str, _shape(outputs, leaf_index) or ()))
+    dtypes = outputs.dtypes[leaf_index], fold.accumulator_dtype, fold.result_dtype
+    dtype, accumulator, result = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    summed = "" if dtype == accumulator == result else f" summed as {accumulator} to {result}"
+    strided = "" if like.is_contiguous() else f" strided {like.stride()}"
+    return f"{dtype}[{shape}]{strided}{summed} ({fold.fold.name})"
+
+
+# ----------------------------------------------------------------------------------------------- what all agree on
+
+
+def agreed(
+    history: History, mine: Agreement | None, rebuild: Rebuild | None, reports: list[Report], replicas: Replicas
+) -> Agreement:
     """The Agreement of all replicas after these reports.
 
-    `mine` is what this replica proposes; None if it has nothing to fold. `like(structure)` then makes what the others
-    propose. Raises FuncgaError on every replica if two of them take different steps, or fold different structures.
+    `mine` is what this replica proposes; None if it has nothing to fold. `rebuild` then makes what the others propose.
+    Raises FuncgaError on every replica if two of them take different steps, or fold different structures.
     """
-    digests = [report.digest or None for report in reports]
+    digests = [report.digest for report in reports]
     digest = next(filter(None, digests))
-    steps = tuple([report.step for report in reports])
-    if {*digests} - {None} == {digest} and all(report.known for report in reports):
-        known = recalled(progress, digest, replicas) if mine is None else mine
+    steps = [report.step for report in reports]
+    if {*digests} - {0} == {digest} and all(report.agreed for report in reports):
+        known = history.recalled(digest) if mine is None else mine
         assert known is not None  # as all replicas agree in the same windows
-        _check_recalled(known, steps)
+        if known.steps != steps:
+            raise _mixed_up([_spelled(step) for step in steps])
         return known
-    _check_steps(progress, replicas)
-    description = None if mine is None else mine.description
-    check_alike(description, replicas.channel, "fold different structures", digests)
-    if None in digests:
-        mine = _shared(progress, mine, like, replicas)
-    assert mine is not None
-    mine.steps = steps
-    return mine
+    _check_steps(history.step, replicas.channel)
+    check_alike(None if mine is None else mine.description, replicas.channel, "fold different structures", digests)
+    agreement = mine if 0 not in digests else _shared(history, mine, rebuild, replicas)
+    assert agreement is not None
+    agreement.steps = steps
+    return agreement
 
 
-def _check_recalled(known: Agreement, steps: tuple[int, ...]) -> None:
-    """Raises FuncgaError if a replica takes another step than when this one was agreed on."""
-    if known.steps != steps:
-        made = {digest_of((name, k)): Step(name, k) for name, count in steps_made().items() for k in range(count)}
-        raise _mixed_up([str(made.get(step, "another step")) for step in steps])
+def _spelled(digest: float) -> str:
+    """The step that has this digest, if this replica has made it too."""
+    steps = [Step(name, number) for name, count in steps_made().items() for number in range(count)]
+    return next((str(step) for step in steps if digest_of(tuple(step)) == digest), "another step")
 
 
-def _check_steps(progress: Progress, replicas: Replicas) -> None:
+def _check_steps(step: Step | None, channel: Channel) -> None:
     """Raises FuncgaError if two replicas take different steps of which both have made both."""
-    said = replicas.channel.gathered((progress.step, steps_made()))
-    for mine, made_here in said:
-        for other, made_there in said:
-            both = mine is not None and other is not None and mine != other
-            if both and made_here.get(other.name, 0) > other.number and made_there.get(mine.name, 0) > mine.number:
-                raise _mixed_up([str(step) for step, _ in said])
+    said: list[tuple[Step | None, dict[str, int]]] = channel.gathered((step, steps_made()))
+    for here, made_here in said:
+        for there, made_there in said:
+            if here is None or there is None or here == there:
+                continue
+            if made_here.get(there.name, 0) > there.number and made_there.get(here.name, 0) > here.number:
+                raise _mixed_up([str(each) for each, _ in said])
 
 
 def _mixed_up(steps: list[str]) -> FuncgaError:
@@ -151,21 +275,22 @@ def _mixed_up(steps: list[str]) -> FuncgaError:
     )
 
 
-def _shared(
-    progress: Progress, mine: Agreement | None, like: Callable[[Any], tuple[Outputs, list[Any]]] | None,
-    replicas: Replicas,
-) -> Agreement:  # fmt: skip
+# ------------------------------------------------------------- a first window in which a replica has nothing to fold
+
+
+def _shared(history: History, mine: Agreement | None, rebuild: Rebuild | None, replicas: Replicas) -> Agreement:
     """The Agreement, where some replicas have nothing to fold and have to be told what the others fold."""
     sent = None
     if mine is not None:
         # a tree of numbers, as a tree's structure alone does not pickle well
-        sent = _pickled((mine.outputs.structure_of(range(len(mine.leaves))), mine.leaves))
-    said = next(theirs for theirs in replicas.channel.gathered(sent) if theirs is not None)
+        sent = _pickled((mine.outputs.structure_of(range(len(mine.kinds))), mine.kinds))
+    said: bytes | str = next(theirs for theirs in replicas.channel.gathered(sent) if theirs is not None)
     problem = said if isinstance(said, str) else None
-    if problem is None and mine is None and like is not None:
+    if mine is None and rebuild is not None and isinstance(said, bytes):
         try:
-            outputs, leaves = like(pickle.loads(said))
-            mine = _added(progress, outputs, leaves, Layout(outputs), replicas)
+            outputs, leaves = rebuild(pickle.loads(said))
+            layout = Layout(outputs)
+            mine = history.keep(_proposal(_key(outputs, leaves), outputs, leaves, layout, replicas))
         except Exception as error:  # whatever the user's class raises
             problem = f"{type(error).__name__}: {error}"
     problems = [theirs for theirs in replicas.channel.gathered(problem) if theirs is not None]
@@ -180,16 +305,7 @@ def _shared(
     return mine
 
 
-def built(structure: Any, device: torch.device) -> tuple[Any, list[Any]]:
-    """A value like those of the others, of numbers that mean nothing, and its leaves."""
-    skeleton, kinds = structure
-    if any(kind is not None and kind[3] for kind in kinds):
-        raise FuncgaError("it lies on the devices of a mesh")
-    leaves = [None if kind is None else torch.empty_strided(*kind[:2], dtype=kind[2], device=device) for kind in kinds]
-    return trees.unflatten(trees.flatten(skeleton)[1], leaves), leaves
-
-
-def _pickled(structure: Any) -> bytes | str:
+def _pickled(structure: Structure) -> bytes | str:
     """The structure as bytes; if that cannot be, a text that says why."""
     try:
         data = pickle.dumps(structure)
@@ -199,83 +315,13 @@ def _pickled(structure: Any) -> bytes | str:
     return data
 
 
-def _added(progress: Progress, outputs: Outputs, likes: list[Any], layout: Layout, replicas: Replicas) -> Agreement:
-    """An Agreement on outputs with leaves like these, that the others have yet to agree to."""
-    description = _description(outputs, likes, replicas)
-    kinds = [None if x is None else (x.shape, local(x).stride(), x.dtype, is_placed(x)) for x in likes]
-    reduced: dict[int, Any] = {k: likes[i] for k, i in enumerate(outputs.reduced) if likes[i] is not None}
-    placed = {k: place_of(like) for k, like in reduced.items() if is_placed(like)}
-    for place in placed.values():
-        _check_parts(place, replicas)
-    reduced = {k: local(like) for k, like in reduced.items()}
-    # a scalar, as the loss, is not rounded to what is sent for gradients
-    exact = {k for k, like in reduced.items() if replicas.wire_dtype is not None and like.ndim == 0}
-    sums = {k for k, like in reduced.items() if k in layout.sums or _is_sum(layout.folds[k], like)} - exact
-    plan = planned(layout, reduced, sums, replicas.bucket_bytes)
-    own = {k: (tuple(like.shape), like.stride()) for k, like in reduced.items()}
-    made = Agreement(outputs, plan, own, placed, description, digest_of([*description.items()]), kinds)
-    kept = _kept(progress, replicas)
-    kept[:] = [*kept, made][-_KEPT:]
-    return made
-
-
-def _check_parts(place: Place, replicas: Replicas) -> None:
-    """Raises FuncgaError if the replicas hold different parts of one tensor, which would be added to each other."""
-    apart = ranks_apart(place, dist.get_process_group_ranks(replicas.group))
-    if apart:
-        raise FuncgaError(
-            f"across= names ranks {apart}, which hold different parts of one DTensor, {list(place.placements)} on "
-            f"{place.device_mesh}: merging would add one part to another. A DTensor is reduced over its own mesh "
-            f"without across=; name the axis of the mesh that copies lie on: across=mesh['dp']."
-        )
-
-
-def _is_sum(fold: LeafFold, like: torch.Tensor) -> bool:
-    """Whether what the fold holds of such a leaf is one array of its shape, and merged by adding it."""
-    if fold.fold.reducer.monoid.collective != "sum":
-        return False
-    held = fold.identity(torch.zeros_like(like, requires_grad=False))
-    return isinstance(held, torch.Tensor) and (held.shape, held.dtype) == (like.shape, fold.accumulator_dtype)
-
-
-def _like(leaf: Any, given: bool) -> Any:
-    """A leaf, or what has its shape: the strides that an accumulator keeps are those of parameters alone."""
-    leaf = arrays.as_array(leaf)
-    if is_placed(leaf) or leaf.is_contiguous():
-        return leaf
-    return torch.empty_like(leaf) if given else torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-
-
-def _same(outputs: Outputs, leaves: Sequence[Any], known: Agreement) -> bool:
-    a, b = outputs, known.outputs
-    alike = a.structure == b.structure and a.dtypes == b.dtypes and a.threads == b.threads
-    if not alike or any(_shape(a, i) != _shape(b, i) for i in range(len(a.shapes))):
-        return False
-    places = {k: place_of(leaves[i]) for k, i in enumerate(a.reduced) if is_placed(leaves[i])}
-    return places == known.placed
-
-
-def _shape(outputs: Outputs, i: int) -> Any:
-    """The shape of a leaf, without the rows of one that is collected."""
-    fold, shape = outputs.folds[i], outputs.shapes[i]
-    axis = None if fold is None else fold.fold.reducer.monoid.axis
-    if axis is None or shape is None:
-        return shape
-    return *shape[: axis % len(shape)], "rows", *shape[axis % len(shape) + 1 :]
-
-
-def _description(outputs: Outputs, likes: Sequence[Any], replicas: Replicas) -> dict[str, str]:
-    found = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as {replicas.wire_dtype or 'accumulated'}"}
-    for i, (path, fold) in enumerate(zip(outputs.paths, outputs.folds, strict=True)):
-        if fold is None:
-            found[path] = "None" if i not in outputs.threads else "an object"
-        if fold is not None and likes[i] is None:
-            found[path] = f"reduced by the module's wrapper ({fold.fold.name})"
-        if fold is None or likes[i] is None:
-            continue
-        shape = ", ".join(map(str, _shape(outputs, i) or ()))
-        dtypes = [str(d).removeprefix("torch.") for d in (outputs.dtypes[i], fold.accumulator_dtype, fold.result_dtype)]
-        summed = "" if dtypes[0] == dtypes[1] == dtypes[2] else f" summed as {dtypes[1]} to {dtypes[2]}"
-        strided = "" if likes[i].is_contiguous() else f" strided {likes[i].stride()}"
-        found[path] = f"{dtypes[0]}[{shape}]{strided}{summed} ({fold.fold.name})"
-    return found
+def rebuilt(structure: Structure, device: torch.device) -> tuple[Tree, list[torch.Tensor | None]]:
+    """A value like those of the others, of numbers that mean nothing, and its leaves."""
+    skeleton, kinds = structure
+    if any(kind is not None and kind.is_dtensor for kind in kinds):
+        raise FuncgaError("it lies on the devices of a mesh")
+    leaves = [
+        None if kind is None else torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=device)
+        for kind in kinds
+    ]
+    return trees.unflatten(trees.flatten(skeleton)[1], leaves), leaves

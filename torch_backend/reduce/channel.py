@@ -1,128 +1,236 @@
-"""The channel: a process group of funcga's own beside the one that was given, on the same processes.
-
-Only torch has this file: a program of XLA has one order of collectives.
+"""The channel: what the replicas of a group tell each other, beside the gradients that they add up.
 
 The collectives of one group have to be called in one order on all of its processes. A loss may call some in its
 backward pass, while gradients are sent, and with a branch in the loss the order differs from replica to replica. So
-what replicas say of their windows, and gradients on the CPU, travel over a group that nobody else uses. It is made
-once for each group that is given, with gloo, which needs no device: what the host knows never waits for one.
+headers, descriptions, and gradients on the CPU travel over a process group that nobody else uses. It is made once for
+each group that a user gives, with gloo, which needs no device: what the host knows never waits for one.
 """
 
 import atexit
+import hashlib
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from funcga.errors import FuncgaError
+from torch_backend import _private
+
+
+class Owed(Protocol):
+    """A window that an error has ended, while the others may still wait for a part of it."""
+
+    def settle(self) -> None:
+        """Sends that part, without waiting for anybody."""
+        ...
+
 
 class Channel:
-    """A group of our own on the processes of a given one. Its collectives are called in one order on all of them."""
+    """A group of funcga's own, on the processes of a given one."""
 
-    def __init__(self, group: Any):
+    def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.count = group, group.rank(), group.size()
-        self.owed: list[Any] = []  # windows that were given up, whose rest the others still wait for
+        self.owed: list[Owed] = []
 
-    def carrier(self, device: torch.device, given: Any) -> Any:
-        """The group that arrays on this device travel over: our own on the CPU, the given one elsewhere.
+    def carrier(self, device: torch.device, given: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The group that arrays on this device travel over: funcga's own on the CPU, the given one elsewhere.
 
         A second communicator of NCCL would take some 100 MB of each device.
         """
         return self.group if device.type == "cpu" else given
 
     def settle(self) -> None:
-        """Sends what is owed to the others of windows that an error has ended: they may still wait for it."""
+        """Sends what is owed to the others, before anything new."""
         while self.owed:
             self.owed.pop(0).settle()
 
-    def gathered(self, mine: Any) -> list[Any]:
-        """What each replica has said, in their order: any objects that can be pickled."""
+    def gathered(self, mine: object) -> list[Any]:
+        """What each replica says, in their order: any objects that can be pickled."""
         with explained():
             data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-            lengths = [int(n) for n in all_gathered(self.group, torch.tensor([data.numel()]))]
-            sent = torch.zeros(max(lengths), dtype=torch.uint8)
-            sent[: data.numel()] = data
-            said = all_gathered(self.group, sent)
-        return [pickle.loads(bytes(row[:n].tolist())) for row, n in zip(said, lengths, strict=True)]
+            lengths = [int(length) for length in all_gathered(self.group, torch.tensor([data.numel()]))]
+            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            padded[: data.numel()] = data
+            rows = all_gathered(self.group, padded)
+        return [pickle.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
 
 
-def all_gathered(group: Any, mine: torch.Tensor) -> Sequence[torch.Tensor]:
-    """An array of each process, in their order."""
-    found = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([found], [mine]).wait()
-    return found
+def all_gathered(group: dist.ProcessGroup, mine: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A tensor of each process, all of one shape, in their order."""
+    tensors = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([tensors], [mine]).wait()
+    return tensors
 
 
-def channel_if_any(group: Any) -> Channel | None:
+_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()  # a channel goes with its group
+atexit.register(_CHANNELS.clear)  # threads of gloo that outlive the interpreter may end the process with an abort
+
+
+def channel_if_any(group: dist.ProcessGroup) -> Channel | None:
     """The channel of a process group, if there is one."""
     return _CHANNELS.get(group)
 
 
-def channel_of(group: Any) -> Channel:
+def channel_of(group: dist.ProcessGroup) -> Channel:
     """The channel of a process group. When it is first asked for, every process of the group has to ask."""
     channel = _CHANNELS.get(group)
     if channel is None:
         with explained():
-            channel = _CHANNELS[group] = Channel(_own(group))
+            channel = _CHANNELS[group] = Channel(_private.group_of_our_own(group))
     return channel
 
 
-_CHANNELS: WeakKeyDictionary[Any, Channel] = WeakKeyDictionary()  # they go with the group that was given
-atexit.register(_CHANNELS.clear)  # threads of gloo that outlive the interpreter may end the process with an abort
+# ------------------------------------------------------------------------------------------- the header of a window
 
 
-def _own(group: Any) -> Any:
-    """A new group of the processes of this one.
+class Report(NamedTuple):
+    """What a replica says of its window. Each is a number that a float64 holds."""
 
-    torch.distributed.new_group would have to be called by all processes, and names groups by how many there are in a
-    process, which may differ. If torch no longer has what this is made of, it is the given group itself.
+    step: float  # a digest of the Step; 0 if it has none
+    begun: float  # windows of this step, with this one
+    finished: float
+    digest: float  # of what is folded; 0 without any micro-batch
+    agreed: float  # whether the replicas have agreed on that before
+    on_device: float  # whether some weights are counted on the device, and are not in `weight`
+    steps: float
+    weight: float
+    unit: float  # of the weighted sums; 0 if nothing was weighed
+    failed: float  # whether the replica has raised an error
+
+
+class Header:
+    """The reports of all replicas, under way: one small all_gather, over when the first gradients can be sent.
+
+    It begins before the last backward pass, when all of its numbers are known. What is wrong shows in it to all
+    replicas alike, so that all of them raise, in the same window.
     """
-    try:
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            "funcga", group.get_group_store()
+
+    def __init__(self, channel: Channel, mine: Report):
+        self._sent = torch.tensor(mine, dtype=torch.float64)
+        self._rows = torch.zeros(channel.count, len(mine), dtype=torch.float64)
+        self._work = channel.group.allgather([[*self._rows]], [self._sent])
+        self._reports: list[Report] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether the reports of all replicas are here."""
+        return bool(self._reports or self._work.is_completed())
+
+    def reports(self) -> list[Report]:
+        """Those of all replicas, in their order; waits for them."""
+        if not self._reports:
+            with explained():
+                self._work.wait()
+            self._reports = [Report(*row) for row in self._rows.tolist()]
+        return self._reports
+
+
+def check_in_step(reports: list[Report]) -> None:
+    """Raises FuncgaError if a replica has failed, or they merge different windows, or none has anything to fold."""
+    failed = [str(rank) for rank, report in enumerate(reports) if report.failed]
+    if failed:
+        raise FuncgaError(
+            f"rank {', '.join(failed[:8])} has raised an error in this window, and has nothing to merge. See what that "
+            f"process says, and let the error end all of them; or leave this window out on every rank."
         )
-        options = group._get_backend(torch.device("cpu" if _has_cpu(group) else "cuda")).options
-        backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=options._timeout)
-        own = dist.ProcessGroup(store, group.rank(), group.size())
-        own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        own._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    except (AttributeError, TypeError):
-        return group
-    return own
+    if len({(report.begun, report.finished) for report in reports}) > 1:
+        spelled = ", ".join(
+            f"rank {rank} begins window {report.begun:.0f} and has finished {report.finished:.0f}"
+            for rank, report in enumerate(reports[:8])
+        )
+        raise FuncgaError(
+            f"the replicas are out of step: {spelled}. One of them has left out a window that the others merged, "
+            f"as after an error or an interruption that was caught. Let an error end the process, or fold nothing in "
+            f"its place: an empty batch, or an empty window."
+        )
+    if not any(report.digest for report in reports):
+        raise nothing_to_fold()
 
 
-def _has_cpu(group: Any) -> bool:
-    return "cpu" in {device.type for device in group._device_types}
+def nothing_to_fold() -> FuncgaError:
+    """The error, on all replicas, for a window in which none of them has a micro-batch."""
+    return FuncgaError(
+        "no replica has a micro-batch to fold, so there is no gradient to return. Check the loaders, or that a "
+        "generator was not used up before."
+    )
+
+
+# ------------------------------------------------------------------------------------- descriptions that are compared
+
+
+def digest_of(description: object) -> int:
+    """A number of 53 bits, which a float64 holds, that is another for any other description, and never 0."""
+    return int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:8], "little") >> 11 or 1
+
+
+def check_alike(
+    mine: dict[str, str] | None, channel: Channel, problem: str, digests: Sequence[float] | None = None
+) -> None:
+    """Raises FuncgaError on every replica if two of them describe differently what stands at a path.
+
+    Args:
+        mine: A description for each path; None on a replica that has nothing to say.
+        channel: What the replicas tell each other over.
+        problem: What they do, for the error: "fold different structures".
+        digests: Those of all replicas, if they are known already; 0 of one that has nothing to say.
+    """
+    if digests is None:
+        digests = channel.gathered(0 if mine is None else digest_of([*mine.items()]))
+    if len({*digests} - {0}) <= 1:
+        return
+    descriptions = [(rank, theirs) for rank, theirs in enumerate(channel.gathered(mine)) if theirs is not None]
+    first, expected = descriptions[0]
+    for rank, theirs in descriptions[1:]:
+        differences = _differences(first, expected, rank, theirs)
+        if differences:
+            more = f"; and {len(differences) - 4} more" if differences[4:] else ""
+            raise FuncgaError(
+                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. "
+                f"They are merged leaf by leaf: build the model, the batch and the fold alike on every rank."
+            )
+
+
+def _differences(first: int, expected: dict[str, str], rank: int, theirs: dict[str, str]) -> list[str]:
+    """In which paths, or in which order of them, a rank differs from the first one."""
+    paths = [path for path in {**expected, **theirs} if expected.get(path) != theirs.get(path)]
+    if not paths and [*expected] != [*theirs]:
+        return [f"rank {rank} has the leaves of rank {first} in another order"]
+    here, there = f"on rank {first}", f"on rank {rank}"
+    return [
+        f"`{path}` is {expected.get(path, 'missing')} {here} and {theirs.get(path, 'missing')} {there}"
+        for path in paths
+    ]
+
+
+# ------------------------------------------------------------------------------------------- collectives of the user
 
 
 class Listener:
     """Tells whether collectives have been called since it was made: of one group, or of any."""
 
-    def __init__(self, group: Any = None):
+    def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
-        self.before = self._calls()
+        self.before = _private.collectives_called(group)
 
     @property
     def heard(self) -> bool:
         """Whether there were any; False if torch does not tell."""
-        return self._calls() != self.before
+        return _private.collectives_called(self.group) != self.before
 
     @property
     def is_silent(self) -> bool:
         """Whether there were none; False if torch does not tell."""
-        return self._calls() == self.before is not None
+        return _private.collectives_called(self.group) == self.before is not None
 
-    def _calls(self) -> int | None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return 0
-        try:
-            groups: Iterable[Any] = dist.distributed_c10d._world.pg_map if self.group is None else [self.group]
-            return sum([int(group._get_sequence_number_for_group()) for group in groups])
-        except (AttributeError, RuntimeError):
-            return None
+
+COULD_NOT_MERGE = (
+    "funcga: the replicas could not be merged. One of them has died, has raised an error of its own, or did not call "
+    "the step within the group's timeout; see what the other processes say."
+)
 
 
 @contextmanager
@@ -139,9 +247,3 @@ def is_of_a_collective(error: BaseException) -> bool:
     """Whether an error comes from torch's collectives, as far as it says."""
     unexplained = COULD_NOT_MERGE not in getattr(error, "__notes__", ())
     return unexplained and (isinstance(error, dist.DistError) or "gloo/" in str(error))
-
-
-COULD_NOT_MERGE = (
-    "funcga: the replicas could not be merged. One of them has died, has raised an error of its own, or did not call "
-    "the step within the group's timeout; see what the other processes say."
-)

@@ -32,10 +32,8 @@ from torch_backend.engine.recording import is_constant, recording_loss
 from torch_backend.engine.window import detached
 from torch_backend.modules.layers import called
 from torch_backend.reduce.agreement import Progress
-from torch_backend.reduce.channel import COULD_NOT_MERGE, is_of_a_collective
-from torch_backend.reduce.header import Header, nothing_to_fold
-from torch_backend.reduce.reduction import absent, count_window, merged
-from torch_backend.replicas import Replicas
+from torch_backend.reduce.channel import COULD_NOT_MERGE, is_of_a_collective, nothing_to_fold
+from torch_backend.reduce.reduction import Reduction
 from torch_backend.wrapped.groups import groups_of
 
 if TYPE_CHECKING:
@@ -58,13 +56,12 @@ class Driven:
         self.program, self.gradient, self.backend, self.alone = program, gradient, backend, alone
         self.driver, self.parts = gradient.driver, gradient.parts
         self.stack, self.waiting, self.last = ExitStack(), ExitStack(), False
-        self.groups = groups_of(program.across, gradient.driver)
-        self.progress, self.graphs = program.keep(Progress, program.step), program.keep(Graphs)
-        count_window(self.progress)
-        # those that a replica without any micro-batch can merge with too
-        self.replicas: Replicas | None = None if self.driver.name or not self.groups else self.groups[0]
+        groups, progress = groups_of(program.across, gradient.driver), program.keep(Progress, program.step)
+        self.reductions = [Reduction(progress, replicas) for replicas in groups]
+        self.graphs = program.keep(Graphs)
+        # the one that a replica without any micro-batch can take part in too
+        self.reduction = None if self.driver.name or not groups else self.reductions[0]
         self.buffers: Buffers | None = None
-        self.header: Header | None = None  # of a replica without any micro-batch
         self.unreached = False  # whether a loss may have come to no parameter though it should have
 
     def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
@@ -192,12 +189,11 @@ class Driven:
 
     def unfed(self, arguments: Arguments, state: list[Any]) -> Any:
         """The result on a replica that has no micro-batch in this window, and takes part in the reduction."""
-        assert self.replicas is not None
+        assert self.reduction is not None
         with self:
             bound = lambda value: self.program.bind((value[0], self.params), arguments)[0]
             device = next((p.device for p in self.params.values()), torch.device("cpu"))
-            absence, agreement = absent(self.progress, bound, device, self.replicas)
-            outputs, self.header = agreement.outputs, absence.header
+            outputs = self.reduction.take_part(bound, device)
             head = [None] * (len(outputs.folds) - len(self.params))
             self.plan = self._plan(None, outputs, head)
             self.buffers = Buffers(self.plan.layout)
@@ -218,7 +214,9 @@ class Driven:
                 self._place(own)
             likes = [k if k is None else torch.empty(k[0], dtype=k[1], device=k[2]) for k in self.plan.kinds]
             leaves = likes + (self.plan.nothing if self.driver.name else own)
-            state = merged(self.progress, buffers, leaves, state, self.groups, self.header)
+            for reduction in self.reductions:
+                reduction.begin(buffers, leaves)
+                state = reduction.finish(state)
             if not buffers.steps:
                 raise nothing_to_fold()
             if self.driver.name:

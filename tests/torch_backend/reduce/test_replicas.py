@@ -393,7 +393,7 @@ def counted():
         yield mode.calls
 
 
-HEADER = ("allgather_", torch_backend.reduce.header.NBYTES)
+HEADER = ("allgather_", 8 * len(torch_backend.reduce.channel.Report._fields))
 
 
 def deep(params, x):
@@ -413,12 +413,12 @@ def sends(group, count, n, options, calls=2):
     step = funcga.accumulate(funcga.value_and_grad(deep), n, across=Replicas(group, **options))
     early, found = [], []
     with counted() as sent:
-        real, done = torch_backend.reduce.reduction.Reduction.finish, torch_backend.reduce.header.Header.done
+        real, done = torch_backend.reduce.reduction.Reduction.finish, torch_backend.reduce.channel.Header.done
         # as if the other replicas were as far: a bucket is sent only then
-        torch_backend.reduce.header.Header.done = property(lambda header: bool(header.reports()))
+        torch_backend.reduce.channel.Header.done = property(lambda header: bool(header.reports()))
 
         def finish(self, state):
-            early.append(len(self.sent))
+            early.append(self.sums.sent)
             return real(self, state)
 
         torch_backend.reduce.reduction.Reduction.finish = finish
@@ -428,7 +428,7 @@ def sends(group, count, n, options, calls=2):
                 step(params, x)
                 found.append(list(sent))
         finally:
-            torch_backend.reduce.reduction.Reduction.finish, torch_backend.reduce.header.Header.done = real, done
+            torch_backend.reduce.reduction.Reduction.finish, torch_backend.reduce.channel.Header.done = real, done
     return found, early
 
 
@@ -457,9 +457,9 @@ def test_buckets_are_sent_while_the_last_backward_pass_runs():
 def test_the_dtype_on_the_wire():
     for calls, _ in processes().run(sends, 4, 2, {"wire_dtype": torch.bfloat16}, size=2):
         gradient = 2 * 4 * (64 * 64 + 64)
-        assert [name for name, _ in calls[1]] == ["allgather_", "allreduce_", "allgather_"]
+        assert [name for name, _ in calls[1]] == ["allgather_", "allreduce_", "allreduce_"]
         assert gradient <= calls[1][1][1] <= gradient + 256
-        assert calls[1][2][1] == 4  # the loss, which is not rounded
+        assert calls[1][2][1] == 8  # the loss, which is not rounded, and the mark of an error
 
 
 def rounds(group):

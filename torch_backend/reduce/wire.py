@@ -1,0 +1,239 @@
+"""The wire: how leaves travel between replicas. Sums go in buckets, each one all_reduce; anything else as bytes.
+
+Sums are accumulated in the memory of the buckets itself, so that nothing is copied before it is sent. Leaves that are
+no sums, such as moments or collected rows, are gathered, and combined in the order of the replicas.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from funcga._fold.leaf import LeafFold
+
+_ALIGNED = 16  # elements: each leaf begins at a multiple of these, as kernels like it
+
+
+class Slot(NamedTuple):
+    """Where a bucket holds a leaf; `leaf` is its index among those that are reduced."""
+
+    leaf: int
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_complex: bool  # then the last axis has the real and the imaginary parts, as not every carrier adds complex ones
+
+
+class Bucket(NamedTuple):
+    """Leaves of one dtype on one device, which are added over the replicas together; `wire` is what they are sent as.
+
+    `length` counts elements.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    wire: torch.dtype
+    slots: tuple[Slot, ...]
+    length: int
+
+
+class Plan(NamedTuple):
+    """How each reduced leaf travels. It follows from what is folded, so it is the same on every replica.
+
+    `gathered` has the shapes of the leaves that are no sums.
+    """
+
+    buckets: tuple[Bucket, ...]
+    gathered: dict[int, tuple[int, ...]]
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything travels from that is in no bucket."""
+        return self.buckets[-1].device
+
+
+def planned(
+    folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], sums: Collection[int], bucket_bytes: int,
+    wire_dtype: torch.dtype | None,
+) -> Plan:  # fmt: skip
+    """The Plan for leaves like these, of which `sums` are merged by adding them.
+
+    Autograd has the gradients of the last layer first, so that is the order. Scalars, such as the loss, come last: no
+    bucket of gradients waits for them.
+    """
+    groups: dict[tuple[torch.dtype, torch.device, torch.dtype], list[int]] = {}
+    for leaf in sorted(sums, key=lambda leaf: (likes[leaf].ndim == 0, -leaf)):
+        dtype: torch.dtype = folds[leaf].accumulator_dtype
+        # scalars and counts are never rounded
+        is_exact = likes[leaf].ndim == 0 or not dtype.is_floating_point
+        dtype = dtype.to_real() if dtype.is_complex else dtype
+        wire = dtype if wire_dtype is None or is_exact else wire_dtype
+        groups.setdefault((dtype, likes[leaf].device, wire), []).append(leaf)
+    buckets = [
+        Bucket(dtype, device, wire, *part)
+        for (dtype, device, wire), leaves in groups.items()
+        for part in _cut({leaf: _accumulator(folds[leaf], likes[leaf]) for leaf in leaves}, bucket_bytes)
+    ]
+    if not buckets:  # an empty one, for the mark of an error
+        device = next((like.device for like in likes.values()), torch.device("cpu"))
+        buckets = [Bucket(torch.float32, device, torch.float32, (), 0)]
+    return Plan(tuple(buckets), {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in sums})
+
+
+def _accumulator(fold: LeafFold, like: torch.Tensor) -> torch.Tensor:
+    """What a fold accumulates of a leaf like this one, without memory."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=fold.accumulator_dtype, device="meta")
+
+
+def _cut(accumulators: Mapping[int, torch.Tensor], bucket_bytes: int) -> Iterator[tuple[tuple[Slot, ...], int]]:
+    """The slots and the length of each bucket: as many leaves as go into so many bytes, one at least."""
+    slots: list[Slot] = []
+    end = 0
+    for leaf, accumulator in accumulators.items():
+        real = torch.view_as_real(accumulator) if accumulator.is_complex() else accumulator
+        start = -(-end // _ALIGNED) * _ALIGNED
+        if slots and (start + real.numel()) * real.itemsize > bucket_bytes:
+            yield tuple(slots), end
+            slots, start = [], 0
+        slots.append(Slot(leaf, start, tuple(real.shape), real.stride(), accumulator.is_complex()))
+        end = start + real.numel()
+    yield tuple(slots), end
+
+
+class Sums:
+    """The sums of one window in the memory of their buckets, and those buckets that are under way.
+
+    Buckets are sent in the order of the plan, so that all replicas send in one order. The last one has one element
+    more: the mark, which is not 0 in the sum if any replica has raised an error.
+    """
+
+    def __init__(self, plan: Plan):
+        self.buckets = plan.buckets
+        last = len(plan.buckets) - 1
+        self._memory = [
+            torch.zeros(bucket.length + (index == last), dtype=bucket.dtype, device=bucket.device)
+            for index, bucket in enumerate(plan.buckets)
+        ]
+        self.views = {
+            slot.leaf: _view(memory, slot)
+            for bucket, memory in zip(plan.buckets, self._memory, strict=True)
+            for slot in bucket.slots
+        }
+        self.mark = self._memory[-1][-1]
+        self._bucket_of = {slot.leaf: index for index, bucket in enumerate(plan.buckets) for slot in bucket.slots}
+        self._incomplete = [{slot.leaf for slot in bucket.slots} for bucket in plan.buckets]
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+
+    @property
+    def sent(self) -> int:
+        """How many buckets have been sent."""
+        return len(self._sent)
+
+    @property
+    def left(self) -> int:
+        """How many have not."""
+        return len(self.buckets) - len(self._sent)
+
+    def complete(self, leaf: int) -> None:
+        """Says that nothing more will be added to a leaf."""
+        if leaf in self._bucket_of:
+            self._incomplete[self._bucket_of[leaf]].discard(leaf)
+
+    @property
+    def next_is_complete(self) -> bool:
+        """Whether the next bucket can be sent before the window ends. The last one, with the mark, cannot."""
+        return self.left > 1 and not self._incomplete[self.sent]
+
+    def send(self, carrier: dist.ProcessGroup, reduced: list[object], scaled: Collection[int], factor: float) -> None:
+        """Sends the next bucket, with what `reduced` holds of its leaves, which it holds in the bucket from then on.
+
+        Sums that are `scaled` are multiplied by the factor.
+        """
+        bucket, memory = self.buckets[self.sent], self._memory[self.sent]
+        views = {slot.leaf: self.views[slot.leaf] for slot in bucket.slots}
+        for leaf, view in views.items():
+            accumulated = reduced[leaf]
+            if isinstance(accumulated, torch.Tensor) and accumulated is not view:
+                view.copy_(accumulated)
+            reduced[leaf] = view
+        weighted = [view for leaf, view in views.items() if leaf in scaled]
+        if factor != 1 and weighted:
+            torch._foreach_mul_(weighted, factor)
+        sent = memory.to(bucket.wire)
+        self._sent.append((carrier.allreduce([sent]), sent))
+
+    def wait(self) -> None:
+        """Waits for all buckets, which then hold the sums of all replicas."""
+        for (work, sent), memory in zip(self._sent, self._memory, strict=True):
+            work.wait()
+            if sent is not memory:
+                memory.copy_(sent)
+
+
+def _view(memory: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The leaf of a slot, in the memory of its bucket."""
+    real = memory.as_strided(slot.shape, slot.stride, slot.start)
+    return torch.view_as_complex(real) if slot.is_complex else real
+
+
+# The shape and the dtype of an array.
+Kind = tuple[Sequence[int], torch.dtype]
+
+
+def nbytes(kinds: Sequence[Kind]) -> int:
+    """How long arrays of these kinds are together."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
+
+
+def as_bytes(array: torch.Tensor) -> torch.Tensor:
+    """The elements of an array as uint8[nbytes], in its own memory if that is contiguous."""
+    whole = array.detach().resolve_conj().resolve_neg().contiguous()
+    # torch calls an array of one element contiguous, or of none, whatever its strides
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+def pack(arrays: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The bytes of the arrays, one after the other, on the device."""
+    return torch.cat([as_bytes(array).to(device) for array in arrays])
+
+
+def unpack(data: torch.Tensor, kinds: Sequence[Kind]) -> list[torch.Tensor]:
+    """The arrays of these kinds that uint8[nbytes] holds, in memory of their own."""
+    arrays, start = [], 0
+    for shape, dtype in kinds:
+        end = start + nbytes([(shape, dtype)])
+        # a copy begins where elements of any size may begin
+        arrays.append(data[start:end].clone().view(dtype).view(tuple(shape)))
+        start = end
+    return arrays
+
+
+def gather(
+    carrier: dist.ProcessGroup, device: torch.device, arrays: Sequence[torch.Tensor],
+    rows: Sequence[Sequence[int]] | None = None,
+) -> Callable[[], list[list[torch.Tensor]]]:  # fmt: skip
+    """Begins one all_gather of arrays of any dtypes. The function that it returns waits for those of every replica.
+
+    Args:
+        carrier: The group that they travel over.
+        device: Where they travel from.
+        arrays: Those of this replica.
+        rows: For each replica, how many rows each of its arrays has; without, all replicas have the same shapes.
+    """
+    count = carrier.size()
+    kinds: list[list[Kind]] = [[(array.shape, array.dtype) for array in arrays]] * count
+    if rows is not None:
+        kinds = [[((n, *array.shape[1:]), array.dtype) for n, array in zip(own, arrays, strict=True)] for own in rows]
+    packed = pack(arrays, device)
+    sent = packed.new_zeros(max(map(nbytes, kinds)))
+    sent[: packed.numel()] = packed
+    received = [torch.empty_like(sent) for _ in range(count)]
+    work = carrier.allgather([received], [sent])
+
+    def wait() -> list[list[torch.Tensor]]:
+        work.wait()
+        return [unpack(data, own) for data, own in zip(received, kinds, strict=True)]
+
+    return wait
