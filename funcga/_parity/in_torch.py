@@ -60,8 +60,8 @@ def over_replicas(step: Callable[..., Tree], arguments: Arguments, rows: list[in
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         rank = dist.get_rank()
-        found = step(across=dist.group.WORLD)(*arguments.cut(sum(rows[:rank]), rows[rank], []))
-        return found if rank == 0 else None
+        result = step(across=dist.group.WORLD)(*arguments.cut(sum(rows[:rank]), rows[rank], []))
+        return result if rank == 0 else None
     finally:
         dist.destroy_process_group()
 
