@@ -15,7 +15,7 @@ from funcga._parity.problems import Choice
 from funcga._parity.replicas import over_replicas
 from funcga._parity.sides import Folded, Result, Side, fold_by_hand, fold_in_framework
 from funcga._parity.training import Trajectory, train
-from funcga._verify.verdict import Verdict
+from funcga._verify.verify import Verdict
 
 K = TypeVar("K")
 T = TypeVar("T")

@@ -26,8 +26,7 @@ from funcga._trees import interop
 from funcga._trees.match import match
 from funcga._trees.paths import paths_and_leaves
 from funcga._types import Array, Dtype, Scalar, Tree
-from funcga._verify.verdict import Verdict
-from funcga._verify.verify import verify
+from funcga._verify.verify import Verdict, verify
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, sum
 from funcga.rules import Rule
