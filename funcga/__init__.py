@@ -6,8 +6,6 @@
 Importing it imports neither framework; the arrays of a call decide which one runs.
 """
 
-from typing import TYPE_CHECKING
-
 from funcga import monoids as monoids
 from funcga import normalizers as normalizers
 from funcga import reducers as reducers
@@ -42,6 +40,7 @@ from funcga._trees.interop import to_torch as to_torch
 from funcga._trees.match import from_state_dict as from_state_dict
 from funcga._trees.match import match as match
 from funcga._trees.match import to_state_dict as to_state_dict
+from funcga._verify.verify import verify as verify
 from funcga.errors import FuncgaError as FuncgaError
 from funcga.folds import Fold as Fold
 from funcga.folds import carry as carry
@@ -61,16 +60,4 @@ from funcga.normalizers import Pooled as Pooled
 from funcga.reducers import Reducer as Reducer
 from funcga.rules import Rule as Rule
 
-if TYPE_CHECKING:
-    from funcga._verify.verify import verify as verify
-
 __version__ = "0.1.0"
-
-
-def __getattr__(name: str) -> object:
-    if name != "verify":  # which needs NumPy, so that it loads when it is used
-        raise AttributeError(f"module 'funcga' has no attribute {name!r}")
-    from funcga._verify.verify import verify
-
-    globals()[name] = verify
-    return verify

@@ -3,6 +3,7 @@
 from funcga._backend.protocols import Backend
 from jax_backend import arrays, dlpack, gradients, loop, replicas, sums, trees
 from jax_backend import multi_steps as transforms
+from jax_backend.gradients import apply_updates as apply_updates
 from jax_backend.hlo import Collective as Collective
 from jax_backend.hlo import collectives as collectives
 from jax_backend.multi_steps import state_specs as state_specs
@@ -11,7 +12,6 @@ from jax_backend.randomness import sampled as sampled
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replicated import replicated as replicated
 from jax_backend.scan_layers import folded_in_place as folded_in_place
-from jax_backend.updates import apply_updates as apply_updates
 
 __all__ = [
     "Collective",

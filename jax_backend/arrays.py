@@ -1,8 +1,8 @@
 """The facts about arrays of this framework that the mathematics needs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,26 @@ from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga._fold.tally import two_sum
+from funcga._types import Array, Dtype, Scalar
+from jax_backend import _private
+
+if TYPE_CHECKING:
+    from jax.core import ShapedArray
 
 xp = jnp
 
 
-def owns(leaf: Any) -> bool:
+def owns(leaf: object) -> bool:
     """Whether only this framework can have made the leaf."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Whether the leaf can be split and folded as it is."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
 
 
-def as_array(leaf: Any) -> Any:
+def as_array(leaf: Array) -> Array:
     """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
     if is_array(leaf):
         return leaf
@@ -35,13 +40,13 @@ def as_array(leaf: Any) -> Any:
     raise TypeError(type(leaf).__name__)
 
 
-def placed(array: jax.Array, like: Any) -> jax.Array:
+def placed(array: jax.Array, like: Array) -> jax.Array:
     """The array where another one of its shape lies."""
     # What is committed to a device cannot meet an array on a mesh, and is another program to compile.
     return jax.device_put(array, like.sharding) if isinstance(like, jax.Array) and like.committed else array
 
 
-def describe(leaf: Any) -> str:
+def describe(leaf: Array) -> str:
     """`float32[8, 3]`, or the type of what is no array."""
     if is_array(leaf):
         kind_of = "a NumPy array " if isinstance(leaf, np.ndarray | np.generic) else ""
@@ -50,7 +55,7 @@ def describe(leaf: Any) -> str:
     return "None" if leaf is None else f"of type {type(leaf).__name__}"
 
 
-def kind(dtype: Any) -> str:
+def kind(dtype: Dtype) -> str:
     """'bool', 'int', 'float', 'complex' or 'other'."""
     return next((name for name, kinds in _KINDS.items() if jnp.issubdtype(dtype, kinds)), "other")
 
@@ -58,15 +63,15 @@ def kind(dtype: Any) -> str:
 _KINDS = {"bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
 
 
-def as_dtype(dtype: Any) -> Any:
+def as_dtype(dtype: Dtype) -> Dtype:
     """The dtype of this name; TypeError if the framework has none."""
-    found = jnp.dtype(dtype)
-    if found != jax.dtypes.canonicalize_dtype(found):
+    named = jnp.dtype(dtype)
+    if named != jax.dtypes.canonicalize_dtype(named):
         raise TypeError('64-bit types are switched off: jax.config.update("jax_enable_x64", True)')
-    return found
+    return named
 
 
-def accumulator_dtype(dtype: Any) -> Any:
+def accumulator_dtype(dtype: Dtype) -> Dtype:
     """The dtype that sums of this dtype are held in: at least 32 bits."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.dtype("float32") if dtype.itemsize < 4 else dtype
@@ -75,45 +80,43 @@ def accumulator_dtype(dtype: Any) -> Any:
     return dtype
 
 
-def cast(array: Any, dtype: Any) -> Any:
+def cast(array: Array, dtype: Dtype) -> jax.Array:
     """The array in another dtype."""
     return jnp.asarray(array, dtype=dtype)
 
 
-def slice(array: Any, axis: int, start: Any, size: int) -> jax.Array:
+def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
     """`size` rows from `start` on, along an axis."""
-    return lax.dynamic_slice_in_dim(_gathered(jnp.asarray(array), axis, size), start, size, axis)
+    array = jnp.asarray(array)
+    if any(jax.typeof(array).sharding.spec):
+        array = _gathered(array, axis, size)
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
 def _gathered(array: jax.Array, axis: int, size: int) -> jax.Array:
-    """The array whole along an axis, if that is an Explicit one that so many rows cannot be sharded over."""
-    sharding: Any = jax.typeof(array).sharding
-    names = sharding.spec[axis] if any(sharding.spec) else None
-    if (
-        names is None
-        or size % prod(sharding.mesh.shape[n] for n in (names if isinstance(names, tuple) else (names,))) == 0
-    ):
+    """The array whole along an axis, if that lies over Explicit axes of a mesh that so many rows cannot lie over."""
+    sharding = jax.typeof(array).sharding
+    if size % devices_along(sharding, axis) == 0:
         return array
     entries = [*sharding.spec]
     entries[axis] = None
-    spec: Any = PartitionSpec(*entries)  # type: ignore[no-untyped-call]
-    whole: jax.Array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))  # type: ignore[no-untyped-call]
+    whole: jax.Array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec(*entries)))  # type: ignore[no-untyped-call]
     return whole
 
 
-def scalar(weight: Any) -> Any:
+def scalar(weight: Scalar) -> Scalar:
     """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
-    if isinstance(weight, jax.core.Tracer) or not isinstance(weight, jax.Array):
+    if _private.is_traced(weight) or not isinstance(weight, jax.Array):
         return weight
     return weight.item() if {device.platform for device in weight.devices()} == {"cpu"} else weight
 
 
-def limbs(weight: Any) -> tuple[Any, ...]:
+def limbs(weight: Scalar) -> tuple[jax.Array, ...]:
     """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
     return addends(weight, wide=jax.dtypes.canonicalize_dtype(np.float64) == np.float64)
 
 
-def addends(weight: Any, wide: bool) -> tuple[Any, ...]:
+def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
     """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
     if wide:
         return (jnp.asarray(weight, dtype=jnp.float64),)
@@ -131,7 +134,7 @@ def addends(weight: Any, wide: bool) -> tuple[Any, ...]:
     return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
 
 
-def integer(number: Any) -> jax.Array:
+def integer(number: Scalar) -> jax.Array:
     """A count as a 0-d int32 array."""
     return jnp.asarray(number, dtype=jnp.int32)
 
@@ -142,22 +145,84 @@ def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
     return jnp.array(array, copy=True) if any(array is other for other in others) else array
 
 
-def stored(array: Any) -> Any:
+def stored(array: Array) -> Array:
     """The array as one of numbers, which any file format takes: of random keys, their data."""
     return jax.random.key_data(array) if _is_key(array) else array
 
 
-def restored(numbers: Any, like: Any) -> Any:
+def restored(numbers: Array, like: Array) -> Array:
     """What was stored of an array like this one."""
     if not _is_key(like) or _is_key(numbers):
         return numbers
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(like))
 
 
-def _is_key(array: Any) -> bool:
+def _is_key(array: object) -> bool:
     return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def count(steps: int) -> jax.Array:
     """A number of steps in the type that a loop can carry."""
     return jnp.asarray(steps, dtype=jnp.int32)
+
+
+# -- types: how an array is sharded over the Explicit axes of a mesh, and varies over the manual ones of shard_map
+
+
+def zeros(aval: "ShapedArray") -> jax.Array:
+    """Zeros of a type."""
+    return as_varying(lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding), varying_axes(aval))
+
+
+def typed(array: jax.Array, aval: "ShapedArray") -> jax.Array:
+    """The array sharded and varying as a type says, for a loop that makes it so."""
+    if jax.typeof(array).sharding != aval.sharding and not aval.sharding.mesh.empty:
+        array = jax.sharding.reshard(array, aval.sharding)  # type: ignore[no-untyped-call]
+    return as_varying(array, varying_axes(aval))
+
+
+def alike(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """The parts of one array sharded as that of them which is sharded over the fewest Explicit axes."""
+    types = [jax.typeof(part) for part in parts]
+    least = min(types, key=lambda aval: sum(entry is not None for entry in aval.sharding.spec))
+    return [typed(part, least) for part in parts]
+
+
+def as_varying(array: jax.Array, names: Iterable[str]) -> jax.Array:
+    """The array marked as one that may differ along these mesh axes."""
+    manual = manual_axes()
+    return _private.cast_varying(array, [name for name in names if name in manual]) if manual else array
+
+
+def varying_axes(aval: "ShapedArray") -> frozenset[str]:
+    """The mesh axes along which an array of this type may differ."""
+    varying = _private.varying(aval)
+    return manual_axes() if varying is None else varying
+
+
+def typed_axes(names: Iterable[str]) -> frozenset[str]:
+    """Those of the mesh axes along which types say whether an array differs.
+
+    They do not along an axis of vmap, and nowhere in shard_map(check_vma=False).
+    """
+    return frozenset(name for name in names if name in varying_axes(jax.typeof(lax.axis_index(name))))
+
+
+def manual_axes() -> frozenset[str]:
+    """The axes that have replicas in the types of arrays: those of shard_map, not those of vmap."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def axis_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of the mesh axes in an entry of a PartitionSpec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def devices_along(sharding: NamedSharding, axis: int) -> int:
+    """How many devices an axis of an array lies over, one part on each."""
+    return prod(sharding.mesh.shape[name] for name in axis_names(sharding.spec[axis]))
+
+
+def spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
+    """A PartitionSpec."""
+    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]

@@ -1,45 +1,96 @@
-"""The transforms from a loss to its gradient."""
-
-from collections.abc import Callable
-from typing import Any
+"""The transforms from a loss to its gradient, and updates applied to parameters."""
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jax_backend import nnx
+from funcga._backend.prefixes import leaf_paths
+from funcga._types import Array, GradFn, LossFn, Tree
+from funcga.errors import FuncgaError
+from jax_backend import _private, arrays, trees
 
 
-def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def grad(loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> GradFn:
     """A function that returns grads, or (grads, aux)."""
     return jax.grad(loss_fn, argnums=argnums, has_aux=has_aux)
 
 
-def value_and_grad(
-    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+def value_and_grad(loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> GradFn:
     """A function that returns (value, grads), or ((value, aux), grads)."""
     return jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
 
 
 def depends(loss: jax.Array) -> bool | None:
     """Whether a loss depends on what the innermost transform, one of these, differentiates it by."""
-    found = []
+    tangents_seen = []
 
+    # A function whose derivative JAX asks for now: the tangent of the loss is a symbolic zero where it is a constant.
     @jax.custom_jvp
-    def seen(x: Any) -> Any:
+    def seen(x: jax.Array) -> jax.Array:
         return x
 
-    def rule(primals: Any, tangents: Any) -> Any:
-        found.append(not isinstance(tangents[0], SymbolicZero))
+    def rule(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        tangents_seen.append(not isinstance(tangents[0], SymbolicZero))
         return primals[0], tangents[0]
 
     seen.defjvp(rule, symbolic_zeros=True)
     seen(loss)
-    if any(found):
+    if any(tangents_seen):
         return True
-    return False if isinstance(loss, jax.core.Tracer) or abs(float(loss)) > 0 else None
+    return False if _private.is_traced(loss) or abs(float(loss)) > 0 else None
 
 
-def check_params(params: Any) -> None:
+def check_params(params: Tree) -> None:
     """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
-    nnx.check_trained(params)
+    if trees.has_nnx():
+        trees.check_trained(params)
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """The parameters with the updates added, in the parameters' dtypes.
+
+    It is `optax.apply_updates` for code that does without optax, and takes updates of another dtype than the
+    parameter's: the sum is computed in the wider of both.
+
+    Args:
+        params: A tree of arrays. Where it has None, it stays None.
+        updates: A tree of the same structure, as `tx.update` returns it. Where it has None, the parameter stays.
+
+    Returns:
+        A tree like params.
+
+    Raises:
+        FuncgaError: if the two have different structures, or an update has another shape than its parameter.
+
+    Example:
+        >>> updates, state = tx.update(grads, state, params)
+        >>> params = jax_backend.apply_updates(params, updates)
+    """
+    leaves, structure = trees.flatten(params, _is_none)
+    additions, updates_structure = trees.flatten(updates, _is_none)
+    if updates_structure != structure:
+        raise FuncgaError(
+            f"params and updates have different structures: {structure} and {updates_structure}. Pass what tx.update "
+            f"returned for these params."
+        )
+    for leaf_index, (param, update) in enumerate(zip(leaves, additions, strict=True)):
+        if update is not None and jnp.shape(param) != jnp.shape(update):
+            path = leaf_paths(params, trees)[leaf_index] if None not in leaves else f", leaf {leaf_index}"
+            raise FuncgaError(
+                f"`updates{path}` is {arrays.describe(update)}, and `params{path}` is {arrays.describe(param)}. An "
+                f"update has its parameter's shape: updates, state = tx.update(grads, state, params), of these params."
+            )
+    return trees.unflatten(structure, [_applied(*pair) for pair in zip(leaves, additions, strict=True)])
+
+
+def _is_none(leaf: Tree) -> bool:
+    return leaf is None
+
+
+def _applied(param: Array, update: Array) -> Array:
+    if param is None or update is None:
+        return param
+    param, update = jnp.asarray(param), jnp.asarray(update)
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jnp.promote_types(param.dtype, update.dtype)
+    return (param.astype(wide) + update.astype(wide)).astype(param.dtype)

@@ -1,8 +1,9 @@
-"""The loop over the micro-batches."""
+"""The loop over the micro-batches: a scan over those of one size, whose carry is what has been folded."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,85 +17,128 @@ from funcga._call.program import Program
 from funcga._fold import tally
 from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
+from funcga._fold.tally import Tally
 from funcga._fold.weight import LEAST32, MOST32, check_narrow
 from funcga._grad import bound
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
-from jax_backend import accumulators, arrays, compilation, dlpack, nnx, trees
-from jax_backend import scan_layers as stacked
-from jax_backend import sharded_rows as blocks
-from jax_backend.accumulators import Places
-from jax_backend.compilation import Static, compiled
-from jax_backend.merging import Folded, merge, varying
-from jax_backend.replicas import replicas_of, unmerged
+from jax_backend import arrays, dlpack, sharding, trees
+from jax_backend._private import is_tracing
+from jax_backend.merge import Folded, merge
+from jax_backend.replicas import Replicas, is_merged, merging, varying
+from jax_backend.scan_layers import Gradient, Into, folded, in_place
+from jax_backend.sharding import Spread
+from jax_backend.trees import Static, split
+
+if TYPE_CHECKING:
+    from jax.core import ShapedArray
+    from jax.extend.core import ClosedJaxpr
+
+Args: TypeAlias = tuple[Tree, ...]
+Kwargs: TypeAlias = dict[str, Tree]
+
+# -- calls outside of jit are compiled
 
 
-def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
+def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Callable[..., Tree]:
+    """The function, jitted for calls outside of any trace: arrays are traced and every other argument is static.
+
+    Inside jit, vmap, grad or shard_map it is called as it is.
+    Raises FuncgaError for an argument that is neither an array nor hashable.
+    """
+    jitted = _jitted(function, keep_unused=keep_unused)
+
+    def call(*args: Tree) -> Tree:
+        return function(*args) if is_tracing() else jitted(*args)
+
+    return call
+
+
+def _jitted(function: Callable[..., Tree], *, inline: bool = False, keep_unused: bool = False) -> Callable[..., Tree]:
+    def run(static: Static, arrays: Sequence[jax.Array]) -> Tree:
+        return function(*static.tree(arrays))
+
+    jitted = jax.jit(run, static_argnums=0, inline=inline, keep_unused=keep_unused)
+    return lambda *args: jitted(*split(args))
+
+
+# -- accumulate
+
+
+class Carry(NamedTuple):
+    """What a loop carries: what is reduced of each leaf, how much of it there is, and the state that is threaded."""
+
+    reduced: list[Tree]
+    total: Tally | None  # None in a loop whose weights are known before
+    state: list[jax.Array]
+
+
+def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    fold = _kept(program, "accumulate", lambda: compiled(_accumulate(bound(program, backend), backend)))
+    # What is traced once may close over values of the running trace, so there it is made anew.
+    fold = _Accumulate(program, backend) if is_tracing() else program.keep(_Accumulate, program, backend)
     if program.across is not None or jax.device_count() == 1:
-        return lambda args, kwargs: fold(args, kwargs, 1, None)
+        return partial(fold.run, Spread())
     # here, as inside jit an array does not say where it lies
-    return lambda args, kwargs: fold(
-        args, kwargs, blocks.blocks_of(program.read(args, backend)), accumulators.places(args)
-    )
+    return lambda args, kwargs: fold.run(sharding.spread_of(args, program.read(args, backend)), args, kwargs)
 
 
-def _kept(program: Program, name: str, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """What is made once and kept with what it has traced; inside of a trace, made for this call alone."""
-    if compilation.is_tracing():
-        return make()
-    kept = program.keep(_Traced)
-    if name not in kept:
-        kept[name] = make()
-    return kept[name]
+class _Accumulate:
+    """What is kept of a step of `accumulate`: its fold, with all that it has been traced for."""
+
+    def __init__(self, program: Program, backend: Backend):
+        self.run = compiled(partial(_merged, bound(program, backend), backend))
 
 
-class _Traced(dict[str, Callable[..., Any]]):
-    """The functions that are made of a step once, by their names, with what each has traced."""
+def _merged(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
+    if not is_merged(program.across):
+        return _fold(program, backend, None, args, kwargs, spread)
+    with merging(program.across) as replicas:
+        args, kwargs = varying((args, kwargs), replicas)
+        return _fold(program, backend, replicas, args, kwargs, spread)
 
 
-def _accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
-    def fold(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, places: Places | None) -> Any:
-        replicas = replicas_of(program.across)
-        if replicas is not None:
-            args, kwargs = varying(args, replicas), varying(kwargs, replicas)
-        with unmerged(()):  # a fold inside of grad_fn is merged by this one
-            return folded(args, kwargs, parts, places, replicas)
+def _fold(
+    program: Program, backend: Backend, replicas: Replicas | None, args: Args, kwargs: Kwargs, spread: Spread
+) -> Tree:
+    if trees.has_nnx():
+        trees.check_unshared((args, kwargs))
+    arguments = program.read(args, backend)
+    sizes = _sizes(program, arguments.rows())
+    narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
+    # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place.
+    shared = sizes[0][1] if program.weight is None and len(sizes) == 1 else None
+    carry: Carry | None = None
+    chunks: list[list[jax.Array]] = []
+    first = 0
+    for count, size in sizes:
+        one = _Microbatch(program, arguments, kwargs, size, narrow)
+        # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
+        evaluate, weigh = jax.jit(one.evaluate, inline=True), jax.jit(one.weigh, inline=True)
+        state = [_strong(leaf) for leaf in arguments.state] if carry is None else carry.state
+        traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
+        if carry is None:
+            outputs, _ = program.bind(value, arguments)
+            if narrow is not None and not sharding.keeps_result(outputs, size):
+                return _fold(program, backend, replicas, args, kwargs, replace(spread, blocks=1))
+            carry = Carry(*spread.pinned(outputs, *_nothing(outputs, traced.out_avals)), state)
+        weights = None if program.weight is not None else _known_weights(outputs, size, shared)
+        step = _Step(outputs, _gradient(outputs, evaluate, traced, value), weigh, weights)
+        carry, collected = _scan(step, carry, first + size * jnp.arange(count, dtype=jnp.int32), _has_mesh(traced))
+        if weights is not None:
+            assert carry.total is not None
+            carry = carry._replace(total=tally.merge(carry.total, tally.of(count * size, arrays, steps=count)))
+        chunks.append(collected)
+        first += count * size
+    assert carry is not None  # as a batch has rows
+    assert carry.total is not None
+    if narrow is not None:
+        chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
+    reduced, total = spread.pinned(outputs, carry.reduced, carry.total)
+    return _finish(outputs, replicas, Carry(reduced, total, carry.state), chunks, shared)
 
-    def folded(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, places: Places | None, replicas: Any) -> Any:
-        nnx.check_unshared((args, kwargs))
-        arguments = program.read(args, backend)
-        found = _groups(arguments.rows(), program)
-        narrow = partial(blocks.narrow, parts) if blocks.fits(parts, found) else None
-        carry: Any = None
-        chunks: list[list[jax.Array]] = []
-        first, shared = 0, None if program.weight is not None or len(found) > 1 else found[0][1]
-        for count, size in found:
-            # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
-            evaluate = jax.jit(partial(_cut_and_evaluate, program, arguments, kwargs, size, narrow), inline=True)
-            state = [_strong(leaf) for leaf in arguments.state] if carry is None else carry[-1]
-            traced, made = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
-            if carry is None:
-                outputs, _ = program.bind(made[0], arguments)
-                if narrow is not None and not blocks.keeps_result(outputs, size):
-                    return folded(args, kwargs, 1, places, replicas)
-                carry = _placed(places, outputs, (*_nothing(outputs, traced.out_avals), state))
-            weigh = jax.jit(partial(_cut_and_weigh, program, arguments, size, narrow), inline=True)
-            one = _Microbatch(outputs, evaluate, weigh, traced, _in_place(outputs, traced, made[0]))
-            if program.weight is not None:
-                carry, collected = _scan(one, carry, first, count, size)
-            else:
-                carry, collected = _scan_rows(one, carry, first, count, size, later=shared is not None)
-            chunks.append(collected)
-            first += count * size
-        if narrow is not None:
-            chunks = [blocks.in_order(outputs, parts, found, chunks)]
-        return _finish(outputs, replicas, _placed(places, outputs, carry), chunks, shared)
 
-    return fold
-
-
-def _groups(rows: Any, program: Program) -> list[tuple[int, int]]:
+def _sizes(program: Program, rows: int) -> list[tuple[int, int]]:
     """(count, size) of the micro-batches; of a symbolic number of rows as well, which has to divide."""
     divisor = program.n or program.microbatch_size
     if is_symbolic_dim(rows) and not rows % divisor == 0:
@@ -105,49 +149,103 @@ def _groups(rows: Any, program: Program) -> list[tuple[int, int]]:
     return groups(rows, program.n, program.microbatch_size)
 
 
-class _Microbatch(NamedTuple):
-    """One micro-batch: `evaluate` makes its value and weight of some operands, and `weigh` the weight alone."""
+@dataclass(frozen=True, eq=False)
+class _Microbatch:
+    """One micro-batch, as a function of the row that it starts at and of the state that is threaded."""
+
+    program: Program
+    arguments: Arguments
+    kwargs: Kwargs
+    size: int | None = None  # None: it has all rows
+    narrow: Callable[..., jax.Array] | None = None
+
+    def cut(self, start: Scalar, state: list[jax.Array]) -> Args:
+        return self.arguments.cut(start, self.size, state, self.narrow)
+
+    def evaluate(self, start: Scalar, state: list[jax.Array]) -> Tree:
+        """What grad_fn returns for it."""
+        args = self.cut(start, state)
+        # Containers are made anew in the running trace: an object of nnx belongs to the trace that made it.
+        args, kwargs = jax.tree.map(lambda leaf: leaf, (args, self.kwargs))
+        if trees.has_nnx():
+            whole = [arg for arg, part in zip(args, self.arguments.parts, strict=True) if not part.axes]
+            check_unchanged = trees.watched((whole, kwargs))
+            value = self.program.grad_fn(*args, **kwargs)
+            check_unchanged()
+        else:
+            value = self.program.grad_fn(*args, **kwargs)
+        for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
+            if not isinstance(leaf, jax.Array):
+                backend = self.arguments.backend
+                as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
+        return value
+
+    def weigh(self, start: Scalar, state: list[jax.Array]) -> tuple[jax.Array, ...]:
+        """Its weight as limbs."""
+        weight = self.program.weigh(self.arguments, self.cut(start, state), None)
+        if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+            check_narrow(weight)
+        return arrays.limbs(weight)
+
+
+class _Step(NamedTuple):
+    """How one more micro-batch is folded, for `accumulate` and `stream` alike."""
 
     outputs: Outputs
-    evaluate: Callable[..., Any]
-    weigh: Callable[..., Any]
-    traced: Any  # the jaxpr of evaluate
-    in_place: list[int]  # the leaves that are folded where they are computed
-
-    def fold(self, reduced: list[Any], operands: Any, weights: list[Any] | None = None) -> tuple[Any, ...]:
-        """What is reduced with it, the state that it threads, its values of the collected leaves, and its weight.
-
-        The weights are one for each leaf that is reduced; by default its own.
-        """
-        leaves = jax.tree.leaves(operands)
-        if not self.in_place or not stacked.takes(self.traced.jaxpr, leaves):
-            value, limbs = self.evaluate(*operands)
-            return *_combine(self.outputs, reduced, value, weights or _weights(self.outputs, limbs)), limbs
-        limbs = self.weigh(*operands)  # before all else, as it takes part in the loop over the layers
-        weights = weights or _weights(self.outputs, limbs)
-        folds = zip(self.outputs.reduced, self.outputs.reduced_folds, weights, strict=True)
-        added = {i: partial(_one_more, fold, weight) for i, fold, weight in folds}
-        before = dict(zip(added, reduced, strict=True))
-        into = {i: stacked.Into(before[i], added[i], self.outputs.paths[i]) for i in self.in_place}
-        leaves = stacked.evaluate(self.traced.jaxpr, self.traced.consts, leaves, into)
-        reduced = [leaves[i] if i in into else added[i](before[i], leaves[i]) for i in added]
-        return reduced, [leaves[i] for i in self.outputs.threads], [leaves[i] for i in self.outputs.collected], limbs
+    gradient: Gradient
+    weigh: Callable[..., tuple[jax.Array, ...]]
+    weights: list[Scalar] | None  # one for each leaf that is reduced, where they are known before the loop
 
 
-def _one_more(fold: LeafFold, weight: Any, before: Any, value: Any) -> Any:
+def _gradient(outputs: Outputs, evaluate: Callable[..., Tree], program: "ClosedJaxpr", value: Tree) -> Gradient:
+    """The gradient function that folds as well, in place where it scans over layers.
+
+    `program` is what it computes, and `value` the types that it returns.
+    """
+
+    def gradient(into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
+        return folded(into, outputs.leaves(evaluate(*operands), "a later micro-batch"))
+
+    return in_place(gradient, program, outputs) if jax.tree.structure(value) == outputs.structure else gradient
+
+
+def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
+    """The carry with one more micro-batch, and its values of the collected leaves."""
+    outputs, total, weights = step.outputs, carry.total, step.weights
+    if total is not None:
+        # Before the gradient: the weight takes part in a loop over layers that folds in place.
+        one = Tally(step.weigh(start, carry.state), arrays.count(1))
+        total, weights = tally.merge(total, one), [tally.total(each) for each in _tallies(outputs, one)]
+    assert weights is not None
+    into = {
+        leaf_index: Into(before, partial(_lift_and_combine, fold, weight))
+        for leaf_index, fold, before, weight in zip(
+            outputs.reduced, outputs.reduced_folds, carry.reduced, weights, strict=True
+        )
+    }
+    leaves = step.gradient(into, start, carry.state)
+    reduced, state = [leaves[i] for i in outputs.reduced], [leaves[i] for i in outputs.threads]
+    return Carry(reduced, total, state), [leaves[i] for i in outputs.collected]
+
+
+def _lift_and_combine(fold: LeafFold, weight: Scalar, before: Tree, value: jax.Array) -> Tree:
     return fold.combine(before, fold.lift(value, weight))
 
 
-def _weights(outputs: Outputs, limbs: Any) -> list[Any]:
-    """The weight of one micro-batch for each leaf that is reduced."""
-    one = tally.Tally(limbs, arrays.count(1))
-    return [tally.total(each) for each in _tallies(outputs, one)] if outputs.reduced else []
+def _known_weights(outputs: Outputs, rows: int, shared: int | None) -> list[Scalar]:
+    """The weight of a micro-batch with so many rows, for each leaf that is reduced: 1 where it is left to the end."""
+    weight = _as_weight(rows)
+    return [1 if shared is not None and fold.fold.reducer.linear else weight for fold in outputs.reduced_folds]
 
 
-def _tallies(outputs: Outputs, one: tally.Tally) -> list[tally.Tally]:
+def _as_weight(rows: int) -> Scalar:
+    return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
+
+
+def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
     """A tally for each leaf that is reduced: NaN where a float32 cannot hold the weight, so that no 0 comes of it."""
-    narrow = tally.Tally((_narrowed(tally.total(one)),), one.steps)
-    return [narrow if fold.is_narrow else one for fold in outputs.reduced_folds]
+    narrow = Tally((_narrowed(tally.total(total)),), total.steps)
+    return [narrow if fold.is_narrow else total for fold in outputs.reduced_folds]
 
 
 def _narrowed(weight: jax.Array) -> jax.Array:
@@ -156,281 +254,203 @@ def _narrowed(weight: jax.Array) -> jax.Array:
     return jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
 
 
-def _in_place(outputs: Outputs, traced: Any, value: Any) -> list[int]:
-    """The leaves of a value that a scan stacks, and whose fold is elementwise."""
-    leaves, structure = jax.tree.flatten(value)
-    if structure != outputs.structure or any(
-        (leaf.shape, leaf.dtype) != (shape, dtype)
-        for leaf, shape, dtype in zip(leaves, outputs.shapes, outputs.dtypes, strict=True)
-    ):
-        return []  # which is an error that has its words elsewhere
-    pairs = zip(outputs.reduced_folds, outputs.reduced, strict=True)
-    elementwise = {i for fold, i in pairs if fold.fold.reducer.elementwise}
-    return [i for i in stacked.stacked(traced.jaxpr) if i in elementwise]
-
-
-def _scan(one: _Microbatch, carry: Any, first: int, count: int, size: int) -> tuple[Any, list[jax.Array]]:
-    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
-
-    def body(carry: Any, start: Any) -> Any:
-        return _add(one, carry, start, carry[-1])
-
-    places = first + size * jnp.arange(count, dtype=jnp.int32)
-    carry, collected = lax.scan(body, _typed(body, carry, places[0]), places)
-    return carry, [_unstack(*pair) for pair in zip(one.outputs.collected_folds, collected, strict=True)]
-
-
-def _scan_rows(
-    one: _Microbatch, carry: Any, first: int, count: int, size: int, later: bool
-) -> tuple[Any, list[jax.Array]]:
-    """The same for micro-batches that weigh as much as they have rows, which is known before the loop.
-
-    `later`: a linear fold is left to be weighed by `_finish`, so that XLA adds every gradient in place.
-    """
-    folds = one.outputs.reduced_folds
-    weights = [1 if later and fold.fold.reducer.linear else _weight_of(size) for fold in folds]
-
-    def body(carry: Any, start: Any) -> Any:
-        reduced, state = carry
-        reduced, state, collected, _ = one.fold(reduced, (start, state), weights)
-        return (reduced, state), collected
-
-    reduced, total, state = carry
-    places = first + size * jnp.arange(count, dtype=jnp.int32)
-    (reduced, state), collected = lax.scan(body, _typed(body, (reduced, state), places[0]), places)
-    total = tally.merge(total, tally.of(count * size, arrays, steps=count))
-    return (reduced, total, state), [_unstack(*p) for p in zip(one.outputs.collected_folds, collected, strict=True)]
-
-
-def _weight_of(rows: Any) -> Any:
-    return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
-
-
-def _cut_and_evaluate(
-    program: Program, arguments: Arguments, kwargs: dict[str, Any], size: int, narrow: Any, start: Any, state: list[Any]
-) -> tuple[Any, Any]:
-    return _evaluate(program, arguments, arguments.cut(start, size, state, narrow), kwargs)
-
-
-def _cut_and_weigh(program: Program, arguments: Arguments, size: int, narrow: Any, start: Any, state: list[Any]) -> Any:
-    return _limbs(program, arguments, arguments.cut(start, size, state, narrow))
-
-
-def _limbs(program: Program, arguments: Arguments, args: tuple[Any, ...]) -> Any:
-    """The weight of one micro-batch; the default weight is left to the caller."""
-    if program.weight is None:
-        return ()
-    weight = program.weigh(arguments, args, None)
-    if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
-        check_narrow(weight)
-    return arrays.limbs(weight)
-
-
-def _evaluate(program: Program, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The value of one micro-batch, and its weight as limbs."""
-    limbs = _limbs(program, arguments, args)
-    args, kwargs = nnx.fresh((args, kwargs))
-    whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
-    check_unchanged = nnx.watched((whole, kwargs))
-    value = program.grad_fn(*args, **kwargs)
-    check_unchanged()
-    for i, leaf in enumerate(jax.tree.leaves(value)):
-        as_leaf(leaf, partial(leaf_path, value, i, arguments.backend), arguments.backend)
-    return value, limbs
-
-
-def stream(program: Program, backend: Backend) -> Callable[..., Any]:
-    """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
-    return _kept(program, "stream", lambda: _stream(bound(program, backend), backend))
-
-
-def _outputs_of(program: Program, backend: Backend, evaluate: Callable[..., Any]) -> Callable[..., Outputs]:
-    """f(leading, kwargs, item): the Outputs of micro-batches like this one, bound once for all of the same types."""
-    config: Any = jax.config
-    known: dict[Any, Outputs] = {}
-
-    def outputs_of(leading: Any, kwargs: Any, item: Any) -> Outputs:
-        key, found = Static((leading, kwargs, item)).taken()
-        types = (*map(jax.typeof, found), config.jax_enable_x64, config.jax_numpy_dtype_promotion)
-        if (key, types) not in known:
-            arguments = program.read((*leading, *item), backend)
-            state = [_strong(leaf) for leaf in arguments.state]
-            # over the arrays alone, as all else is static
-            value, _ = jax.eval_shape(lambda found: evaluate(*key.tree(found), state), found)
-            known[key, types], _ = program.bind(value, arguments)
-        return known[key, types]
-
-    return outputs_of
-
-
-def _stream(program: Program, backend: Backend) -> Callable[..., Any]:
-    def weigh(arguments: Arguments, state: Any) -> Any:
-        return _limbs(program, arguments, arguments.cut(0, None, state)) or arrays.limbs(arguments.rows())
-
-    @partial(compiled, inline=True)
-    def evaluate(leading: Any, kwargs: Any, item: Any, state: Any) -> Any:
-        arguments = program.read((*leading, *item), backend)
-        value, limbs = _evaluate(program, arguments, arguments.cut(0, None, state), kwargs)
-        return value, limbs or arrays.limbs(arguments.rows())
-
-    @partial(compiled, keep_unused=True)  # it has no devices but those of its arguments
-    def begin(outputs: Outputs, places: Places | None, leading: Any, kwargs: Any, item: Any) -> Any:
-        state = [_strong(leaf) for leaf in program.read((*leading, *item), backend).state]
-        types = jax.make_jaxpr(partial(evaluate, leading, kwargs, item))(state).out_avals
-        carry = *_nothing(outputs, types), [jnp.array(leaf, copy=True) for leaf in state]
-        return _placed(places, outputs, carry)
-
-    def step(
-        outputs: Outputs,
-        places: Places | None,
-        whole: Static,
-        cut: Static,
-        carry: Any,
-        arrays_whole: Any,
-        arrays_cut: Any,
-    ) -> Any:
-        (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
-        arguments = program.read((*leading, *item), backend)
-        of = partial(evaluate, leading, kwargs, item)
-        traced, made = jax.make_jaxpr(of, return_shape=True)(carry[-1])
-        one = _Microbatch(outputs, of, partial(weigh, arguments), traced, _in_place(outputs, traced, made[0]))
-        carry, collected = _add(one, carry, carry[-1])
-        return _placed(places, outputs, carry), collected
-
-    finish = compiled(_finish)
-    jitted = jax.jit(step, static_argnums=(0, 1, 2, 3), donate_argnums=4)
-    outputs_of = _outputs_of(program, backend, evaluate)
-
-    def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
-        replicas = replicas_of(program.across)
-        with unmerged(()):
-            return folded(leading, microbatches, kwargs, replicas)
-
-    def folded(
-        leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any], replicas: Any
-    ) -> Any:
-        outputs = carry = places = None
-        chunks = []
-        if replicas is not None:
-            leading, kwargs = varying(leading, replicas), varying(kwargs, replicas)
-        whole, arrays_whole = Static((leading, kwargs)).taken()
-        device = None if program.device is None else dlpack.device(program.device)
-        run = step if compilation.is_tracing() else jitted
-        for item in microbatches:
-            if device is not None:
-                item = _moved(item, device)  # the copy runs while the last step does
-            if replicas is not None:
-                item = varying(item, replicas)
-            if outputs is None:
-                outputs = outputs_of(leading, kwargs, item)
-                places = accumulators.places((*leading, *item))
-                carry = begin(outputs, places, leading, kwargs, item)
-            carry, collected = run(outputs, places, whole, *_parted(item, carry, arrays_whole))
-            if collected:  # else finish would be compiled for every number of micro-batches
-                chunks.append(collected)
-            del item, collected  # so that no more than one micro-batch is held
-        if outputs is None:  # with across, the core cannot know whether other replicas have something to fold
-            raise FuncgaError(
-                "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
-                "loader, or that a generator was not used up before."
-            )
-        return finish(outputs, replicas, carry, chunks)
-
-    return fold
-
-
-def _moved(item: Any, device: Any) -> Any:
-    def move(leaf: Any) -> Any:
-        return jax.device_put(leaf, device) if isinstance(leaf, jax.Array | np.ndarray) else leaf
-
-    leaves, structure = trees.flatten(item)
-    return trees.unflatten(structure, [*map(move, leaves)])
-
-
-def _parted(item: Any, carry: Any, arrays_whole: list[Any]) -> tuple[Any, ...]:
-    cut, arrays_cut = Static(item).taken()
-    return cut, carry, arrays_whole, arrays_cut
-
-
-def _placed(places: Places | None, outputs: Outputs, carry: Any) -> Any:
-    return carry if places is None else places.pinned(outputs, carry)
-
-
-def _nothing(outputs: Outputs, types: Sequence[Any]) -> tuple[list[Any], tally.Tally]:
+def _nothing(outputs: Outputs, types: "Sequence[ShapedArray]") -> tuple[list[Tree], Tally]:
     """What no micro-batch has contributed, where grad_fn returns leaves of these types."""
     pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
-    return [fold.identity(accumulators.zeros(types[i])) for i, fold in pairs], tally.empty(arrays)
+    return [fold.identity(arrays.zeros(types[leaf_index])) for leaf_index, fold in pairs], tally.empty(arrays)
 
 
-def _add(one: _Microbatch, carry: Any, *operands: Any) -> Any:
-    """The carry with one more micro-batch of the weight that it has, and its values of the collected leaves."""
-    reduced, total, _ = carry
-    reduced, state, collected, limbs = one.fold(reduced, operands)
-    return (reduced, tally.merge(total, tally.Tally(limbs, arrays.count(1))), state), collected
+def _scan(step: _Step, carry: Carry, starts: jax.Array, on_mesh: bool) -> tuple[Carry, list[jax.Array]]:
+    """The carry after the micro-batches that start at these rows, and what they have collected."""
+    total = carry.total
+    if step.weights is not None:
+        carry = carry._replace(total=None)
+    body = partial(_add, step)
+    if on_mesh:
+        carry = _typed(body, carry, starts[0])
+    carry, collected = lax.scan(body, carry, starts)
+    if step.weights is not None:
+        carry = carry._replace(total=total)
+    return carry, [_unstacked(*pair) for pair in zip(step.outputs.collected_folds, collected, strict=True)]
 
 
-def _combine(
-    outputs: Outputs, reduced: list[Any], value: Any, weights: list[Any]
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """What is reduced with one more micro-batch, the state that it threads, and its values of the collected leaves."""
-    leaves = outputs.leaves(value, "a later micro-batch")
-    reduced = [
-        fold.combine(before, fold.lift(leaves[i], weight))
-        for fold, before, i, weight in zip(outputs.reduced_folds, reduced, outputs.reduced, weights, strict=True)
-    ]
-    return reduced, [leaves[i] for i in outputs.threads], [leaves[i] for i in outputs.collected]
-
-
-def _finish(outputs: Outputs, replicas: Any, carry: Any, chunks: list[list[Any]], shared: int | None = None) -> Any:
-    """The normalised result of all replicas, in the structure of grad_fn's output.
-
-    A weight that is `shared` by all micro-batches, on all replicas, is applied here, where XLA divides: one pass.
-    """
-    reduced, total, state = carry
-    collected = [
-        jnp.concatenate(accumulators.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
-        for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
-    ]
-    if replicas is not None:
-        reduced, total, state, collected = merge(outputs, Folded(reduced, total, state, collected), replicas)
-    if shared is not None:
-        pairs = zip(outputs.reduced_folds, reduced, strict=True)
-        reduced = [fold.lift(r, _weight_of(shared)) if fold.fold.reducer.linear else r for fold, r in pairs]
-    triples = zip(outputs.reduced_folds, reduced, _tallies(outputs, total), strict=True)
-    results = [fold.normalize(r, each) for fold, r, each in triples]
-    return outputs.join(results, collected, state)
-
-
-def _unstack(fold: LeafFold, stacked: jax.Array) -> jax.Array:
-    """What a scan collected, [micro-batches, ...], with the micro-batches in order along the fold's own axis."""
-    axis = (fold.fold.reducer.monoid.axis or 0) % (stacked.ndim - 1)
-    return blocks.joined(jnp.moveaxis(stacked, 0, axis), axis)
-
-
-def _strong(leaf: Any) -> Any:
-    """The leaf as an array whose dtype a loop can keep."""
-    leaf = arrays.as_array(leaf)
-    return jnp.asarray(leaf, dtype=leaf.dtype)
-
-
-def _typed(body: Callable[..., Any], carry: Any, start: Any) -> Any:
+def _typed(body: Callable[..., Tree], carry: Carry, start: jax.Array) -> Carry:
     """The carry sharded and varying as the body makes it: what is sharded or varies can make more so."""
     for _ in range(3):  # it settles at once in practice
         leaves, structure = jax.tree.flatten(carry)
         after = jax.make_jaxpr(body)(carry, start).out_avals
-        marked = [accumulators.typed(leaf, aval) for leaf, aval in zip(leaves, after, strict=False)]
+        marked = [arrays.typed(leaf, aval) for leaf, aval in zip(leaves, after, strict=False)]
         if all(a is b for a, b in zip(leaves, marked, strict=True)):
             break
         carry = jax.tree.unflatten(structure, marked)
     return carry
 
 
-def is_traced(tree: Any) -> bool:
+def _has_mesh(program: "ClosedJaxpr") -> bool:
+    """Whether anything that a program computes with lies on a mesh, as far as types say."""
+    types = (*program.in_avals, *map(jax.typeof, program.consts), *program.out_avals)
+    return not (jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types))
+
+
+def _unstacked(fold: LeafFold, stacked: jax.Array) -> jax.Array:
+    """What a scan collected, [micro-batches, ...], with the micro-batches in order along the fold's own axis."""
+    axis = (fold.fold.reducer.monoid.axis or 0) % (stacked.ndim - 1)
+    return sharding.joined(jnp.moveaxis(stacked, 0, axis), axis)
+
+
+def _finish(
+    outputs: Outputs,
+    replicas: Replicas | None,
+    carry: Carry,
+    chunks: Sequence[Sequence[jax.Array]],
+    shared: int | None = None,
+) -> Tree:
+    """The normalised result of all replicas, in the structure of grad_fn's output.
+
+    A weight that is `shared` by all micro-batches, on all replicas, is applied here, where XLA divides: one pass.
+    """
+    reduced, total, state = carry
+    assert total is not None
+    collected = [
+        jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
+        for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
+    ]
+    if replicas is not None:
+        reduced, total, state, collected = merge(outputs, Folded(reduced, total, state, collected), replicas)
+    folds = outputs.reduced_folds
+    if shared is not None:
+        weight = _as_weight(shared)
+        reduced = [
+            fold.lift(leaf, weight) if fold.fold.reducer.linear else leaf
+            for fold, leaf in zip(folds, reduced, strict=True)
+        ]
+    triples = zip(folds, reduced, _tallies(outputs, total), strict=True)
+    return outputs.join([fold.normalize(leaf, each) for fold, leaf, each in triples], collected, state)
+
+
+def _strong(leaf: Array) -> jax.Array:
+    """The leaf as an array whose dtype a loop can keep."""
+    leaf = arrays.as_array(leaf)
+    return jnp.asarray(leaf, dtype=leaf.dtype)
+
+
+# -- stream
+
+
+def stream(program: Program, backend: Backend) -> Callable[[Args, Iterator[Args], Kwargs], Tree]:
+    """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+    return (_Stream(program, backend) if is_tracing() else program.keep(_Stream, program, backend)).fold
+
+
+class _Stream:
+    """What is kept of a step of `stream`: its programs, and how the outputs of each kind of micro-batch are folded.
+
+    The programs are one that begins an accumulator, one that adds a micro-batch, and one that finishes.
+    """
+
+    def __init__(self, program: Program, backend: Backend):
+        self.program, self.backend = bound(program, backend), backend
+        self.outputs: dict[object, Outputs] = {}
+        # Traced once, for the shapes and the steps alike.
+        self.evaluate = _jitted(self._evaluate, inline=True)
+        self.begin = compiled(self._begin, keep_unused=True)  # it has no devices but those of its arguments
+        self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
+        self.finish = compiled(_finish)
+
+    def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
+        """The fold over the micro-batches, each taken, folded and let go."""
+        if not is_merged(self.program.across):
+            return self._fold(leading, microbatches, kwargs, None)
+        with merging(self.program.across) as replicas:
+            leading, kwargs = varying((leading, kwargs), replicas)
+            return self._fold(leading, microbatches, kwargs, replicas)
+
+    def _fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs, replicas: Replicas | None) -> Tree:
+        outputs: Outputs | None = None
+        chunks = []
+        whole, arrays_whole = split((leading, kwargs))
+        device = None if self.program.device is None else dlpack.device(self.program.device)
+        add = self._add if is_tracing() else self.add
+        for item in microbatches:
+            if device is not None:
+                item = _moved(item, device)  # the copy runs while the last step does
+            item = varying(item, replicas)
+            if outputs is None:
+                outputs = self._outputs_of(leading, kwargs, item)
+                spread = sharding.spread_of((*leading, *item))
+                carry = self.begin(outputs, spread, leading, kwargs, item)
+            cut, arrays_cut = split(item)
+            carry, collected = add(outputs, spread, whole, cut, carry, arrays_whole, arrays_cut)
+            if collected:  # else finish would be compiled for every number of micro-batches
+                chunks.append(collected)
+            del item, arrays_cut, collected  # so that no more than one micro-batch is held
+        if outputs is None:  # with across, the core cannot know whether other replicas have something to fold
+            raise FuncgaError(
+                "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
+                "loader, or that a generator was not used up before."
+            )
+        return self.finish(outputs, replicas, carry, chunks)
+
+    def _outputs_of(self, leading: Args, kwargs: Kwargs, item: Args) -> Outputs:
+        """The Outputs of micro-batches like this one, bound once for all of the same types."""
+        static, of_item = split((leading, kwargs, item))
+        config: Any = jax.config
+        key = static, *map(jax.typeof, of_item), config.jax_enable_x64, config.jax_numpy_dtype_promotion
+        if key not in self.outputs:
+            arguments = self._read(leading, item)
+            state = [_strong(leaf) for leaf in arguments.state]
+            # over the arrays alone, as all else is static
+            value = jax.eval_shape(lambda of_item: self.evaluate(*static.tree(of_item), state), of_item)
+            self.outputs[key], _ = self.program.bind(value, arguments)
+        return self.outputs[key]
+
+    def _read(self, leading: Args, item: Args) -> Arguments:
+        return self.program.read((*leading, *item), self.backend)
+
+    def _microbatch(self, leading: Args, kwargs: Kwargs, item: Args) -> _Microbatch:
+        return _Microbatch(self.program, self._read(leading, item), kwargs)
+
+    def _evaluate(self, leading: Args, kwargs: Kwargs, item: Args, state: list[jax.Array]) -> Tree:
+        return self._microbatch(leading, kwargs, item).evaluate(0, state)
+
+    def _begin(self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args) -> Carry:
+        state = [_strong(leaf) for leaf in self._read(leading, item).state]
+        types = jax.make_jaxpr(partial(self.evaluate, leading, kwargs, item))(state).out_avals
+        reduced, total = spread.pinned(outputs, *_nothing(outputs, types))
+        return Carry(reduced, total, [jnp.array(leaf, copy=True) for leaf in state])
+
+    def _add(
+        self, outputs: Outputs, spread: Spread, whole: Static, cut: Static, carry: Carry,
+        arrays_whole: Sequence[jax.Array], arrays_cut: Sequence[jax.Array],
+    ) -> tuple[Carry, list[jax.Array]]:  # fmt: skip
+        (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
+
+        def evaluate(start: None, state: list[jax.Array]) -> Tree:
+            return self.evaluate(leading, kwargs, item, state)
+
+        traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state)
+        weigh = self._microbatch(leading, kwargs, item).weigh
+        carry, collected = _add(_Step(outputs, _gradient(outputs, evaluate, traced, value), weigh, None), carry, None)
+        assert carry.total is not None
+        reduced, total = spread.pinned(outputs, carry.reduced, carry.total)
+        return Carry(reduced, total, carry.state), collected
+
+
+def _moved(item: Args, device: jax.Device | jax.sharding.Sharding) -> Args:
+    leaves, structure = trees.flatten(item)
+    moved = [jax.device_put(leaf, device) if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves]
+    return tuple(trees.unflatten(structure, moved))
+
+
+# -- what the core asks
+
+
+def is_traced(tree: Tree) -> bool:
     """Whether these arguments are those of a program that is being compiled."""
-    return compilation.is_tracing()
+    return is_tracing()
 
 
-def finished(tree: Any) -> Any:
+def finished(tree: Tree) -> Tree:
     """The tree when it is computed, or the error that computing it raises."""
     return jax.block_until_ready(tree)  # type: ignore[no-untyped-call]
 

@@ -16,9 +16,9 @@ from funcga._fold.tally import Tally
 from funcga._transform.transform import MultiSteps
 from funcga._transform.window import Dropped, MultiStepsState, Window
 from funcga.errors import FuncgaError
-from jax_backend import accumulators, arrays, trees
-from jax_backend.collectives import as_varying, typed_axes, varying_axes
-from jax_backend.merging import Folded, merge
+from jax_backend import _private, arrays, trees
+from jax_backend.arrays import as_varying, typed_axes, varying_axes
+from jax_backend.merge import Folded, merge
 from jax_backend.replicas import Replicas, check_step_merges, listed, spelled
 
 
@@ -59,7 +59,7 @@ def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, li
 
     `donate` is for torch: here the program that calls it says what it gives away.
     """
-    if not isinstance(predicate, jax.core.Tracer):
+    if not _private.is_traced(predicate):
         return emit(state, operands) if predicate else (_nothing(emit, state, operands, like), state)
     leaves, structure = jax.tree.flatten(operands)
     traced = [i for i, leaf in enumerate(leaves) if arrays.is_array(leaf)]
@@ -119,13 +119,13 @@ def _branched(run: Callable[..., Any], updates: Any, predicate: Any, state: Any,
 
 
 def _zeros(types: Any) -> Any:
-    return jax.tree.map(accumulators.zeros, types)
+    return jax.tree.map(arrays.zeros, types)
 
 
 def _typed(found: Any, like: Any) -> Any:
     """The trees sharded and varying as others are, or as types say."""
-    types = jax.tree.map(lambda b: b if isinstance(b, jax.core.ShapedArray) else jax.typeof(b), like)
-    return jax.tree.map(accumulators.typed, found, types)
+    types = jax.tree.map(lambda b: jax.typeof(b) if isinstance(b, jax.Array) else b, like)
+    return jax.tree.map(arrays.typed, found, types)
 
 
 def finite(leaves: list[Any]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from funcga.errors import FuncgaError
-from jax_backend import arrays
+from jax_backend import _private, arrays
 
 
 def example_keys(key: Any, indices: Any) -> jax.Array:
@@ -57,7 +57,7 @@ def _integers(indices: Any) -> jax.Array:
         raise FuncgaError(
             f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: jnp.arange(len(x))."
         )
-    wide = indices.dtype.itemsize > 4 and not isinstance(indices, jax.core.Tracer) and indices.size
+    wide = indices.dtype.itemsize > 4 and not _private.is_traced(indices) and indices.size
     if wide and not (indices.min() >= 0 and indices.max() < 2**32):
         raise FuncgaError(
             f"indices is {arrays.describe(indices)} with values from {indices.min()} to {indices.max()}: keys are made "

@@ -4,17 +4,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, Union
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from funcga._backend.prefixes import leaf_paths
+from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
-from jax_backend import trees
+from jax_backend import _private, trees
+from jax_backend.arrays import as_varying
+
+Across: TypeAlias = Union[str, tuple[str, ...], "Replicas"]
+"""What `across=` may be in JAX."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,9 @@ def _no_axis(across: Any) -> FuncgaError:
     )
 
 
+# -- what a step merges over
+
+
 @dataclass
 class _Step:
     """A step while `replicated` traces it: the axes along which it runs, and whether a fold in it had an across=."""
@@ -74,7 +83,20 @@ def unmerged(names: tuple[str, ...]) -> Iterator[None]:
         _STEP.reset(token)
 
 
-def replicas_of(across: Any) -> Any:
+def is_merged(across: Across | None) -> bool:
+    """Whether a fold with this across= merges over replicas, or has to say so."""
+    return across is not None or _STEP.get() is not None
+
+
+@contextmanager
+def merging(across: Across | None) -> "Iterator[Replicas | None]":
+    """The replicas that `across=` names, in a context in which a fold inside of grad_fn need not say so again."""
+    replicas = replicas_of(across)
+    with unmerged(()):
+        yield replicas
+
+
+def replicas_of(across: Across | None) -> Replicas | None:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
     step = _STEP.get()
     if across is None and step is not None:
@@ -132,12 +154,34 @@ def listed(names: Any) -> str:
     return " and ".join(f'"{name}"' for name in names)
 
 
+def varying(tree: Tree, replicas: Replicas | None) -> Tree:
+    """The tree with its arrays marked as differing between replicas: JAX itself sums gradients of what does not differ.
+
+    A Python float becomes an array, as it may be what is differentiated; ints, and what is no number, stay.
+    """
+    if replicas is None:
+        return tree
+
+    def mark(leaf: Array) -> Array:
+        if isinstance(leaf, float | complex) or (
+            isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ):
+            leaf = jnp.asarray(leaf)
+        return as_varying(leaf, replicas.names) if isinstance(leaf, jax.Array) else leaf
+
+    leaves, structure = trees.flatten(tree)
+    return trees.unflatten(structure, [*map(mark, leaves)])
+
+
+# -- whether they hold the same
+
+
 def check_replicas(params: Any, across: Any) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
     replicas = across if isinstance(across, Replicas) else Replicas(across)
     leaves, _ = trees.flatten(params)
     paths = leaf_paths(params, trees, "params")
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if any(_private.is_traced(leaf) for leaf in leaves):
         raise FuncgaError(
             "check_replicas compares what lies on the devices, and was called in a program that is being compiled, "
             "where nothing lies anywhere yet. Call it outside of jax.jit and jax.shard_map."
@@ -163,7 +207,7 @@ def _is_on_mesh(leaf: Any) -> bool:
 
 def _differences(leaf: jax.Array, names: tuple[str, ...]) -> Iterator[tuple[Any, Any, Any]]:
     """(index, device, device) of copies that should be the same along these axes of the mesh and are not."""
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     first: dict[Any, tuple[Any, bytes]] = {}
     places = _places(leaf, names)
@@ -222,7 +266,7 @@ def _first_difference(leaf: jax.Array, row: Any, places: dict[Any, int], names: 
 def _digest(piece: jax.Array) -> bytes:
     from hashlib import blake2b
 
-    if jax.numpy.issubdtype(piece.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(piece.dtype, jax.dtypes.prng_key):
         piece = jax.random.key_data(piece)
     return blake2b(np.asarray(piece).tobytes(), digest_size=8).digest()
 

@@ -16,7 +16,7 @@ from funcga._call.arguments import argument_names
 from funcga._call.program import Program
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
-from jax_backend.compilation import compiled
+from jax_backend.loop import compiled
 from jax_backend.replicas import spelled, unmerged
 
 _spec: Any = PartitionSpec  # which JAX has not typed

@@ -1,39 +1,175 @@
-"""Trees, as this framework walks them."""
+"""Trees, as JAX walks them: their arrays apart from all else, and the objects of flax.nnx among them."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from funcga._trees.mappings import Mapped, is_mapping, rebuilt
+from funcga._types import Array, Structure, Tree
+from funcga.errors import FuncgaError
 
 jax.tree_util.register_pytree_node(Mapped, lambda node: (node.values, node.kind), rebuilt)
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+def flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], Structure]:
     """The leaves, in the framework's order, and the structure that puts them back."""
     leaves, structure = jax.tree.flatten(tree, is_leaf)
     if not any(map(is_mapping, {*map(type, leaves)})):
         return leaves, structure
 
-    def walked(node: Any) -> Any:
-        return jax.tree.map(known, node, is_leaf=is_leaf)
+    # Mappings that JAX does not know become nodes, and what is in them is walked as well.
+    def walked(node: Tree) -> Tree:
+        return jax.tree.map(as_node, node, is_leaf=is_leaf)
 
-    def known(leaf: Any) -> Any:
+    def as_node(leaf: Tree) -> Tree:
         whole = not is_mapping(type(leaf)) or (is_leaf is not None and is_leaf(leaf))
         return leaf if whole else Mapped(leaf, walked)
 
     return jax.tree.flatten(walked(tree), is_leaf)
 
 
-def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
+def unflatten(structure: Structure, leaves: Sequence[Tree]) -> Tree:
     """The tree of this structure with these leaves."""
     return jax.tree.unflatten(structure, leaves)
 
 
-def children(tree: Any) -> list[tuple[str, Any]] | None:
+def children(tree: Tree) -> list[tuple[str, Tree]] | None:
     """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
-    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    if [path for path, _ in found] == [()]:
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    if [path for path, _ in pairs] == [()]:
         return [(f"[{key!r}]", tree[key]) for key in tree] if is_mapping(type(tree)) else None
-    return [(str(path[0]), subtree) for path, subtree in found]
+    return [(str(path[0]), subtree) for path, subtree in pairs]
+
+
+# -- the arrays of a tree apart from all else, which is part of a compiled program
+
+
+@dataclass(frozen=True)
+class Static:
+    """Of some arguments, all that is no array: the structure, and the other leaves with their places and types.
+
+    Two are equal if their leaves are equal and of the same type: 1, 1.0 and True make three programs.
+    """
+
+    structure: Structure
+    others: tuple[tuple[int, type, Hashable], ...]
+
+    def tree(self, arrays: Sequence[Array]) -> Tree:
+        """The arguments again, with these arrays."""
+        leaves = list(arrays)
+        for place, _, leaf in self.others:  # in the order of their places, so each goes to its own
+            leaves.insert(place, leaf)
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def split(tree: Tree) -> tuple[Static, list[Array]]:
+    """All of a tree that is no array, and its arrays.
+
+    Raises FuncgaError for a leaf that is neither an array nor hashable, and for a shape without numbers.
+    """
+    leaves, structure = flatten(tree)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
+    if len({*map(id, arrays)}) < len(arrays):
+        check_unshared(tree)
+    if len(arrays) == len(leaves):
+        return Static(structure, ()), arrays
+    others = tuple(
+        (place, type(leaf), leaf)
+        for place, leaf in enumerate(leaves)
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    )
+    _check_static([leaf for _, _, leaf in others])
+    return Static(structure, others), arrays
+
+
+def _check_static(leaves: Sequence[object]) -> None:
+    unhashable = set()
+    for leaf in leaves:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise FuncgaError(
+                f"an argument is {leaf.dtype}[{', '.join(map(str, leaf.shape))}] of type ShapeDtypeStruct, a shape "
+                f"without numbers, and the call would compute some. For the shapes and dtypes that it returns, write "
+                f"jax.eval_shape(step, params, batch)."
+            )
+        try:
+            hash(leaf)
+        except TypeError:
+            unhashable.add(type(leaf).__name__)
+    if unhashable:
+        raise FuncgaError(
+            f"an argument of type {' and '.join(sorted(unhashable))} is neither an array nor hashable. Outside of jit "
+            f"this call is compiled, and what is no array becomes part of the program, which could not tell when it "
+            f"changes. If it holds arrays, make it a tree, such as dict(batch); if it is a setting, make it hashable, "
+            f"such as a dataclass with frozen=True; or call the step inside jax.jit."
+        )
+
+
+# -- flax.nnx: its objects hold their state in themselves, and are trees that are made anew in each trace. So variables
+# that two of them share come apart, and what grad_fn writes to an object is lost. flax is not imported here: nobody has
+# such an object before.
+
+
+def has_nnx() -> bool:
+    """Whether there can be objects of flax.nnx."""
+    return "flax.nnx" in sys.modules
+
+
+def _variables(tree: Tree) -> Iterator[tuple[str, Tree]]:
+    """(path, variable) of the variables of nnx in a tree; the path begins with the type of the module."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    for module in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Module | nnx.State | nnx.Variable)):
+        nodes, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        for path, node in nodes:
+            if isinstance(node, nnx.Variable):
+                yield type(module).__name__ + jax.tree_util.keystr(path), node
+
+
+def check_unshared(tree: Tree) -> None:
+    """Raises FuncgaError if two places in a tree have one variable of nnx, which would get a gradient for each."""
+    places: dict[int, str] = {}
+    for path, variable in _variables(tree):
+        if id(variable) in places:
+            raise FuncgaError(
+                f"`{places[id(variable)]}` and `{path}` are one variable of nnx: a step makes its arguments anew, and "
+                f"the two would come apart. Split the module before, graph, params = nnx.split(module, nnx.Param), "
+                f"and make it inside of the loss: module = nnx.merge(graph, params)."
+            )
+        places[id(variable)] = path
+
+
+def watched(tree: Tree) -> Callable[[], None]:
+    """A function that raises FuncgaError if variables of nnx in the tree have changed since."""
+    before = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
+
+    def check() -> None:
+        after = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
+        kept = [path for path, leaves in before.items() if list(map(id, leaves)) == list(map(id, after.get(path, [])))]
+        changed = [path for path in {**before, **after} if path not in kept]
+        if changed:
+            raise FuncgaError(
+                f"grad_fn wrote to {', '.join(f'`{path}`' for path in changed[:4])}{' ...' if changed[4:] else ''}, "
+                f"which would be lost: every micro-batch would begin with the same state, and draw the same noise. "
+                f"Thread it: graph, params, state = nnx.split(module, nnx.Param, ...), in_axes=(None, funcga.CARRY, "
+                f"0), a module that is nnx.merge(graph, params, state, copy=True), and nnx.state(module, "
+                f"nnx.Not(nnx.Param)) returned where the fold is funcga.carry()."
+            )
+
+    return check
+
+
+def check_trained(tree: Tree) -> None:
+    """Raises FuncgaError if a variable of nnx in a tree of parameters is state, such as BatchNorm's statistics."""
+    for path, variable in _variables(tree):
+        kinds = {base.__name__ for base in type(variable).__mro__}
+        state = kinds & {"BatchStat", "RngState", "Cache", "Intermediate"}
+        if state:
+            raise FuncgaError(
+                f"`{path}` is a {state.pop()} of nnx, which is state and not trained. Write "
+                f"nnx.value_and_grad(loss_fn), which differentiates nnx.Param alone, in place of "
+                f"funcga.value_and_grad(loss_fn)."
+            )

@@ -13,8 +13,8 @@ from funcga._transform.transform import Transform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import trees
+from jax_backend.gradients import apply_updates
 from jax_backend.replicated import replicated
-from jax_backend.updates import apply_updates
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
@@ -97,8 +97,8 @@ def cnn_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 def _conv(x: jax.Array, layer: Tree, padding: str) -> jax.Array:
     dimensions = ("NHWC", "HWIO", "NHWC")
-    output = lax.conv_general_dilated(x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions)
-    return jnp.asarray(output + layer["bias"])
+    found = lax.conv_general_dilated(x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions)
+    return jnp.asarray(found + layer["bias"])
 
 
 def batchnorm_loss(params: Tree, statistics: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:

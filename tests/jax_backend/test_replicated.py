@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import funcga
 from funcga._call.program import Program
-from jax_backend import BACKEND, Collective, collectives, loop, replicated
-from jax_backend import hlo as communication
-from jax_backend import sharded_rows as blocks
+from jax_backend import BACKEND, Collective, collectives, hlo, loop, replicated, sharding
 from tests.jax_backend.test_replicas_jax import LIMITS, grid, layers, mesh, regression
 from tests.kits import JAX, counted, difference
 from tests.test_errors import check_refused
@@ -115,7 +113,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 def test_asynchronous_forms():
     """As a GPU compiler writes them; what never runs is not counted."""
-    assert list(communication._found(ASYNCHRONOUS)) == [
+    assert list(hlo._found(ASYNCHRONOUS)) == [
         Collective("all-reduce", 1, 32),
         Collective("all-gather", 0, 16),
         Collective("all-to-all", 0, 8),
@@ -382,9 +380,8 @@ def sharded(kind, rows=48):
 def collectives_of_a_call(grad_fn, *args, **sizes):
     """Those of the program that a call outside of jit runs, which knows where its arguments lie."""
     program = Program(grad_fn, funcga.mean(), **sizes)
-    fold = loop._accumulate(program, BACKEND)
-    parts = blocks.blocks_of(program.read(args, BACKEND))
-    return collectives(lambda *args: fold(args, {}, parts, None), *args)
+    spread = sharding.Spread(sharding.spread_of(args, program.read(args, BACKEND)).blocks)
+    return collectives(lambda *args: loop._merged(program, BACKEND, spread, args, {}), *args)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

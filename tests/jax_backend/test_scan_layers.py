@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 import funcga
 import jax_backend
-from jax_backend import scan_layers as stacked
+from jax_backend import _private, scan_layers
 from tests.kits import counted
 
 
@@ -53,16 +53,16 @@ def penalised(params, x):
 
 def folded(step, params, x, monkeypatch, elsewhere=False):
     """What the step returns, and how many leaves were folded in place; `elsewhere` forbids it."""
-    found, evaluate = [], stacked.evaluate
+    found, evaluate = [], scan_layers._evaluate
 
     def counting(jaxpr, consts, args, into):
         found.append(len(into))
         return evaluate(jaxpr, consts, args, into)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stacked, "evaluate", counting)
+        patch.setattr(scan_layers, "_evaluate", counting)
         if elsewhere:
-            patch.setattr(stacked, "stacked", lambda jaxpr: [])
+            patch.setattr(scan_layers, "_stacks", lambda jaxpr: {})
         return jax.jit(lambda *args: step(*args))(params, x), max(found, default=0)
 
 
@@ -162,7 +162,7 @@ def test_no_array_of_the_parameters_size_stands_beside_the_accumulator(monkeypat
     size = sum(leaf.nbytes for leaf in params.values())
     memory = lambda: jax.jit(funcga.accumulate(jax.grad(loss), 8)).lower(params, x).compile().memory_analysis()
     ours = memory().temp_size_in_bytes
-    monkeypatch.setattr(stacked, "stacked", lambda jaxpr: [])
+    monkeypatch.setattr(scan_layers, "_stacks", lambda jaxpr: {})
     assert ours < size / 2 < size < memory().temp_size_in_bytes
 
 
@@ -182,9 +182,9 @@ def test_no_layers(monkeypatch):
 
 def test_scans_of_another_jax_are_left_as_they_are(monkeypatch):
     traced = jax.make_jaxpr(jax.grad(loss))(layers(), rows())
-    assert stacked.stacked(traced.jaxpr) == [0, 1]
-    monkeypatch.setattr(stacked, "_KNOWN", stacked._KNOWN - {"unroll"})
-    assert stacked.stacked(traced.jaxpr) == []
+    assert [*scan_layers._stacks(traced.jaxpr)] == [0, 1]
+    monkeypatch.setattr(_private, "SCAN_PARAMETERS", _private.SCAN_PARAMETERS - {"unroll"})
+    assert [*scan_layers._stacks(traced.jaxpr)] == []
 
 
 def test_what_differs_between_devices_only_once_it_is_folded(monkeypatch):

@@ -1,0 +1,165 @@
+"""What is used of JAX that it does not promise to keep: what for, in which versions, and what happens without it.
+
+Without any of these the numbers are right still, and `tests/jax_backend/test_private.py` takes each away to see that.
+Everything else that this package uses of JAX is documented.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.extend.core
+from jax import lax
+
+from funcga._types import Array
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn
+
+# -- traces
+
+# Tells whether a trace is running, of jit, vmap, grad or shard_map. jax.extend.core since 0.4.36. Without it every call
+# counts as traced: it runs as it is and not jitted, and n="auto" refuses it.
+try:
+    TRACE_STATE: Callable[[], object] | None = jax.extend.core.get_opaque_trace_state
+except AttributeError:
+    TRACE_STATE = None
+
+with jax.ensure_compile_time_eval():
+    _OUTSIDE = None if TRACE_STATE is None else TRACE_STATE()
+
+
+def is_tracing() -> bool:
+    """Whether a trace is running: a function that is called now may close over its tracers."""
+    return TRACE_STATE is None or TRACE_STATE() != _OUTSIDE
+
+
+# The class of arrays that stand for others in a trace. jax.core in all versions. Without it an array is asked where it
+# lies, which one in a trace cannot say.
+try:
+    TRACER: type | None = jax.core.Tracer
+except AttributeError:
+    TRACER = None
+
+
+def is_traced(leaf: object) -> bool:
+    """Whether this is an array that has no numbers yet."""
+    if TRACER is not None:
+        return isinstance(leaf, TRACER)
+    try:
+        return isinstance(leaf, jax.Array) and not leaf.devices()
+    except jax.errors.ConcretizationTypeError:
+        return True
+
+
+# -- types of arrays
+
+# An array's type. jax.core in all versions. Without it nothing passes for the type of a plain array: scans over layers
+# are left as they are.
+try:
+    ARRAY_TYPE: type | None = jax.core.ShapedArray
+except AttributeError:
+    ARRAY_TYPE = None
+
+
+def is_array_type(aval: object) -> bool:
+    """Whether this is the type of an array: not that of a reference to one, or of a token."""
+    return ARRAY_TYPE is not None and isinstance(aval, ARRAY_TYPE)
+
+
+def varying(aval: Any) -> frozenset[str] | None:
+    """The mesh axes along which an array of this type may differ; None if its type does not say.
+
+    `manual_axis_type` in 0.10.2 and later, `vma` before. Without both it may differ along all manual axes.
+    """
+    try:
+        return frozenset(aval.manual_axis_type.varying)
+    except AttributeError:
+        pass
+    try:
+        return frozenset(aval.vma)
+    except AttributeError:
+        return None
+
+
+def cast_varying(array: Array, names: Sequence[str]) -> Array:
+    """The array marked as varying along mesh axes of shard_map, along some of which it may vary already."""
+    known = varying(jax.typeof(array))
+    if known is not None:
+        missing = tuple(name for name in names if name not in known)
+        return lax.pcast(array, missing, to="varying") if missing else array
+    for name in names:
+        with suppress(ValueError):  # where it varies along this one
+            array = lax.pcast(array, name, to="varying")
+    return array
+
+
+# -- programs
+
+# A program's constants, and a program as a function. jax.extend.core since 0.4.30. Without them scans over layers are
+# left as they are, as without anything below: a scan stacks the gradients of its layers, and then they are added.
+try:
+    LITERAL: tuple[type, ...] = (jax.extend.core.Literal,)
+    AS_FUNCTION: Callable[[Any], Callable[..., list[Array]]] | None = jax.extend.core.jaxpr_as_fun
+except AttributeError:
+    LITERAL, AS_FUNCTION = (), None
+
+# What a scan is described by: 0.9 and earlier have neither ft_in nor ft_out, but names that are not in this list. A
+# scan that is described by anything else is left as it is.
+SCAN_PARAMETERS = {"jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry", "ft_in", "ft_out"}
+
+
+def can_repeat(equation: "JaxprEqn") -> bool:
+    """Whether this version of JAX lets an operation of a program be done again: `get_bind_params`, `ctx.manager`."""
+    if not LITERAL or AS_FUNCTION is None:
+        return False
+    try:
+        return callable(equation.primitive.get_bind_params) and equation.ctx.manager is not None
+    except AttributeError:
+        return False
+
+
+def repeated(equation: "JaxprEqn", operands: Sequence[Array]) -> list[Array]:
+    """The results of the operation for other operands."""
+    primitive: Any = equation.primitive
+    results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
+    return list(results) if primitive.multiple_results else [results]
+
+
+def context(equation: "JaxprEqn") -> AbstractContextManager[Any]:
+    """What was switched on where the operation was traced, such as the precision of matrix products, as a context."""
+    manager: AbstractContextManager[Any] = equation.ctx.manager
+    return manager
+
+
+def named_scope(equation: "JaxprEqn") -> AbstractContextManager[Any]:
+    """The names that were given to the part of the program that the operation is in, as a context."""
+    names = scope_of(equation)
+    return jax.named_scope(names) if names else nullcontext()
+
+
+def scope_of(equation: "JaxprEqn") -> str:
+    """Those names, one after the other; none if JAX no longer keeps them."""
+    try:
+        return str(equation.source_info.name_stack)
+    except AttributeError:
+        return ""
+
+
+def has_effects(program: "Jaxpr") -> bool:
+    """Whether a program does something beside computing, such as printing, so that the order of operations counts.
+
+    That it names a mesh axis is an effect, too: of a type that JAX does not export, so it is told by its name. Under
+    another name every program that communicates has effects, and its scans are left as they are.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in program.effects)
+
+
+def is_inlineable(call: "JaxprEqn") -> bool:
+    """Whether a call of a jitted function asks for no sharding, so that what it calls may stand in its place.
+
+    The type that says so is not exported. Under another name every such call is left as it is.
+    """
+    shardings = (*call.params.get("in_shardings", (None,)), *call.params.get("out_shardings", (None,)))
+    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)

@@ -1,0 +1,271 @@
+"""The merge over replicas: the monoids that join micro-batches, as collectives, once, after the loop.
+
+Only JAX has this file: inside shard_map a collective is an operation of the program like any other. All of them but a
+few large ones are parts of one sum, of which XLA makes one all-reduce for each dtype. What every replica needs of every
+other travels in it as well, if it is small: as an array that has a row for each replica, where each fills its own.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from funcga._backend.prefixes import PrefixError, broadcast, outline
+from funcga._fold import tally
+from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs
+from funcga._types import Tree
+from funcga.errors import FuncgaError
+from jax_backend import arrays, trees
+from jax_backend.arrays import as_varying
+from jax_backend.replicas import Replicas
+
+
+class Folded(NamedTuple):
+    """What a loop has folded, before it is normalised."""
+
+    reduced: list[Tree]
+    total: tally.Tally
+    state: list[jax.Array]
+    collected: list[jax.Array]
+
+
+def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
+    """What all replicas have folded together: the same on each of them, but for the leaves that are scattered.
+
+    Raises FuncgaError for a leaf that cannot be scattered.
+    """
+    collectives = _Collectives(replicas.names)
+    scatter = _scatter_axes(outputs, folded.reduced, replicas)
+    reduced = [
+        _merge_leaf(collectives, fold, lifted, scatter.get(leaf_index))
+        for leaf_index, fold, lifted in zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)
+    ]
+    total = _merge_tally(collectives, folded.total)
+    state = [collectives.last(leaf) for leaf in folded.state]
+    collected = [
+        collectives.rows(leaf, fold.fold.reducer.monoid.axis or 0)
+        for fold, leaf in zip(outputs.collected_folds, folded.collected, strict=True)
+    ]
+    collectives.run()
+    return Folded(
+        [later() for later in reduced], total(), [later() for later in state], [later() for later in collected]
+    )
+
+
+def _merge_leaf(collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatter: int | None) -> Callable[[], Tree]:
+    """What the leaf's monoid makes of what the replicas have lifted and combined."""
+    which = fold.fold.reducer.monoid.collective
+    if which is None:
+        gathered = _each(collectives.gather, lifted)
+        return lambda: _in_order(fold.combine, gathered())
+    if scatter is not None:
+        return _each(lambda part: collectives.scatter(part, scatter), lifted)
+    if which == "sum":
+        return _each(collectives.sum, lifted)
+    return _each(lambda part: collectives.extreme(part, "max" if which == "max" else "min"), lifted)
+
+
+def _merge_tally(collectives: "_Collectives", total: tally.Tally) -> Callable[[], tally.Tally]:
+    """The tally of all replicas. Its counts travel as floats, with the gradients, as addends that are exact."""
+    limbs = len(total.weight)
+    numbers = jnp.stack([*total.weight, *arrays.addends(total.steps, wide=limbs == 1)])
+    gathered = collectives.gather(numbers)
+
+    def later() -> tally.Tally:
+        rows = gathered()  # for each replica the limbs of its weight, and those of its steps
+        steps = rows[:, limbs:].astype(jnp.int32).sum(axis=1, dtype=jnp.int32)
+        merged: tally.Tally = _in_order(tally.merge, tally.Tally(tuple(rows[:, :limbs].T), steps))
+        return merged
+
+    return later
+
+
+def _each(send: "Callable[[jax.Array], Later]", tree: Tree) -> Callable[[], Tree]:
+    parts, structure = jax.tree.flatten(tree)
+    laters = [send(part) for part in parts]
+    return lambda: jax.tree.unflatten(structure, [later() for later in laters])
+
+
+def _in_order(combine: Callable[[Tree, Tree], Tree], gathered: Tree) -> Tree:
+    """The combination of what stands along the first axis, [replicas, ...], from the first to the last."""
+    first, rest = jax.tree.map(lambda leaf: leaf[0], gathered), jax.tree.map(lambda leaf: leaf[1:], gathered)
+    return lax.scan(lambda before, more: (combine(before, more), None), first, rest, unroll=16)[0]
+
+
+# -- which leaves are left scattered
+
+
+def _scatter_axes(outputs: Outputs, reduced: list[Tree], replicas: Replicas) -> dict[int, int]:
+    """For every leaf that is to be scattered, the axis that it is cut along."""
+    if replicas.scatter is None:
+        return {}
+    count = len(outputs.folds)
+    tree = outputs.structure_of(range(count))
+    try:
+        placed = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output")
+    except PrefixError as error:
+        there, found = outline(error.prefix, trees, repr), outline(error.tree, trees, lambda leaf: "...")
+        raise FuncgaError(
+            f"scatter is no prefix of what grad_fn returns: at {error.path} it has {there}, and grad_fn returned "
+            f"{found}. Write an axis, or None (the whole leaf on every replica), for all that stands below: "
+            f"scatter=(None, 0)."
+        ) from error
+    lifted = dict(zip(outputs.reduced, reduced, strict=True))
+    return {
+        leaf_index: _check_scatter(outputs, leaf_index, place.value, lifted.get(leaf_index), replicas)
+        for leaf_index, place in enumerate(placed)
+        if place.value is not None
+    }
+
+
+def _is_axis(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _check_scatter(outputs: Outputs, leaf_index: int, axis: int, lifted: Tree, replicas: Replicas) -> int:
+    """The axis, counted from the first. Raises FuncgaError, which names the leaf, if it cannot be cut along it."""
+    fold, path, count = outputs.folds[leaf_index], outputs.paths[leaf_index], int(lax.axis_size(replicas.names))
+    if lifted is None or fold is None or fold.fold.reducer.monoid.collective != "sum":
+        raise FuncgaError(
+            f"scatter={axis} for {path}, and its fold is no sum: only what is summed over the replicas can be "
+            f"scattered. Write None in its place, or fold it with funcga.mean(), funcga.per_weight() or funcga.sum()."
+        )
+    rank = 0
+    for part in jax.tree.leaves(lifted):
+        described, rank = arrays.describe(part), part.ndim
+        if not -rank <= axis < rank:
+            raise FuncgaError(
+                f"scatter={axis} for {path}, which is {described} and has no such axis. Write None in its place, as in "
+                f"scatter=(None, 0)."
+            )
+        if part.shape[axis] % count:
+            raise FuncgaError(
+                f"scatter={axis} for {path}, which is {described}: its {part.shape[axis]} rows on that axis do not "
+                f"divide among {count} replicas. Choose another axis, or write None in its place."
+            )
+    return axis % rank
+
+
+# -- collectives
+
+Later = Callable[[], jax.Array]
+"""What a collective has returned, once all have run."""
+
+_SMALL = 2**16  # bytes over all replicas: so much travels as rows in the sum, and more has collectives of its own
+
+
+class _Collectives:
+    """Arrays that wait for the sum over some mesh axes; what the methods return can be asked after `run`."""
+
+    def __init__(self, names: tuple[str, ...]):
+        self.names = names
+        self.replicas = int(lax.axis_size(names))
+        self.index = lax.axis_index(names)
+        self.addends: list[jax.Array] = []
+        self.sums: list[jax.Array] = []
+        self.used = 0  # of _SMALL
+
+    def run(self) -> None:
+        """Runs the sum of all that waits."""
+        self.sums += lax.psum(self.addends, self.names)  # type: ignore[no-untyped-call]
+
+    def sum(self, array: jax.Array) -> Later:
+        """The sum over the replicas."""
+        numbers, back = _as_numbers(as_varying(array, self.names))
+        self.addends.append(numbers)
+        place = len(self.addends) - 1
+        return lambda: back(self.sums[place])
+
+    def gather(self, array: jax.Array) -> Later:
+        """The arrays of all replicas in order, [replicas, ...]."""
+        return self._in_rows(array) if self._has_room(array) else self._all_gather(array, axis=0, tiled=False)
+
+    def rows(self, array: jax.Array, axis: int) -> Later:
+        """The rows of all replicas in order, joined along an axis."""
+        if not self._has_room(array):
+            return self._all_gather(array, axis=axis % array.ndim, tiled=True)
+        gathered = self._in_rows(array)
+        return lambda: jnp.concatenate(list(gathered()), axis=axis)
+
+    def last(self, array: jax.Array) -> Later:
+        """The array of the last replica."""
+        numbers, back = _as_numbers(as_varying(array, self.names))
+        chosen = self.sum(jnp.where(self.index == self.replicas - 1, numbers, _neutral(numbers)))
+        return lambda: back(chosen())
+
+    def extreme(self, array: jax.Array, which: Literal["max", "min"]) -> Later:
+        """The elementwise maximum or minimum over the replicas; NaN if any of them is."""
+        if self._has_room(array):
+            gathered = self._in_rows(array)
+            return lambda: (jnp.max if which == "max" else jnp.min)(gathered(), axis=0)
+        ranks, back = _as_ranks(as_varying(array, self.names), which)
+        extreme = (lax.pmax if which == "max" else lax.pmin)(ranks, self.names)  # type: ignore[no-untyped-call]
+        return lambda: back(extreme)
+
+    def scatter(self, array: jax.Array, axis: int) -> Later:
+        """The sum over the replicas, of which each has one part along an axis."""
+        array = as_varying(array, self.names)
+        part: jax.Array = lax.psum_scatter(array, self.names, scatter_dimension=axis, tiled=True)  # type: ignore[no-untyped-call]
+        return lambda: part
+
+    def _has_room(self, array: jax.Array) -> bool:
+        """Whether a row of this array for each replica may be a part of the sum; if so, the room is taken."""
+        size = array.size * array.dtype.itemsize * self.replicas
+        if self.used + size > _SMALL:
+            return False
+        self.used += size
+        return True
+
+    def _in_rows(self, array: jax.Array) -> Later:
+        """The arrays of all replicas, [replicas, ...], as the sum of what each has in its own row."""
+        numbers, back = _as_numbers(as_varying(array, self.names))
+        is_own = lax.broadcasted_iota(jnp.int32, (self.replicas, *[1] * numbers.ndim), 0) == self.index
+        rows = self.sum(jnp.where(is_own, numbers[None], _neutral(numbers)[None]))
+        return lambda: back(rows())
+
+    def _all_gather(self, array: jax.Array, axis: int, tiled: bool) -> Later:
+        numbers, back = _as_numbers(as_varying(array, self.names))
+        to = "invarying" if {*self.names} <= arrays.manual_axes() else "varying"
+        gathered = lax.all_gather(numbers, self.names, axis=axis, tiled=tiled, to=to)
+        return lambda: back(gathered)
+
+
+def _as_numbers(array: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """The array in a dtype that has sums, of real numbers of 16 bits or more, without loss; and the way back."""
+    dtype = array.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        implementation = str(jax.random.key_impl(array))
+        return jax.random.key_data(array), lambda data: jax.random.wrap_key_data(data, impl=implementation)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        # As real numbers they are parts of the all-reduce of these.
+        return jnp.stack([array.real, array.imag], axis=-1), lambda parts: lax.complex(parts[..., 0], parts[..., 1])
+    if dtype.itemsize < 2:
+        wide = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+        return array.astype(wide), lambda numbers: numbers.astype(dtype)
+    return array, lambda numbers: numbers
+
+
+def _neutral(numbers: jax.Array) -> jax.Array:
+    """What leaves every number as it is when it is added: -0.0, as the sum of 0.0 and -0.0 is 0.0."""
+    return jnp.full_like(numbers, -0.0)
+
+
+def _as_ranks(array: jax.Array, which: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Integers in the order of the numbers, NaN last or first, and the way back: XLA's own maximum can lose a NaN."""
+    dtype = array.dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _as_numbers(array)
+    size = 8 * dtype.itemsize
+    integer = jnp.dtype(f"int{size}")
+    least, most = jnp.asarray(-(2 ** (size - 1)), integer), jnp.asarray(2 ** (size - 1) - 1, integer)
+
+    def turned(bits: jax.Array) -> jax.Array:
+        # The bits of floats are in the order of the numbers, but for those of the negative ones, which run backwards.
+        return jnp.where(bits < 0, bits ^ most, bits)
+
+    bits = turned(lax.bitcast_convert_type(array, integer))
+    ranks = jnp.where(jnp.isnan(array), most if which == "max" else least, bits)
+    return ranks, lambda extreme: lax.bitcast_convert_type(turned(extreme), dtype)
