@@ -12,7 +12,7 @@ from funcga.errors import FuncgaError
 _SHAPES = 256  # that are remembered: of batches of many lengths each has its own
 
 
-class Fitting:
+class Search:
     """The fold of a program with the smallest n that fits; what fitted is remembered for each shape of arguments.
 
     A window that runs out of memory is dropped and replayed from its start with more micro-batches. So no part of it

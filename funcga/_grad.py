@@ -5,7 +5,7 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
@@ -13,6 +13,7 @@ from funcga._backend.protocols import Backend
 from funcga._call.arguments import argument_names
 from funcga._call.program import Program
 from funcga._call.scales import check_loss_scale, scaled_loss
+from funcga._types import LossFn, P, R
 from funcga.errors import FuncgaError
 
 
@@ -244,35 +245,77 @@ def _describe(output: Any, backend: Backend) -> str:
     return backend.arrays.describe(output)
 
 
+@overload
 def grad(
-    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool = False
+    loss_fn: Callable[P, object], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[P, Any]: ...
+@overload
+def grad(
+    loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool
+) -> Callable[..., Any]: ...
+def grad(
+    loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool = False
 ) -> Callable[..., Any]:
-    """A function that returns `grads`, or `(grads, aux)` with has_aux: what loss_fn's gradient is at its arguments.
+    """A function that returns what loss_fn's gradient is at its arguments, for torch tensors and for JAX arrays.
 
-    loss_fn returns a real scalar, or (scalar, aux) with has_aux. grads has the structure, shapes and dtypes of the
-    argument `argnums`; a tuple of them for a tuple of argnums. Works on torch tensors and on JAX arrays, on its own
-    and in `accumulate`, where arguments after the first are split: if one of them is in argnums, say in_axes as well.
+    It works on its own and in `accumulate`, where arguments after the first are split: if one of them is in argnums,
+    say in_axes as well.
 
-    scaled: for float16, whose smallest number is 6e-8. The function then takes one keyword argument more, `loss_scale`,
-        a finite number above 0 or a 0-d array of one: the backward pass begins with the loss times that, and the
-        gradients are those of the product. The value is the loss as it is. `loss_scaled` divides by it again.
+    Args:
+        loss_fn: returns a real scalar, or (scalar, aux) with has_aux.
+        argnums: the argument to differentiate by, or a tuple of several.
+        has_aux: whether loss_fn returns (scalar, aux).
+        scaled: for float16, whose smallest number is 6e-8. The function then takes one keyword argument more,
+            `loss_scale`, a finite number above 0 or a 0-d array of one. The backward pass begins with the loss times
+            that, and the gradients are those of the product; the value is the loss as it is. `loss_scaled` divides by
+            the scale again.
 
-    >>> gradient = funcga.grad(lambda w, x: ((x @ w) ** 2).mean())
+    Returns:
+        A function that returns `grads`, or `(grads, aux)` with has_aux. `grads` has the structure, shapes and dtypes of
+        the argument `argnums`; it is a tuple of such for a tuple of argnums.
+
+    Raises:
+        FuncgaError: for a loss_fn that is no function and argnums that are no ints. The function that is returned
+            raises it for a loss that is no real scalar, or that depends on no array of what is differentiated.
+
+    Example:
+        >>> gradient = funcga.grad(lambda w, x: ((x @ w) ** 2).mean())
     """
     return _gradient_function(loss_fn, argnums, has_aux, False, scaled)
 
 
+@overload
 def value_and_grad(
-    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool = False
+    loss_fn: Callable[P, R], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[P, tuple[R, Any]]: ...
+@overload
+def value_and_grad(
+    loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool
+) -> Callable[..., tuple[Any, Any]]: ...
+def value_and_grad(
+    loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool = False
 ) -> Callable[..., Any]:
-    """A function that returns `(value, grads)`, or `((value, aux), grads)` with has_aux, in both frameworks.
+    """A function that returns the value of loss_fn and its gradient, in this order in both frameworks.
 
-    The arguments are those of `grad`. Note that torch.func.grad_and_value returns the gradients first.
+    Note that torch.func.grad_and_value returns the gradients first.
 
     A gradient of a gradient is this function around a loss that has it, or a step of `accumulate`, inside. In torch,
     `.backward()` on what is computed from the results of `accumulate` or `stream` is first-order: they have no graph.
 
-    >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
+    Args:
+        loss_fn: as in `grad`.
+        argnums: as in `grad`.
+        has_aux: as in `grad`.
+        scaled: as in `grad`.
+
+    Returns:
+        A function that returns `(value, grads)`, or `((value, aux), grads)` with has_aux.
+
+    Raises:
+        FuncgaError: as `grad`.
+
+    Example:
+        >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
     """
     return _gradient_function(loss_fn, argnums, has_aux, True, scaled)
 

@@ -1,8 +1,8 @@
 """Replicas: what `across=` merges over. They start from the same parameters, which can be asked for."""
 
 import inspect
+import os
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from funcga._backend.dispatch import backend_of
@@ -42,7 +42,11 @@ def step_of(function: Any) -> Step:
     inner = getattr(inner, "func", getattr(inner, "loss_fn", inner))  # of a functools.partial, or a pure_loss
     code = getattr(inner, "__code__", None)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    name = f"`{name}`" if code is None else f"`{name}` in line {code.co_firstlineno} of {Path(code.co_filename).name}"
+    name = (
+        f"`{name}`"
+        if code is None
+        else f"`{name}` in line {code.co_firstlineno} of {os.path.basename(code.co_filename)}"
+    )
     _MADE[name] += 1
     return Step(name, _MADE[name] - 1)
 

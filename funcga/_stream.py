@@ -2,26 +2,27 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
-from funcga._backend.dispatch import load_imported
-from funcga._call.program import OwningGradient, Program
+from funcga._call.program import OwningGradient, read_program
 from funcga._fold.weight import known_weight
-from funcga._replicas import step_of
 from funcga._transform.window_size import TargetWeight
-from funcga.errors import FuncgaError, check_callable, check_count
-from funcga.folds import mean
+from funcga._types import R, Tree, WeightFn
+from funcga.errors import FuncgaError, check_count
+from funcga.folds import FoldTree, mean
+
+Item = TypeVar("Item")
 
 
 def stream(
-    grad_fn: Callable[..., Any],
+    grad_fn: Callable[..., R],
     *,
-    fold: Any = mean(),  # noqa: B008 - a frozen value
-    weight: Callable[..., Any] | None = None,
-    in_axes: Any = None,
-    across: Any = None,
-    device: Any = None,
-) -> Callable[..., Any]:
+    fold: FoldTree = mean(),  # noqa: B008 - a frozen value
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
+    across: object = None,
+    device: object = None,
+) -> Callable[..., R]:
     """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.
 
     `microbatches` is a DataLoader, a generator, a list: one micro-batch at a time is taken from it and let go. A tuple
@@ -29,31 +30,37 @@ def stream(
     and whether they are of one size, does not matter: the result is normalised by what was folded, so a shorter last
     window is exact.
 
-    fold, weight, across: as in `accumulate`. With across= in torch, one micro-batch is taken ahead, to know the last; a
-        replica whose data has run out passes an empty iterable, and takes part.
-    in_axes: as in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says where
-        their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the initial state
-        stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).
-    device: where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device, its
-        name, such as "gpu:1", or a Sharding. On CUDA the next micro-batch is copied while this one computes, if it is
-        in pinned memory (DataLoader(pin_memory=True)); two are on the device at a time.
+    **In torch**, with `across`, one micro-batch is taken ahead, to know the last. A replica whose data has run out
+    passes an empty iterable, and takes part.
 
-    In JAX the step is compiled once for each shape of micro-batch, so make the function once, outside of the loop; the
-    accumulator is donated from step to step. A step runs on while the next micro-batch is made, so a generator that
-    fills one NumPy array again and again yields copies of it.
-    Raises FuncgaError for bad input, and for an iterable without any micro-batch, unless other replicas have one.
+    **In JAX**, the step is compiled once for each shape of micro-batch, so make the function once, outside of the loop.
+    The accumulator is donated from step to step. A step runs on while the next micro-batch is made, so a generator that
+    fills one NumPy array again and again has to yield copies of it.
 
-    >>> step = funcga.stream(funcga.value_and_grad(loss_fn))
-    >>> for window in funcga.windows(loader, 8):
-    ...     loss, grads = step(params, window)
+    Args:
+        grad_fn: as in `accumulate`.
+        fold: as in `accumulate`.
+        weight: as in `accumulate`.
+        in_axes: as in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says
+            where their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the
+            initial state stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).
+        across: as in `accumulate`.
+        device: where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device,
+            its name, such as "gpu:1", or a Sharding. On CUDA the next micro-batch is copied while this one computes, if
+            it is in pinned memory (DataLoader(pin_memory=True)); two are on the device at a time.
+
+    Returns:
+        A function f(params, microbatches) that returns what grad_fn returns.
+
+    Raises:
+        FuncgaError: for bad input, and for an iterable without any micro-batch, unless other replicas have one.
+
+    Example:
+        >>> step = funcga.stream(funcga.value_and_grad(loss_fn))
+        >>> for window in funcga.windows(loader, 8):
+        ...     loss, grads = step(params, window)
     """
-    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
-    if weight is not None:
-        check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
-    load_imported()
-    program = Program(
-        grad_fn, fold, weight, in_axes, device=device, across=across, step=None if across is None else step_of(grad_fn)
-    )
+    program = read_program(grad_fn, fold, weight, in_axes, across, device=device)
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
@@ -68,7 +75,7 @@ def stream(
             )
         backend = program.backend((*leading, *(first or ())), kwargs)
         ahead = [] if first is None else [first]
-        del first
+        del first  # so that no more than one micro-batch is held
         return backend.loop.stream(program, backend)(leading, _put_back(ahead, items), kwargs)
 
     return streamed
@@ -95,7 +102,7 @@ def _iterate(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Iterator[tuple[Any
     return tuple(leading), map(_spread, items)  # map, as a generator would hold on to its last item
 
 
-def _spread(item: Any) -> tuple[Any, ...]:
+def _spread(item: object) -> tuple[Any, ...]:
     return tuple(item) if isinstance(item, tuple | list) else (item,)
 
 
@@ -105,24 +112,30 @@ def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
     yield from items
 
 
-def windows(
-    iterable: Iterable[Any], n: int | TargetWeight, *, weight: Callable[..., Any] | None = None
-) -> Iterator[list[Any]]:
+def windows(iterable: Iterable[Item], n: int | TargetWeight, *, weight: WeightFn | None = None) -> Iterator[list[Item]]:
     """Lists of n micro-batches in order, the last one shorter; nothing is dropped, and no window is taken ahead.
 
-    The micro-batches of a window are held together, their inputs, that is, and no activations. Where that is too much
+    The micro-batches of a window are held together: their inputs, that is, and no activations. Where that is too much,
     `itertools.islice(iterator, n)` in place of a list gives `stream` one at a time.
 
-    n: a number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w together, or more. Then
-        `weight(*item)` is what a micro-batch weighs, as for `stream`: its rows, for a target batch size, or its tokens.
+    Args:
+        iterable: a DataLoader, a generator, a list of micro-batches.
+        n: a number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w together, or more.
+        weight: with a TargetWeight, `weight(*item)` is what a micro-batch weighs, as for `stream`: its rows, for a
+            target batch size, or its tokens.
 
-    Raises FuncgaError if n is no int >= 1 and no TargetWeight, and if the first micro-batch weighs more than the
-    target: then all of them may.
+    Returns:
+        An iterator over the windows.
 
-    >>> [len(window) for window in funcga.windows(range(10), 4)]
-    [4, 4, 2]
-    >>> for window in funcga.windows(loader, funcga.TargetWeight(256), weight=lambda x, y: len(x)):
-    ...     loss, grads = step(params, window)
+    Raises:
+        FuncgaError: if n is neither an int >= 1 nor a TargetWeight, and if the first micro-batch weighs more than the
+            target: then all of them may.
+
+    Example:
+        >>> [len(window) for window in funcga.windows(range(10), 4)]
+        [4, 4, 2]
+        >>> for window in funcga.windows(loader, funcga.TargetWeight(256), weight=lambda x, y: len(x)):
+        ...     loss, grads = step(params, window)
     """
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
         raise FuncgaError(f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a list.")
@@ -141,13 +154,13 @@ def windows(
     return _windows(iter(iterable), check_count(n, "n", ", or funcga.TargetWeight(256)"))
 
 
-def _windows(items: Iterator[Any], n: int) -> Iterator[list[Any]]:
+def _windows(items: Iterator[Item], n: int) -> Iterator[list[Item]]:
     while window := list(islice(items, n)):
         yield window
 
 
-def _weighed(items: Iterator[Any], n: TargetWeight, weight: Callable[..., Any]) -> Iterator[list[Any]]:
-    window: list[Any] = []
+def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterator[list[Item]]:
+    window: list[Item] = []
     total, updates, first = 0.0, 0, True
     target = n.after(updates)
     for item in items:

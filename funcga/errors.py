@@ -1,6 +1,5 @@
 """The one error type of funcga, and what its texts share."""
 
-import difflib
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +19,8 @@ class TooFewRowsError(FuncgaError):
 
 def similar(name: Any, known: Iterable[str]) -> str:
     """A hint at the known name that is most like this one, " (`name`?)", to stand behind it; "" if none is."""
+    import difflib  # slow to import, and rarely needed
+
     close = difflib.get_close_matches(str(name), [*known], 1)
     return f" (`{close[0]}`?)" if close else ""
 

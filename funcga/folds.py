@@ -1,7 +1,8 @@
 """A fold: a reducer and a normalizer. Folds are values; mix the parts for one of your own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from funcga import normalizers, reducers
 from funcga.errors import FuncgaError
@@ -42,6 +43,18 @@ class Fold:
 
     def __repr__(self) -> str:
         return f"<Fold: {self.name}>"
+
+
+class _Dataclass(Protocol):
+    """Any dataclass: frameworks walk those that are registered as trees."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+# A Fold, or a tree prefix of Folds over what grad_fn returns.
+FoldTree: TypeAlias = (
+    Fold | tuple["FoldTree", ...] | list[Fold] | list["FoldTree"] | Mapping[Any, "FoldTree"] | _Dataclass
+)
 
 
 def _named(function: Any) -> str:

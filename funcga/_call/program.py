@@ -1,17 +1,18 @@
 """What `accumulate` and `stream` hand to a backend's loop: the user's functions and choices, checked."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from funcga._backend.dispatch import backend_of
+from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, argument_names, read_arguments
 from funcga._fold.outputs import Outputs, sort_outputs
 from funcga._fold.weight import check_weight
-from funcga._replicas import Step
-from funcga.errors import FuncgaError
+from funcga._replicas import Step, step_of
+from funcga._types import GradFn, Scalar, Tree, WeightFn
+from funcga.errors import FuncgaError, check_callable
+from funcga.folds import FoldTree
 
 Kept = TypeVar("Kept")
 
@@ -34,14 +35,14 @@ class OwningGradient:
 class Program:
     """grad_fn and how its values are to be folded."""
 
-    grad_fn: Callable[..., Any]
-    fold: Any
-    weight: Callable[..., Any] | None = None
-    in_axes: Any = None
+    grad_fn: GradFn
+    fold: FoldTree
+    weight: WeightFn | None = None
+    in_axes: Tree = None
     n: int | None = None
     microbatch_size: int | None = None
     device: Any = None
-    across: Any = None
+    across: object = None
     step: Step | None = None  # of one that is merged over replicas
     kept: dict[type, object] = field(default_factory=dict, repr=False)
 
@@ -68,7 +69,7 @@ class Program:
         in_axes = 0 if self.in_axes is None and isinstance(self.grad_fn, OwningGradient) else self.in_axes
         return read_arguments(args, in_axes, self.grad_fn, backend, assumed=self.in_axes is None)
 
-    def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Any:
+    def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Scalar:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet. Default: its rows.
 
         They are those of the arguments if they are None.
@@ -83,7 +84,7 @@ class Program:
             raise
         return check_weight(weight, arguments.backend.arrays)
 
-    def bind(self, value: Any, arguments: Arguments) -> tuple[Outputs, list[Any]]:
+    def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs of a first micro-batch with this output, and the leaves of it."""
         outputs, leaves = sort_outputs(self.fold, value, arguments.carried(), arguments.backend)
         if outputs.threads:
@@ -91,7 +92,27 @@ class Program:
         return outputs, leaves
 
 
-def _check_arity(weight: Callable[..., Any], count: int, error: TypeError) -> None:
+def read_program(
+    grad_fn: GradFn,
+    fold: FoldTree,
+    weight: WeightFn | None,
+    in_axes: Tree,
+    across: object,
+    *,
+    n: int | None = None,
+    microbatch_size: int | None = None,
+    device: object = None,
+) -> Program:
+    """The Program of these choices. Raises FuncgaError for a grad_fn or a weight that cannot be called."""
+    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    if weight is not None:
+        check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
+    load_imported()
+    step = None if across is None else step_of(grad_fn)
+    return Program(grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, step)
+
+
+def _check_arity(weight: WeightFn, count: int, error: TypeError) -> None:
     """Raises FuncgaError if what went wrong is that weight cannot be called with so many arguments."""
     try:
         inspect.signature(weight).bind(*range(count))

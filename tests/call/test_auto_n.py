@@ -204,9 +204,9 @@ def test_a_device_that_is_really_full():
 def test_no_more_shapes_are_remembered_than_are_of_use(monkeypatch):
     monkeypatch.setattr("funcga._auto_n._SHAPES", 3)
     made = []
-    original = funcga._auto_n.Fitting.__init__
+    original = funcga._auto_n.Search.__init__
     monkeypatch.setattr(
-        funcga._auto_n.Fitting, "__init__", lambda self, program: (original(self, program), made.append(self))[0]
+        funcga._auto_n.Search, "__init__", lambda self, program: (original(self, program), made.append(self))[0]
     )
     step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum()), "auto", fold=funcga.sum())
     for rows in (1, 2, 3, 1, 4, 5):

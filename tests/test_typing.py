@@ -1,0 +1,121 @@
+"""What a user's type checker sees: mistakes are found, and nothing that is right is called one."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# The comment says what mypy is to find in a line; the others have no errors.
+SCRIPT = '''
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import funcga
+
+
+class Array:
+    """What stands for a tensor."""
+
+    def mean(self) -> "Array":
+        return self
+
+    def __matmul__(self, other: "Array") -> "Array":
+        return other
+
+
+@dataclass
+class Output:
+    loss: object
+    logits: object
+
+
+def loss_fn(params: dict[str, Array], x: Array, *, train: bool = False) -> Array:
+    return (x @ params["w"]).mean()
+
+
+def with_aux(params: dict[str, Array], x: Array) -> tuple[Array, int]:
+    return x.mean(), 1
+
+
+def sides(params: dict[str, Array], x: Array) -> Output:
+    return Output(x.mean(), x)
+
+
+params, x = {"w": Array()}, Array()
+step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
+loss, grads = step(params, x)
+loss, grads = step(params, x, train=True)
+loss.mean(), grads["w"]
+step("complete", nonsense=1)  # call-arg, arg-type
+step(params)  # call-arg
+step(params, x, nonsense=1)  # call-arg
+loss.backwards()  # attr-defined
+
+(value, aux), grads = funcga.accumulate(funcga.value_and_grad(with_aux, has_aux=True), microbatch_size=2)(params, x)
+value.mean(), aux + 1
+aux.mean()  # attr-defined
+short = funcga.accumulate(funcga.value_and_grad(lambda params, x: (x @ params["w"]).mean()), "auto")
+short(params, x)
+short(params)  # call-arg
+funcga.accumulate(funcga.grad(loss_fn, argnums=(0, 1)), 4)(params, x)
+funcga.value_and_grad(loss_fn, scaled=True)(params, x, loss_scale=2.0)
+funcga.grad(loss_fn)(params, x, loss_scale=2.0)  # call-arg
+funcga.grad(3)  # call-overload
+funcga.accumulate(3, 4)  # arg-type
+funcga.accumulate(funcga.grad(loss_fn), "all")  # arg-type
+funcga.accumulate(funcga.grad(loss_fn), 4, folds=funcga.sum())  # call-arg
+
+fold = funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)
+funcga.accumulate(funcga.grad(loss_fn), 4, fold=fold)
+funcga.accumulate(funcga.grad(loss_fn), 4, fold=funcga.mean(dtype="float32"))
+funcga.accumulate(funcga.value_and_grad(loss_fn), 4, fold=(funcga.mean(), {"w": funcga.sum(), "b": [funcga.max()]}))
+funcga.accumulate(sides, 4, fold=Output(funcga.mean(), funcga.concat()))
+funcga.accumulate(funcga.grad(loss_fn), 4, fold=funcga.mean)  # arg-type
+funcga.accumulate(funcga.value_and_grad(loss_fn), 4, fold=(funcga.mean(), {"w": funcga.sum}))  # dict-item
+funcga.accumulate(funcga.grad(loss_fn), 4, fold="mean")  # arg-type
+funcga.stream(funcga.grad(loss_fn), fold=funcga.per_weight)  # arg-type
+funcga.mean("float32")  # call-arg
+
+stream = funcga.stream(funcga.value_and_grad(loss_fn), weight=lambda x: 3)
+items: Iterator[list[Array]] = funcga.windows([x, x, x], 2)
+for window in items:
+    loss, grads = stream(params, window)
+    loss.mean()
+rows: list[list[int]] = [*funcga.windows([x], 2)]  # list-item
+
+funcga.multi_steps, funcga.compare, funcga.rules.Rule, funcga.TargetWeight(3)
+funcga.nonsense  # attr-defined
+'''
+
+
+def mypy(path, source):
+    """The error codes that mypy --strict finds in a script, by line."""
+    script = path / "script.py"
+    script.write_text(source)
+    environment = {**os.environ}
+    if not _is_visible():
+        environment["MYPYPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(path / "cache"), script.name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=path, env=environment, check=False)
+    found = {}
+    for line, code in re.findall(r"(?m)^script\.py:(\d+): error: .*\[(\S+)\]$", done.stdout):
+        found.setdefault(int(line), []).append(code)
+    return found, done.stdout + done.stderr
+
+
+def _is_visible():
+    """Whether the package is installed so that mypy sees it: its files, or a plain path to them."""
+    packages = Path(sysconfig.get_path("purelib"))
+    paths = [line for file in packages.glob("*funcga*.pth") for line in file.read_text().splitlines()]
+    return (packages / "funcga").is_dir() or any(Path(line).is_dir() for line in paths)
+
+
+def test_mistakes_are_found_and_nothing_else(tmp_path):
+    lines = enumerate(SCRIPT.splitlines(), 1)
+    expected = {number: sorted(line.split("  # ")[1].split(", ")) for number, line in lines if "  # " in line}
+    found, output = mypy(tmp_path, SCRIPT)
+    assert {number: sorted(codes) for number, codes in found.items()} == expected, output
