@@ -87,6 +87,8 @@ for window in items:
     loss.mean()
 rows: list[list[int]] = [*funcga.windows([x], 2)]  # list-item
 
+funcga.Accumulator((funcga.mean(), funcga.sum()))
+funcga.Accumulator(funcga.mean)  # arg-type
 funcga.multi_steps, funcga.compare, funcga.rules.Rule, funcga.TargetWeight(3)
 funcga.nonsense  # attr-defined
 '''

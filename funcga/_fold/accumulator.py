@@ -11,7 +11,7 @@ from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._fold.tally import Tally
 from funcga._fold.weight import check_narrow, check_weight
 from funcga.errors import FuncgaError
-from funcga.folds import mean
+from funcga.folds import FoldTree, mean
 
 
 class AccumulatorState(NamedTuple):
@@ -39,7 +39,7 @@ class Accumulator:
     >>> average = accumulator.finalize(state)
     """
 
-    fold: Any = field(default_factory=mean)
+    fold: FoldTree = field(default_factory=mean)
 
     def init(self, like: Any) -> AccumulatorState:
         """The state of nothing folded, for values like this: arrays, or structs with a shape and a dtype.

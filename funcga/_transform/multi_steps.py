@@ -21,14 +21,14 @@ from funcga._transform.window import Dropped, MultiStepsState
 from funcga._transform.window_size import check_target, is_full, target_of
 from funcga._transform.windowing import Opened, Windows
 from funcga.errors import FuncgaError
-from funcga.folds import mean
+from funcga.folds import FoldTree, mean
 
 
 def multi_steps(
     tx: Any,
     n: Any,
     *,
-    fold: Any = mean(),  # noqa: B008 - a frozen value
+    fold: FoldTree = mean(),  # noqa: B008 - a frozen value
     drop: Literal["microbatch", "window"] | None = None,
     drop_if: Callable[[Any], Any] | None = None,
     across: Any = None,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from funcga.folds import mean
+from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
     from funcga._verify.verdict import Verdict
@@ -13,7 +13,7 @@ def verify(
     grad_fn: Callable[..., Any],
     *args: Any,
     n: int | Sequence[int] | None = None,
-    fold: Any = mean(),  # noqa: B008 - a frozen value
+    fold: FoldTree = mean(),  # noqa: B008 - a frozen value
     weight: Callable[..., Any] | None = None,
     in_axes: Any = None,
     seed: int = 0,
