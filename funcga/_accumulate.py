@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from funcga._call.program import OwningGradient, read_program
 from funcga._grad import GradientFunction
-from funcga._types import P, R, Tree, WeightFn
+from funcga._types import Across, P, R, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count
 from funcga.folds import FoldTree, mean
 
@@ -19,7 +19,7 @@ def accumulate(
     fold: FoldTree = mean(),  # noqa: B008 - a frozen value
     weight: WeightFn | None = None,
     in_axes: Tree = None,
-    across: object = None,
+    across: Across = None,
 ) -> Callable[P, R]:
     """A function with grad_fn's own signature, output structure and dtypes: the fold of grad_fn over micro-batches.
 
@@ -124,7 +124,7 @@ def accumulate(
     return accumulated
 
 
-def _check_search(grad_fn: object, across: object) -> None:
+def _check_search(grad_fn: object, across: Across) -> None:
     """Raises FuncgaError if a window cannot be replayed, to look for the n that fits in memory."""
     if across is not None:
         raise FuncgaError(

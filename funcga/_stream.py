@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from funcga._call.program import OwningGradient, read_program
 from funcga._fold.weight import known_weight
 from funcga._transform.window_size import TargetWeight
-from funcga._types import R, Tree, WeightFn
+from funcga._types import Across, R, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count
 from funcga.folds import FoldTree, mean
 
@@ -20,7 +20,7 @@ def stream(
     fold: FoldTree = mean(),  # noqa: B008 - a frozen value
     weight: WeightFn | None = None,
     in_axes: Tree = None,
-    across: object = None,
+    across: Across = None,
     device: object = None,
 ) -> Callable[..., R]:
     """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.

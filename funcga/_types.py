@@ -9,6 +9,8 @@ Scalar = Any
 Dtype = Any
 # What is accumulated of one leaf: an array, or a tuple of arrays.
 Reduced = Any
+# What `across=` names: a process group or a device mesh of torch, names of a JAX mesh's axes.
+Across = Any
 # Nested containers of arrays, and what a framework has to describe one without its leaves.
 Tree = Any
 Structure = Any

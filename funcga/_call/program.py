@@ -10,7 +10,7 @@ from funcga._call.arguments import Arguments, argument_names, read_arguments
 from funcga._fold.outputs import Outputs, sort_outputs
 from funcga._fold.weight import check_weight
 from funcga._replicas import Step, step_of
-from funcga._types import GradFn, Scalar, Tree, WeightFn
+from funcga._types import Across, GradFn, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import FoldTree
 
@@ -42,7 +42,7 @@ class Program:
     n: int | None = None
     microbatch_size: int | None = None
     device: Any = None
-    across: object = None
+    across: Across = None
     step: Step | None = None  # of one that is merged over replicas
     kept: dict[type, object] = field(default_factory=dict, repr=False)
 
@@ -97,7 +97,7 @@ def read_program(
     fold: FoldTree,
     weight: WeightFn | None,
     in_axes: Tree,
-    across: object,
+    across: Across,
     *,
     n: int | None = None,
     microbatch_size: int | None = None,
