@@ -163,7 +163,7 @@ def _parity(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     check_installed("numpy", "rich")
-    from funcga._verify.command import Options, verify_file
+    from funcga._cli.verify import Options, verify_file
 
     o = options
     return verify_file(Options(o.grad_fn, o.args, o.n, o.fold, o.weight, o.seed, o.json))

@@ -32,6 +32,7 @@ class Reducer:
     linear: bool = False
     stacked: int | None = None
     unweighted: bool = False
+    over_steps: bool = False
 
     @property
     def elementwise(self) -> bool:
@@ -88,7 +89,7 @@ pairs = Reducer(_halves, monoids.counts, kinds=("int", "float"), stacked=2)
 max = Reducer(_keep, monoids.max, kinds=("bool", "int", "float"), unweighted=True)
 min = Reducer(_keep, monoids.min, kinds=("bool", "int", "float"), unweighted=True)
 # (total weight, weighted mean, weighted sum of squared deviations from it).
-moments = Reducer(_moments, monoids.moments, kinds=("float",))
+moments = Reducer(_moments, monoids.moments, kinds=("float",), over_steps=True)
 # (count, mean, sum of squared deviations from it), of leaves [3, ...] = (count, mean, variance); no weights.
 pooled = Reducer(_unstack, monoids.moments, kinds=("float",), stacked=3)
 # The last value.

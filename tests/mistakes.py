@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import funcga
 import torch_backend
 from tests.kits import JAX, TORCH
+from torch_backend import _private
 
 ROWS, LENGTH = 12, 5
 
@@ -452,7 +453,7 @@ def causal(kit):
 
 def cut_off(params, x, y):
     """As a step in a loss that would not know that it is differentiated outside of torch.func."""
-    inner = params if torch_backend.arrays.transforms() else {k: p.detach() for k, p in params.items()}
+    inner = params if _private.transforms() else {k: p.detach() for k, p in params.items()}
     return regression(params, x, y) + 0.5 * regression(inner, x, y)
 
 

@@ -3,217 +3,91 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, groups, starts
 from funcga._call.program import Program
-from funcga._grad import GradientFunction, bound
+from funcga._grad import GradientFunction
+from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import arrays, trees
 from torch_backend.dtensor import devices_of, narrow
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.recording import is_recorded
-from torch_backend.engine.transfer import moved
-from torch_backend.engine.window import Engine, detached
+from torch_backend.engine.window import Engine, detached, result_of_others
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.reduction import Reduction
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import Driven
 
-# The arguments that a micro-batch comes from, its first row on each device and how many, None for all, and the devices.
-_Microbatch = tuple[Arguments, int, int | None, int]
 
+class Window(Protocol):
+    """One window: every micro-batch is folded into it, then it gives the result.
 
-def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
-    """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+    It is a context: whatever it changes for its time is put right when it is left, and an error that ends it is told
+    to the replicas that wait for it.
 
-    def fold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        window = _window(program, backend)
-        with window.reduction or nullcontext():
-            return fold_window(window, args, kwargs)
-
-    def fold_window(window: "_Window", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = window.detached(args), _detached_kwargs(kwargs, window)
-        arguments = program.read(args, backend)
-        if isinstance(window, Driven) and window.driver.name and not arguments.rows(may_be_empty=True):
-            return window.without_rows(arguments, _copied(arguments), kwargs)
-        cuts = _cuts(program, arguments, across=window.reduction is not None)
-        if window.reduction is None:
-            return _fold(program, window, cuts, kwargs)
-        return _fold_across(program, window, cuts, kwargs, arguments)
-
-    return fold if program.across is None else _untraced(fold)
-
-
-def _untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as torch.compile is to leave it: what replicas do next is not known when it traces."""
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break("funcga merges over replicas here; compile the loss instead")
-    if "torch._dynamo" not in sys.modules:  # which nobody else should have to import
-        return fold
-    untraced: Callable[..., Any] = torch.compiler.disable(fold)  # type: ignore[no-untyped-call]
-    return untraced
-
-
-def _cuts(program: Program, arguments: Arguments, across: bool) -> Iterator[_Microbatch]:
-    """The micro-batches; `across` replicas one may have fewer rows than n, or none."""
-    wrapped = isinstance(program.grad_fn, ModuleGradient) and bool(program.grad_fn.driver.name)
-    rows = arguments.rows(may_be_empty=across)
-    # rows of several devices at once are other rows together, which sums and extremes alone do not show
-    devices = devices_of(arguments)
-    if devices > 1 and (arguments.state or any(f.reducer.monoid.collective is None for f in _folds(program))):
-        devices = 1
-    rows, size = rows // devices, program.microbatch_size
-    n = min(program.n, rows) if (across or wrapped) and program.n is not None else program.n
-    found = groups(rows, n, None if size is None else max(1, size // devices)) if rows else []
-    return ((arguments, start, size, devices) for start, size in starts(found))
-
-
-def _folds(program: Program) -> list[Fold]:
-    return [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
-
-
-def stream(program: Program, backend: Backend) -> Callable[..., Any]:
-    """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
-
-    def fold(leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]) -> Any:
-        window = _window(program, backend)
-        with window.reduction or nullcontext():
-            return fold_window(window, leading, microbatches, kwargs)
-
-    def fold_window(
-        window: "_Window", leading: tuple[Any, ...], microbatches: Iterator[tuple[Any, ...]], kwargs: dict[str, Any]
-    ) -> Any:
-        leading, kwargs = window.detached(leading, leading=True), _detached_kwargs(kwargs, window)
-        items = _items(program, window, leading, microbatches, backend)
-        if window.reduction is not None:
-            return _fold_across(program, window, items, kwargs, _unfed(program, leading, backend))
-        return _fold(program, window, items, kwargs)
-
-    return fold if program.across is None else _untraced(fold)
-
-
-def _items(
-    program: Program,
-    window: "_Window",
-    leading: tuple[Any, ...],
-    microbatches: Iterator[tuple[Any, ...]],
-    backend: Backend,
-) -> Iterator[_Microbatch]:
-    if program.device is not None:
-        microbatches = moved(microbatches, torch.device(program.device), backend)
-    for item in microbatches:
-        arguments = program.read((*leading, *detached(item, not isinstance(window, _Calls))), backend)
-        del item  # so that no more than one micro-batch is held
-        yield arguments, 0, None, 1
-        del arguments
-
-
-def _fold(program: Program, window: "_Window", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any]) -> Any:
-    state = None
-    with window:
-        if isinstance(window, Driven) and not isinstance(microbatches, _Ahead):
-            microbatches = _Ahead(microbatches)
-        for microbatch in microbatches:
-            last = isinstance(microbatches, _Ahead) and microbatches.last
-            state = _fold_one(program, window, microbatch, state, kwargs, last)
-            del microbatch  # so that no more than one is held
-        assert state is not None
-        return window.result(state)
-
-
-def _fold_one(
-    program: Program,
-    window: "_Window",
-    microbatch: _Microbatch,
-    state: list[Any] | None,
-    kwargs: dict[str, Any],
-    last: bool,
-) -> list[Any]:
-    arguments, start, size, devices = microbatch
-    state = _copied(arguments) if state is None else state
-    args = arguments.cut(start, size, state, None if devices == 1 else narrow)
-    weight = program.weigh(arguments, args, None if size is None else size * devices)
-    return window.fold(arguments, args, kwargs, weight, last)
-
-
-class _Ahead:
-    """The micro-batches, one of them taken ahead, and whether the one that was given out is the `last`."""
-
-    def __init__(self, microbatches: Iterator[_Microbatch]):
-        self.microbatches = microbatches
-        self.next = next(microbatches, None)
-
-    @property
-    def last(self) -> bool:
-        return self.next is None
-
-    def __iter__(self) -> "_Ahead":
-        return self
-
-    def __next__(self) -> _Microbatch:
-        if self.next is None:
-            raise StopIteration
-        found, self.next = self.next, None
-        self.next = next(self.microbatches, None)
-        return found
-
-
-def _fold_across(
-    program: Program, window: "_Window", microbatches: Iterator[_Microbatch], kwargs: dict[str, Any],
-    arguments: Arguments,
-) -> Any:  # fmt: skip
-    """The same over all replicas; one that has no micro-batch takes part in the reduction. `arguments` are its own."""
-    assert window.reduction is not None
-    ahead = _Ahead(microbatches)
-    if ahead.next is not None:
-        return _fold(program, window, ahead, kwargs)
-    if isinstance(window, Driven):
-        return window.unfed(arguments, _copied(arguments))
-    devices = [
-        leaf.device for part in arguments.parts for leaf in trees.flatten(part.value)[0] if arrays.is_array(leaf)
-    ]
-    device = devices[0] if devices else torch.device("cpu")
-
-    window.reduction.take_part(lambda value: program.bind(value, arguments)[0], device)
-    state = window.reduction.finish(_copied(arguments))
-    return window.reduction.buffers.result(state)
-
-
-def _unfed(program: Program, leading: tuple[Any, ...], backend: Backend) -> Arguments:
-    """The arguments of a stream without any micro-batch, with None in its place."""
-    count = len(program.in_axes) if isinstance(program.in_axes, tuple | list) else len(leading)
-    return program.read((*leading, *[None] * (count - len(leading))), backend)
-
-
-def _detached_kwargs(kwargs: dict[str, Any], window: "_Window") -> Any:
-    return detached(kwargs, not isinstance(window, _Calls)) if kwargs else kwargs
-
-
-def _window(program: Program, backend: Backend) -> "_Window":
-    """How a window is folded: by autograd where funcga made the gradient function, else by calling grad_fn.
-
-    A module that reduces gradients by itself is driven.
-
-    Autograd cannot run in a torch.func transform, nor be traced by torch.compile.
+    `records`: whether autograd records what is computed. `may_be_short`: whether other replicas may have more
+    micro-batches, so that there may be fewer than n here, or none. `looks_ahead`: whether `fold` is to be told which
+    micro-batch is the last.
     """
+
+    records: bool
+    may_be_short: bool
+    looks_ahead: bool
+
+    def __enter__(self) -> Self:
+        """Begins the window, before its arguments are read."""
+        ...
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends it."""
+        ...
+
+    def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
+        """The arguments without graphs; `leading`: those before the micro-batch of a stream."""
+        ...
+
+    def fold(
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
+    ) -> list[Any]:
+        """Folds one micro-batch in, which is `args`, and returns the state that is threaded to the next."""
+        ...
+
+    def result(self, state: list[Any]) -> Tree:
+        """The normalised result, in the structure of grad_fn's output."""
+        ...
+
+    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
+        """The result where other replicas have micro-batches and this one has none; `state` is what came in."""
+        ...
+
+
+def _window_of(program: Program, backend: Backend) -> Window:
+    """The window for a program: of autograd where funcga made the gradient function, else of calls of grad_fn.
+
+    A module that reduces its gradients by itself has a window of its own. Autograd can neither run in a transform of
+    torch.func nor be traced by torch.compile.
+    """
+    grad_fn = program.grad_fn
     if program.across is not None and arrays.in_transform():
         raise _differentiated_across()
-    gradient = program.grad_fn
-    if _NotWrapped not in program.kept and check_no_wrapped_module_in(gradient):
+    if _NotWrapped not in program.kept and check_no_wrapped_module_in(grad_fn):
         program.keep(_NotWrapped)
-    if isinstance(gradient, ModuleGradient):
-        return Driven(program, gradient, backend)
+    if isinstance(grad_fn, ModuleGradient):
+        return Driven(program, grad_fn, backend)
     replicas = program.replicas(backend)
     reduction = None if replicas is None else Reduction(program.keep(Progress, program.step), replicas)
-    if isinstance(gradient, GradientFunction) and not (torch.compiler.is_compiling() or arrays.in_transform()):
-        return Engine(program, gradient, backend, reduction)
-    return _Calls(bound(program, backend), backend, reduction, gradient)
+    if isinstance(grad_fn, GradientFunction):
+        if not (torch.compiler.is_compiling() or arrays.in_transform()):
+            return Engine(program, grad_fn, backend, reduction)
+        return Calls(program, grad_fn.bound(backend), reduction, grad_fn)
+    return Calls(program, grad_fn, reduction)
 
 
 class _NotWrapped:
@@ -233,31 +107,190 @@ def _differentiated_across() -> FuncgaError:
     )
 
 
-class _Calls:
-    """One window of any grad_fn: `fold` each micro-batch, then take the `result`."""
+# A micro-batch: the arguments that it is cut from, its first row on each device, and how many rows it has on each; None
+# for all.
+_Microbatch = tuple[Arguments, int, int | None]
 
-    def __init__(self, program: Program, backend: Backend, reduction: Reduction | None, gradient: Any):
-        self.program, self.backend, self.reduction, self.gradient = program, backend, reduction, gradient
+
+def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
+    """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+
+    def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        with _window_of(program, backend) as window:
+            args, kwargs = window.detached(args), detached(kwargs, window.records)
+            arguments = program.read(args, backend)
+            rows, devices = arguments.rows(may_be_empty=window.may_be_short), _devices(program, arguments)
+            microbatches = _cut(program, arguments, rows // devices, devices, window.may_be_short)
+            return _folded(program, window, microbatches, lambda: arguments, kwargs, devices)
+
+    return fold if program.across is None else _untraced(fold)
+
+
+def _devices(program: Program, arguments: Arguments) -> int:
+    """How many devices micro-batches take rows of at once; 1 where it matters which rows are together."""
+    devices = devices_of(arguments)
+    if devices == 1:
+        return 1
+    folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
+    # sums and extremes alone do not show that other rows are together
+    if arguments.state or any(fold.reducer.monoid.collective is None for fold in folds):
+        return 1
+    return devices
+
+
+def _cut(program: Program, arguments: Arguments, rows: int, devices: int, may_be_short: bool) -> Iterator[_Microbatch]:
+    """The micro-batches of a batch that has so many rows on each of the devices."""
+    if not rows:
+        return iter(())
+    size = program.microbatch_size
+    if size is not None:
+        size = max(1, size // devices)
+    n = program.n
+    if n is not None and may_be_short:
+        n = min(n, rows)
+    return iter([(arguments, start, count) for start, count in starts(groups(rows, n, size))])
+
+
+def stream(program: Program, backend: Backend) -> Callable[..., Any]:
+    """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+
+    def fold(leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]) -> Tree:
+        with _window_of(program, backend) as window:
+            leading, kwargs = window.detached(leading, leading=True), detached(kwargs, window.records)
+            count = len(program.in_axes) if isinstance(program.in_axes, tuple | list) else len(leading)
+            without = lambda: program.read((*leading, *[None] * (count - len(leading))), backend)
+            microbatches = _read(program, window, leading, items, backend)
+            return _folded(program, window, microbatches, without, kwargs)
+
+    return fold if program.across is None else _untraced(fold)
+
+
+def _read(
+    program: Program, window: Window, leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], backend: Backend
+) -> Iterator[_Microbatch]:
+    if program.device is not None:
+        items = _moved(items, torch.device(program.device))
+    for item in items:
+        arguments = program.read((*leading, *detached(item, window.records)), backend)
+        del item  # so that no more than one micro-batch is held
+        yield arguments, 0, None
+        del arguments
+
+
+def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[tuple[Tree, ...]]:
+    """The items with their tensors on the device, each on its way while the one before is computed with.
+
+    On CUDA each is copied on a stream of its own, while the kernels that the last one has launched still run; from
+    pinned memory the host does not wait for it either.
+    """
+    copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def begin() -> tuple[Tree, ...] | None:
+        item = next(items, None)
+        if item is None:
+            return None
+        leaves, structure = trees.flatten(item)
+        with torch.cuda.stream(copies) if copies is not None else nullcontext():
+            leaves = [leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        moved: tuple[Tree, ...] = trees.unflatten(structure, leaves)
+        return moved
+
+    item = begin()
+    while item is not None:
+        if copies is not None:
+            computing = torch.cuda.current_stream(device)
+            computing.wait_stream(copies)
+            for leaf in trees.flatten(item)[0]:
+                if isinstance(leaf, torch.Tensor):
+                    leaf.record_stream(computing)  # its memory is not given away while a kernel still reads it
+        holder = [item]
+        del item  # so that no more than one is held while it is computed with
+        yield holder.pop()
+        item = begin()
+
+
+def _untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as torch.compile is to leave it: what replicas do next is not known when it traces."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break("funcga merges over replicas here; compile the loss instead")
+    if "torch._dynamo" not in sys.modules:  # which nobody else should have to import
+        return fold
+    untraced: Callable[..., Any] = torch.compiler.disable(fold)  # type: ignore[no-untyped-call]
+    return untraced
+
+
+def _folded(
+    program: Program,
+    window: Window,
+    microbatches: Iterator[_Microbatch],
+    without: Callable[[], Arguments],
+    kwargs: dict[str, Tree],
+    devices: int = 1,
+) -> Tree:
+    """The result of a window of these micro-batches; `without()` are the arguments where there is none."""
+    state: list[Any] | None = None
+    microbatch = next(microbatches, None)
+    if microbatch is None:
+        arguments = without()
+        return window.result_without_microbatches(arguments, kwargs, _initial(arguments))
+    while microbatch is not None:
+        arguments, start, size = microbatch
+        microbatch = next(microbatches, None) if window.looks_ahead else None
+        state = _initial(arguments) if state is None else state
+        args = arguments.cut(start, size, state, None if devices == 1 else narrow)
+        weight = program.weigh(arguments, args, None if size is None else size * devices)
+        state = window.fold(arguments, args, kwargs, weight, last=window.looks_ahead and microbatch is None)
+        if not window.looks_ahead:
+            del arguments, args  # before the next one is taken, so that no more than one is held
+            microbatch = next(microbatches, None)
+    assert state is not None
+    return window.result(state)
+
+
+def _initial(arguments: Arguments) -> list[Any]:
+    """The initial state, which grad_fn may update in place as BatchNorm does its buffers, in memory of its own."""
+    return [arrays.owned(leaf, (leaf,)) if arrays.is_array(leaf) else leaf for leaf in arguments.state]
+
+
+class Calls:
+    """One window of any grad_fn, which is called for each micro-batch.
+
+    `gradient`: the gradient function of funcga's that grad_fn was made of, in a transform or a compiled program.
+    """
+
+    records = False
+    looks_ahead = False
+
+    def __init__(
+        self,
+        program: Program,
+        grad_fn: GradFn,
+        reduction: Reduction | None,
+        gradient: GradientFunction | None = None,
+    ):
+        self.program, self.grad_fn, self.reduction, self.gradient = program, grad_fn, reduction, gradient
         self.buffers: Buffers | None = None
+        self.may_be_short = reduction is not None
 
-    def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
-        """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
-        if isinstance(self.gradient, GradientFunction):
-            for i in self.gradient.places(len(args)) if not leading else ():
-                check_unfrozen(trees.flatten(args[i])[0], args[i], self.gradient, i)
-        return tuple([detached(arg) for arg in args])
-
-    def __enter__(self) -> "_Calls":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        pass
+        if error[0] is not None and self.reduction is not None:
+            self.reduction.give_up()
+
+    def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
+        """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
+        if self.gradient is not None and not leading:
+            for argnum in self.gradient.places(len(args)):
+                check_unfrozen(trees.flatten(args[argnum])[0], args[argnum], self.gradient, argnum)
+        return tuple([detached(arg) for arg in args])
 
     def fold(
-        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, last: bool
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        value = self.program.grad_fn(*args, **kwargs)
+        value = self.grad_fn(*args, **kwargs)
         if self.buffers is None:
             outputs, leaves = self.program.bind(value, arguments)
             self.buffers = Buffers(Layout(outputs))
@@ -269,7 +302,7 @@ class _Calls:
         with nullcontext() if self.buffers.pure else torch.no_grad():
             return self.buffers.add(leaves, weight)
 
-    def result(self, state: list[Any]) -> Any:
+    def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.buffers is not None
         with nullcontext() if self.buffers.pure else torch.no_grad():
@@ -278,13 +311,10 @@ class _Calls:
                 state = self.reduction.finish(state)
             return self.buffers.result(state)
 
-
-_Window = Engine | Driven | _Calls
-
-
-def _copied(arguments: Arguments) -> list[Any]:
-    """The initial state, which grad_fn may update in place as BatchNorm does its buffers, in memory of its own."""
-    return [arrays.owned(leaf, (leaf,)) if arrays.is_array(leaf) else leaf for leaf in arguments.state]
+    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
+        """The result of the other replicas."""
+        assert self.reduction is not None
+        return result_of_others(self.program, self.reduction, arguments, state)
 
 
 def is_traced(tree: Any) -> bool:

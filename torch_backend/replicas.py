@@ -101,7 +101,7 @@ def check_replicas(params: Tree, across: Any) -> None:
     replicas.channel.settle()
     leaves = dict(zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True))
     kinds = {path: arrays.describe(leaf) if arrays.is_array(leaf) else repr(leaf) for path, leaf in leaves.items()}
-    check_alike(kinds, replicas.channel, "have different parameters")
+    check_alike(replicas.channel.gathered(kinds), "have different parameters")
     whole = {path: leaf for path, leaf in leaves.items() if arrays.is_array(leaf) and not _is_cut(leaf, replicas.group)}
     if whole:
         _check_same(whole, replicas)

@@ -104,3 +104,17 @@ def outline(tree: Tree, trees: Trees, leaf: Callable[[Any], str], depth: int = 2
     if len(children) > 4:
         shown.append(f"... {len(children) - 4} more")
     return f"{type(tree).__name__}({', '.join(shown)})"
+
+
+def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]:
+    """What a tree has at each leaf of another one, in the order of that one's leaves.
+
+    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where they don't match.
+    """
+    children = trees.children(like)
+    if children is None:
+        return [tree]
+    branches = dict(trees.children(tree) or ())
+    if branches.keys() != {key for key, _ in children}:
+        raise PrefixError(path, like, tree)
+    return [below for key, child in children for below in subtrees(branches[key], child, trees, path + key)]

@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
     """The versions of what the figures of a report depend on, by name."""
     names = ("torch", "jax", "jaxlib", "optax", "numpy")
     own = {"python": platform.python_version(), "funcga": __version__}
-    return own | {name: found for name in names if (found := _version(name))}
+    return own | {name: version for name in names if (version := _version(name))}
 
 
 def devices() -> dict[str, list[str]]:
@@ -42,13 +42,13 @@ def show() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    made = Table("package", "version", "devices", box=SIMPLE_HEAD, show_edge=False)
-    made.add_row("python", platform.python_version(), platform.platform())
-    made.add_row("funcga", __version__, "")
+    table = Table("package", "version", "devices", box=SIMPLE_HEAD, show_edge=False)
+    table.add_row("python", platform.python_version(), platform.platform())
+    table.add_row("funcga", __version__, "")
     there = devices()
     for name, version in installed().items():
-        made.add_row(name, version or "not installed", ", ".join(there.get(name, ())))
-    Console(highlight=False).print(made)
+        table.add_row(name, version or "not installed", ", ".join(there.get(name, ())))
+    Console(highlight=False).print(table)
 
 
 def check_installed(*modules: str) -> None:

@@ -36,10 +36,10 @@ def limit(dtype: str, reduction: int = TERMS) -> float:
 def reason(dtype: str, reduction: int = TERMS) -> str:
     """The limit of a dtype and where it comes from, in words: `float32 7.6e-06 (4 eps x sqrt(256) terms)`."""
     step, count, of = max(_walks(dtype, reduction), key=lambda walk: walk[0] * math.sqrt(walk[1]))
-    found = f"{FACTOR} eps x sqrt({count}) {of}" if step else "exact"
+    why = f"{FACTOR} eps x sqrt({count}) {of}" if step else "exact"
     if FACTOR * step * math.sqrt(count) > MOST:
-        found = f"the most, as {found} is more"
-    return f"{dtype} {limit(dtype, reduction):.2g} ({found})"
+        why = f"the most, as {why} is more"
+    return f"{dtype} {limit(dtype, reduction):.2g} ({why})"
 
 
 def _walks(dtype: str, reduction: int) -> list[tuple[float, int, str]]:

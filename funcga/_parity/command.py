@@ -43,7 +43,7 @@ def _run(choice: Choice, plan: Plan, console: Console) -> Findings:
         problem = chosen(choice)
         progress.update(task, description=problem.name, total=plan.ticks(problem))
         findings = run(problem, replace(plan, tick=lambda: progress.advance(task)), choice)
-    console.print("", report.table(findings), report.sentences(findings), sep="\n")
+    console.print("", report.as_table(findings), report.sentences(findings), sep="\n")
     return findings
 
 
@@ -60,8 +60,8 @@ def _write_all(every: Sequence[Findings], outputs: Outputs) -> None:
     if outputs.html is not None:
         from funcga._parity.page import page
 
-        made = page(every)
-        write_file("--html", outputs.html, lambda file: file.write_text(made, encoding="utf-8"))
+        html = page(every)
+        write_file("--html", outputs.html, lambda file: file.write_text(html, encoding="utf-8"))
     if outputs.plot is not None:
         from funcga._parity.page import picture
 

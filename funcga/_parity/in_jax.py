@@ -97,8 +97,8 @@ def cnn_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 def _conv(x: jax.Array, layer: Tree, padding: str) -> jax.Array:
     dimensions = ("NHWC", "HWIO", "NHWC")
-    found = lax.conv_general_dilated(x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions)
-    return jnp.asarray(found + layer["bias"])
+    output = lax.conv_general_dilated(x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions)
+    return jnp.asarray(output + layer["bias"])
 
 
 def batchnorm_loss(params: Tree, statistics: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from funcga._call.arguments import Arguments
 from funcga._transform.transform import Transform
 from funcga._types import Tree
 from torch_backend.optim.from_optimizer import from_optimizer
-from torch_backend.optim.updates import apply_updates
+from torch_backend.optim.parameters import apply_updates
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
@@ -60,8 +60,8 @@ def over_replicas(step: Callable[..., Tree], arguments: Arguments, rows: list[in
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         rank = dist.get_rank()
-        found = step(across=dist.group.WORLD)(*arguments.cut(sum(rows[:rank]), rows[rank], []))
-        return found if rank == 0 else None
+        result = step(across=dist.group.WORLD)(*arguments.cut(sum(rows[:rank]), rows[rank], []))
+        return result if rank == 0 else None
     finally:
         dist.destroy_process_group()
 

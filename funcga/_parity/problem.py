@@ -15,23 +15,32 @@ OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 class Problem:
     """What `python -m funcga parity FILE.py:NAME` compares: the same loss, parameters and batch in two frameworks.
 
-    params: a tree of float arrays: NumPy's, torch's or JAX's. batch: the arguments after params, a tuple of trees of
-    arrays, split into micro-batches as `in_axes` says (default: each on axis 0). Floats of both are cast to every
-    dtype of the run; integers are int64 in torch and, where they fit, int32 in JAX.
-    torch_loss, jax_loss: `loss(params, *batch)` -> a real scalar in the dtype of its params; either may be None, and
-    then the other one is compared with itself alone. JAX's is jitted.
-    fold, weight: as of `accumulate`; weight has to be one function for both frameworks. For averages over tokens
-    weight is what counts them, for sums fold=funcga.per_weight() as well.
-    jax_params: the tree of parameters as jax_loss takes it, if that is another one, such as flax's: the values are
-    those of params, matched by path under the rules (`funcga.rules`); those of jax_params are not looked at.
-    reduction: how many terms each element of a gradient is a sum of, for the tolerances. Default: the rows of the
-    batch, or the numbers in its largest array of integers, such as tokens, and the longest axis of a parameter.
-    optimizers: of the training at the end: any of sgd, momentum, adam and adamw. name, about: for the report.
+    Args:
+        params: a tree of float arrays: NumPy's, torch's or JAX's. Floats are cast to every dtype of the run.
+        batch: the arguments after params, a tuple of trees of arrays, split into micro-batches as `in_axes` says.
+            Integers are int64 in torch and, where they fit, int32 in JAX.
+        torch_loss: `loss(params, *batch)` -> a real scalar in the dtype of its params. Either loss may be None, and
+            then the other one is compared with itself alone.
+        jax_loss: the same in JAX; it is jitted.
+        fold: as of `accumulate`: mean(), per_weight() or sum().
+        weight: as of `accumulate`, one function for both frameworks. For averages over tokens it is what counts them;
+            for sums, with fold=funcga.per_weight().
+        in_axes: as of `accumulate`. Default: each argument of the batch on axis 0.
+        jax_params: the tree of parameters as jax_loss takes it, if that is another one, such as flax's: the values are
+            those of params, matched by path under the rules; those of jax_params are not looked at.
+        rules: how paths and layouts of params become those of jax_params, see `funcga.rules`.
+        reduction: how many terms each element of a gradient is a sum of, for the tolerances. Default: the rows of the
+            batch, or the numbers in its largest array of integers, such as tokens, and the longest axis of a parameter.
+        optimizers: of the training at the end: any of sgd, momentum, adam and adamw.
+        name: of the problem in the report.
+        about: a line that says what it is.
 
-    parity takes the folds mean(), per_weight() and sum(), and raises FuncgaError, as `accumulate` does, for what does
-    not fit: a loss that is no scalar, trees that do not match, NaN in the data.
+    Raises:
+        FuncgaError: where parity runs it and something does not fit: a loss that is no scalar, another fold, trees that
+            do not match, NaN in the data.
 
-    >>> problem = funcga.Problem(params, (images, labels), torch_loss=torch_loss, jax_loss=jax_loss)
+    Example:
+        >>> problem = funcga.Problem(params, (images, labels), torch_loss=torch_loss, jax_loss=jax_loss)
     """
 
     params: Tree

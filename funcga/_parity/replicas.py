@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -66,14 +67,14 @@ def _reason(text: str) -> str:
 
 
 def _read(file: Path) -> Merged:
-    with np.load(file) as found:
-        accumulated, full = (
-            Result(
-                found[f"{run}/loss"], {key.split("/", 2)[2]: found[key] for key in found if key.startswith(f"{run}/g/")}
-            )
-            for run in ("accumulated", "full")
-        )
-        return Merged(accumulated, full, found["rows"].tolist())
+    with np.load(file) as arrays:
+        accumulated, full = (_result(arrays, run) for run in ("accumulated", "full"))
+        return Merged(accumulated, full, arrays["rows"].tolist())
+
+
+def _result(arrays: Mapping[str, Array], run: str) -> Result:
+    gradients = {key.split("/", 2)[2]: arrays[key] for key in arrays if key.startswith(f"{run}/g/")}
+    return Result(arrays[f"{run}/loss"], gradients)
 
 
 def _work(side: Side, n: int, count: int) -> Merged | None:
@@ -82,8 +83,8 @@ def _work(side: Side, n: int, count: int) -> Merged | None:
     step = partial(accumulate, side.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes)
     with side.running():
         rows = side.own.rows_of_replicas(side.arguments.rows(), count)
-        found = side.own.over_replicas(step, side.arguments, rows)
-    return None if found is None else Merged(side.result(found), side.full(sum(rows)), rows)
+        result = side.own.over_replicas(step, side.arguments, rows)
+    return None if result is None else Merged(side.result(result), side.full(sum(rows)), rows)
 
 
 def _write(file: Path, merged: Merged) -> None:

@@ -55,7 +55,7 @@ def _where(compared: Compared) -> str:
 
 
 def _of_training(findings: Findings) -> list[Line]:
-    found = []
+    lines = []
     for optimizer in dict.fromkeys(t.optimizer for t in findings.trajectories):
         kind = [t for t in findings.trajectories if t.optimizer == optimizer]
         first = min((t for t in kind), key=lambda t: t.diverges or len(t.reports) + 1)
@@ -63,14 +63,14 @@ def _of_training(findings: Findings) -> list[Line]:
         where = f"{worst.path if worst else ''}, update {first.diverges or len(first.reports)}"
         figures = {t.dtype: against(t.decisive) for t in kind}
         what = f"{optimizer}, {len(kind[0].reports)} updates"
-        found.append(Line("training", what, figures, where, _status(findings, kind)))
-    return found
+        lines.append(Line("training", what, figures, where, _status(findings, kind)))
+    return lines
 
 
 def _status(findings: Findings, kind: Sequence[Compared | Trajectory]) -> str:
-    if all(found.ok for found in kind):
+    if all(result.ok for result in kind):
         return "within"
-    return "rounding" if all(found.ok or findings.is_explained(found) for found in kind) else "BEYOND"
+    return "rounding" if all(result.ok or findings.is_explained(result) for result in kind) else "BEYOND"
 
 
 def against(report: Report) -> str:
@@ -84,20 +84,20 @@ def against(report: Report) -> str:
     return f"{figure(row.relative)}{limit}"
 
 
-def table(findings: Findings) -> Table:
+def as_table(findings: Findings) -> Table:
     """The table of a problem: a line for everything that is compared, by the cause that a difference would have."""
-    made = Table(title=Text(title(findings), style="bold"), title_justify="left", box=SIMPLE_HEAD, show_edge=False)
-    made.pad_edge = False
+    table = Table(title=Text(title(findings), style="bold"), title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    table.pad_edge = False
     for heading in ("cause", "what is compared", *findings.dtypes, "worst at", ""):
-        made.add_column(heading, no_wrap=heading in ("cause", *findings.dtypes), overflow="fold")
+        table.add_column(heading, no_wrap=heading in ("cause", *findings.dtypes), overflow="fold")
     last = ""
     for line in lines(findings):
         style = {"within": "green", "rounding": "yellow"}.get(line.status, "bold red")
         shown = line.cause if line.cause != last else ""
         figures = [line.figures.get(dtype, "") for dtype in findings.dtypes]
-        made.add_row(shown, line.what, *figures, line.where, Text(line.status, style))
+        table.add_row(shown, line.what, *figures, line.where, Text(line.status, style))
         last = line.cause
-    return made
+    return table
 
 
 def title(findings: Findings) -> str:
@@ -117,9 +117,9 @@ def _span(sizes: Sequence[float]) -> str:
 
 def sentences(findings: Findings) -> Text:
     """The verdict on a problem."""
-    found = verdict(findings)
-    style = "bold green" if found.ok else "bold red"
-    return Text("\n".join(f"{findings.problem.name}: {line}" for line in found.sentences), style)
+    result = verdict(findings)
+    style = "bold green" if result.ok else "bold red"
+    return Text("\n".join(f"{findings.problem.name}: {line}" for line in result.sentences), style)
 
 
 def conclusion(every: Sequence[Findings]) -> Text:
@@ -157,7 +157,7 @@ def _findings_as_json(findings: Findings) -> dict[str, object]:
         "reduction": findings.reduction,
         "microbatch_rows": findings.rows,
         "microbatch_weights": findings.weights,
-        "losses": {d: {f: _finite(loss) for f, loss in found.items()} for d, found in findings.losses.items()},
+        "losses": {d: {f: _finite(loss) for f, loss in losses.items()} for d, losses in findings.losses.items()},
         "compared": [_compared_as_json(findings, compared) for compared in findings.compared],
         "training": [_trajectory_as_json(findings, t) for t in findings.trajectories],
     }

@@ -15,7 +15,7 @@ from funcga._parity.problems import Choice
 from funcga._parity.replicas import over_replicas
 from funcga._parity.sides import Folded, Result, Side, fold_by_hand, fold_in_framework
 from funcga._parity.training import Trajectory, train
-from funcga._verify.verdict import Verdict
+from funcga._verify.verify import Verdict
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -172,7 +172,7 @@ class _Run:
 
     def findings(self) -> Findings:
         """All of them."""
-        compared = [found for dtype in self.plan.dtypes for found in self._compared(dtype)]
+        compared = [compared for dtype in self.plan.dtypes for compared in self._compared(dtype)]
         first = next(iter(self.sides.values()))
         losses = {
             dtype: {name: float(self.full[name, dtype].loss) for name in self.frameworks} for dtype in self.plan.dtypes
@@ -213,8 +213,8 @@ class _Run:
 
     def _accumulated(self, side: Side, full: Result) -> Iterator[Compared]:
         for n in self.plan.ns:
-            found = self.accumulated[(side.framework, side.dtype), n]
-            report = side.report(found, full, ("accumulated", "full batch"))
+            accumulated = self.accumulated[(side.framework, side.dtype), n]
+            report = side.report(accumulated, full, ("accumulated", "full batch"))
             yield Compared("accumulation", f"{side.label} vs full batch", side.dtype, n, report, side.label)
         for count in self.plan.ranks:
             n = min(self.most, side.rows(count)[-1])
@@ -235,10 +235,10 @@ class _Run:
         return self.sides["torch", dtype].report(torch, jax, ("torch", "JAX"), self.problem.rules)
 
     def _folded(self, side: Side) -> Iterator[Compared]:
-        found, exact = self.folded[side.framework, side.dtype]
-        fold = side.compared(found.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
+        folded, exact = self.folded[side.framework, side.dtype]
+        fold = side.compared(folded.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
         yield Compared("fold", f"{side.label} vs NumPy", side.dtype, self.most, fold, side.label)
-        sums = compare(found.sums, exact.sums, rtol=0, names=(side.label, "NumPy"))
+        sums = compare(folded.sums, exact.sums, rtol=0, names=(side.label, "NumPy"))
         yield Compared("fold", f"{side.label}, plain sums", side.dtype, self.most, sums, side.label)
 
     def _rounded(self, side: Side) -> Compared:

@@ -26,8 +26,7 @@ from funcga._trees import interop
 from funcga._trees.match import match
 from funcga._trees.paths import paths_and_leaves
 from funcga._types import Array, Dtype, Scalar, Tree
-from funcga._verify.verdict import Verdict
-from funcga._verify.verify import verify
+from funcga._verify.verify import Verdict, verify
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, sum
 from funcga.rules import Rule
@@ -233,8 +232,8 @@ class Side:
 
     def named(self, tree: Tree) -> dict[str, Array]:
         """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this framework."""
-        found = paths_and_leaves(tree, self.backend.trees.children)
-        return {path: interop.to_numpy(leaf) for path, leaf in found if self.backend.arrays.is_array(leaf)}
+        leaves = paths_and_leaves(tree, self.backend.trees.children)
+        return {path: interop.to_numpy(leaf) for path, leaf in leaves if self.backend.arrays.is_array(leaf)}
 
     def report(
         self,
@@ -245,10 +244,10 @@ class Side:
         check_dtype: bool = True,
     ) -> Report:
         """The Report of two results: the loss, then the gradients in the order in which the parameters were given."""
-        found = self.compared(left.gradient, right.gradient, names, self.reduction, rules, check_dtype)
+        report = self.compared(left.gradient, right.gradient, names, self.reduction, rules, check_dtype)
         limit = self.limit(names, self.reduction)
         loss = row_of("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
-        return replace(found, rows=(loss, *found.rows))
+        return replace(report, rows=(loss, *report.rows))
 
     def limit(self, names: tuple[str, str], reduction: int) -> float:
         """What a relative difference may be: what rounding in sums explains, and in float64 what depth may add to it.
@@ -256,8 +255,8 @@ class Side:
         A mistake is seen there all the same: it is larger by orders of magnitude.
         """
         depth = 1e-12 if names == tuple(FRAMEWORKS.values()) else 1e-13
-        found = tolerances.limit(self.dtype, reduction)
-        return max(found, depth) if self.dtype == "float64" else found
+        limit = tolerances.limit(self.dtype, reduction)
+        return max(limit, depth) if self.dtype == "float64" else limit
 
     def compared(
         self,
@@ -283,8 +282,8 @@ class Side:
             names=names,
             check_dtype=check_dtype,
         )
-        places = {path: place for place, path in enumerate(left)}
-        rows = sorted(report.rows, key=lambda r: places.get(r.left_path, len(places)))
+        order = {path: number for number, path in enumerate(left)}
+        rows = sorted(report.rows, key=lambda r: order.get(r.left_path, len(order)))
         return replace(report, rows=tuple(_by_largest(row, largest, report.atol) for row in rows))
 
     def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
@@ -313,7 +312,7 @@ def as_dtype(tree: Tree, dtype: str, side: Side) -> Tree:
 
 def _owner(tree: Tree) -> Backend | None:
     """The backend of the framework that an array of the tree is of."""
-    owners = (found for found in load_imported() if any(map(found.arrays.owns, found.trees.flatten(tree)[0])))
+    owners = (backend for backend in load_imported() if any(map(backend.arrays.owns, backend.trees.flatten(tree)[0])))
     return next(owners, None)
 
 
@@ -351,9 +350,9 @@ def _by_largest(row: Row, largest: float, atol: float) -> Row:
     return replace(row, relative=row.absolute / largest if largest else 0.0, limit=atol / largest if largest else 0.0)
 
 
-def _check_finite(given: dict[str, Array], backend: Backend) -> None:
+def _check_finite(named_trees: dict[str, Tree], backend: Backend) -> None:
     """Raises FuncgaError, which says where, for NaN and infinities in the params or the batch."""
-    for name, tree in given.items():
+    for name, tree in named_trees.items():
         for path, leaf in paths_and_leaves(tree, backend.trees.children, name):
             if hasattr(leaf, "dtype") and is_float(leaf.dtype):
                 finite = np.isfinite(leaf.astype(np.float64))
@@ -399,11 +398,11 @@ def fold_in_framework(side: Side, micro_batches: Sequence[Result], weights: Sequ
     """The Folded of a framework, by the loop that accumulates gradients."""
     stacked = _stacked(micro_batches)
     with side.running():
-        given, weight = side.placed((stacked, _weights(weights, side.dtype)))
+        gradients, weight = side.placed((stacked, _weights(weights, side.dtype)))
         folds = (side.problem.fold, sum())
         step = accumulate(_first, len(weights), fold=folds, weight=_weight, in_axes=0)
         with side.lock:
-            work = side.own.prepared(step, (given, weight))
+            work = side.own.prepared(step, (gradients, weight))
         return Folded(*interop.to_numpy(work()))
 
 
@@ -437,9 +436,9 @@ def _fold(fold: Fold, values: Array, weights: Sequence[float]) -> Array:
 
 
 def _sum(values: Array) -> Array:
-    held = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
-    total = held[0]
-    for value in held[1:]:
+    wide = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
+    total = wide[0]
+    for value in wide[1:]:
         total = total + value
     return total.astype(values.dtype)
 

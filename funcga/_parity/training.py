@@ -53,15 +53,15 @@ def train(
 
     gradients: of the full batch, those of each side by path.
     """
-    aside = [_zeros(found, left.dtype) if "adam" in optimizer else () for found in gradients]
+    aside = [_zeros(gradient, left.dtype) if "adam" in optimizer else () for gradient in gradients]
     runs = [_Training(side, optimizer, n) for side in (left, right)]
     names, rules = (left.label, right.label), left.problem.rules
     losses, reports = [], []
     for update in range(updates):
         (loss, params), (_, others) = (run.update(update) for run in runs)
         params, others = (
-            {path: leaf for path, leaf in found.items() if path not in out}
-            for found, out in zip((params, others), aside, strict=True)
+            {path: leaf for path, leaf in leaves.items() if path not in out}
+            for leaves, out in zip((params, others), aside, strict=True)
         )
         losses.append(loss)
         # Every update adds the rounding of its gradient.

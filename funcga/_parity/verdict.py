@@ -135,10 +135,10 @@ def _not_finite(row: Row) -> str:
 
 def _factor(rows: list[Row]) -> float | None:
     """The one number that all leaves differ by, if there is one."""
-    found = [row.values[0] / row.values[1] for row in rows if row.values is not None and row.values[1]]
+    ratios = [row.values[0] / row.values[1] for row in rows if row.values is not None and row.values[1]]
     straight = all(row.cosine is None or row.cosine > 1 - 1e-9 for row in rows)
-    alike = len(found) == len(rows) > 0 and all(math.isclose(ratio, found[0], rel_tol=1e-6) for ratio in found)
-    return found[0] if straight and alike and not math.isclose(found[0], 1, rel_tol=1e-4) else None
+    alike = len(ratios) == len(rows) > 0 and all(math.isclose(ratio, ratios[0], rel_tol=1e-6) for ratio in ratios)
+    return ratios[0] if straight and alike and not math.isclose(ratios[0], 1, rel_tol=1e-4) else None
 
 
 def _rounding(findings: Findings) -> Iterator[str]:

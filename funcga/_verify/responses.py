@@ -1,21 +1,152 @@
-"""Responses: what kind of function of its rows a loss is, told from batches in which two groups of rows repeat.
+"""Responses: how a result responds to the way in which the rows are cut, and to rows that repeat.
 
-F(i, j) is the gradient of a batch that has a group A of rows i times and another one, B, j times. Repeating the whole
-batch k times parts a loss into a sum and the rest: F = k S + M. A sum is additive in the groups. A mean is a weighted
-average of F(1, 0) and F(0, 1) whose weights are proportional to what the loss counts. Two means that count different
-things are, as a function of the share t = i / (i + j), a rational function with two poles, and whatever is invariant
-under repetition but none of these is a function of statistics of the batch.
+First the fold over n micro-batches, in order and cut unevenly in another order, is compared with the whole batch.
+Where they differ, two groups of rows tell what kind of function the loss is. F(i, j) is the gradient of a batch that
+has a group A of rows i times and another one, B, j times. Repeating the whole batch k times separates a sum S from the
+rest M: F = k S + M. A sum is additive in the groups. A mean is a weighted average of F(1, 0) and F(0, 1), with weights
+proportional to what the loss counts. Two means that count different things are a rational function of the share
+t = i / (i + j), with two poles. Anything else that repetition leaves as it is depends on statistics of the batch.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from funcga._verify.probe import Probe, Rows
-from funcga._verify.tolerance import Limit
+from funcga._call.arguments import groups, starts
+from funcga._fold.tally import Tally
+from funcga._types import Array
+from funcga._verify.probe import Leaves, Limit, Probe, Rows, relative
+from funcga.errors import FuncgaError, TooFewRowsError
 
-_POINTS = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (3, 0), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3))
+
+class Measured(NamedTuple):
+    """The result of a split against that of the whole batch: the largest relative difference, its limit, and where.
+
+    sizes: the rows of each micro-batch. error: what the split raised instead of a result, or None.
+    """
+
+    split: str
+    sizes: tuple[int, ...]
+    relative: float
+    limit: float
+    leaf: str
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is within the limit; NaN is not."""
+        return self.error is None and self.relative <= self.limit
+
+
+class Splits(NamedTuple):
+    """What the splits have shown, as indices of leaves.
+
+    failed: those that differ, without carried state; carried: those of carried state that differ; reordered: those that
+    change when the rows of the whole batch come in another order. parts: two uneven parts of the rows.
+    """
+
+    rows: list[Measured]
+    failed: list[int]
+    carried: list[int]
+    reordered: list[int]
+    parts: tuple[Rows, Rows]
+
+
+# The rows of a group. JAX compiles for each number of rows, so the smaller of two uneven parts has as many.
+GROUP = 4
+
+
+def uneven(probe: Probe, random: np.random.Generator) -> tuple[Rows, Rows]:
+    """Two uneven parts of the rows, in another order."""
+    order = tuple(int(i) for i in random.permutation(probe.rows))
+    cut = probe.rows - max(1, min(GROUP, probe.rows // 3))
+    return order[:cut], order[cut:]
+
+
+def compare(probe: Probe, ns: Sequence[int], limit: Limit, parts: tuple[Rows, Rows]) -> Splits:
+    """What every split gives, against the whole batch. What grad_fn raises for a part of the batch is noted."""
+    comparison = _Comparison(probe, limit, _scales(probe, limit, parts), _folded(probe, [probe.every]))
+    compared = [i for i, fold in enumerate(probe.folds) if probe.whole[i] is not None and not fold.reducer.over_steps]
+    unordered = [i for i in compared if not probe.folds[i].reducer.monoid.ordered]
+    rows: list[Measured] = []
+    failed: set[int] = set()
+    reordered: set[int] = set()
+    for n in ns:
+        sizes = tuple(size for _, size in starts(groups(probe.rows, n, None)))
+        row, apart = comparison.measure(f"n = {n}", sizes, compared, partial(probe.accumulated, n))
+        rows, failed = [*rows, row], failed | apart
+    if not probe.threaded:  # state goes through the rows in their order only
+        sizes = (len(parts[0]), len(parts[1]))
+        row, apart = comparison.measure("uneven, permuted", sizes, unordered, partial(_folded, probe, parts))
+        rows, failed = [*rows, row], failed | apart
+    if failed and not probe.threaded:
+        permuted = partial(_folded, probe, [parts[0] + parts[1]])
+        row, reordered = comparison.measure("one micro-batch, permuted", (probe.rows,), unordered, permuted)
+        rows = [*rows, row]
+    carries = {i for i in failed if probe.folds[i].reducer.carries}
+    return Splits(rows, sorted(failed - carries), sorted(carries), sorted(reordered), parts)
+
+
+def _scales(probe: Probe, limit: Limit, parts: tuple[Rows, Rows]) -> list[float]:
+    """What a difference in each leaf is relative to, after the fold."""
+    some = [values for part in parts if (values := probe.try_values(part)) is not None]
+    total = max(probe.weigh(probe.every), 1e-300)
+    divided = [
+        fold.reducer.additive and not fold.reducer.linear and fold.normalizer.divides_by == "weight"
+        for fold in probe.folds
+    ]
+    scales = limit.scales([probe.whole, *some])
+    return [scale / total if is_divided else scale for scale, is_divided in zip(scales, divided, strict=True)]
+
+
+def _folded(probe: Probe, parts: Sequence[Rows]) -> Leaves:
+    """The fold over these parts, on NumPy arrays: a second implementation of the loop, if not of the fold."""
+    values, weights = [probe.values(part) for part in parts], [probe.weigh(part) for part in parts]
+    tally = Tally(sum(weights), len(parts))
+    results: Leaves = []
+    for fold, *leaves in zip(probe.folds, *values, strict=True):
+        if leaves[0] is None or fold.reducer.monoid.ordered or fold.reducer.over_steps:
+            results.append(leaves[0])
+            continue
+        with np.errstate(invalid="ignore"):
+            lifted = [fold.reducer.lift(np, leaf, weight) for leaf, weight in zip(leaves, weights, strict=True)]
+            reduced = lifted[0]
+            for more in lifted[1:]:
+                reduced = fold.reducer.monoid.combine(np, reduced, more)
+            results.append(np.asarray(fold.normalizer.apply(np, reduced, tally)))
+    return results
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Results of splits against the expected one. The scales are what differences are relative to."""
+
+    probe: Probe
+    limit: Limit
+    scales: list[float]
+    expected: Leaves
+
+    def measure(
+        self, split: str, sizes: Rows, leaves: list[int], run: Callable[[], Leaves]
+    ) -> tuple[Measured, set[int]]:
+        """The row of a split, and the leaves that differ by more than the limit. Errors of funcga's own are raised."""
+        try:
+            result = run()
+        except Exception as error:
+            if isinstance(error, FuncgaError) and not isinstance(error, TooFewRowsError):
+                raise
+            first, *_ = str(error).splitlines() or [""]
+            text = f"it raised {type(error).__name__}: {first[:200]}"
+            return Measured(split, sizes, float("nan"), self.limit.relative, "", text), set()
+        apart = {i: relative(result[i], self.expected[i], self.scales[i]) for i in leaves}
+        failed = {i for i, difference in apart.items() if not difference <= self.limit.relative}
+        worst = max(apart, key=lambda i: np.inf if np.isnan(apart[i]) else apart[i], default=None)
+        if worst is None:
+            return Measured(split, sizes, 0.0, self.limit.relative, ""), failed
+        return Measured(split, sizes, apart[worst], self.limit.relative, self.probe.paths[worst]), failed
 
 
 class Kind(NamedTuple):
@@ -31,156 +162,113 @@ class Kind(NamedTuple):
     power: float = 0.0
 
 
-class Responses(NamedTuple):
-    """Two groups of rows, and the Kind that they show; F(i, j) of some leaves as one vector."""
+# How often each group of rows is in a batch, and the values there: a list of arrays, later one vector of size 1.
+Point = tuple[int, ...]
+_Points = dict[Point, Array]
+_POINTS = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (3, 0), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3))
+_NEEDED = {(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)}
 
-    a: Rows
-    b: Rows
-    kind: Kind
-
-
-def respond(probe: Probe, a: Rows, b: Rows, leaves: Sequence[int], limit: Limit) -> Responses:
-    """The Responses of these leaves of grad_fn's output."""
-    points = _points(probe, a, b, leaves)
-    if not {(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)} <= points.keys():
-        return Responses(a, b, Kind("unknown"))
-    scales = _scales(points, limit)
-    kind = classify(_scaled(points, scales), 10 * limit.relative)
-    if kind.name == "two means" and not _holds_for_three(probe, a, b, leaves, scales):
-        kind = Kind("statistics")
-    return Responses(a, b, kind)
-
-
-_Points = dict[tuple[int, int], Any]
-
-
-def _points(probe: Probe, a: Rows, b: Rows, leaves: Sequence[int]) -> _Points:
-    """F(i, j) at the points where it could be evaluated and is finite: a list of vectors, one a leaf."""
-    points: _Points = {}
-    for i, j in _POINTS:
-        try:
-            found = probe.values(a * i + b * j)
-        except Exception:  # some losses refuse some batches
-            continue
-        if all(np.isfinite(found[leaf]).all() for leaf in leaves):
-            points[i, j] = [_flat(found[leaf]) for leaf in leaves]
-    return points
-
-
-def _scales(points: _Points, limit: Limit) -> list[float]:
-    sizes = [max(np.abs(leaf).max(initial=0.0) for leaf in found) for found in zip(*points.values(), strict=True)]
-    return [size + limit.share * max(sizes) + limit.floor / limit.relative for size in sizes]
-
-
-def _scaled(points: _Points, scales: list[float]) -> _Points:
-    """Each list of vectors as one, of size 1."""
-    return {
-        point: np.concatenate([leaf / scale for leaf, scale in zip(found, scales, strict=True)])
-        for point, found in points.items()
-    }
-
-
-def _holds_for_three(probe: Probe, a: Rows, b: Rows, leaves: Sequence[int], scales: list[float]) -> bool:
-    """Whether two means of A, B and C follow from those of A and B and of A and C, or there are too few rows to tell.
-
-    Of two groups alone a mean over pairs of rows of two kinds looks like two means.
-    """
-    rest = [row for row in probe.every if row not in {*a, *b}]
-    c = tuple(rest[: len(a)])
-    points = _points(probe, a, c, leaves) if len(rest) >= len(a) else {}
-    if len(points) < len(_POINTS):
-        return True
-    left, right = (_scaled(found, scales) for found in (_points(probe, a, b, leaves), points))
-    ratios, others = _two_ratios(left), _two_ratios(right)
-    if ratios is None or others is None:  # A and C may count as much as each other in both means
-        return classify(right, _TRUSTED).name == "mean"
-    whole = _scaled({(1, 1): [_flat(probe.values(a + b + c)[leaf]) for leaf in leaves]}, scales)[1, 1]
-    return any(
-        np.abs(_of_three(left, right, ratios, order) - whole).max() <= _TRUSTED * max(1.0, np.abs(whole).max())
-        for order in (others, others[::-1])
-    )
-
-
-def _of_three(left: _Points, right: _Points, ratios: tuple[float, float], others: tuple[float, float]) -> Any:
-    """The sum of two means over A, B and C, from that over A and B and that over A and C."""
-    value = left[1, 0]
-    for b, c, apart_b, apart_c in zip(ratios, others, _apart(left, ratios), _apart(right, others), strict=True):
-        value = value - (apart_b / b + apart_c / c) / (1 + 1 / b + 1 / c)
-    return value
-
-
-def _apart(f: _Points, ratios: tuple[float, float]) -> Any:
-    """How far each of the two means of A is from that of B."""
-    mixed = [(1, 0), (3, 1), (2, 1), (1, 1), (1, 2), (1, 3)]
-    shares = np.array([[i * ratio / (i * ratio + j) for ratio in ratios] for i, j in mixed])
-    return np.linalg.lstsq(shares, np.stack([f[p] - f[0, 1] for p in mixed]), rcond=None)[0]
-
-
-def _flat(leaf: Any) -> Any:
-    leaf = leaf.ravel()
-    return np.concatenate([leaf.real, leaf.imag]) if np.iscomplexobj(leaf) else leaf
-
-
-def classify(f: dict[tuple[int, int], Any], tolerance: float) -> Kind:
-    """The Kind of a vector that is scaled to about 1, from its values at points (i, j)."""
-
-    def near(x: Any, y: Any) -> bool:
-        return bool(np.abs(x - y).max(initial=0.0) <= tolerance)
-
-    if (3, 0) in f and not near(f[3, 0], 2 * f[2, 0] - f[1, 0]):
-        power = _of_power(f, near)
-        if power is not None:
-            return power
-        steps = [float(np.linalg.norm(f[k + 1, 0] - f[k, 0])) for k in (1, 2)]
-        return Kind("statistics" if steps[1] < _SETTLING * steps[0] else "coupled")
-    sums = {p: f[2 * p[0], 2 * p[1]] - f[p] for p in ((1, 0), (0, 1), (1, 1))}
-    rest = {p: 2 * f[p] - f[2 * p[0], 2 * p[1]] for p in ((1, 0), (0, 1), (1, 1))}
-    without_sum = all(near(part, 0) for part in sums.values())
-    without_rest = all(near(part, 0) for part in rest.values())
-    additive = near(sums[1, 1], sums[1, 0] + sums[0, 1])
-    if without_sum and without_rest:
-        return Kind("nothing")
-    if without_sum:
-        return _of_mean(f, near, tolerance)
-    if additive and without_rest:
-        return Kind("sum")
-    if additive and near(rest[1, 0], rest[0, 1]) and near(rest[1, 1], rest[1, 0]):
-        return Kind("sum and constant")
-    share = _share(rest, near) if additive else None
-    return Kind("statistics") if share is None else Kind("sum and mean", (share / (1 - share),))
-
-
-def _of_power(f: dict[tuple[int, int], Any], near: Callable[[Any, Any], bool]) -> Kind | None:
-    """The Kind of a sum over a count to some power, F(i, j) = (i S + j T) / (i c + j d)**(1 - p), if it is one.
-
-    Repeated k times it grows as k**p. Of a sum over the root of its rows the counts are those of rows, and of a norm,
-    which is the gradient's sum over the root of a sum as well, they are sums of squares.
-    """
-    if not {(2, 1), (3, 0)} <= f.keys():
-        return None
-    growth = float(f[2, 0] @ f[1, 0] / (f[1, 0] @ f[1, 0])) if f[1, 0].any() else 0.0
-    if growth <= 0:
-        return None
-    p = float(np.log2(growth))
-    doubled = all(near(f[2 * i, 2 * j], growth * f[i, j]) for i, j in ((1, 0), (0, 1), (1, 1)))
-    (x, y), _, rank, _ = np.linalg.lstsq(np.stack([f[1, 0], f[0, 1]], axis=1), f[1, 1], rcond=1e-6)
-    if not doubled or not near(f[3, 0], 3**p * f[1, 0]) or rank < 2 or min(x, y) <= 0:
-        return None
-    share = float(x ** (1 / (1 - p)))
-    if not 0 < share < 1 or abs(share + y ** (1 / (1 - p)) - 1) > _TRUSTED:
-        return None
-    ratio = share / (1 - share)
-    follows = (2 * ratio ** (1 - p) * f[1, 0] + f[0, 1]) / (2 * ratio + 1) ** (1 - p)
-    return Kind("power", (ratio,), p) if near(f[2, 1], follows) else None
-
-
+# What an exact fit to values in float64 leaves.
+_EXACT = 1e-6
 # Of what converges as 1/k, such as a variance with Bessel's correction, a step is a third of the last one or less; of
 # a logarithm it is 0.58, of what is linear in k 1.
 _SETTLING = 0.45
 
 
-def _share(f: dict[tuple[int, int], Any], near: Callable[[Any, Any], bool]) -> float | None:
-    """The L of F(1, 1) = L F(1, 0) + (1 - L) F(0, 1), by least squares; None where there is none between 0 and 1."""
+def respond(probe: Probe, a: Rows, b: Rows, leaves: Sequence[int], limit: Limit) -> Kind:
+    """The Kind of these leaves of grad_fn's output, from the groups A and B."""
+    points = _evaluated(probe, (a, b), leaves, _POINTS)
+    if not points.keys() >= _NEEDED:
+        return Kind("unknown")
+    scales = limit.scales([*points.values()])
+    vectors = _scaled(points, scales)
+    kind = classify(vectors, 10 * limit.relative)
+    if kind.name == "two means":
+        # Of two groups alone, a mean over pairs of rows of two kinds looks like two means. A third group tells.
+        rest = [row for row in probe.every if row not in {*a, *b}]
+        if len(rest) >= len(a) and not _fits_three(probe, (a, b, tuple(rest[: len(a)])), leaves, vectors, scales):
+            return Kind("statistics")
+    return kind
+
+
+def _evaluated(probe: Probe, parts: Sequence[Rows], leaves: Sequence[int], points: Sequence[Point]) -> _Points:
+    """The values at these points where the loss can be evaluated and is finite."""
+    values: _Points = {}
+    for point in points:
+        rows = sum((part * times for part, times in zip(parts, point, strict=True)), ())
+        result = probe.try_values(rows)
+        if result is not None and all(np.isfinite(result[leaf]).all() for leaf in leaves):
+            flat = [result[leaf].ravel() for leaf in leaves]
+            values[point] = [np.concatenate([x.real, x.imag]) if np.iscomplexobj(x) else x for x in flat]
+    return values
+
+
+def _scaled(points: _Points, scales: list[float]) -> _Points:
+    """One vector for each point, of a size of about 1."""
+    return {
+        point: np.concatenate([leaf / scale for leaf, scale in zip(leaves, scales, strict=True)])
+        for point, leaves in points.items()
+    }
+
+
+_Near = Callable[[Array, Array], bool]
+
+
+def classify(f: _Points, tolerance: float) -> Kind:
+    """The Kind of a vector of a size of about 1, from its values at points (i, j)."""
+    near: _Near = lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
+    if (3, 0) in f and not near(f[3, 0], 2 * f[2, 0] - f[1, 0]):  # it is not linear in the number of repetitions
+        return _as_power(f, near) or _as_growth(f)
+    # F = k S + M for k repetitions, so F(2i, 2j) - F(i, j) is S, and M what is left.
+    once = ((1, 0), (0, 1), (1, 1))
+    sums: _Points = {(i, j): f[2 * i, 2 * j] - f[i, j] for i, j in once}
+    rests: _Points = {point: f[point] - sums[point] for point in once}
+    is_sum = all(near(rest, 0) for rest in rests.values())
+    if all(near(part, 0) for part in sums.values()):
+        return Kind("nothing") if is_sum else _as_means(f, near, tolerance)
+    if not near(sums[1, 1], sums[1, 0] + sums[0, 1]):
+        return Kind("statistics")
+    if is_sum:
+        return Kind("sum")
+    if near(rests[1, 0], rests[0, 1]) and near(rests[1, 1], rests[1, 0]):
+        return Kind("sum and constant")
+    share = _share(rests, near)
+    return Kind("statistics") if share is None else Kind("sum and mean", (share / (1 - share),))
+
+
+def _as_growth(f: _Points) -> Kind:
+    """The Kind of what grows with repetitions in another way: whether it settles, or goes on growing."""
+    first, second = (float(np.linalg.norm(f[k + 1, 0] - f[k, 0])) for k in (1, 2))
+    return Kind("statistics" if second < _SETTLING * first else "coupled")
+
+
+def _as_power(f: _Points, near: _Near) -> Kind | None:
+    """The Kind of a sum over a count to some power, F(i, j) = (i S + j T) / (i c + j d)**(1 - p), if it is one.
+
+    Repeated k times it grows as k**p. Of a sum over the root of its rows the counts are those of rows, and of a norm,
+    which is the gradient's sum over the root of a sum as well, they are sums of squares.
+    """
+    if not f.keys() >= {(2, 1), (3, 0)}:
+        return None
+    growth = float(f[2, 0] @ f[1, 0] / (f[1, 0] @ f[1, 0])) if f[1, 0].any() else 0.0
+    if growth <= 0:
+        return None
+    p = float(np.log2(growth))
+    grows = all(near(f[2 * i, 2 * j], growth * f[i, j]) for i, j in ((1, 0), (0, 1), (1, 1)))
+    (x, y), _, rank, _ = np.linalg.lstsq(np.stack([f[1, 0], f[0, 1]], axis=1), f[1, 1], rcond=_EXACT)
+    if not grows or not near(f[3, 0], 3**p * f[1, 0]) or rank < 2 or min(x, y) <= 0:
+        return None
+    # x and y are the shares of A and B in the count, to the power 1 - p; shares add up to 1.
+    share = float(x ** (1 / (1 - p)))
+    if not 0 < share < 1 or abs(share + y ** (1 / (1 - p)) - 1) > _EXACT:
+        return None
+    ratio = share / (1 - share)
+    predicted = (2 * ratio ** (1 - p) * f[1, 0] + f[0, 1]) / (2 * ratio + 1) ** (1 - p)
+    return Kind("power", (ratio,), p) if near(f[2, 1], predicted) else None
+
+
+def _share(f: _Points, near: _Near) -> float | None:
+    """The s of F(1, 1) = s F(1, 0) + (1 - s) F(0, 1), by least squares; None where there is none between 0 and 1."""
     apart = f[1, 0] - f[0, 1]
     if near(apart, 0):
         return 0.5 if near(f[1, 1], f[1, 0]) else None
@@ -189,32 +277,30 @@ def _share(f: dict[tuple[int, int], Any], near: Callable[[Any, Any], bool]) -> f
     return share if fits and 0 < share < 1 else None
 
 
-def _of_mean(f: dict[tuple[int, int], Any], near: Callable[[Any, Any], bool], tolerance: float) -> Kind:
+def _as_means(f: _Points, near: _Near, tolerance: float) -> Kind:
+    """The Kind of what stays as it is when the batch repeats: a mean, two of them, or another statistic."""
     share = _share(f, near)
     if share is not None:
         ratio = share / (1 - share)
-        mixed = [p for p in ((2, 1), (1, 2), (3, 1), (1, 3)) if p in f]
+        mixed = [point for point in ((2, 1), (1, 2), (3, 1), (1, 3)) if point in f]
         if all(near(f[i, j], (i * ratio * f[1, 0] + j * f[0, 1]) / (i * ratio + j)) for i, j in mixed):
             return Kind("mean", (ratio,))
-    ratios = _two_ratios(f) if tolerance < 1e-6 else None
+    ratios = _two_ratios(f) if tolerance < _EXACT else None
     return Kind("statistics") if ratios is None else Kind("two means", ratios)
 
 
-_TRUSTED = 1e-6
-
-
-def _two_ratios(f: dict[tuple[int, int], Any]) -> tuple[float, float] | None:
+def _two_ratios(f: _Points) -> tuple[float, float] | None:
     """What two means count, as ratios of A to B; None if F is no sum of two means.
 
     With D(t) = 1 + alpha t + beta t**2 the product D F is a polynomial of degree 2, so alpha and beta solve a linear
     system from which these polynomials are projected out. The ratios follow from the roots of D. A double root, or
     none, is a product of means, as in a variance or in a load-balancing loss.
     """
-    points = [p for p in ((0, 1), (1, 3), (1, 2), (1, 1), (2, 1), (3, 1), (1, 0)) if p in f]
+    points = [point for point in ((0, 1), (1, 3), (1, 2), (1, 1), (2, 1), (3, 1), (1, 0)) if point in f]
     if len(points) < 7:
         return None
     t = np.array([i / (i + j) for i, j in points])
-    values = np.stack([f[p] for p in points])
+    values = np.stack([f[point] for point in points])
     basis, _ = np.linalg.qr(np.stack([t**0, t, t**2], axis=1), mode="complete")
     project = basis[:, 3:].T
     target, *columns = ((project @ (t[:, None] ** power * values)).ravel() for power in range(3))
@@ -222,13 +308,35 @@ def _two_ratios(f: dict[tuple[int, int], Any]) -> tuple[float, float] | None:
     if size < 1e-7:
         return None
     (alpha, beta), *_ = np.linalg.lstsq(np.stack(columns, axis=1), -target, rcond=None)
-    residual = np.linalg.norm(target + alpha * columns[0] + beta * columns[1])
-    if residual > _TRUSTED * size:
+    if np.linalg.norm(target + alpha * columns[0] + beta * columns[1]) > _EXACT * size:
         return None
-    roots = np.roots([beta, alpha, 1]) if abs(beta) > 1e-6 else np.array([np.inf, -1 / alpha])
-    if np.iscomplexobj(roots) and np.abs(roots.imag).max() > 1e-6:
+    roots = np.roots([beta, alpha, 1]) if abs(beta) > _EXACT else np.array([np.inf, -1 / alpha])
+    if np.iscomplexobj(roots) and np.abs(roots.imag).max() > _EXACT:
         return None
-    ratios = sorted(float(1 - 1 / root.real) for root in roots)
-    if min(ratios) <= 0 or ratios[1] - ratios[0] < 1e-3 * ratios[1]:
-        return None
-    return ratios[0], ratios[1]
+    low, high = sorted(float(1 - 1 / root.real) for root in roots)
+    return None if low <= 0 or high - low < 1e-3 * high else (low, high)
+
+
+def _fits_three(
+    probe: Probe, parts: tuple[Rows, Rows, Rows], leaves: Sequence[int], left: _Points, scales: list[float]
+) -> bool:
+    """Whether the two means of A and B, and those of A and C, are the same two means of A, B and C."""
+    a, _, c = parts
+    right = _scaled(_evaluated(probe, (a, c), leaves, _POINTS), scales)
+    whole = _scaled(_evaluated(probe, parts, leaves, [(1, 1, 1)]), scales)
+    if len(right) < len(_POINTS) or not whole:
+        return True  # which cannot be told
+    ratios, others = _two_ratios(left), _two_ratios(right)
+    if ratios is None or others is None:  # A and C may count as much as each other in both means
+        return classify(right, _EXACT).name == "mean"
+    points = {(i, j, 0): f for (i, j), f in left.items()} | {(i, 0, k): f for (i, k), f in right.items()} | whole
+    times, values = np.array([*points]), np.stack([*points.values()])
+    size = max(1.0, np.abs(whole[1, 1, 1]).max())
+    for matched in (others, others[::-1]):
+        # A mean of groups is the sum of their own means, each times its share of what is counted. Fit those means.
+        counted = [times * (1, 1 / b, 1 / c) for b, c in zip(ratios, matched, strict=True)]
+        shares = np.concatenate([count / count.sum(axis=1, keepdims=True) for count in counted], axis=1)
+        fitted = shares @ np.linalg.lstsq(shares, values, rcond=None)[0]
+        if np.abs(fitted - values).max() <= _EXACT * size:
+            return True
+    return False

@@ -1,34 +1,130 @@
-"""`verify`: whether accumulation is exact for a loss."""
+"""`verify`: whether accumulation is exact for a loss, and what is wrong where it is not."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from funcga._backend.prefixes import leaf_paths
+from funcga._backend.protocols import Backend
+from funcga._call.program import OwningGradient, Program
+from funcga._grad import GradientFunction
+from funcga._types import GradFn, Tree, WeightFn
+from funcga._verify.causes import Cause, diagnose, without_remainder
+from funcga._verify.probe import Limit, Probe, as_numbers, limit_of, random_states, restore
+from funcga._verify.responses import Measured, compare, uneven
+from funcga._verify.whole import (
+    Seen,
+    divided,
+    fitted,
+    impurities,
+    late_state,
+    per_example,
+    unevaluated,
+    unused,
+    wrong_gradient,
+)
+from funcga.errors import FuncgaError, check_callable, check_count
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
-    from funcga._verify.verdict import Verdict
+    from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` says of a loss and its fold. `str(verdict)` is a short text for people.
+
+    Attributes:
+        ok: Whether no cause was found: every split gives the result of the whole batch, but for what a note says.
+        causes: What is wrong, each a `Cause` with `.name`, `.what`, the line that is the `.fix`, and the `.evidence`.
+        rows: A `Measured` for each split: its largest relative difference from the whole batch, with its limit.
+        dtype: The dtype of the arguments in the comparison.
+        notes: What else is to be known, such as what could not be looked at.
+        gradients: Whether any were compared; False of a loss that was given in place of its gradient.
+
+    Example:
+        >>> verdict = funcga.verify(funcga.value_and_grad(loss_fn), params, batch, n=4)
+        >>> print(verdict)
+        >>> verdict.assert_exact()
+    """
+
+    ok: bool
+    causes: tuple[Cause, ...]
+    rows: tuple[Measured, ...]
+    dtype: str
+    notes: tuple[str, ...] = ()
+    gradients: bool = True
+
+    def assert_exact(self) -> None:
+        """None if accumulation is exact.
+
+        Raises:
+            AssertionError: With the text of the verdict, if it is not.
+        """
+        if not self.ok:
+            raise AssertionError(str(self))
+
+    def as_dict(self) -> dict[str, object]:
+        """The same as dicts, lists, strings, numbers and None, for JSON; what is not finite is a string."""
+        rows: list[dict[str, object]] = [
+            {**row._asdict(), "sizes": [*row.sizes], "ok": row.ok}
+            | ({} if row.relative < float("inf") else {"relative": str(row.relative)})
+            for row in self.rows
+        ]
+        return asdict(self) | {"causes": [asdict(cause) for cause in self.causes], "rows": rows, "notes": [*self.notes]}
+
+    def __str__(self) -> str:
+        return "\n".join(line for line, _ in _lines(self))
+
+    def __rich__(self) -> "Text":
+        from rich.text import Text
+
+        return Text("\n").join(Text(line, style) for line, style in _lines(self))
+
+
+def _lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
+    """(line, style) of the text."""
+    if verdict.ok and not verdict.gradients:
+        yield "The values agree, and no gradient was compared: see the note.", "bold yellow"
+    elif verdict.ok:
+        yield "Accumulation is exact for this loss.", "bold green"
+    else:
+        count = len(verdict.causes)
+        yield f"Accumulation is NOT exact for this loss: {count} cause{'s' * (count != 1)}.", "bold red"
+    for number, cause in enumerate(verdict.causes, 1):
+        yield "", ""
+        yield f"{number}. {cause.name}", "bold"
+        yield from ((line, "") for line in _wrapped(cause.what))
+        yield f"   Fix: {cause.fix}", "green"
+        yield from ((line, "dim") for line in _wrapped(f"Seen: {cause.evidence}"))
+    if verdict.rows:
+        yield "", ""
+        yield f"Against the whole batch, in {verdict.dtype}:", ""
+    for row in verdict.rows:
+        result = row.error or f"largest relative difference {row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
+        yield f"   {row.split}: {result}", "" if row.ok else "red"
+    for note in verdict.notes:
+        yield from ((line, "dim") for line in _wrapped(note, "Note: "))
+
+
+def _wrapped(text: str, first: str = "   ") -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent=first, subsequent_indent="   ", break_long_words=False)
 
 
 def verify(
-    grad_fn: Callable[..., Any],
-    *args: Any,
+    grad_fn: GradFn,
+    *args: Tree,
     n: int | Sequence[int] | None = None,
     fold: FoldTree = mean(),  # noqa: B008 - a frozen value
-    weight: Callable[..., Any] | None = None,
-    in_axes: Any = None,
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
     seed: int = 0,
-    **kwargs: Any,
-) -> "Verdict":
-    """A Verdict: whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact, and if not, why and what to write.
-
-    `.ok`; `.causes`, each with `.name`, `.what` is wrong, the line that is the `.fix`, and the `.evidence`; `.rows`,
-    the largest relative difference of every split from the whole batch, with its limit; `.notes`; `.gradients`, False
-    if there were none to compare, as of a loss given in place of its gradient. `str(verdict)` is a text for people,
-    `.as_dict()` is for JSON, and `.assert_exact()` raises AssertionError if it is not exact.
-
-    grad_fn, fold, weight, in_axes: as for `accumulate`. args: parameters and one batch, of 16 rows or so; more rows
-        show no more, as long as they differ as those in training do. n: the number of micro-batches that is to be used,
-        or several; default: 3. seed: of the order of rows, and of the groups that are looked at.
+    **kwargs: Tree,
+) -> Verdict:
+    """Whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact; if not, why, and the line that fixes it.
 
     The fold over n micro-batches, in order, and over uneven ones in another order is compared with the whole batch, in
     float64 if grad_fn can. Where they differ, batches in which two groups of rows repeat tell what kind of function the
@@ -48,11 +144,205 @@ def verify(
     loss: then a note says that nothing can be told. A mistake that is smaller for these arguments is not seen.
 
     No argument is changed, and the global random generators are put back, whatever the loss draws. What it prints or
-    keeps, it does several times. Raises FuncgaError for bad input: what `accumulate` refuses, fewer than two rows or
-    than n, NaN among the arguments, a gradient that is not finite.
+    keeps, it does several times.
 
-    >>> funcga.verify(funcga.value_and_grad(loss_fn), params, batch, n=4).assert_exact()
+    Args:
+        grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`.
+        *args: Parameters and one batch, of 16 rows or so. More rows show no more, as long as they differ as those in
+            training do.
+        n: The number of micro-batches that is to be used, or several. Default: 3.
+        fold: As for `accumulate`.
+        weight: As for `accumulate`.
+        in_axes: As for `accumulate`.
+        seed: Of the order of rows, and of the groups that are looked at.
+        **kwargs: Keyword arguments of grad_fn, passed whole.
+
+    Returns:
+        A Verdict.
+
+    Raises:
+        FuncgaError: For what `accumulate` refuses, fewer than two rows or than n, NaN among the arguments, or a
+            gradient that is not finite.
+
+    Example:
+        >>> funcga.verify(funcga.value_and_grad(loss_fn), params, batch, n=4).assert_exact()
     """
-    from funcga._verify.run import run
+    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    if isinstance(grad_fn, OwningGradient):
+        raise FuncgaError(
+            "verify evaluates a gradient function with parameters of its own choice, and this one brings its own. Give "
+            "it the loss as a function of the parameters: "
+            "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), on the module that was wrapped."
+        )
+    if weight is not None:
+        check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
+    counts = _counts(n)
+    if isinstance(grad_fn, GradientFunction):
+        grad_fn = replace(grad_fn, reached={True})  # a loss of other parameters is a cause here, and no error
+    program = Program(grad_fn, fold, weight, in_axes)
+    backend = program.backend(args, kwargs)
+    rows = program.read(args, backend).rows()
+    _check_rows(counts, rows)
+    _check_finite((args, kwargs), backend)
+    request = _Request(tuple(counts or [min(3, rows)]), counts[0] if len(counts) == 1 else None, seed)
+    probe = Probe(program, backend, args, kwargs, precise=False)
+    states = random_states(probe)
+    try:
+        with probe.framework.precision("float64"):
+            precise = _precise(program, backend, args, kwargs)
+            if isinstance(precise, Probe):
+                return _verdict(precise, request, [])
+        with probe.framework.precision("own"):
+            probe = Probe(program, backend, args, kwargs, precise=False)
+            return _verdict(probe, request, [f"not in float64, in which the call {precise}"])
+    finally:
+        restore(probe, states)
 
-    return run(grad_fn, args, kwargs, n, fold, weight, in_axes, seed)
+
+def _counts(n: int | Sequence[int] | None) -> list[int]:
+    """The numbers of micro-batches that were asked for; none for None."""
+    if n is None:
+        return []
+    counts = [
+        check_count(count, "n", ", or several: n=(2, 3)") for count in (n if isinstance(n, tuple | list) else [n])
+    ]
+    if not counts or min(counts) < 2:
+        raise FuncgaError(f"n is {n!r}: verify compares n micro-batches with one, so n is at least 2. Write n=8.")
+    return list(dict.fromkeys(counts))
+
+
+def _check_rows(counts: Sequence[int], rows: int) -> None:
+    if rows < 2:
+        raise FuncgaError(
+            "the batch has 1 row, which cannot be split: verify needs at least 2, and recognises more with 16 or so. "
+            "Give it a whole batch."
+        )
+    if counts and max(counts) > rows:
+        raise FuncgaError(
+            f"n={max(counts)} micro-batches were asked of a batch of {rows} rows: a micro-batch has at least one. "
+            f"Write n={rows} or less, or give it a larger batch."
+        )
+
+
+def _check_finite(call: Tree, backend: Backend) -> None:
+    """Raises FuncgaError for NaN among the arguments, with which nothing can be compared."""
+    for i, leaf in enumerate(backend.trees.flatten(call)[0]):
+        if backend.arrays.is_array(leaf) and backend.arrays.kind(leaf.dtype) in ("float", "complex"):
+            count = int(np.isnan(as_numbers(leaf, backend)).sum())
+            if count:
+                path = leaf_paths(call, backend.trees, "")[i].removeprefix("[0]").removeprefix("[1]")
+                raise FuncgaError(
+                    f"the argument at {path} of the call is {backend.arrays.describe(leaf)} with {count} NaN: no two "
+                    f"results could be compared. Give verify arguments without NaN."
+                )
+
+
+def _precise(program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Probe | str:
+    """The Probe with arguments in float64, or why there is none."""
+    try:
+        probe = Probe(program, backend, args, kwargs, precise=True)
+        probe.values(probe.every)
+    except Exception as error:  # something is in another dtype that meets them
+        first, *_ = str(error).splitlines() or [""]
+        text = first.rpartition("please report a bug to PyTorch. ")[2]  # which is none
+        return f"raised {type(error).__name__}: {text[:160]}"
+    return probe
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What was asked: numbers of micro-batches; the one that was named, if there is one; and the seed."""
+
+    ns: tuple[int, ...]
+    n: int | None
+    seed: int
+
+
+def _verdict(probe: Probe, request: _Request, notes: list[str]) -> Verdict:
+    """The Verdict: first what makes comparisons meaningless, then the splits and what explains them."""
+    dtype = "float64" if probe.precise else "the arguments' own dtypes"
+    state = unevaluated(probe)
+    if state is not None:
+        return Verdict(False, (state,), (), dtype, ("nothing else was looked at: there is no gradient",))
+    _check_gradient(probe)
+    seen, causes = impurities(probe)
+    if causes:
+        notes.append("nothing else was looked at: no two calls can be compared")
+        return Verdict(False, tuple(causes), (), dtype, tuple(notes))
+    limit = limit_of(seen.epsilon)
+    if limit.relative > 1e-9:
+        notes.append(
+            f"it computes in less than float64 somewhere, so differences below {limit.relative:.0e} are taken for "
+            f"rounding, and cannot be seen"
+        )
+    if _is_weightless(probe):
+        return _without_weight(probe, request, notes)
+    return _compared(probe, seen, limit, request, dtype, notes)
+
+
+def _check_gradient(probe: Probe) -> None:
+    bad = [i for i in probe.additive() if not np.isfinite(probe.whole[i]).all()]
+    if bad:
+        raise FuncgaError(
+            f"{probe.paths[bad[0]]} of grad_fn is not finite for the whole batch ({len(bad)} leaves are not): nothing "
+            f"can be compared with it. Give verify parameters and rows for which the loss and its gradients are finite."
+        )
+
+
+def _is_weightless(probe: Probe) -> bool:
+    """Whether all rows together weigh nothing, where a fold weighs a value that is not zero."""
+    if probe.program.weight is None or probe.weigh(probe.every) != 0:
+        return False
+    leaves = zip(probe.folds, probe.whole, strict=True)
+    return any(fold.normalizer.divides_by == "weight" and leaf is not None and np.any(leaf) for fold, leaf in leaves)
+
+
+def _without_weight(probe: Probe, request: _Request, notes: list[str]) -> Verdict:
+    """The Verdict for a weight that is 0 everywhere; what it should be is what there is to say without it."""
+    verdict = _verdict(probe.under(probe.program.fold, None), request, notes)
+    lines = [cause.fix for cause in verdict.causes if cause.name == "uneven tokens"]
+    cause = Cause(
+        "wrong weight",
+        "weight= is 0 for the whole batch, though the loss is not: every micro-batch is left out, and all results are "
+        "zero.",
+        lines[0] if lines else "drop weight=: by default a micro-batch weighs as many as it has rows",
+        f"weight is 0 for all {probe.rows} rows",
+    )
+    rest = [cause for cause in verdict.causes if cause.name != "uneven tokens"]
+    said = "the splits are those without weight="
+    return replace(verdict, ok=False, causes=(cause, *rest), notes=(*verdict.notes, said))
+
+
+def _compared(probe: Probe, seen: Seen, limit: Limit, request: _Request, dtype: str, notes: list[str]) -> Verdict:
+    """The Verdict of a function of which all calls agree: n micro-batches, and uneven ones, against the whole batch."""
+    random = np.random.default_rng(request.seed)
+    parts = uneven(probe, random)
+    limit, small = fitted(probe, limit, seen.epsilon, parts)
+    causes, probe = per_example(probe, parts[0])
+    if causes and probe.threaded:
+        return Verdict(False, tuple(causes), (), dtype, (*notes, "nothing else was looked at"))
+    causes += unused(probe)
+    splits = compare(probe, request.ns, limit, parts)
+    reasons, remainder = without_remainder(probe, splits, diagnose(probe, splits, seen.draws, limit, random), limit)
+    reasons = reasons or late_state(probe, seen, limit)
+    division, doubts = divided(probe, request.n, limit)
+    if division:  # which makes a mean under sum() right for this n
+        reasons = [cause for cause in reasons if cause.name != "mean under sum"]
+    causes += reasons + division + wrong_gradient(probe, limit)
+    notes += small + remainder + doubts
+    gradients = isinstance(probe.program.grad_fn, GradientFunction) or bool(probe.gradient_leaves())
+    if not gradients:
+        notes.append(
+            "nothing that grad_fn returns has the shapes of its parameters: if it is the loss, its values are all that "
+            "was compared. Verify its gradient: funcga.verify(funcga.value_and_grad(loss_fn), ...)"
+        )
+    if any(fold.reducer.over_steps for fold in probe.folds):
+        notes.append("moments() are over micro-batches, so they depend on n by definition, and were not compared")
+    if splits.carried:
+        notes.append(
+            f"carried state, {probe.paths[splits.carried[0]]}, is another after n micro-batches than after one, as "
+            f"running statistics are"
+        )
+    if probe.threaded:
+        notes.append("state is threaded from one micro-batch to the next, so rows were compared in order only")
+    return Verdict(not causes, tuple(causes), tuple(splits.rows), dtype, tuple(notes), gradients)

@@ -22,6 +22,7 @@ from funcga._call.program import Program
 from funcga._call.scales import scaled_loss
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, evaluations
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.engine.backward import Backward, Routes, autocasting, check_no_backward
@@ -39,10 +40,11 @@ from torch_backend.reduce.reduction import Reduction
 class Engine:
     """One window of a program whose grad_fn is a GradientFunction: `fold` each micro-batch, then take the `result`."""
 
-    def __init__(
-        self, program: Program, gradient: GradientFunction, backend: Backend, reduction: Reduction | None = None
-    ):
+    records = True
+
+    def __init__(self, program: Program, gradient: GradientFunction, backend: Backend, reduction: Reduction | None):
         self.program, self.gradient, self.backend, self.reduction = program, gradient, backend, reduction
+        self.looks_ahead = self.may_be_short = reduction is not None
         self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
         self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
         self.arity = 0  # how many arguments a call has
@@ -70,6 +72,8 @@ class Engine:
 
     def __exit__(self, *error: Any) -> None:
         self.inference.__exit__(*error)
+        if error[0] is not None and self.reduction is not None:
+            self.reduction.give_up()
         self.watch.changed()  # what an exception leaves behind is put right too
         if autocasting(("cuda",)):
             torch.clear_autocast_cache()  # of the casts of leaves that nobody will see again
@@ -159,6 +163,11 @@ class Engine:
                 self._listen()  # to the last backward pass too
             state = self.reduction.finish(state)
         return self.buffers.result(state)
+
+    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
+        """The result of the other replicas."""
+        assert self.reduction is not None
+        return result_of_others(self.program, self.reduction, arguments, state)
 
     def _enter(self, arguments: Arguments, args: tuple[Any, ...]) -> None:
         """Makes leaves of what is differentiated, the same for the whole window where the argument is."""
@@ -306,6 +315,15 @@ class _Leaves(NamedTuple):
 _KIND = operator.attrgetter("shape", "dtype", "layout")
 _NOTHING = nullcontext()
 _NO_LEAVES: list[torch.Tensor] = []
+
+
+def result_of_others(program: Program, reduction: Reduction, arguments: Arguments, state: list[Any]) -> Tree:
+    """The result on a replica that has nothing to fold; `arguments` are all that it was called with."""
+    leaves = [leaf for part in arguments.parts for leaf in trees.flatten(part.value)[0] if arrays.is_array(leaf)]
+    device = leaves[0].device if leaves else torch.device("cpu")
+    reduction.take_part(lambda value: program.bind(value, arguments)[0], device)
+    state = reduction.finish(state)
+    return reduction.buffers.result(state)
 
 
 def detached(tree: Any, recorded: bool = False) -> Any:

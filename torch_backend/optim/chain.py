@@ -1,113 +1,119 @@
-"""Transforms in a chain: each is given what the one before it made of the gradients.
-
-Only torch has this file: optax has optax.chain.
-"""
+"""Transforms in a chain: each is given what the one before it made of the gradients."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from funcga._transform.transform import DonatingTransform, Transform, is_scaled, read_transform
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import trees
 
 
-def chain(*transforms: Any) -> DonatingTransform:
-    """The transform that applies these, one after the other, as optax.chain does; its state is the tuple of theirs.
+def chain(*transforms: object) -> DonatingTransform:
+    """Chains transforms: each gets what the one before it made of the gradients, as in optax.chain.
 
-    transforms: those of torch_backend, pairs (init, update), or other chains. Extra arguments are given to each that
-        has parameters for them.
+    What one hands to the next is not kept, so that the next may work in its memory: nothing is copied twice.
 
-    What one hands to the next is not kept, so that the next may work in its memory: nothing is copied twice. Raises
-    FuncgaError for what is no transform, and for a state that is not of as many.
+    Args:
+        *transforms: Those of torch_backend, pairs (init, update), or other chains. Extra arguments of update are given
+            to each that has parameters for them.
 
-    >>> adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)
-    >>> tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
-    >>> updates, state = tx.update(grads, tx.init(params), params)
+    Returns:
+        The transform. Its state is the tuple of theirs.
+
+    Raises:
+        FuncgaError: An argument is no transform, is one of optax, or would see scaled gradients. The functions raise it
+            for a state that is not of as many.
+
+    Example:
+        >>> adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)
+        >>> tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
+        >>> updates, state = tx.update(grads, tx.init(params), params)
     """
-    links = [_Link(read_transform(tx, f"transforms[{i}]")) for i, tx in enumerate(transforms)]
-    for i, link in enumerate(links):
-        if type(link.tx).__module__.split(".")[0] == "optax":
+    links = [read_transform(tx, f"transforms[{index}]") for index, tx in enumerate(transforms)]
+    for index, link in enumerate(links):
+        if type(link).__module__.split(".")[0] == "optax":
             raise FuncgaError(
-                f"transforms[{i}] is one of optax, which takes JAX's arrays. Let it run on tensors: "
+                f"transforms[{index}] is one of optax, which takes JAX's arrays. Let it run on tensors: "
                 f"torch_backend.chain(torch_backend.from_optax(tx), ...)."
             )
-    for i, link in enumerate(links[1:], 1):
-        if is_scaled(link.tx):
+        if index > 0 and is_scaled(link):
             raise FuncgaError(
-                f"transforms[{i}] is a loss_scaled, and those before it would see gradients that are scaled: clipping "
-                f"would leave next to nothing of them. Put it around: "
+                f"transforms[{index}] is a loss_scaled, and those before it would see gradients that are scaled: "
+                f"clipping would leave next to nothing of them. Put it around: "
                 f"funcga.loss_scaled(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw))."
             )
     if not links:
         raise FuncgaError("chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx).")
-
-    functions = _Functions(tuple(links))
-    return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
+    return Chain(links)
 
 
-@dataclass(frozen=True)
+class Chain(DonatingTransform):
+    """The transform of some others, its links, one after the other."""
+
+    links: Sequence[Transform]
+
+    def __new__(cls, links: Sequence[Transform]) -> "Chain":
+        """The transform of these links."""
+        functions = _Functions(links)
+        chained: Chain = super().__new__(cls, functions.init, functions.update, functions.donated)
+        chained.links = links
+        return chained
+
+    def __reduce__(self) -> tuple[type["Chain"], tuple[Sequence[Transform]]]:
+        """How it is copied."""
+        return type(self), (self.links,)
+
+
 class _Functions:
     """The functions of the transform."""
 
-    links: tuple["_Link", ...]
+    def __init__(self, links: Sequence[Transform]):
+        self.links = links
+        self.scales = is_scaled(links[0])
 
-    @property
-    def scales(self) -> bool:
-        """Whether the gradients come multiplied by a loss scale."""
-        return is_scaled(self.links[0].tx)
-
-    def init(self, params: Any) -> tuple[Any, ...]:
+    def init(self, params: Tree) -> tuple[Tree, ...]:
         """The state before the first update."""
-        return tuple([link.tx.init(params) for link in self.links])
+        return tuple([link.init(params) for link in self.links])
 
-    def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(self, grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         """What the last link makes of the gradients, and the states of all."""
-        return _through(self.links, grads, state, params, extra, owned=False)
+        return self._through(grads, state, params, extra, owned=False)
 
-    def donated(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def donated(self, grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         """The same, which may write to the gradients and the state."""
-        return _through(self.links, grads, state, params, extra, owned=True)
+        return self._through(grads, state, params, extra, owned=True)
+
+    def _through(
+        self, grads: Tree, state: Tree, params: Tree, extra: dict[str, object], owned: bool
+    ) -> tuple[Tree, Tree]:
+        if not isinstance(state, tuple) or len(state) != len(self.links):
+            raise FuncgaError(
+                f"state is not the tuple of {len(self.links)} that this chain has: state = tx.init(params); "
+                f"updates, state = tx.update(grads, state, params)."
+            )
+        states, owns_state, owns_grads = [], owned, owned
+        for link, before in zip(self.links, state, strict=True):
+            # A link may write to the gradients if nobody else has their memory, and it has no state that is another's.
+            may_write = owns_grads and (owns_state or not trees.flatten(before)[0])
+            function = link.donated if may_write and isinstance(link, DonatingTransform) else link.update
+            grads, after = function(grads, before, params, **_accepted(link, extra))
+            states.append(after)
+            owns_grads = _returns_new_memory(link)
+        return grads, tuple(states)
 
 
-@dataclass(frozen=True)
-class _Link:
-    tx: Transform
-
-    @property
-    def donated(self) -> Callable[..., Any] | None:
-        """Its function that may write to what it is given, if it has one."""
-        return getattr(self.tx, "donated", None)
-
-    @property
-    def owns(self) -> bool:
-        """Whether nobody else has the memory of what it returns; others may return what they were given or keep it."""
-        functions = getattr(self.tx.update, "__self__", None)
-        chained = functions.links[-1].owns if isinstance(functions, _Functions) else True
-        return self.donated is not None and chained
-
-    def known(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Of extra arguments, those that it has parameters for."""
-        if not extra:
-            return extra
-        parameters = inspect.signature(self.tx.update).parameters.values()
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return extra
-        return {name: value for name, value in extra.items() if name in {p.name for p in parameters}}
+def _accepted(link: Transform, extra: dict[str, object]) -> dict[str, object]:
+    """Of the extra arguments, those that a transform has parameters for."""
+    if not extra:
+        return extra
+    parameters = inspect.signature(link.update).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return extra
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in extra.items() if name in names}
 
 
-def _through(links: tuple[_Link, ...], grads: Any, state: Any, params: Any, extra: dict[str, Any], owned: bool) -> Any:
-    if not isinstance(state, tuple) or len(state) != len(links):
-        raise FuncgaError(
-            f"state is not the tuple of {len(links)} that this chain has: state = tx.init(params); "
-            f"updates, state = tx.update(grads, state, params)."
-        )
-    states, owned_state = [], owned
-    for link, before in zip(links, state, strict=True):
-        writes = owned and (owned_state or not trees.flatten(before)[0])
-        function = link.donated if writes and link.donated is not None else link.tx.update
-        grads, after = function(grads, before, params, **link.known(extra))
-        states.append(after)
-        owned = link.owns
-    return grads, tuple(states)
+def _returns_new_memory(link: Transform) -> bool:
+    """Whether nobody else has the memory of what it returns; others may return what they were given, or keep it."""
+    return _returns_new_memory(link.links[-1]) if isinstance(link, Chain) else isinstance(link, DonatingTransform)

@@ -1,53 +1,42 @@
-"""Optimizers of torch as pure functions.
+"""Optimizers of torch as pure functions."""
 
-Only torch has this file: an optimizer of optax is a pair of pure functions already.
-"""
-
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
 
 import torch
 from torch.optim import Optimizer
 
 from funcga._transform.transform import DonatingTransform
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import trees
 from torch_backend.dtensor import locals_of
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.optim.closures import constant, evaluating, needs_closure
-from torch_backend.optim.match import check_parameters
-from torch_backend.optim.options import Options, beside, check_kept, check_names, names_of
-from torch_backend.optim.schedules import Schedule
-from torch_backend.optim.slots import from_slot, mapped, to_slot
-from torch_backend.optim.state import Given, OptimizerState, fresh
+from torch_backend.optim.options import Options, Schedule, Shared, check_names
+from torch_backend.optim.parameters import check_parameters
+from torch_backend.optim.state import Arguments, OptimizerState, Slot, from_slot, initial_state, on_tensors, to_slot
 from torch_backend.strides import apart, laid_as
+
+Closure = Callable[[], torch.Tensor]
 
 
 def from_optimizer(
     optimizer: type[Optimizer],
     *,
-    groups: Callable[[str], dict[str, Any]] | None = None,
-    scheduler: Callable[[Optimizer], Any] | None = None,
-    **options: Any,
+    groups: Callable[[str], Mapping[str, object]] | None = None,
+    scheduler: Callable[[Optimizer], object] | None = None,
+    **options: object,
 ) -> DonatingTransform:
-    """`(init, update)`, both pure, of an optimizer of torch: what its step would add to the parameters.
-
-    optimizer: a class, any of torch.optim or one's own, which keeps what it keeps for each parameter in `.state`.
-    options: the optimizer's own: lr, betas, fused, foreach, maximize ... One that is a function is a schedule of the
-        count of updates, from 0 on: `lr=lambda count: 1e-3 * 0.9**count`.
-    groups: `groups(name)` is a dict of the options that one parameter has for itself; {} for none. Names are the keys
-        of the tree, joined by dots: those of `module.named_parameters()`.
-    scheduler: makes a scheduler of torch.optim.lr_scheduler, which is stepped once an update:
-        `functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=100)`.
+    """Makes an optimizer of torch a transform: two pure functions, `(init, update)`.
 
     `init(params)` is an OptimizerState. `update(grads, state, params)` is `(updates, state)`: new parameters minus old
-    ones, in the dtype of both, by the optimizer's own step on a copy, so that the state is bit for bit that of
+    ones, in the dtype of both, by the optimizer's own step on a copy, so that the state is bitwise identical to that of
     `optimizer.step()`. A parameter whose gradient is None is skipped, as torch does, and its update is 0. `donated` is
     the same, in the memory of the state it is given, and it may write to the gradients.
 
-    `update(..., closure=f)`: `f(params) -> (loss, grads)`, pure, for optimizers that evaluate the loss themselves: for
+    `update(..., closure=f)`: `f(params) -> (loss, grads)`, pure, for optimizers that evaluate the loss themselves. For
     LBFGS with max_iter=1 and no line search the gradients are enough. Other extra arguments are ignored, as they may be
     meant for other transforms of a chain.
 
@@ -55,22 +44,36 @@ def from_optimizer(
     itself finds what the optimizer keeps. What it does not keep in such a step appears with the first update, as for
     SparseAdam, which takes no dense gradients, and LBFGS.
 
-    Raises FuncgaError for options that the optimizer does not have, structures, shapes and dtypes that differ, a state
-    without what the optimizer keeps, as another one's, and optimizers that keep what belongs to no parameter.
+    Args:
+        optimizer: A class, any of torch.optim or one's own, which keeps what it keeps for each parameter in `.state`.
+        groups: `groups(name)` is a dict of the options that one parameter has for itself; {} for none. Names are the
+            keys of the tree, joined by dots: those of `module.named_parameters()`.
+        scheduler: Makes a scheduler of torch.optim.lr_scheduler, which is stepped once an update, such as
+            `functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=100)`.
+        **options: The optimizer's own: lr, betas, fused, foreach, maximize ... One that is a function is a schedule of
+            the count of updates, from 0 on: `lr=lambda count: 1e-3 * 0.9**count`.
 
-    >>> tx = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
-    >>> state = tx.init(params)
-    >>> updates, state = tx.update(grads, state, params)
-    >>> params = torch_backend.apply_updates(params, updates)
+    Returns:
+        The transform.
+
+    Raises:
+        FuncgaError: The optimizer does not have an option. The functions raise it for structures, shapes and dtypes
+            that differ, for a state without what the optimizer keeps, such as another one's, and for optimizers that
+            keep what belongs to no parameter.
+
+    Example:
+        >>> tx = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(grads, state, params)
+        >>> params = torch_backend.apply_updates(params, updates)
     """
     _check(optimizer, groups, scheduler, options)
     schedule = None if scheduler is None else Schedule(scheduler)
-    made = Options(optimizer, options, groups, schedule, needs_closure(optimizer))
-    functions = _Functions(made, optimizer.__module__.startswith("torch.optim."))
+    functions = _Functions(Options(optimizer, options, groups, schedule))
     return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
 
 
-def _check(optimizer: Any, groups: Any, scheduler: Any, options: dict[str, Any]) -> None:
+def _check(optimizer: object, groups: object, scheduler: object, options: dict[str, object]) -> None:
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise FuncgaError(
             f"from_optimizer makes the optimizer anew for each update, so it takes a class and its options, and was "
@@ -99,122 +102,123 @@ class _Functions:
     """The functions of the transform."""
 
     options: Options
-    stock: bool  # of torch's own, of which it is known what they write to
+
+    @cached_property
+    def is_stock(self) -> bool:
+        """Whether the optimizer is torch's own, of which it is known what they write to."""
+        return self.options.optimizer.__module__.startswith("torch.optim.")
+
+    @cached_property
+    def needs_closure(self) -> bool:
+        """Whether its step must be given a closure."""
+        closure = inspect.signature(self.options.optimizer.step).parameters.get("closure")
+        return closure is not None and closure.default is closure.empty
 
     @torch.no_grad()
-    def init(self, params: Any) -> OptimizerState:
+    def init(self, params: Tree) -> OptimizerState:
         """The state before the first update."""
         check_not_differentiated("an optimizer of torch", params)
-        leaves, _ = trees.flatten(params)
+        leaves = trees.flatten(params)[0]
         check_parameters(leaves, params)
-        tensors = [leaf.detach() for leaf in leaves if leaf is not None]
-        names = [name for name, leaf in zip(names_of(params), leaves, strict=True) if leaf is not None]
-        found = map(self._found, tensors, self.options.alone(tensors, names))
-        return fresh(params, [{} if leaf is None else next(found) for leaf in leaves])
+        singles = self.options.singles([leaf.detach() for leaf in leaves if leaf is not None], params)
+        return initial_state(params, [{} if leaf is None else self._zeros(*next(singles)) for leaf in leaves])
 
-    def _found(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], Optimizer]) -> dict[str, Any]:
-        """Zeros for what the optimizer keeps for a parameter, as one step on a copy shows."""
-        copy = tensor.clone()
+    def _zeros(self, copy: torch.Tensor, optimizer: Optimizer) -> Slot:
+        """Zeros for what the optimizer of a copy keeps for it, as one step shows."""
         copy.grad = torch.zeros_like(copy)
-        optimizer = make(copy.requires_grad_())
-        before = beside(optimizer)
+        before = Shared.of(optimizer)
         try:
-            _step(optimizer, constant(optimizer) if self.options.needs_closure else None)
+            _step(optimizer, _constant(optimizer) if self.needs_closure else None)
         except (FuncgaError, RuntimeError):
             return {}  # SparseAdam takes no dense gradients, and LBFGS may ask for a function of the parameters
-        check_kept(optimizer, before)
-        return {key: mapped(torch.zeros_like, slot) for key, slot in self._kept(optimizer, copy).items()}
+        before.check_kept(optimizer)
+        zeros: Slot = on_tensors(torch.zeros_like, self._slot(optimizer, copy))
+        return zeros
 
-    def update(self, grads: Any, state: Any, params: Any = None, *, closure: Any = None, **extra: Any) -> Any:
+    def update(
+        self, grads: Tree, state: OptimizerState, params: Tree = None, *, closure: object = None, **extra: object
+    ) -> tuple[Tree, OptimizerState]:
         """What the step adds to the parameters, and the state after it."""
         check_not_differentiated("an optimizer of torch", (grads, params))
-        return self._updated(Given(grads, state, params), closure, owned=False)
+        return self._updated(Arguments(grads, state, params), closure, owned=False)
 
-    def donated(self, grads: Any, state: Any, params: Any = None, *, closure: Any = None, **extra: Any) -> Any:
+    def donated(
+        self, grads: Tree, state: OptimizerState, params: Tree = None, *, closure: object = None, **extra: object
+    ) -> tuple[Tree, OptimizerState]:
         """The same in the memory of the state; the gradients may be written to."""
         check_not_differentiated("an optimizer of torch", (grads, params))
-        return self._updated(Given(grads, state, params), closure, owned=True)
+        return self._updated(Arguments(grads, state, params), closure, owned=True)
 
     @torch.no_grad()
-    def _updated(self, given: Given, closure: Any, owned: bool) -> tuple[Any, OptimizerState]:
-        if not given.leaves:
-            return given.result([], [], owned)
-        copies = [leaf.clone().requires_grad_() for leaf in given.leaves]
-        names = given.of(names_of(given.params)) if self.options.groups else []
-        optimizer = self.options.build(copies, names, given.count)
+    def _updated(self, arguments: Arguments, function: object, owned: bool) -> tuple[Tree, OptimizerState]:
+        if not arguments.entries:
+            return arguments.result([], [], owned)
+        # The optimizer is made anew, of copies of the parameters, and gets the state that it had.
+        copies = [entry.parameter.clone().requires_grad_() for entry in arguments.entries]
+        optimizer = self.options.build(copies, arguments.params, int(arguments.state.count))
         if isinstance(optimizer, torch.optim.SparseAdam):
-            _check_sparse(given)
-        closure = self._closure(optimizer, closure, given, copies)
-        for copy, grad in zip(copies, self._gradients(optimizer, given, copies, owned), strict=True):
+            _check_sparse(arguments)
+        closure = self._closure(optimizer, function, arguments, copies)
+        for copy, grad in zip(copies, self._gradients(optimizer, arguments, copies, owned), strict=True):
             copy.grad = grad
-        for copy, slot, started in zip(copies, given.slots, given.started, strict=True):
-            if started and slot:
-                optimizer.state[copy] = from_slot(slot, owned, copy)
-        before = beside(optimizer)
-        _step_from(given, optimizer, closure)
-        check_kept(optimizer, before)
-        slots = [self._kept(optimizer, copy) for copy in copies]
-        if self.stock and not self.options.needs_closure:  # LBFGS keeps more with its second update, and others do not
-            given.check_keys(slots, type(optimizer).__name__)
-        return given.result(copies, slots, owned)
+        for copy, entry in zip(copies, arguments.entries, strict=True):
+            if entry.started and entry.slot:
+                optimizer.state[copy] = from_slot(entry.slot, owned, copy)
+        # It steps, and what it has changed is read from the copies and its state.
+        before = Shared.of(optimizer)
+        _step_from(arguments, optimizer, closure)
+        before.check_kept(optimizer)
+        slots = [self._slot(optimizer, copy) for copy in copies]
+        if self.is_stock and not self.needs_closure:  # LBFGS keeps more with its second update, and others do not
+            arguments.check_keys(slots, type(optimizer).__name__)
+        return arguments.result(copies, slots, owned)
 
-    def _gradients(self, optimizer: Optimizer, given: Given, copies: list[Any], owned: bool) -> list[Any]:
+    def _closure(
+        self, optimizer: Optimizer, function: object, arguments: Arguments, copies: list[torch.Tensor]
+    ) -> Closure | None:
+        if function is not None:
+            return _evaluating(function, arguments, copies)
+        return _constant(optimizer) if self.needs_closure else None
+
+    def _gradients(
+        self, optimizer: Optimizer, arguments: Arguments, copies: list[torch.Tensor], owned: bool
+    ) -> list[torch.Tensor | None]:
         """The gradients, in the strides of the copies and in memory that the step may write to."""
-        pairs = list(zip(given.grads, copies, strict=True))
-        laid = [None if grad is None else laid_as(grad, copy) for grad, copy in pairs]
-        if self.stock and not _writes(optimizer):
+        grads = [entry.grad for entry in arguments.entries]
+        laid = [None if grad is None else laid_as(grad, copy) for grad, copy in zip(grads, copies, strict=True)]
+        if self.is_stock and not _writes_to_gradients(optimizer):
             return laid
         if owned:
             return apart(laid)
-        return [
-            new if new is None or new is not old else new.clone() for new, old in zip(laid, given.grads, strict=True)
-        ]
+        for index, grad in enumerate(grads):
+            if laid[index] is grad and grad is not None:
+                laid[index] = grad.clone()
+        return laid
 
-    def _closure(self, optimizer: Optimizer, closure: Any, given: Given, copies: list[Any]) -> Any:
-        if closure is not None:
-            return evaluating(closure, given.params, given.tree, copies)
-        return constant(optimizer) if self.options.needs_closure else None
-
-    def _kept(self, optimizer: Optimizer, copy: torch.Tensor) -> dict[str, Any]:
+    def _slot(self, optimizer: Optimizer, copy: torch.Tensor) -> Slot:
         """What the optimizer keeps for a parameter."""
-        slot: dict[str, Any] = to_slot(optimizer.state.get(copy, {}))
-        if not self.stock:
+        slot = to_slot(optimizer.state.get(copy, {}))
+        if not self.is_stock:
             for name, kept in slot.items():
-                mapped(partial(_check_alias, copy, name, type(optimizer).__name__), kept)
+                on_tensors(partial(_check_alias, copy, name, type(optimizer).__name__), {name: kept})
         return slot
 
 
-def _writes(optimizer: Optimizer) -> bool:
+def _writes_to_gradients(optimizer: Optimizer) -> bool:
     """Whether the step of one of torch's own may write to the gradients, as SGD alone does, in its foreach form."""
     return isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups)
 
 
-def _step_from(given: Given, optimizer: Optimizer, closure: Any) -> None:
-    try:
-        _step(optimizer, closure)
-    except KeyError as error:
-        if closure is None:  # whose own it might be
-            given.check_key(error.args[0], type(optimizer).__name__)
-        raise
-
-
-def _check_sparse(given: Given) -> None:
-    if any(grad is not None and grad.layout is torch.strided for grad in given.grads):
+def _check_sparse(arguments: Arguments) -> None:
+    if any(entry.grad is not None and entry.grad.layout is torch.strided for entry in arguments.entries):
         raise FuncgaError(
             "SparseAdam takes sparse gradients alone, and was given a dense one: what funcga sums, in accumulate, "
             "stream and multi_steps, is dense. Use torch.optim.Adam; or give it the sparse gradients of a .backward()."
         )
 
 
-def _step(optimizer: Optimizer, closure: Any) -> None:
-    if closure is None:
-        optimizer.step()
-    else:
-        optimizer.step(closure)
-
-
 def _check_alias(copy: torch.Tensor, name: str, optimizer: str, kept: torch.Tensor) -> torch.Tensor:
-    if _memory(kept) == _memory(copy) != 0:
+    if _address(kept) == _address(copy) != 0:
         raise FuncgaError(
             f"{optimizer} keeps the memory of the parameter itself as `{name}`, which a pure update cannot follow. "
             f"Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads)."
@@ -222,5 +226,60 @@ def _check_alias(copy: torch.Tensor, name: str, optimizer: str, kept: torch.Tens
     return kept
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _address(tensor: torch.Tensor) -> int:
     return int(locals_of([tensor])[0].untyped_storage().data_ptr())
+
+
+def _step_from(arguments: Arguments, optimizer: Optimizer, closure: Closure | None) -> None:
+    try:
+        _step(optimizer, closure)
+    except KeyError as error:
+        if closure is None:  # whose own it might be
+            arguments.check_keys([error.args] * len(arguments.entries), type(optimizer).__name__)
+        raise
+
+
+def _step(optimizer: Optimizer, closure: Closure | None) -> None:
+    if closure is None:
+        optimizer.step()
+    else:
+        optimizer.step(closure)  # type: ignore[arg-type]  # what it returns is a 0-d tensor
+
+
+def _constant(optimizer: Optimizer) -> Closure:
+    """A closure that leaves the gradients as they are; FuncgaError if the optimizer asks for them more than once."""
+    for group in optimizer.param_groups:
+        if group.get("max_iter") != 1 or group.get("line_search_fn") is not None:
+            name = type(optimizer).__name__
+            raise FuncgaError(
+                f"{name} evaluates the loss several times in an update, and was given the gradients of one place. Give "
+                f"it the function: tx.update(grads, state, params, closure=f), f = lambda params: "
+                f"funcga.value_and_grad(loss_fn)(params, batch); or let it take one step without a search: "
+                f"from_optimizer({name}, max_iter=1)."
+            )
+    return lambda: torch.zeros(())
+
+
+def _evaluating(function: object, arguments: Arguments, copies: list[torch.Tensor]) -> Closure:
+    """A closure that sets the gradients to those of `function(params)`, (loss, grads), where the copies are now."""
+    if not callable(function):
+        raise FuncgaError(_no_closure(f"closure is {function!r}"))
+
+    def closure() -> torch.Tensor:
+        output = function(arguments.tree([copy.detach() for copy in copies]))
+        if not (isinstance(output, tuple) and len(output) == 2):
+            raise FuncgaError(_no_closure(f"closure returned {type(output).__name__}"))
+        loss, grads = output
+        gradients = arguments.gradients(grads)
+        for entry, copy in zip(arguments.entries, copies, strict=True):
+            copy.grad = gradients[entry.leaf_index]
+        return loss  # type: ignore[no-any-return]
+
+    return closure
+
+
+def _no_closure(problem: str) -> str:
+    return (
+        f"{problem}. It is a function of the parameters that returns (loss, grads): "
+        f"closure=lambda params: funcga.value_and_grad(loss_fn)(params, batch)."
+    )

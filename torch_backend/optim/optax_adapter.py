@@ -20,7 +20,7 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_placed
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.optim.match import matched
+from torch_backend.optim.parameters import matched
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped]
@@ -90,7 +90,7 @@ class _Functions:
         filled = grads if params is None else _filled(grads, params)
         arguments = {"grads": filled, "state": state, "params": params, "extra": others}
         updates, after = in_jax(lambda arguments: self._update(arguments, functions), arguments)
-        leaves = matched(updates, filled, "updates", "grads")
+        leaves = matched(updates, filled, "updates", like_name="grads")
         return trees.unflatten(trees.flatten(filled)[1], leaves), after
 
     @cached_property

@@ -1,20 +1,23 @@
-"""The options of an optimizer of torch: for each parameter, and at each count of updates.
+"""The options of an optimizer of torch: for each parameter, and at each count of updates, as a scheduler sets them."""
 
-Only torch has this file: the options of an optax transform are in its functions.
-"""
-
+import functools
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from funcga._trees.paths import paths_and_leaves
+from funcga._types import Tree
 from funcga.errors import FuncgaError, similar
-from torch_backend import trees
-from torch_backend.optim.schedules import Schedule
+from torch_backend import _private, trees
+
+Group = dict[str, Any]
+"""The options of a group of parameters, without these."""
 
 
 @dataclass(frozen=True)
@@ -22,58 +25,56 @@ class Options:
     """What an optimizer is made with."""
 
     optimizer: type[Optimizer]
-    options: dict[str, Any]
-    groups: Callable[[str], Any] | None
-    schedule: Schedule | None
-    needs_closure: bool
+    options: Group
+    groups: Callable[[str], Mapping[str, object]] | None
+    schedule: "Schedule | None"
 
-    def build(self, tensors: list[torch.Tensor], names: list[str], count: int) -> Optimizer:
-        """The optimizer of these tensors after `count` updates, with nothing in its state."""
-        options = _at(self.options, count)
-        groups = tensors if self.groups is None else self._grouped(tensors, names, count)
-        made = self.optimizer(groups, **options)
+    def build(self, tensors: Sequence[torch.Tensor], params: Tree, count: int) -> Optimizer:
+        """The optimizer of the tensors that stand for these parameters after `count` updates, its state empty."""
+        grouped = tensors if self.groups is None else self._grouped(tensors, params, count)
+        optimizer = self.optimizer(grouped, **_at(self.options, count))
         if self.schedule is not None:
-            for group, current in zip(made.param_groups, self.schedule(made, count), strict=True):
-                group.update(current)
-        return made
+            for group, options in zip(optimizer.param_groups, self.schedule(optimizer, count), strict=True):
+                group.update(options)
+        return optimizer
 
-    def alone(self, tensors: list[torch.Tensor], names: list[str]) -> list[Callable[[torch.Tensor], Optimizer]]:
-        """What makes the optimizer of each tensor by itself, before its first update, with the options of its group."""
-        groups = self.build(tensors, names, 0).param_groups if tensors else []
-        group_of = {id(tensor): group for group in groups for tensor in group["params"]}
-        return [partial(self._of_one, group_of[id(tensor)]) for tensor in tensors]
+    def singles(self, tensors: Sequence[torch.Tensor], params: Tree) -> Iterator[tuple[torch.Tensor, Optimizer]]:
+        """A copy of each tensor, and the optimizer of it alone before its first update, one after the other."""
+        optimizer = self.build(tensors, params, 0)
+        group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
+        for tensor in tensors:
+            copy = tensor.clone().requires_grad_()
+            yield copy, self.optimizer([{**group_of[id(tensor)], "params": [copy]}], **_at(self.options, 0))
 
-    def _of_one(self, group: dict[str, Any], tensor: torch.Tensor) -> Optimizer:
-        return self.optimizer([{**group, "params": [tensor]}], **_at(self.options, 0))
-
-    def _grouped(self, tensors: list[torch.Tensor], names: list[str], count: int) -> list[dict[str, Any]]:
+    def _grouped(self, tensors: Sequence[torch.Tensor], params: Tree, count: int) -> list[Group]:
         """A group for all tensors of the same options, in the order of their first ones."""
         assert self.groups is not None
-        groups: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        names = [name for name, leaf in paths_and_leaves(params, trees.children) if leaf is not None]
+        groups: list[tuple[Mapping[str, object], list[torch.Tensor]]] = []
         for tensor, name in zip(tensors, names, strict=True):
-            own = self.groups(name)
-            self._check_group(own, name)
-            held = next((held for options, held in groups if options == own), None)
-            if held is None:
-                groups.append((own, [tensor]))
+            options = self.groups(name)
+            self._check_group(options, name)
+            members = next((members for others, members in groups if others == options), None)
+            if members is None:
+                groups.append((options, [tensor]))
             else:
-                held.append(tensor)
-        return [{"params": held, **_at(own, count)} for own, held in groups]
+                members.append(tensor)
+        return [{"params": members, **_at(options, count)} for options, members in groups]
 
-    def _check_group(self, own: Any, name: str) -> None:
-        if not isinstance(own, dict):
+    def _check_group(self, options: object, name: str) -> None:
+        if not isinstance(options, dict):
             raise FuncgaError(
-                f"groups({name!r}) is {own!r}. It returns a dict, of the options the parameter has for itself, such "
-                f'as {{"weight_decay": 0.0}}, and {{}} where it has none.'
+                f"groups({name!r}) is {options!r}. It returns a dict, of the options the parameter has for itself, "
+                f'such as {{"weight_decay": 0.0}}, and {{}} where it has none.'
             )
-        check_names(self.optimizer, own, f"groups({name!r}) gives an option `{{}}`, which")
+        check_names(self.optimizer, options, f"groups({name!r}) gives an option `{{}}`, which")
 
 
-def _at(options: dict[str, Any], count: int) -> dict[str, Any]:
+def _at(options: Mapping[str, object], count: int) -> Group:
     return {name: value(count) if callable(value) else value for name, value in options.items()}
 
 
-def check_names(optimizer: type[Optimizer], options: dict[str, Any], says: str = "`{}`") -> None:
+def check_names(optimizer: type[Optimizer], options: Mapping[str, object], says: str = "`{}`") -> None:
     """Raises FuncgaError for an option that the optimizer does not have."""
     signature = list(inspect.signature(optimizer).parameters.values())[1:]
     names = [p.name for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -87,79 +88,181 @@ def check_names(optimizer: type[Optimizer], options: dict[str, Any], says: str =
             )
 
 
-def names_of(params: Any) -> list[str]:
-    """The name of each leaf: the keys that lead to it, joined by dots."""
-    return _names(params, "")
+class Schedule:
+    """`schedule(optimizer, count)`: the options that each group of the optimizer has after `count` updates.
+
+    make: what gives a scheduler to an optimizer: `functools.partial(CosineAnnealingLR, T_max=50)`, or a function of the
+        optimizer. The scheduler is stepped once an update, and it gets an optimizer that has options and nothing else.
+
+    It is a function of its arguments, although a scheduler is not: the one that is kept goes forward to the count
+    asked for, and another one begins at 0 where a count lies behind. Raises FuncgaError for schedulers that depend on
+    more than a count, as ReduceLROnPlateau does, for what cannot be made of an optimizer alone, and for a count that
+    the scheduler refuses, as OneCycleLR does after its total_steps.
+    """
+
+    def __init__(self, make: Callable[[Optimizer], object]):
+        self.make = make
+        self.lock = threading.Lock()
+        self.running: _Running | None = None
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Callable[[Optimizer], object]]]:
+        """How it is copied: a copy has a running scheduler and a lock of its own."""
+        return type(self), (self.make,)
+
+    def __call__(self, optimizer: Optimizer, count: int) -> list[Group]:
+        """The options of each group, `params` left out."""
+        options = [_without_params(group) for group in optimizer.param_groups]
+        with self.lock:
+            if self.running is None or self.running.count > count or self.running.began_with != options:
+                self.running = _Running(self.make, optimizer.defaults, options)
+            try:
+                return self.running.forward(count)
+            except Exception:
+                self.running = None  # it has gone further than it says
+                raise
 
 
-def _names(tree: Any, name: str) -> list[str]:
-    children = trees.children(tree)
-    if children is None:
-        return [name.removeprefix(".")]
-    return [found for key, child in children for found in _names(child, f"{name}.{key.strip(_QUOTES)}")]
+def _without_params(group: Group) -> Group:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
-_QUOTES = "[]'\"."
+class _Running:
+    """A scheduler, the options that it changes, and how many updates it has seen."""
+
+    def __init__(self, make: Callable[[Optimizer], object], defaults: Group, options: list[Group]):
+        self.began_with, self.count = options, 0
+        self.optimizer = _OnlyOptions([{"params": [torch.zeros(1)], **_cloned(group)} for group in options], defaults)
+        try:
+            scheduler = make(self.optimizer)
+        except TypeError as error:
+            if _takes_an_optimizer(make):
+                raise
+            raise _not_made(make, error) from error
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise _no_schedule(scheduler)
+        self.scheduler = scheduler
+
+    def forward(self, count: int) -> list[Group]:
+        """The options after `count` updates, not before those that it has seen."""
+        while self.count < count:
+            self.optimizer.step()  # which schedulers want to see called before their own
+            try:
+                self.scheduler.step()
+            except ValueError as error:
+                if "Tried to step" not in str(error):  # which OneCycleLR says; all else is the user's own
+                    raise
+                raise FuncgaError(
+                    f"{type(self.scheduler).__name__} does not go on after update {self.count + 1}: {error}. It is "
+                    f"stepped once an update, and a last, shorter window is an update too. Plan for as many: "
+                    f"total_steps=epochs * math.ceil(len(loader) / n)."
+                ) from error
+            self.count += 1
+        groups = zip(self.optimizer.param_groups, self.began_with, strict=True)
+        return [_cloned({name: group[name] for name in began}) for group, began in groups]
 
 
-class Beside(NamedTuple):
+class _OnlyOptions(Optimizer):
+    """An optimizer that does nothing."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+def _cloned(options: Group) -> Group:
+    """The options, with tensors of their own: schedulers write into them."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+def _takes_an_optimizer(make: Callable[[Optimizer], object]) -> bool:
+    try:
+        inspect.signature(make).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        pass
+    return True
+
+
+def _not_made(make: object, error: TypeError) -> FuncgaError:
+    name = getattr(make.func if isinstance(make, functools.partial) else make, "__qualname__", "MyScheduler")
+    return FuncgaError(
+        f"scheduler is called with an optimizer and nothing else, and raised: {error}. Give it the other arguments "
+        f"before: scheduler=functools.partial({name}, ...)."
+    )
+
+
+def _no_schedule(returned: object) -> FuncgaError:
+    if isinstance(returned, ReduceLROnPlateau):
+        return FuncgaError(
+            "scheduler makes a ReduceLROnPlateau, which follows a metric and not the count of updates, so there is no "
+            "pure function that has its options. Keep optimizer.step() and scheduler.step(metric), and give the "
+            "optimizer its gradients: torch_backend.assign_grads(params, grads)."
+        )
+    return FuncgaError(
+        f"scheduler returned {returned!r}, which is no scheduler of torch.optim.lr_scheduler. Write "
+        f"scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100), or a function "
+        f"of the count of updates for an option: lr=lambda count: 1e-3 * 0.9**count."
+    )
+
+
+class Shared(NamedTuple):
     """What an optimizer keeps that belongs to no parameter."""
 
-    shared: dict[str, Any]  # options of its groups, and state under other keys than parameters
-    own: dict[str, Any]  # numbers and tensors among its attributes
+    options: dict[str, object]  # of its groups, and state under other keys than parameters
+    attributes: dict[str, object]  # numbers and tensors
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Self:
+        """What the optimizer keeps now."""
+        options = {
+            f"param_groups[{index}][{name!r}]": _snapshot(value)
+            for index, group in enumerate(optimizer.param_groups)
+            for name, value in _without_params(group).items()
+        }
+        options |= {f"state[{key!r}]": None for key in optimizer.state if not isinstance(key, torch.Tensor)}
+        numbers = {k: v for k, v in vars(optimizer).items() if type(v) in (int, float, torch.Tensor)}
+        return cls(options, {name: _snapshot(value) for name, value in numbers.items()})
+
+    def check_kept(self, optimizer: Optimizer) -> None:
+        """Raises FuncgaError if the step changed something of this since, which a pure update would lose."""
+        after = Shared.of(optimizer)
+        changed = [name for name, value in after.options.items() if not _is_same(value, name, self.options)]
+        # An attribute that is new is a cache, as LBFGS has one.
+        old = {**after.attributes, **self.attributes}
+        changed += [name for name, value in after.attributes.items() if not _is_same(value, name, old)]
+        if changed:
+            raise FuncgaError(
+                f"a step of {type(optimizer).__name__} changes its `{changed[0]}`, which belongs to no parameter, so "
+                f"that it is in no state, and a pure update would lose it. Keep optimizer.step() and give it "
+                f"gradients: torch_backend.assign_grads(params, grads)."
+            )
 
 
-def beside(optimizer: Optimizer) -> Beside:
-    """What the optimizer keeps now that belongs to no parameter."""
-    groups = [(i, k, v) for i, group in enumerate(optimizer.param_groups) for k, v in group.items() if k != "params"]
-    shared: dict[str, Any] = {f"param_groups[{i}][{k!r}]": _seen(v) for i, k, v in groups}
-    shared |= {f"state[{key!r}]": None for key in optimizer.state if not isinstance(key, torch.Tensor)}
-    own = {name: _seen(value) for name, value in vars(optimizer).items() if type(value) in (int, float, torch.Tensor)}
-    return Beside(shared, own)
+def _is_same(value: object, name: str, old: Mapping[str, object]) -> bool:
+    return name in old and [value] == [old[name]]  # lists, as an object in one equals itself, even a NaN
 
 
-class _Seen(NamedTuple):
-    """A tensor, and how often it had been written to."""
+class _Snapshot:
+    """A tensor, equal to a later one of the same numbers, and to itself only if nothing was written to it."""
 
-    tensor: torch.Tensor
-    version: int
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor, self.version = tensor, 0 if tensor.is_inference() else _private.version(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Snapshot):
+            return NotImplemented
+        if self.tensor is other.tensor:  # no numbers are read, for which the host would wait
+            return self.version == other.version
+        alike = (self.tensor.dtype, self.tensor.device) == (other.tensor.dtype, other.tensor.device)
+        return alike and torch.equal(self.tensor, other.tensor)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-def _seen(value: Any) -> Any:
-    """What shows later whether the value was changed in place."""
+def _snapshot(value: object) -> object:
+    """A copy of the value that shows later whether it was changed in place."""
     if isinstance(value, torch.Tensor):
-        return _Seen(value, 0 if value.is_inference() else value._version)
-    if type(value) in (list, tuple):
-        return [_seen(item) for item in value]
-    return {key: _seen(item) for key, item in value.items()} if type(value) is dict else value
-
-
-def check_kept(optimizer: Optimizer, before: Beside) -> None:
-    """Raises FuncgaError if the step changed what belongs to no parameter, which a pure update would lose."""
-    after = beside(optimizer)
-    old = before.shared
-    changed = [name for name, value in after.shared.items() if name not in old or _differs(value, old[name])]
-    # An attribute that was no number before is a cache, as LBFGS has one.
-    changed += [name for name, value in after.own.items() if _differs(value, before.own.get(name, value))]
-    if changed:
-        raise FuncgaError(
-            f"a step of {type(optimizer).__name__} changes its `{changed[0]}`, which belongs to no parameter, so that "
-            f"it is in no state, and a pure update would lose it. Keep optimizer.step() and give it gradients: "
-            f"torch_backend.assign_grads(params, grads)."
-        )
-
-
-def _differs(new: Any, old: Any) -> bool:
-    if type(new) is not type(old):
-        return bool(new != old)
-    if isinstance(new, _Seen):
-        return new.version != old.version if new.tensor is old.tensor else _unequal(new.tensor, old.tensor)
-    if isinstance(new, list):
-        return len(new) != len(old) or any(map(_differs, new, old))
-    if isinstance(new, dict):
-        return new.keys() != old.keys() or any(_differs(new[key], old[key]) for key in new)
-    return new is not old and bool(new != old)
-
-
-def _unequal(new: torch.Tensor, old: torch.Tensor) -> bool:
-    return (new.dtype, new.device) != (old.dtype, old.device) or not torch.equal(new, old)
+        return _Snapshot(value)
+    if isinstance(value, list | tuple):
+        return [_snapshot(item) for item in value]
+    return {key: _snapshot(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,19 +1,21 @@
-"""What an optimizer has between two updates, and the arguments of an update, read.
+"""The state of an optimizer of torch as a tree of tensors, and the arguments of an update, read."""
 
-Only torch has this file: a state of optax is a tree already.
-"""
-
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from funcga._backend.prefixes import leaf_paths
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import locals_of, settled
-from torch_backend.optim.match import check_gradients, check_parameters, is_flat, matched
-from torch_backend.optim.slots import mapped
+from torch_backend.optim.parameters import check_gradients, check_parameters, matched
+from torch_backend.strides import laid_as
+
+Slot = dict[str, object]
+"""What an optimizer keeps for one parameter: tensors, numbers, None, and dicts, lists and tuples of these."""
 
 
 class OptimizerState(NamedTuple):
@@ -26,85 +28,153 @@ class OptimizerState(NamedTuple):
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # a tuple's own method
-    slots: Any
+    slots: Tree
     started: torch.Tensor
 
 
-def fresh(params: Any, slots: Sequence[Any]) -> OptimizerState:
+class Number(NamedTuple):
+    """A Python number, as a 0-d tensor on the CPU: int64, float64, bool or complex128."""
+
+    value: torch.Tensor
+
+
+_DTYPES = {int: torch.int64, float: torch.float64, bool: torch.bool, complex: torch.complex128}
+
+
+def to_slot(kept: Mapping[str, object]) -> Slot:
+    """What an optimizer keeps, with Numbers for its numbers; its own tensors are those given.
+
+    Raises FuncgaError for what is neither a tensor, a number, None nor a list, tuple or dict of these.
+    """
+    return {name: _mapped(partial(_stored, name), value) for name, value in kept.items()}
+
+
+def _stored(name: str, value: object) -> object:
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    if type(value) in _DTYPES:
+        return Number(torch.tensor(value, dtype=_DTYPES[type(value)]))
+    raise FuncgaError(
+        f"the optimizer keeps `{name}` of type {type(value).__name__} for a parameter, which is no tensor and cannot "
+        f"be put into a state. Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads)."
+    )
+
+
+def from_slot(slot: Slot, owned: bool, like: torch.Tensor | None = None) -> Tree:
+    """What `to_slot` was given; in memory of its own, unless the slot's is `owned` by the caller.
+
+    like: the parameter. What has its shape comes back in its strides.
+    """
+    return _mapped(partial(_restored, owned, like), slot)
+
+
+def _restored(owned: bool, like: torch.Tensor | None, value: object) -> object:
+    if isinstance(value, Number):
+        return value.value.item()
+    if not isinstance(value, torch.Tensor):
+        return value
+    laid = value if like is None or value.shape != like.shape else laid_as(value, like)
+    return laid if owned or laid is not value else value.clone()
+
+
+def on_tensors(function: Callable[[torch.Tensor], torch.Tensor], slot: Slot) -> Tree:
+    """A slot of what the function makes of each tensor."""
+
+    def apply(value: object) -> object:
+        if isinstance(value, Number):
+            return Number(function(value.value))
+        return function(value) if isinstance(value, torch.Tensor) else value
+
+    return _mapped(apply, slot)
+
+
+def _mapped(function: Callable[[object], object], value: object) -> object:
+    """What a function makes of each value inside of dicts, lists and tuples, in these."""
+    if isinstance(value, dict):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_mapped(function, item) for item in value]
+    if type(value) is tuple:  # not a Number
+        return tuple([_mapped(function, item) for item in value])
+    return function(value)
+
+
+def initial_state(params: Tree, slots: Sequence[Slot]) -> OptimizerState:
     """The state before the first update, with these slots."""
     count, started = torch.zeros((), dtype=torch.int32), torch.zeros(len(slots), dtype=torch.bool)
     return OptimizerState(count, trees.unflatten(trees.flatten(params)[1], slots), started)
 
 
-class Given:
-    """The arguments of an update, checked, and what belongs to each parameter; parameters that are None left out."""
+class Entry(NamedTuple):
+    """A parameter, and what an update has for it."""
 
-    def __init__(self, grads: Any, state: Any, params: Any):
+    leaf_index: int
+    parameter: torch.Tensor
+    grad: torch.Tensor | None
+    slot: Slot
+    started: bool
+
+
+class Arguments:
+    """The arguments of an update, checked: an Entry for every parameter that is not None."""
+
+    def __init__(self, grads: Tree, state: OptimizerState, params: Tree):
         _check(state, params)
-        self.flat = is_flat(params)
-        leaves = list(params.values()) if self.flat else trees.flatten(params)[0]
-        check_parameters(leaves, params)
-        grads, slots = matched(grads, params, "grads"), matched(state.slots, params, "state.slots")
-        check_gradients(grads, leaves, params)
+        self.params, self.state = params, state
+        self.leaves, self.structure = trees.flatten(params)
+        check_parameters(self.leaves, params)
+        gradients, slots = self.gradients(grads), matched(state.slots, params, "state.slots")
         _check_slots(slots, params)
-        self.params, self.state, self.count = params, state, int(state.count)
-        self.length = len(leaves)
-        self.places = [place for place, leaf in enumerate(leaves) if leaf is not None]
-        self.leaves, self.slots = self.of(leaves), self.of(slots)
-        self.grads = [_plain(grad, leaf) for grad, leaf in zip(self.of(grads), self.leaves, strict=True)]
-        self.started = self.of(_by_leaf(state.started.tolist(), params))
+        started = _by_leaf(state.started.tolist(), params)
+        self.entries = [
+            Entry(index, parameter, gradients[index], slots[index], started[index])
+            for index, parameter in enumerate(self.leaves)
+            if parameter is not None
+        ]
 
-    def of(self, values: Sequence[Any]) -> list[Any]:
-        """Of one value for each leaf, those of the parameters."""
-        return [values[place] for place in self.places]
+    def gradients(self, grads: Tree) -> list[torch.Tensor | None]:
+        """The gradients in the order of the leaves, checked, without a graph, where their parameters lie."""
+        gradients = matched(grads, self.params, "grads")
+        check_gradients(gradients, self.leaves, lambda: leaf_paths(self.params, trees), _dtype_advice)
+        return [
+            None if grad is None else settled(grad.detach() if grad.requires_grad else grad, parameter)
+            for grad, parameter in zip(gradients, self.leaves, strict=True)
+        ]
 
-    def tree(self, values: Sequence[Any], absent: Any = None) -> Any:
-        """The tree with these in the place of the parameters."""
-        if self.flat:
-            return dict(zip(self.params, values, strict=True))
-        leaves = [absent] * self.length
-        for place, value in zip(self.places, values, strict=True):
-            leaves[place] = value
-        return trees.unflatten(trees.flatten(self.params)[1], leaves)
+    def tree(self, values: Iterable[Tree], absent: Tree = None) -> Tree:
+        """The tree with one value for each entry, and `absent` where a parameter is None."""
+        leaves = [absent] * len(self.leaves)
+        for entry, value in zip(self.entries, values, strict=True):
+            leaves[entry.leaf_index] = value
+        return trees.unflatten(self.structure, leaves)
 
-    def check_keys(self, slots: list[dict[str, Any]], optimizer: str) -> None:
-        """Raises FuncgaError if a step has added to what a started slot has, which was not the optimizer's then."""
-        for slot, old, started in zip(slots, self.slots, self.started, strict=True):
-            added = [key for key in slot if key not in old] if started and old else []
-            if added:
-                self.check_key(added[0], optimizer)
-
-    def check_key(self, key: str, optimizer: str) -> None:
-        """Raises FuncgaError if a started slot has not what the optimizer looks for in it."""
-        for place, slot, started in zip(self.places, self.slots, self.started, strict=True):
-            if started and slot and key not in slot:
+    def check_keys(self, wanted: Iterable[Iterable[object]], optimizer: str) -> None:
+        """Raises FuncgaError if a slot that is in use lacks one of the keys that the optimizer wants in it."""
+        for entry, keys in zip(self.entries, wanted, strict=True):
+            lacking = [key for key in keys if key not in entry.slot] if entry.started and entry.slot else []
+            if lacking:
                 raise FuncgaError(
-                    f"`state.slots{leaf_paths(self.params, trees)[place]}` has {', '.join(map(str, slot))}, and "
-                    f"{optimizer} looks for {key} there: it is the state of another optimizer, or of other options. "
-                    f"Begin with state = tx.init(params)."
+                    f"`state.slots{leaf_paths(self.params, trees)[entry.leaf_index]}` has "
+                    f"{', '.join(map(str, entry.slot))}, and {optimizer} looks for {lacking[0]} there: it is the state "
+                    f"of another optimizer, or of other options. Begin with state = tx.init(params)."
                 )
 
-    def result(self, copies: list[Any], slots: list[Any], owned: bool) -> tuple[Any, OptimizerState]:
+    def result(self, copies: list[torch.Tensor], slots: list[Slot], owned: bool) -> tuple[Tree, OptimizerState]:
         """What a step has added to the copies of the parameters, in their memory, and the state with these slots."""
+        # A parameter without a gradient is skipped. Until it has had one, its slot is that of init.
         skipped = [copy.grad is None for copy in copies]
-        started = list(self.started)
-        for number, slot in enumerate(slots):
-            started[number] = started[number] or not skipped[number] or bool(slot)
-            if not started[number]:
-                slots[number] = self.slots[number] if owned else mapped(torch.clone, self.slots[number])
-        state = OptimizerState(self.state.count + 1, self.tree(slots, {}), self._flags(started))
-        return self.tree(_added(copies, self.leaves, skipped)), state
-
-    def _flags(self, started: list[bool]) -> torch.Tensor:
-        if started == self.started:
-            return torch.clone(self.state.started)
-        done = [True] * self.length  # nothing is waited for where a parameter is None
-        for place, flag in zip(self.places, started, strict=True):
-            done[place] = flag
-        return torch.tensor(_by_path(done, self.params), dtype=torch.bool)
+        started = [True] * len(self.leaves)
+        for position, entry in enumerate(self.entries):
+            has_started = entry.started or not skipped[position] or bool(slots[position])
+            started[entry.leaf_index] = has_started
+            if not has_started:
+                slots[position] = entry.slot if owned else on_tensors(torch.clone, entry.slot)
+        flags = torch.tensor(_by_path(started, self.params), dtype=torch.bool)
+        state = OptimizerState(self.state.count + 1, self.tree(slots, {}), flags)
+        return self.tree(_added(copies, [entry.parameter for entry in self.entries], skipped)), state
 
 
-def _check(state: Any, params: Any) -> None:
+def _check(state: object, params: Tree) -> None:
     if params is None:
         raise FuncgaError(
             "params are missing, and the step of a torch optimizer starts from them: tx.update(grads, state, params)."
@@ -116,51 +186,52 @@ def _check(state: Any, params: Any) -> None:
         )
 
 
-def _check_slots(slots: list[Any], params: Any) -> None:
-    for place, slot in enumerate(slots):
+def _check_slots(slots: Sequence[object], params: Tree) -> None:
+    for index, slot in enumerate(slots):
         if not isinstance(slot, dict):
             raise FuncgaError(
-                f"`state.slots{leaf_paths(params, trees)[place]}` is {arrays.describe(slot)}, and should be a "
+                f"`state.slots{leaf_paths(params, trees)[index]}` is {arrays.describe(slot)}, and should be a "
                 f"dict of what the optimizer keeps for that parameter: it is the state of others. "
                 f"Begin with state = tx.init(params)."
             )
 
 
-def _plain(grad: Any, leaf: Any) -> Any:
-    """The gradient without a graph, where its parameter lies."""
-    if grad is None:
+def _dtype_advice(grad: torch.Tensor, parameter: torch.Tensor) -> str | None:
+    if grad.dtype == parameter.dtype:
         return None
-    return settled(grad.detach() if grad.requires_grad else grad, leaf)
+    return (
+        f"An optimizer of torch computes in one dtype. Give it the parameters in that of the gradients, "
+        f"parameter.to({grad.dtype}), and let torch_backend.apply_updates round the sum, as "
+        f"funcga.multi_steps does; or fold to that of the parameters: funcga.mean(out_dtype={parameter.dtype})."
+    )
 
 
-def _by_leaf(flags: list[bool], params: Any) -> list[bool]:
-    """In the order of the leaves what is in that of their paths, which no dict can change on its way elsewhere."""
-    return flags if _alike(flags) else [flags[rank] for rank in _ranks(params)]
+def _by_leaf(flags: list[bool], params: Tree) -> list[bool]:
+    """In the order of the leaves what is in that of their paths."""
+    if len({*flags}) < 2:
+        return flags
+    return [flag for _, flag in sorted(zip(_path_order(params), flags, strict=True))]
 
 
-def _by_path(flags: list[bool], params: Any) -> list[bool]:
+def _by_path(flags: list[bool], params: Tree) -> list[bool]:
     """In the order of the paths what is in that of the leaves."""
-    return flags if _alike(flags) else [flag for _, flag in sorted(zip(_ranks(params), flags, strict=True))]
+    return flags if len({*flags}) < 2 else [flags[index] for index in _path_order(params)]
 
 
-def _alike(flags: list[bool]) -> bool:
-    return all(flags) or not any(flags)
-
-
-def _ranks(params: Any) -> list[int]:
+def _path_order(params: Tree) -> list[int]:
+    """The indices of the leaves in the order of their paths, which stays when a dict's order changes in a file."""
     paths = leaf_paths(params, trees)
-    ranks = {path: rank for rank, path in enumerate(sorted(paths))}
-    return [ranks[path] for path in paths]
+    return sorted(range(len(paths)), key=paths.__getitem__)
 
 
-def _added(copies: list[Any], leaves: list[Any], skipped: list[bool]) -> list[Any]:
-    """The copies less the leaves, in the memory of the copies."""
+def _added(copies: list[torch.Tensor], parameters: list[torch.Tensor], skipped: list[bool]) -> list[torch.Tensor]:
+    """The copies less the parameters, in the memory of the copies."""
     for copy in copies:
         copy.grad = None
         copy.requires_grad_(False)
     if copies:
-        torch._foreach_sub_(locals_of(copies), locals_of(leaves))
-    for copy, skip in zip(copies, skipped, strict=True):
-        if skip:
-            copy.zero_()  # an infinite parameter less itself is none
+        torch._foreach_sub_(locals_of(copies), locals_of(parameters))
+    for copy, is_skipped in zip(copies, skipped, strict=True):
+        if is_skipped:
+            copy.zero_()  # an infinite parameter less itself is NaN
     return copies

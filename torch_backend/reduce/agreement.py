@@ -5,6 +5,7 @@ replica folds.
 """
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,23 +21,12 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.engine.buffers import Layout
-from torch_backend.reduce.channel import Channel, Report, check_alike, digest_of
+from torch_backend.reduce.channel import Report, check_alike, digest_of
 from torch_backend.reduce.wire import Plan, planned
 from torch_backend.replicas import Replicas
 
-_KEPT = 16  # structures that a step is known to have
-
 # Makes what the others fold of a tree's structure: the Outputs, and leaves like theirs.
 Rebuild = Callable[[Structure], tuple[Outputs, list[Any]]]
-
-
-class LeafKind(NamedTuple):
-    """What it takes to make a leaf like this one."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    is_dtensor: bool
 
 
 @dataclass(eq=False)
@@ -44,13 +34,14 @@ class Agreement:
     """What every replica folds, and how it travels.
 
     `key` tells it from other structures of the same step on this replica, `digest` on all of them: it is one of
-    `description`, which has a text for each path. `specs` are those of the reduced leaves that are DTensors. `steps`
-    are digests of the Steps that the replicas take, in their order; empty until all of them have agreed.
+    `description`, which has a text for each path. `likes` are leaves of the outputs as this process holds them, without
+    memory; `specs` are those of the reduced leaves that are DTensors. `steps` are digests of the Steps that the
+    replicas take, in their order; empty until all of them have agreed.
     """
 
     key: tuple[object, ...]
     outputs: Outputs
-    kinds: list[LeafKind | None]
+    likes: list[torch.Tensor | None]
     plan: Plan
     specs: dict[int, Spec]
     description: dict[str, str]
@@ -69,26 +60,12 @@ class History:
     begun: int = 0
     finished: int = 0
     communicates: bool = False
-    agreements: list[Agreement] = field(default_factory=list)
+    agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))  # on the last structures
 
-    @property
-    def step_digest(self) -> int:
-        """A number that is another for any other step; 0 without a Step."""
-        return 0 if self.step is None else digest_of(tuple(self.step))
-
-    @property
-    def has_agreed(self) -> bool:
-        """Whether the replicas have agreed on any structure."""
-        return any(agreement.steps for agreement in self.agreements)
-
-    def recalled(self, digest: float) -> Agreement | None:
-        """The Agreement on the structure that has this digest."""
-        return next((known for known in self.agreements if known.digest == digest and known.steps), None)
-
-    def keep(self, agreement: Agreement) -> Agreement:
-        """The Agreement, which is kept beside the last ones."""
-        self.agreements = [*self.agreements, agreement][-_KEPT:]
-        return agreement
+    def recalled(self, digest: float = 0) -> Agreement | None:
+        """The Agreement of all replicas on the structure that has this digest, or on any."""
+        agreed = [known for known in self.agreements if known.steps and (known.digest == digest or not digest)]
+        return agreed[-1] if agreed else None
 
 
 @dataclass(eq=False)
@@ -125,7 +102,8 @@ def proposed(
         None if fold is None or leaf is None else _like(leaf, leaf_index in summed_by_autograd)
         for leaf_index, (fold, leaf) in enumerate(zip(outputs.folds, leaves, strict=True))
     ]
-    return history.keep(_proposal(key, outputs, likes, layout, replicas))
+    history.agreements.append(_proposal(key, outputs, likes, layout, replicas))
+    return history.agreements[-1]
 
 
 def _key(outputs: Outputs, leaves: Sequence[Any]) -> tuple[object, ...]:
@@ -166,11 +144,15 @@ def _proposal(
         _check_copies(spec, replicas)
     plan = _planned(layout, {index: local(like) for index, like in reduced.items()}, replicas)
     description = _description(outputs, likes, replicas)
-    kinds = [
-        None if like is None else LeafKind(like.shape, local(like).stride(), like.dtype, is_dtensor(like))
-        for like in likes
-    ]
-    return Agreement(key, outputs, kinds, plan, specs, description, digest_of([*description.items()]))
+    return Agreement(
+        key=key,
+        outputs=outputs,
+        likes=[None if like is None else local(like).detach().to("meta") for like in likes],
+        plan=plan,
+        specs=specs,
+        description=description,
+        digest=digest_of([*description.items()]),
+    )
 
 
 def _check_copies(spec: Spec, replicas: Replicas) -> None:
@@ -225,6 +207,18 @@ def _description_of_leaf(outputs: Outputs, leaf_index: int, like: torch.Tensor |
 # ----------------------------------------------------------------------------------------------- what all agree on
 
 
+class _Said(NamedTuple):
+    """What a replica says where the replicas have not agreed before; None where nobody needs it.
+
+    `structure` is pickled; a text says why it cannot be.
+    """
+
+    step: Step | None
+    steps_made: dict[str, int]
+    description: dict[str, str] | None
+    structure: bytes | str | None
+
+
 def agreed(
     history: History, mine: Agreement | None, rebuild: Rebuild | None, reports: list[Report], replicas: Replicas
 ) -> Agreement:
@@ -233,82 +227,56 @@ def agreed(
     `mine` is what this replica proposes; None if it has nothing to fold. `rebuild` then makes what the others propose.
     Raises FuncgaError on every replica if two of them take different steps, or fold different structures.
     """
-    digests = [report.digest for report in reports]
-    digest = next(filter(None, digests))
+    digests = {report.digest for report in reports} - {0}
     steps = [report.step for report in reports]
-    if {*digests} - {0} == {digest} and all(report.agreed for report in reports):
-        known = history.recalled(digest) if mine is None else mine
+    is_known = len(digests) == 1 and all(report.agreed for report in reports)
+    if is_known:
+        known = history.recalled(next(iter(digests))) if mine is None else mine
         assert known is not None  # as all replicas agree in the same windows
-        if known.steps != steps:
-            raise _mixed_up([_spelled(step) for step in steps])
-        return known
-    _check_steps(history.step, replicas.channel)
-    check_alike(None if mine is None else mine.description, replicas.channel, "fold different structures", digests)
-    agreement = mine if 0 not in digests else _shared(history, mine, rebuild, replicas)
+        if known.steps == steps:
+            return known
+    anyone_absent = not all(report.digest for report in reports)
+    said: list[_Said] = replicas.channel.gathered(
+        _Said(
+            history.step,
+            steps_made(),
+            mine.description if mine is not None and len(digests) > 1 else None,
+            _pickled(mine) if mine is not None and anyone_absent else None,
+        )
+    )
+    if is_known or _are_mixed_up(said):
+        spelled = "; ".join(f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8]))
+        raise FuncgaError(
+            f"the replicas call different steps at the same time: {spelled}. What they fold would be added up all the "
+            f"same. Make and call the steps in one order on every rank, from a list rather than a set."
+        )
+    check_alike([each.description for each in said], "fold different structures")
+    agreement = _shared(history, mine, rebuild, said, replicas) if anyone_absent else mine
     assert agreement is not None
     agreement.steps = steps
     return agreement
 
 
-def _spelled(digest: float) -> str:
-    """The step that has this digest, if this replica has made it too."""
-    steps = [Step(name, number) for name, count in steps_made().items() for number in range(count)]
-    return next((str(step) for step in steps if digest_of(tuple(step)) == digest), "another step")
-
-
-def _check_steps(step: Step | None, channel: Channel) -> None:
-    """Raises FuncgaError if two replicas take different steps of which both have made both."""
-    said: list[tuple[Step | None, dict[str, int]]] = channel.gathered((step, steps_made()))
-    for here, made_here in said:
-        for there, made_there in said:
-            if here is None or there is None or here == there:
-                continue
-            if made_here.get(there.name, 0) > there.number and made_there.get(here.name, 0) > here.number:
-                raise _mixed_up([str(each) for each, _ in said])
-
-
-def _mixed_up(steps: list[str]) -> FuncgaError:
-    spelled = "; ".join(f"rank {rank} {step}" for rank, step in enumerate(steps[:8]))
-    return FuncgaError(
-        f"the replicas call different steps at the same time: {spelled}. What they fold would be added up all the "
-        f"same. Make and call the steps in one order on every rank, from a list rather than a set."
+def _are_mixed_up(said: list[_Said]) -> bool:
+    """Whether two replicas take different steps of which both have made both."""
+    taken = [(each.step, each.steps_made) for each in said if each.step is not None]
+    return any(
+        here != there and made_here.get(there.name, 0) > there.number and made_there.get(here.name, 0) > here.number
+        for here, made_here in taken
+        for there, made_there in taken
     )
 
 
 # ------------------------------------------------------------- a first window in which a replica has nothing to fold
 
 
-def _shared(history: History, mine: Agreement | None, rebuild: Rebuild | None, replicas: Replicas) -> Agreement:
-    """The Agreement, where some replicas have nothing to fold and have to be told what the others fold."""
-    sent = None
-    if mine is not None:
-        # a tree of numbers, as a tree's structure alone does not pickle well
-        sent = _pickled((mine.outputs.structure_of(range(len(mine.kinds))), mine.kinds))
-    said: bytes | str = next(theirs for theirs in replicas.channel.gathered(sent) if theirs is not None)
-    problem = said if isinstance(said, str) else None
-    if mine is None and rebuild is not None and isinstance(said, bytes):
-        try:
-            outputs, leaves = rebuild(pickle.loads(said))
-            layout = Layout(outputs)
-            mine = history.keep(_proposal(_key(outputs, leaves), outputs, leaves, layout, replicas))
-        except Exception as error:  # whatever the user's class raises
-            problem = f"{type(error).__name__}: {error}"
-    problems = [theirs for theirs in replicas.channel.gathered(problem) if theirs is not None]
-    if problems:
-        raise FuncgaError(
-            f"a replica has nothing to fold in its first window, and cannot be told what the others fold "
-            f"({problems[0]}). Give every replica a micro-batch in the first window, later ones may have none; or "
-            f"return dicts, tuples and lists of arrays."
-        )
-    assert mine is not None
-    check_alike(mine.description, replicas.channel, "fold different structures")
-    return mine
-
-
-def _pickled(structure: Structure) -> bytes | str:
-    """The structure as bytes; if that cannot be, a text that says why."""
+def _pickled(mine: Agreement) -> bytes | str:
+    """What it takes to make values like those of this replica."""
+    if mine.specs:
+        return "it lies on the devices of a mesh"
     try:
-        data = pickle.dumps(structure)
+        # a tree of numbers, as a tree's structure alone does not pickle well
+        data = pickle.dumps((mine.outputs.structure_of(range(len(mine.likes))), mine.likes))
         pickle.loads(data)
     except Exception as error:  # whatever the user's class raises
         return f"{type(error).__name__}: {error}"
@@ -317,11 +285,33 @@ def _pickled(structure: Structure) -> bytes | str:
 
 def rebuilt(structure: Structure, device: torch.device) -> tuple[Tree, list[torch.Tensor | None]]:
     """A value like those of the others, of numbers that mean nothing, and its leaves."""
-    skeleton, kinds = structure
-    if any(kind is not None and kind.is_dtensor for kind in kinds):
-        raise FuncgaError("it lies on the devices of a mesh")
-    leaves = [
-        None if kind is None else torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=device)
-        for kind in kinds
-    ]
+    skeleton, likes = structure
+    leaves = [None if like is None else torch.empty_like(like, device=device) for like in likes]
     return trees.unflatten(trees.flatten(skeleton)[1], leaves), leaves
+
+
+def _shared(
+    history: History, mine: Agreement | None, rebuild: Rebuild | None, said: list[_Said], replicas: Replicas
+) -> Agreement | None:
+    """The Agreement, where replicas that have nothing to fold are told what the others fold."""
+    structure = next(each.structure for each in said if each.structure is not None)
+    problem = structure if isinstance(structure, str) else None
+    if mine is None and rebuild is not None and isinstance(structure, bytes):
+        try:
+            outputs, leaves = rebuild(pickle.loads(structure))
+            mine = _proposal(_key(outputs, leaves), outputs, leaves, Layout(outputs), replicas)
+            history.agreements.append(mine)
+        except Exception as error:  # whatever the user's class raises
+            problem = f"{type(error).__name__}: {error}"
+    answers: list[tuple[str | None, dict[str, str] | None]] = replicas.channel.gathered(
+        (problem, None if mine is None else mine.description)
+    )
+    problems = [problem for problem, _ in answers if problem is not None]
+    if problems:
+        raise FuncgaError(
+            f"a replica has nothing to fold in its first window, and cannot be told what the others fold "
+            f"({problems[0]}). Give every replica a micro-batch in the first window, later ones may have none; or "
+            f"return dicts, tuples and lists of arrays."
+        )
+    check_alike([description for _, description in answers], "fold different structures")
+    return mine

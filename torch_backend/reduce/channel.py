@@ -93,13 +93,13 @@ class Report(NamedTuple):
     step: float  # a digest of the Step; 0 if it has none
     begun: float  # windows of this step, with this one
     finished: float
-    digest: float  # of what is folded; 0 without any micro-batch
-    agreed: float  # whether the replicas have agreed on that before
-    on_device: float  # whether some weights are counted on the device, and are not in `weight`
-    steps: float
-    weight: float
-    unit: float  # of the weighted sums; 0 if nothing was weighed
-    failed: float  # whether the replica has raised an error
+    digest: float = 0  # of what is folded; 0 without any micro-batch
+    agreed: float = False  # whether the replicas have agreed on that before
+    on_device: float = False  # whether some weights are counted on the device, and are not in `weight`
+    steps: float = 0
+    weight: float = 0.0
+    unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
+    failed: float = False  # whether the replica has raised an error
 
 
 class Header:
@@ -167,30 +167,20 @@ def digest_of(description: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:8], "little") >> 11 or 1
 
 
-def check_alike(
-    mine: dict[str, str] | None, channel: Channel, problem: str, digests: Sequence[float] | None = None
-) -> None:
-    """Raises FuncgaError on every replica if two of them describe differently what stands at a path.
+def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> None:
+    """Raises FuncgaError if two replicas describe differently what stands at a path.
 
-    Args:
-        mine: A description for each path; None on a replica that has nothing to say.
-        channel: What the replicas tell each other over.
-        problem: What they do, for the error: "fold different structures".
-        digests: Those of all replicas, if they are known already; 0 of one that has nothing to say.
+    Each has a description for every path, or None if it has nothing to say. `problem` is for the error, such as
+    "fold different structures".
     """
-    if digests is None:
-        digests = channel.gathered(0 if mine is None else digest_of([*mine.items()]))
-    if len({*digests} - {0}) <= 1:
-        return
-    descriptions = [(rank, theirs) for rank, theirs in enumerate(channel.gathered(mine)) if theirs is not None]
-    first, expected = descriptions[0]
-    for rank, theirs in descriptions[1:]:
-        differences = _differences(first, expected, rank, theirs)
+    said = [(rank, description) for rank, description in enumerate(descriptions) if description is not None]
+    for rank, theirs in said[1:]:
+        differences = _differences(*said[0], rank, theirs)
         if differences:
             more = f"; and {len(differences) - 4} more" if differences[4:] else ""
             raise FuncgaError(
-                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. "
-                f"They are merged leaf by leaf: build the model, the batch and the fold alike on every rank."
+                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. They are merged leaf by leaf: build the "
+                f"model, the batch and the fold alike on every rank."
             )
 
 

@@ -23,7 +23,15 @@ from torch_backend import arrays
 from torch_backend.dtensor import as_dtensor, is_dtensor, local
 from torch_backend.engine.buffers import Buffers, Layout, power_below
 from torch_backend.reduce.agreement import Agreement, Progress, agreed, proposed, rebuilt
-from torch_backend.reduce.channel import Header, Report, all_gathered, channel_if_any, check_in_step, explained
+from torch_backend.reduce.channel import (
+    Header,
+    Report,
+    all_gathered,
+    channel_if_any,
+    check_in_step,
+    digest_of,
+    explained,
+)
 from torch_backend.reduce.wire import Kind, Sums, gather, nbytes, pack, unpack
 from torch_backend.replicas import Replicas
 
@@ -116,12 +124,13 @@ class Reduction:
         """
         self.replicas.channel.settle()
         if self.rebuild is not None:
-            report = self._report(agreed=self.history.has_agreed)
+            report = Report(*self._counts, agreed=self.history.recalled() is not None)
         else:
             buffers, on_device = self.buffers, isinstance(weight, torch.Tensor)
             if steps:
                 buffers.share(weight)  # the first weight chooses the unit
-            report = self._report(
+            report = Report(
+                *self._counts,
                 digest=self.agreement.digest,
                 agreed=bool(self.agreement.steps),
                 on_device=on_device or buffers.counted is not None,
@@ -131,12 +140,11 @@ class Reduction:
             )
         self.header = Header(self.replicas.channel, report)
 
-    def _report(
-        self, digest: int = 0, agreed: bool = False, on_device: bool = False, steps: int = 0, weight: float = 0.0,
-        unit: float = 0.0, failed: bool = False,
-    ) -> Report:  # fmt: skip
-        counts = self.history.step_digest, self.window, self.history.finished
-        return Report(*counts, digest, agreed, on_device, steps, weight, unit, failed)
+    @property
+    def _counts(self) -> tuple[int, int, int]:
+        """What every Report begins with: the step, and how many windows have begun and are finished."""
+        step = self.history.step
+        return 0 if step is None else digest_of(tuple(step)), self.window, self.history.finished
 
     def ready(self, leaf: int) -> None:
         """Says that nothing more will be added to a leaf, and sends the buckets that are complete by that."""
@@ -215,7 +223,7 @@ class Reduction:
     def settle(self) -> None:
         """Sends the rest of a window that was given up; if nothing was said of it, that it has failed."""
         if self.header is None:
-            Header(self.replicas.channel, self._report(failed=True))
+            Header(self.replicas.channel, Report(*self._counts, failed=True))
             return
         try:
             self._agree()

@@ -46,6 +46,9 @@ class Driven:
     A context, in which the parameters' `.grad`s are the window's.
     """
 
+    records = True
+    looks_ahead = True
+
     def __init__(self, program: Program, gradient: "ModuleGradient", backend: Backend, alone: bool = False):
         if torch.compiler.is_compiling() or arrays.in_transform() or callable(_compiling()):
             raise FuncgaError(
@@ -61,6 +64,8 @@ class Driven:
         self.graphs = program.keep(Graphs)
         # the one that a replica without any micro-batch can take part in too
         self.reduction = None if self.driver.name or not groups else self.reductions[0]
+        self.may_be_short = bool(self.driver.name) or self.reduction is not None
+        self.begun = False  # whether there was a pass, of which something may be left
         self.buffers: Buffers | None = None
         self.unreached = False  # whether a loss may have come to no parameter though it should have
 
@@ -86,9 +91,12 @@ class Driven:
         with self.stack:  # the last to be left
             self.waiting.close()
             if kind is not None:
-                self.driver.recover()
+                if self.begun:
+                    self.driver.recover()
                 if self.driver.name and is_of_a_collective(error):
                     error.add_note(COULD_NOT_MERGE)
+                if self.reduction is not None:
+                    self.reduction.give_up()
         if autocasting(("cuda",)):
             torch.clear_autocast_cache()
 
@@ -96,6 +104,7 @@ class Driven:
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, last: bool
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
+        self.begun = True
         scale, kwargs = self.parts.read_scale(kwargs, self.backend)
         missing = self._missing() if last else 0
         if self.buffers is None and (missing or not last):
@@ -167,7 +176,14 @@ class Driven:
             buffer.copy_(values)
         return loss.detach(), aux
 
-    def without_rows(self, arguments: Arguments, state: list[Any], kwargs: dict[str, Any]) -> Any:
+    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Any], state: list[Any]) -> Any:
+        """The result on a replica that has no micro-batch in this window."""
+        self.begun = True
+        if self.driver.name:
+            return self._result_without_rows(arguments, kwargs, state)
+        return self._result_of_others(arguments, state)
+
+    def _result_without_rows(self, arguments: Arguments, kwargs: dict[str, Any], state: list[Any]) -> Any:
         """The result on a replica whose batch is empty: its passes, over a row of zeros, add nothing.
 
         A row of zeros, as many modules cannot run without any.
@@ -177,27 +193,25 @@ class Driven:
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
         arguments = _with_a_blank_row(arguments)
         args = arguments.cut(0, 1, state)
-        with self:
-            with self.driver.waiting(self.gradient.sync):
-                for _ in range(self._missing()):
-                    self._keep_step(args, kwargs)
-            self.last = True
-            loss, aux = self._keep_step(args, kwargs)
-            self.plan = self._planned(loss, aux, arguments)
-            self.buffers = Buffers(self.plan.layout)
-            return self.result(state)
+        with self.driver.waiting(self.gradient.sync):
+            for _ in range(self._missing()):
+                self._keep_step(args, kwargs)
+        self.last = True
+        loss, aux = self._keep_step(args, kwargs)
+        self.plan = self._planned(loss, aux, arguments)
+        self.buffers = Buffers(self.plan.layout)
+        return self.result(state)
 
-    def unfed(self, arguments: Arguments, state: list[Any]) -> Any:
-        """The result on a replica that has no micro-batch in this window, and takes part in the reduction."""
+    def _result_of_others(self, arguments: Arguments, state: list[Any]) -> Any:
+        """The result on a replica that takes part in the reduction alone."""
         assert self.reduction is not None
-        with self:
-            bound = lambda value: self.program.bind((value[0], self.params), arguments)[0]
-            device = next((p.device for p in self.params.values()), torch.device("cpu"))
-            outputs = self.reduction.take_part(bound, device)
-            head = [None] * (len(outputs.folds) - len(self.params))
-            self.plan = self._plan(None, outputs, head)
-            self.buffers = Buffers(self.plan.layout)
-            return self.result(state)
+        bound = lambda value: self.program.bind((value[0], self.params), arguments)[0]
+        device = next((p.device for p in self.params.values()), torch.device("cpu"))
+        outputs = self.reduction.take_part(bound, device)
+        head = [None] * (len(outputs.folds) - len(self.params))
+        self.plan = self._plan(None, outputs, head)
+        self.buffers = Buffers(self.plan.layout)
+        return self.result(state)
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output, the same on every replica."""

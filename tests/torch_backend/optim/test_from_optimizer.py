@@ -81,7 +81,7 @@ def problem(optimizer, dtype=torch.float32, updates=6):
 
 def flat(slot):
     """What is kept, with numbers for the tensors that stand for them."""
-    return torch_backend.optim.slots.from_slot(slot, owned=True)
+    return torch_backend.optim.state.from_slot(slot, owned=True)
 
 
 def same(left, right):
@@ -505,7 +505,7 @@ def test_one_of_a_third_party():
         for k, p in own.items():
             torch.testing.assert_close(params[k], p.detach())
             assert same(flat(state.slots)[k], dict(made.state[p]))
-    assert isinstance(state.slots["w"]["step"], torch_backend.optim.slots.Number)
+    assert isinstance(state.slots["w"]["step"], torch_backend.optim.state.Number)
 
 
 @pytest.mark.parametrize(
@@ -764,7 +764,7 @@ def sharded(group):
 def test_dtensors_are_updated_where_they_lie():
     found = processes(2).run(sharded, size=2)
     assert found[0].startswith(
-        "`grads['w']` is float32[5, 3], and `params['w']` is a DTensor float32[5, 3]. A DTensor goes with a DTensor:"
+        "`grads['w']` is float32[5, 3], and `params['w']` is a DTensor float32[5, 3]. The gradient of a DTensor is one:"
     )
 
 

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import torch_backend
 from tests.test_errors import check_refused
-from torch_backend.optim.schedules import Schedule
+from torch_backend.optim.options import Schedule
 
 SCHEDULERS = {
     "OneCycleLR": lambda o: schedulers.OneCycleLR(o, max_lr=0.1, total_steps=20),

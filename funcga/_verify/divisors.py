@@ -1,0 +1,343 @@
+"""Divisors: the number that a loss divides by: a count in the batch, or the number of micro-batches in its own code.
+
+Counts are expressions of the batch that people write for a weight, each tried on groups of rows elsewhere. A loss that
+is divided by the number of micro-batches is as wrong for one micro-batch as for n, so no comparison of the two shows
+it. Its code is looked at instead: the numbers that it reads under a name that speaks of accumulation, or that are the n
+which is asked for. Each is doubled in a copy of the function, and nothing of the user's is changed.
+"""
+
+import copy
+import dis
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from funcga._backend.prefixes import leaf_paths
+from funcga._call.arguments import argument_names
+from funcga._types import Array
+from funcga._verify.probe import Probe, Rows, as_numbers
+
+
+class Count(NamedTuple):
+    """What some rows count, and the argument of `accumulate` that says so."""
+
+    line: str
+    of: Callable[[Rows], float]
+
+
+ROWS = Count("", len)
+
+
+def counts(probe: Probe) -> Iterator[Count]:
+    """The counts that people write, of every leaf that is split: simplest first, and those of labels before all.
+
+    Labels say what a loss is over. A mask of what is attended to may well count the same in this batch, and not in the
+    next one.
+    """
+    for leaf in sorted(_split_leaves(probe), key=lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE)):
+        for expression, counted in _expressions(leaf):
+            yield Count(f"weight=lambda {leaf.parameters}: {expression}", partial(_total, counted))
+
+
+def _total(counted: Array, rows: Rows) -> float:
+    return float(counted[[*rows]].sum())
+
+
+def form(probe: Probe) -> str:
+    """The form of weight= where no count fits: that of labels, if anything in the batch looks like labels."""
+    leaves = [*_split_leaves(probe)]
+    whole = [leaf for leaf in leaves if np.equal(leaf.values, np.round(leaf.values)).all()]
+    for leaf in (whole or leaves[-1:])[:1]:
+        return f"weight=lambda {leaf.parameters}: ({leaf.name} != -100).sum()"
+    return 'weight=lambda batch: (batch["labels"] != -100).sum()'
+
+
+class _Leaf(NamedTuple):
+    """A leaf that is split: its numbers, rows first, and how the body of a lambda with these parameters calls it."""
+
+    values: Array
+    name: str
+    axis: int
+    parameters: str
+
+
+def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
+    arguments = zip(argument_names(probe.program.grad_fn, len(probe.args)), probe.arguments.parts, strict=True)
+    split = [(name, part) for name, part in arguments if any(isinstance(axis, int) for axis in part.axes)]
+    # An argument of *args has no name of its own, so the lambda invents one.
+    invented = iter(["batch", "y", "z", *(f"x{i}" for i in range(len(split)))])
+    names = [name if name.isidentifier() else next(invented) for name, _ in split]
+    for name, (_, part) in zip(names, split, strict=True):
+        paths = leaf_paths(part.value, probe.backend.trees, name)
+        for path, leaf, axis in zip(paths, part.leaves, part.axes, strict=True):
+            values = as_numbers(leaf, probe.backend)
+            if isinstance(axis, int) and values is not None and not np.iscomplexobj(values):
+                yield _Leaf(np.moveaxis(values, axis, 0), path, axis % values.ndim, ", ".join(names))
+
+
+def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
+    """(expression, what each element counts)."""
+    values, name = leaf.values, leaf.name
+    if values.size == 0 or not np.equal(values, np.round(values)).all():
+        if (values >= 0).all():
+            yield f"{name}.sum()", values
+            yield f"({name} != 0).sum()", values != 0
+        yield f"({name} ** 2).sum()", values**2
+        return
+    shifted = [(name, values)]
+    if leaf.axis == 0 and values.ndim > 1 and values.shape[1] > 1:  # as of the next token
+        shifted += [(f"{name}[:, 1:]", values[:, 1:]), (f"{name}[:, :-1]", values[:, :-1])]
+    for spelled, part in shifted:
+        unique, frequency = np.unique(part, return_counts=True)
+        if (part >= 0).all():
+            yield f"{spelled}.sum()", part
+        if {*unique} <= {0, 1}:
+            continue
+        for ignored in dict.fromkeys((-100, 0, -1, int(unique[frequency.argmax()]), int(unique[-1]))):
+            if ignored in unique:
+                yield f"({spelled} != {ignored}).sum()", part != ignored
+        if (part < 0).any():
+            yield f"({spelled} >= 0).sum()", part >= 0
+        yield f"({spelled} > 0).sum()", part > 0
+
+
+class Variant(NamedTuple):
+    """A function in which one number, which it calls by this name, is doubled.
+
+    doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or where it stands, is usual for
+    it; 2 if it merely equals n.
+    """
+
+    name: str
+    value: float
+    function: Any
+    doubt: int
+
+
+# A count of micro-batches whatever its value; what is one if its value is the n that is asked for, unless the batch has
+# this size as well; and what may be one then.
+_SURE = re.compile(
+    r"accum|micro_?b|num_micro|n_micro|grad_?steps|grad_?acc|(^|_)acc_?steps|(^|_)ga_?steps|update_?freq|every_?k|"
+    r"iter_?size|virtual_?batch",
+    re.IGNORECASE,
+)
+_USUAL = re.compile(r"^(n|acc|ACC|gas?|GAS?)$")
+_LIKELY = re.compile(r"^(n|k|steps?|n_?steps|num_?steps)$|chunk|split|batches", re.IGNORECASE)
+
+_LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "funcga", "torch_backend", "jax_backend"}
+_CALLS, _ATTRIBUTES = 8, 4  # how deep functions and settings are followed
+
+
+def variants(function: object, n: int | None, depth: int = 0) -> Iterator[Variant]:
+    """The function with each number doubled that may be the number of micro-batches."""
+    if depth > _CALLS:
+        return
+    # What is closed over inside of a library is a function of the user's, or none of anybody's concern.
+    is_library = isinstance(function, types.FunctionType) and _is_library(function.__globals__.get("__name__"))
+    for variable in _variables(function):
+        if not is_library:
+            for variant in _doubled(variable.name, variable.value, variable.code, n):
+                yield variant._replace(function=variable.put(variant.function))
+        if callable(variable.value) and not isinstance(variable.value, type):
+            for variant in variants(variable.value, n, depth + 1):
+                # A function that is called may return a part of the loss: there a literal tells nothing.
+                is_part = isinstance(function, types.FunctionType) and not is_library
+                doubt = 2 if is_part and variant.name == repr(variant.value) else variant.doubt
+                yield variant._replace(function=variable.put(variant.function), doubt=doubt)
+    if isinstance(function, types.FunctionType) and not is_library:
+        yield from _literals(function, n)
+
+
+def _is_library(module: object) -> bool:
+    return str(module).split(".")[0] in _LIBRARIES
+
+
+class _Variable(NamedTuple):
+    """What a function reads: its name, its value, and `put`: the function with another value in its place.
+
+    code: what names the entries and attributes of the value that are read.
+    """
+
+    name: str
+    value: Any
+    put: Callable[[Any], Any]
+    code: types.CodeType | None = None
+
+
+def _variables(function: Any) -> Iterator[_Variable]:
+    if isinstance(function, types.FunctionType):
+        yield from _of_function(function)
+    elif isinstance(function, partial):
+        target, args, keywords = function.func, function.args, function.keywords
+        code = _code(target)
+        yield _Variable("", target, lambda changed: partial(changed, *args, **keywords))
+        for index, (name, value) in enumerate(zip(code.co_varnames if code else (), args, strict=False)):
+            yield _Variable(name, value, partial(_with_argument, function, index), code)
+        for name, value in keywords.items():
+            yield _Variable(name, value, partial(_with_keyword, function, name), code)
+    elif isinstance(function, types.MethodType):
+        method, owner = function.__func__, function.__self__
+        yield _Variable("", method, lambda changed: types.MethodType(changed, owner))
+        for name, value in _parts(owner, _code(method)):
+            put = lambda changed, name=name: types.MethodType(method, _with_part(owner, name, changed))
+            yield _Variable(f"self.{name}", value, put, _code(method))
+    elif is_dataclass(type(function)) and any(field.name == "loss_fn" for field in fields(function)):
+        yield _Variable("", function.loss_fn, lambda changed: replace(function, loss_fn=changed))
+    elif callable(getattr(function, "__wrapped__", None)):  # jitted
+        yield _Variable("", function.__wrapped__, lambda changed: changed)
+    elif isinstance(inspect.getattr_static(type(function), "__call__", None), types.FunctionType):
+        yield _Variable("", types.MethodType(type(function).__call__, function), lambda changed: changed)
+
+
+def _code(function: object) -> types.CodeType | None:
+    return function.__code__ if isinstance(function, types.FunctionType) else None
+
+
+def _with_argument(function: Any, index: int, value: object) -> Any:
+    args = (*function.args[:index], value, *function.args[index + 1 :])
+    return partial(function.func, *args, **function.keywords)
+
+
+def _with_keyword(function: Any, name: str, value: object) -> Any:
+    return partial(function, **{name: value})
+
+
+def _of_function(function: types.FunctionType) -> Iterator[_Variable]:
+    """What a function closes over; unless it is a library's, its globals and defaults as well."""
+    code, variables = function.__code__, function.__globals__
+    for index, (name, cell) in enumerate(zip(code.co_freevars, function.__closure__ or (), strict=True)):
+        try:
+            yield _Variable(name, cell.cell_contents, partial(_with_cell, function, index), code)
+        except ValueError:  # it is not set yet
+            continue
+    if _is_library(variables.get("__name__")):
+        return
+    for name in sorted(_names(code) & variables.keys()):
+        value = variables[name]
+        is_foreign = _is_library(type(value).__module__) and _number(value) is None
+        if not is_foreign and not isinstance(value, types.ModuleType | type):
+            yield _Variable(name, value, partial(_with_global, function, name), code)
+    last = code.co_varnames[: code.co_argcount][-len(function.__defaults__ or ()) :]
+    defaults = dict(zip(last, function.__defaults__ or (), strict=False)) | (function.__kwdefaults__ or {})
+    for name, value in defaults.items():
+        yield _Variable(name, value, partial(_with_keyword, function, name))
+
+
+def _with_cell(function: types.FunctionType, index: int, value: object) -> types.FunctionType:
+    cells = [*(function.__closure__ or ())]
+    cells[index] = types.CellType(value)
+    return _rebuilt(function, function.__code__, function.__globals__, tuple(cells))
+
+
+def _with_global(function: types.FunctionType, name: str, value: object) -> types.FunctionType:
+    return _rebuilt(function, function.__code__, {**function.__globals__, name: value}, function.__closure__)
+
+
+def _rebuilt(
+    function: types.FunctionType,
+    code: types.CodeType,
+    variables: dict[str, object],
+    closure: tuple[types.CellType, ...] | None,
+) -> types.FunctionType:
+    rebuilt = types.FunctionType(code, variables, function.__name__, function.__defaults__, closure)
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
+    return rebuilt
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The globals and attributes that the code, and functions inside of it, name."""
+    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _texts(code: types.CodeType) -> set[str]:
+    inner = [_texts(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return {const for const in code.co_consts if isinstance(const, str)}.union(*inner)
+
+
+def _doubled(name: str, value: Any, code: types.CodeType | None, n: int | None, depth: int = 0) -> Iterator[Variant]:
+    """Variants of which `function` is this value: the number doubled, or settings with a number in them doubled."""
+    number, last = _number(value), re.findall(r"\w+", name)[-1:]
+    if number is not None:
+        doubt = _doubt("".join(last), number, n)
+        if doubt is not None:
+            yield Variant(name, number, 2 * value, doubt)
+    elif depth < _ATTRIBUTES and not callable(value):
+        for key, part in _parts(value, code):
+            spelled = f'{name}["{key}"]' if isinstance(value, dict) else f"{name}.{key}"
+            for variant in _doubled(spelled, part, code, n, depth + 1):
+                yield variant._replace(function=_with_part(value, key, variant.function))
+
+
+def _number(value: Any) -> float | None:
+    """The value of a number, or of an array without axes."""
+    if isinstance(value, bool) or not (isinstance(value, Real) or getattr(value, "shape", None) == ()):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # a key, a complex number, one that is not known yet
+        return None
+
+
+def _doubt(name: str, number: float, n: int | None) -> int | None:
+    """The doubt of a Variant; None if this is no number of micro-batches, nor one divided by it."""
+    count = number if number > 1 else 1 / number if number > 0 else 0
+    if not 1.5 < count < float("inf") or abs(count - round(count)) > 1e-6:
+        return None
+    if _SURE.search(name):
+        return 0
+    if round(count) != n:
+        return None
+    if _USUAL.search(name):
+        return 1 if number == n else 2
+    return 2 if _LIKELY.search(name) else None
+
+
+def _parts(value: object, code: types.CodeType | None) -> Iterator[tuple[str, Any]]:
+    """The entries of a dict, and the attributes of an object, which the code names; no functions."""
+    if code is None or isinstance(value, types.ModuleType | type):
+        return
+    if isinstance(value, dict):
+        yield from ((key, value[key]) for key in value if isinstance(key, str) and key in _texts(code))
+    elif inspect.getattr_static(value, "__dict__", None) is not None:
+        parts = ((name, inspect.getattr_static(value, name, None)) for name in sorted(_names(code)))
+        yield from ((name, part) for name, part in parts if part is not None and not callable(part))
+
+
+def _with_part(value: Any, key: str, part: object) -> Any:
+    """A copy with another entry or attribute; an attribute of the class becomes one of the copy."""
+    if isinstance(value, dict):
+        return {**value, key: part}
+    changed = copy.copy(value)
+    object.__setattr__(changed, key, part)
+    return changed
+
+
+def _literals(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
+    """Where n is 3 or more: `/ 2` and `0.5 *` are in too many losses."""
+    code = function.__code__
+    for index, value in enumerate(code.co_consts):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and n is not None and n >= 3 and (value == n or (value and abs(1 / value - n) < 1e-6)):
+            consts = (*code.co_consts[:index], 2 * value, *code.co_consts[index + 1 :])
+            changed = code.replace(co_consts=consts)
+            doubled = _rebuilt(function, changed, function.__globals__, function.__closure__)
+            yield Variant(repr(value), value, doubled, 1 if _divides_all(code, value) else 2)
+
+
+def _divides_all(code: types.CodeType, value: float) -> bool:
+    """Whether what is returned is something divided by this literal, at once."""
+    steps = [*dis.get_instructions(code)]
+    return any(
+        load.opname.startswith("LOAD_")
+        and load.argval == value
+        and (divide.argrepr, end.opname) == ("/", "RETURN_VALUE")
+        for load, divide, end in zip(steps, steps[1:], steps[2:], strict=False)
+    )
