@@ -1,7 +1,7 @@
 """The one error type of funcga, and what its texts share."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -23,6 +23,11 @@ def similar(name: Any, known: Iterable[str]) -> str:
 
     close = difflib.get_close_matches(str(name), [*known], 1)
     return f" (`{close[0]}`?)" if close else ""
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Some names in a row, "a, b and 3 more"; "nothing" if there are none."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "") or "nothing"
 
 
 def check_callable(function: Any, name: str, like: str) -> None:

@@ -124,9 +124,11 @@ def _native(dtype: Dtype) -> np.dtype[np.generic] | None:
 def import_arrays(exports: Sequence[Transfer], device: Place | None, copy: bool) -> list[Transfer]:
     """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in new memory."""
     with jax.ensure_compile_time_eval():  # inside of jit, too, what is not traced has its numbers
-        imports = [_imported(export) for export in exports if not _is_abstract(export.array)]
-        imports = _placed(imports, device)
-        imports = _copied(imports) if copy else imports
+        imports = _placed([_imported(export) for export in exports if not _is_abstract(export.array)], device)
+        if copy:
+            # device_put ignores may_alias=False for NumPy's arrays, so these have become JAX's before.
+            copies = iter(jax.device_put([array for array, copied in imports if copied is None], may_alias=False))
+            imports = [t if t.copied else Transfer(next(copies), "a copy was asked for") for t in imports]
         # The caller may write to the memory that was copied from.
         jax.block_until_ready([array for array, copied in imports if copied])  # type: ignore[no-untyped-call]
     concrete = iter(imports)
@@ -152,25 +154,10 @@ _UNALIGNED = "it does not begin at a multiple of 64 bytes, where memory of JAX a
 
 
 def _placed(imports: list[Transfer], device: Place | None) -> list[Transfer]:
-    """The arrays on a device, by one call of device_put for all; None leaves JAX's where they are."""
-    moves = [device is not None or isinstance(array, np.ndarray) for array, _ in imports]
-    moving = [array for (array, _), is_moved in zip(imports, moves, strict=True) if is_moved]
-    moved = iter(jax.device_put(moving, device, may_alias=True))
-    return [
-        _moved(transfer, next(moved)) if is_moved else transfer
-        for transfer, is_moved in zip(imports, moves, strict=True)
-    ]
-
-
-def _moved(old: Transfer, new: jax.Array) -> Transfer:
-    return Transfer(new, old.copied or _copy_reason(old.array, new))
-
-
-def _copied(imports: list[Transfer]) -> list[Transfer]:
-    """The arrays with those that are still shared in new memory."""
-    # device_put ignores may_alias=False for NumPy's arrays, so these have become JAX's before.
-    copies = iter(jax.device_put([array for array, copied in imports if copied is None], may_alias=False))
-    return [t if t.copied is not None else Transfer(next(copies), "a copy was asked for") for t in imports]
+    """The arrays on a device, by one call of device_put for all; where it is None, JAX's stay as they are."""
+    moved = jax.device_put([array for array, _ in imports], device, may_alias=True)
+    pairs = zip(imports, moved, strict=True)
+    return [Transfer(new, copied or _copy_reason(old, new)) for (old, copied), new in pairs]
 
 
 def _copy_reason(old: Array, new: jax.Array) -> str | None:

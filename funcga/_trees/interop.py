@@ -8,7 +8,7 @@ from funcga._backend.dispatch import load, load_imported
 from funcga._backend.prefixes import leaf_paths, paths_apart
 from funcga._backend.protocols import Backend, ExportError, Transfer
 from funcga._types import Array, Structure, Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, listed
 
 
 def to_torch(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tree:
@@ -202,18 +202,13 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
     missing, new = paths_apart([*lefts], [*rights])
     if missing or new:
         raise FuncgaError(
-            f"left and right have arrays at other paths: only left has {_some(missing)}, only right has {_some(new)}. "
-            f"Compare trees of the same structure, such as a tree and funcga.to_jax(tree, copy=None)."
+            f"left and right have arrays at other paths: only left has {listed(missing)}, only right has "
+            f"{listed(new)}. Compare trees of the same structure, such as a tree and funcga.to_jax(tree, copy=None)."
         )
-    return {path: _overlap(extents, rights[path]) for path, extents in lefts.items()}
-
-
-def _overlap(lefts: list["Extent"], rights: list["Extent"]) -> bool:
-    return any(a < d and c < b for a, b in lefts for c, d in rights)
-
-
-def _some(paths: list[str]) -> str:
-    return ", ".join(f"`{path}`" for path in paths[:4]) + (f" and {len(paths) - 4} more" if paths[4:] else "") or "none"
+    return {
+        path: any(start < last and first < end for start, end in extents for first, last in rights[path])
+        for path, extents in lefts.items()
+    }
 
 
 Extent = tuple[int, int]

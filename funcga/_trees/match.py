@@ -1,7 +1,7 @@
 """Trees that are filled by path: `match`, across models and frameworks, and state dicts, from files."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from funcga._backend.dispatch import backend_of, load_imported
@@ -10,7 +10,7 @@ from funcga._backend.protocols import Backend
 from funcga._trees.interop import any_backend, converted, is_numpy
 from funcga._trees.paths import as_numpy, by_path, paths_and_leaves
 from funcga._types import Array, Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, listed
 from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
 
 
@@ -33,49 +33,46 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
     Example:
         >>> params = funcga.match(module.state_dict(), model.init(key, x), rules=funcga.rules.torch_to_flax)
     """
-    target, likes = _framework_of(like), by_path(like, "like")
+    likes = by_path(like, "like")
+    target = _framework_of(like, likes)
     is_array = target.arrays.is_array if target else is_numpy
     expected = {path: leaf for path, leaf in likes.items() if is_array(leaf)}
     arrays = {path: leaf for path, leaf in by_path(tree, "tree").items() if hasattr(leaf, "shape")}
-    matches = {pair.right: pair for pair in pairs(arrays, expected, as_rules(rules))}
-    missing, new = paths_apart([*expected], [*matches])
-    if missing or new:
-        raise _unmatched(missing, [matches[path].left for path in new])
-    filled = {path: _filled(arrays[pair.left], pair, expected[path], target) for path, pair in matches.items()}
+    matches = _matches(arrays, expected, as_rules(rules))
+    filled = {pair.right: _filled(arrays[pair.left], pair, expected[pair.right], target) for pair in matches}
     # Not by `likes`, which leaves out what is no array.
     trees = (target or (load_imported() or [any_backend()])[-1]).trees
     leaves = [filled.get(path, leaf) for path, leaf in paths_and_leaves(like, trees.children)]
     return trees.unflatten(trees.flatten(like)[1], leaves)
 
 
-def _framework_of(like: Tree) -> Backend | None:
+def _framework_of(like: Tree, leaves: Mapping[str, Array]) -> Backend | None:
     """The framework whose arrays a tree holds; None for a tree of NumPy's."""
-    leaves, backends = by_path(like, "like").values(), load_imported()
-    if any(map(is_numpy, leaves)) and not any(backend.arrays.owns(leaf) for backend in backends for leaf in leaves):
+    is_owned = any(backend.arrays.owns(leaf) for backend in load_imported() for leaf in leaves.values())
+    if not is_owned and any(map(is_numpy, leaves.values())):
         return None
     return backend_of([like], lambda: ["like"])
 
 
-def _unmatched(missing: list[str], new: list[str]) -> FuncgaError:
-    return FuncgaError(
-        f"the trees have different leaves: `like` has {_some_like(missing, new)}, which tree lacks, and tree has "
-        f"{_some_like(new, missing)}, which `like` lacks. Say what is called what: "
-        rf"rules=[funcga.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.rules.torch_to_flax]."
-    )
+def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rule]) -> list[Pair]:
+    """The Pair of each path; FuncgaError, with what comes close, for those that are missing or new."""
+    matches = {pair.right: pair for pair in pairs(arrays, expected, rules)}
+    missing, new = paths_apart([*expected], [*matches])
+    new = [matches[path].left for path in new]
+    if missing or new:
+        raise FuncgaError(
+            f"the trees have different leaves: `like` has {listed(_with_close(missing, new), 8)}, which tree lacks, "
+            f"and tree has {listed(_with_close(new, missing), 8)}, which `like` lacks. Say what is called what: "
+            rf"rules=[funcga.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.rules.torch_to_flax]."
+        )
+    return [*matches.values()]
 
 
-def _some_like(paths: list[str], others: list[str]) -> str:
-    """Some of the paths, each with what comes close to it on the other side."""
-
-    def shown(path: str) -> str:
-        close = get_close_matches(path, others, n=1)
-        return f"`{path}`" + (f" (is it `{close[0]}`?)" if close else "")
-
-    return _some([shown(path) if index < 8 else path for index, path in enumerate(paths)], 8)
-
-
-def _some(paths: list[str], most: int) -> str:
-    return (", ".join(paths[:most]) + (f" and {len(paths) - most} more" if paths[most:] else "")) or "nothing"
+def _with_close(paths: list[str], others: list[str]) -> list[str]:
+    """The paths, the first of them with what comes close on the other side."""
+    close = [get_close_matches(path, others, n=1) for path in paths[:8]]
+    hints = [f"`{path}`{f' (is it `{near[0]}`?)' if near else ''}" for path, near in zip(paths, close, strict=False)]
+    return hints + paths[8:]
 
 
 def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Array:
@@ -155,7 +152,7 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
     )
     if missing or new:
         raise FuncgaError(
-            f"the state dict is not of a tree like this one: missing {_some(missing, 4)}; new {_some(new, 4)}. Make "
+            f"the state dict is not of a tree like this one: missing {listed(missing)}; new {listed(new)}. Make "
             f"`like` as the state was made that was saved: the same params, transform and options."
         )
     # Python's numbers are not converted: NumPy's files make them arrays of 64 bits.

@@ -408,11 +408,11 @@ def test_what_shares_memory_can_be_asked():
     key = jax.random.key(0)
     assert shares_memory(key, jax.random.key_data(key)) == {"": True}
     assert shares_memory([1], ["x"]) == {}
-    check_refused("left and right have arrays at other paths: only left has `['a']`, only right has `['b']`. Compare trees of "
+    check_refused("left and right have arrays at other paths: only left has ['a'], only right has ['b']. Compare trees of "
                   "the same structure, such as a tree and funcga.to_jax(tree, copy=None).", shares_memory, {"a": x}, {"b": x})  # fmt: skip
     many = {str(i): x for i in range(6)}
     check_refused(
-        "only left has `['0']`, `['1']`, `['2']`, `['3']` and 2 more, only right has none.", shares_memory, many, {}
+        "only left has ['0'], ['1'], ['2'], ['3'] and 2 more, only right has nothing.", shares_memory, many, {}
     )
 
 

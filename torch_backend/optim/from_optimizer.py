@@ -10,16 +10,17 @@ from torch.optim import Optimizer
 
 from funcga._transform.transform import DonatingTransform
 from funcga._types import Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, check_callable
 from torch_backend import trees
 from torch_backend.dtensor import locals_of
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.optim.options import Options, Schedule, Shared, check_names
+from torch_backend.optim.options import Options, Schedule, Shared, check_names, check_scheduler
 from torch_backend.optim.parameters import check_parameters
 from torch_backend.optim.state import Arguments, OptimizerState, Slot, from_slot, initial_state, on_tensors, to_slot
 from torch_backend.strides import apart, laid_as
 
 Closure = Callable[[], torch.Tensor]
+Updated = tuple[Tree, OptimizerState]
 
 
 def from_optimizer(
@@ -73,7 +74,9 @@ def from_optimizer(
     return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
 
 
-def _check(optimizer: object, groups: object, scheduler: object, options: dict[str, object]) -> None:
+def _check(
+    optimizer: type[Optimizer], groups: object, scheduler: Callable[..., object] | None, options: dict[str, object]
+) -> None:
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise FuncgaError(
             f"from_optimizer makes the optimizer anew for each update, so it takes a class and its options, and was "
@@ -84,12 +87,11 @@ def _check(optimizer: object, groups: object, scheduler: object, options: dict[s
         raise FuncgaError(
             "differentiable=True steps through autograd, and an update is computed on a copy, without it. Leave it out."
         )
-    for name, value, example in (
-        ("groups", groups, 'lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}'),
-        ("scheduler", scheduler, "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30)"),
-    ):
-        if value is not None and not callable(value):
-            raise FuncgaError(f"{name} is {value!r}, and must be a function: {name}={example}.")
+    if groups is not None:
+        check_callable(groups, "groups", 'lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}.')
+    if scheduler is not None:
+        check_callable(scheduler, "scheduler", "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30).")
+        check_scheduler(scheduler)
     if scheduler is not None and callable(options.get("lr")):
         raise FuncgaError(
             "lr is a function of the count of updates, and scheduler sets lr, too. Give one of the two: a number for "
@@ -135,22 +137,16 @@ class _Functions:
         zeros: Slot = on_tensors(torch.zeros_like, self._slot(optimizer, copy))
         return zeros
 
-    def update(
-        self, grads: Tree, state: OptimizerState, params: Tree = None, *, closure: object = None, **extra: object
-    ) -> tuple[Tree, OptimizerState]:
+    def update(self, grads: Tree, state: OptimizerState, params: Tree = None, **extra: object) -> Updated:
         """What the step adds to the parameters, and the state after it."""
-        check_not_differentiated("an optimizer of torch", (grads, params))
-        return self._updated(Arguments(grads, state, params), closure, owned=False)
+        return self._updated(Arguments(grads, state, params), extra.get("closure"), owned=False)
 
-    def donated(
-        self, grads: Tree, state: OptimizerState, params: Tree = None, *, closure: object = None, **extra: object
-    ) -> tuple[Tree, OptimizerState]:
+    def donated(self, grads: Tree, state: OptimizerState, params: Tree = None, **extra: object) -> Updated:
         """The same in the memory of the state; the gradients may be written to."""
-        check_not_differentiated("an optimizer of torch", (grads, params))
-        return self._updated(Arguments(grads, state, params), closure, owned=True)
+        return self._updated(Arguments(grads, state, params), extra.get("closure"), owned=True)
 
     @torch.no_grad()
-    def _updated(self, arguments: Arguments, function: object, owned: bool) -> tuple[Tree, OptimizerState]:
+    def _updated(self, arguments: Arguments, function: object, owned: bool) -> Updated:
         if not arguments.entries:
             return arguments.result([], [], owned)
         # The optimizer is made anew, of copies of the parameters, and gets the state that it had.
@@ -158,7 +154,9 @@ class _Functions:
         optimizer = self.options.build(copies, arguments.params, int(arguments.state.count))
         if isinstance(optimizer, torch.optim.SparseAdam):
             _check_sparse(arguments)
-        closure = self._closure(optimizer, function, arguments, copies)
+        closure = _constant(optimizer) if self.needs_closure and function is None else None
+        if function is not None:
+            closure = _evaluating(function, arguments, copies)
         for copy, grad in zip(copies, self._gradients(optimizer, arguments, copies, owned), strict=True):
             copy.grad = grad
         for copy, entry in zip(copies, arguments.entries, strict=True):
@@ -172,13 +170,6 @@ class _Functions:
         if self.is_stock and not self.needs_closure:  # LBFGS keeps more with its second update, and others do not
             arguments.check_keys(slots, type(optimizer).__name__)
         return arguments.result(copies, slots, owned)
-
-    def _closure(
-        self, optimizer: Optimizer, function: object, arguments: Arguments, copies: list[torch.Tensor]
-    ) -> Closure | None:
-        if function is not None:
-            return _evaluating(function, arguments, copies)
-        return _constant(optimizer) if self.needs_closure else None
 
     def _gradients(
         self, optimizer: Optimizer, arguments: Arguments, copies: list[torch.Tensor], owned: bool

@@ -4,9 +4,8 @@ This file alone imports JAX in this package, inside of functions, for those who 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +55,6 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
         >>> updates, state = tx.update(grads, tx.init(params), params)
     """
     try:
-        import jax  # noqa: F401
         import optax
     except ImportError as error:
         raise FuncgaError(
@@ -67,49 +65,33 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
             f"tx is {tx!r}, which is no transform of optax. Pass one, such as optax.adamw(1e-3); a transform of torch "
             f"functions is one here as it is, and one of torch.optim is made by torch_backend.from_optimizer."
         )
-    functions = _Functions(optax.with_extra_args_support(tx))
+    functions = _Functions(*_compiled(optax.with_extra_args_support(tx)))
     return Transform(functions.init, functions.update)
 
 
 @dataclass(frozen=True, eq=False)
 class _Functions:
-    """The functions of the transform."""
+    """The functions of the transform, by those that JAX has compiled."""
 
-    tx: "optax.GradientTransformationExtraArgs"
+    compiled_init: Callable[[Tree], Tree]
+    compiled_update: Callable[[dict[str, Tree], object], Tree]
 
     def init(self, params: Tree) -> Tree:
         """The state before the first update."""
-        return in_jax(lambda arguments: self._init(arguments["params"]), {"params": params})
+        return in_jax(lambda arguments: self.compiled_init(arguments["params"]), {"params": params})
 
     def update(self, grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         """What is added to the parameters, and the state after it."""
         check_not_differentiated("a transform of optax", (grads, params))
-        functions: tuple[tuple[str, object], ...]
-        functions = tuple([(name, value) for name, value in extra.items() if callable(value)])
-        others = {name: value for name, value in extra.items() if not callable(value)}
+        # JAX compiles anew for another function, and not for other arrays and numbers.
+        functions = {name: value for name, value in extra.items() if callable(value)}
+        others = {name: value for name, value in extra.items() if name not in functions}
         filled = grads if params is None else _filled(grads, params)
         arguments = {"grads": filled, "state": state, "params": params, "extra": others}
-        updates, after = in_jax(lambda arguments: self._update(arguments, functions), arguments)
+        compute = lambda arguments: self.compiled_update(arguments, tuple(functions.items()))
+        updates, after = in_jax(compute, arguments)
         leaves = matched(updates, filled, "updates", like_name="grads")
         return trees.unflatten(trees.flatten(filled)[1], leaves), after
-
-    @cached_property
-    def _init(self) -> Callable[[Tree], Tree]:
-        import jax
-
-        return jax.jit(lambda params: _without_keys(self.tx.init(params)))
-
-    @cached_property
-    def _update(self) -> Callable[[dict[str, Tree], object], tuple[Tree, Tree]]:
-        import jax
-
-        def update(arguments: dict[str, Tree], functions: tuple[tuple[str, object], ...]) -> tuple[Tree, Tree]:
-            grads, params = arguments["grads"], arguments["params"]
-            state = _with_keys(arguments["state"], self.tx, grads if params is None else params)
-            updates, after = self.tx.update(grads, state, params, **arguments["extra"], **dict(functions))
-            return updates, _without_keys(after)
-
-        return jax.jit(update, static_argnums=1)
 
 
 def _filled(grads: Tree, params: Tree) -> Tree:
@@ -122,30 +104,37 @@ def _filled(grads: Tree, params: Tree) -> Tree:
     return trees.unflatten(structure, filled)
 
 
-def _without_keys(tree: Tree) -> Tree:
-    """The tree with the data of the typed PRNG keys in it, as torch has no such dtype."""
-    import jax
+def _compiled(tx: "optax.GradientTransformationExtraArgs") -> tuple[Callable[..., Tree], Callable[..., Tree]]:
+    """`init(params)` and `update(arguments, functions)` of a transform, compiled by JAX.
 
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
-
-
-def _with_keys(state: Tree, tx: "optax.GradientTransformationExtraArgs", params: Tree) -> Tree:
-    """The state with typed PRNG keys where the transform begins with such."""
+    Torch has no typed PRNG keys, so outside of these functions a key is its data.
+    """
     import jax
     import jax.numpy as jnp
 
-    if not any(leaf.dtype == jnp.uint32 for leaf in jax.tree.leaves(state)):
-        return state
-    first = tx.init(params)  # traced, and not computed
-    wrap = lambda key, leaf: jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key)) if _is_key(key) else leaf
-    return jax.tree.map(wrap, first, state)
+    def is_key(leaf: object) -> bool:
+        return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
+    def without_keys(tree: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
 
-def _is_key(leaf: object) -> bool:
-    import jax
-    import jax.numpy as jnp
+    def with_keys(state: Tree, params: Tree) -> Tree:
+        if not any(leaf.dtype == jnp.uint32 for leaf in jax.tree.leaves(state)):
+            return state
+        # The first state says where the keys are. It is traced, and not computed.
+        wrap = lambda key, leaf: jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key)) if is_key(key) else leaf
+        return jax.tree.map(wrap, tx.init(params), state)
 
-    return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    def init(params: Tree) -> Tree:
+        return without_keys(tx.init(params))
+
+    def update(arguments: dict[str, Tree], functions: tuple[tuple[str, object], ...]) -> tuple[Tree, Tree]:
+        grads, params = arguments["grads"], arguments["params"]
+        state = with_keys(arguments["state"], grads if params is None else params)
+        updates, after = tx.update(grads, state, params, **arguments["extra"], **dict(functions))
+        return updates, without_keys(after)
+
+    return jax.jit(init), jax.jit(update, static_argnums=1)
 
 
 def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tree]) -> Tree:
@@ -154,10 +143,17 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
     The trees keep their containers, which both frameworks must know. Nothing that comes back is in the memory of an
     argument, or there twice. Raises FuncgaError for tensors that JAX cannot have.
     """
+    import jax
+
     tensors = [tensor for name, tree in arguments.items() for tensor in _checked_tensors(tree, name)]
-    with _settings(tensors):
+    with contextlib.ExitStack() as settings:
+        # JAX computes in 64 bits if a tensor has these, and on the CPU what lies there, whatever its defaults are.
+        if any(tensor.dtype in _WIDE for tensor in tensors):
+            settings.enter_context(jax.enable_x64(True))
+        if any(tensor.device.type == "cpu" for tensor in tensors):
+            settings.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
         over = {name: converted(tree, load("jax"), copy=None, name=name) for name, tree in arguments.items()}
-        # What is exported on the CPU is computed: the caller may write to the tensors when this returns.
+        # What is exported on the CPU is computed by then: the caller may write to the tensors when this returns.
         leaves, structure = trees.flatten(converted(function(over), load("torch"), copy=None))
     # JAX may return an argument as it is, and one array in two places.
     taken = {tensor.data_ptr() for tensor in tensors}
@@ -168,38 +164,28 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
     return trees.unflatten(structure, leaves)
 
 
-@contextlib.contextmanager
-def _settings(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """JAX computes in 64 bits if a tensor has these, and on the CPU what lies there."""
-    import jax
-
-    with contextlib.ExitStack() as stack:
-        if any(tensor.dtype in _WIDE for tensor in tensors):
-            stack.enter_context(jax.enable_x64(True))
-        if any(tensor.device.type == "cpu" for tensor in tensors):
-            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
-        yield
-
-
 _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
 
 def _checked_tensors(tree: Tree, name: str) -> list[torch.Tensor]:
     """The tensors of a tree; FuncgaError for one that JAX cannot have where it lies."""
-    leaves, platforms = trees.flatten(tree)[0], {"cpu", "meta", *load("jax").dlpack.platforms()}
-    for index, leaf in enumerate(leaves):
+    platforms, tensors = {"cpu", "meta", *load("jax").dlpack.platforms()}, []
+    for index, leaf in enumerate(trees.flatten(tree)[0]):
         if not isinstance(leaf, torch.Tensor):
             continue
+        tensors.append(leaf)
+        problem = None
         if is_placed(leaf) or leaf.layout is not torch.strided:
-            kind = "a DTensor" if is_placed(leaf) else "a sparse tensor"
-            raise FuncgaError(
-                f"`{leaf_paths(tree, trees, name)[index]}` is {kind} {arrays.describe(leaf)}, which JAX cannot have in "
-                f"the memory where it lies. Use an optimizer of torch for it: "
+            problem = (
+                f"is {'a DTensor' if is_placed(leaf) else 'a sparse tensor'} {arrays.describe(leaf)}, which JAX cannot "
+                f"have in the memory where it lies. Use an optimizer of torch for it: "
                 f"torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)."
             )
-        if ("gpu" if leaf.is_cuda else leaf.device.type) not in platforms:
-            raise FuncgaError(
-                f"`{leaf_paths(tree, trees, name)[index]}` lies on {leaf.device}, a device that JAX does not have. It "
-                f"must be installed for it, too; jax.devices() says what it has."
+        elif ("gpu" if leaf.is_cuda else leaf.device.type) not in platforms:
+            problem = (
+                f"lies on {leaf.device}, a device that JAX does not have. It must be installed for it, too; "
+                f"jax.devices() says what it has."
             )
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if problem:
+            raise FuncgaError(f"`{leaf_paths(tree, trees, name)[index]}` {problem}")
+    return tensors

@@ -88,6 +88,20 @@ def check_names(optimizer: type[Optimizer], options: Mapping[str, object], says:
             )
 
 
+def check_scheduler(make: Callable[[Optimizer], object]) -> None:
+    """Raises FuncgaError if a function that makes a scheduler wants more than an optimizer."""
+    try:
+        inspect.signature(make).bind(None)
+    except TypeError as error:
+        name = getattr(make.func if isinstance(make, functools.partial) else make, "__qualname__", "MyScheduler")
+        raise FuncgaError(
+            f"scheduler is called with an optimizer and nothing else, and takes other arguments: {error}. Give it "
+            f"these before: scheduler=functools.partial({name}, ...)."
+        ) from error
+    except ValueError:  # it has no signature
+        pass
+
+
 class Schedule:
     """`schedule(optimizer, count)`: the options that each group of the optimizer has after `count` updates.
 
@@ -96,8 +110,8 @@ class Schedule:
 
     It is a function of its arguments, although a scheduler is not: the one that is kept goes forward to the count
     asked for, and another one begins at 0 where a count lies behind. Raises FuncgaError for schedulers that depend on
-    more than a count, as ReduceLROnPlateau does, for what cannot be made of an optimizer alone, and for a count that
-    the scheduler refuses, as OneCycleLR does after its total_steps.
+    more than a count, as ReduceLROnPlateau does, and for a count that the scheduler refuses, as OneCycleLR does after
+    its total_steps.
     """
 
     def __init__(self, make: Callable[[Optimizer], object]):
@@ -132,12 +146,7 @@ class _Running:
     def __init__(self, make: Callable[[Optimizer], object], defaults: Group, options: list[Group]):
         self.began_with, self.count = options, 0
         self.optimizer = _OnlyOptions([{"params": [torch.zeros(1)], **_cloned(group)} for group in options], defaults)
-        try:
-            scheduler = make(self.optimizer)
-        except TypeError as error:
-            if _takes_an_optimizer(make):
-                raise
-            raise _not_made(make, error) from error
+        scheduler = make(self.optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
             raise _no_schedule(scheduler)
         self.scheduler = scheduler
@@ -171,24 +180,6 @@ class _OnlyOptions(Optimizer):
 def _cloned(options: Group) -> Group:
     """The options, with tensors of their own: schedulers write into them."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-
-
-def _takes_an_optimizer(make: Callable[[Optimizer], object]) -> bool:
-    try:
-        inspect.signature(make).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # it has no signature
-        pass
-    return True
-
-
-def _not_made(make: object, error: TypeError) -> FuncgaError:
-    name = getattr(make.func if isinstance(make, functools.partial) else make, "__qualname__", "MyScheduler")
-    return FuncgaError(
-        f"scheduler is called with an optimizer and nothing else, and raised: {error}. Give it the other arguments "
-        f"before: scheduler=functools.partial({name}, ...)."
-    )
 
 
 def _no_schedule(returned: object) -> FuncgaError:

@@ -11,6 +11,7 @@ from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import locals_of, settled
+from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.parameters import check_gradients, check_parameters, matched
 from torch_backend.strides import laid_as
 
@@ -119,6 +120,7 @@ class Arguments:
     """The arguments of an update, checked: an Entry for every parameter that is not None."""
 
     def __init__(self, grads: Tree, state: OptimizerState, params: Tree):
+        check_not_differentiated("an optimizer of torch", (grads, params))
         _check(state, params)
         self.params, self.state = params, state
         self.leaves, self.structure = trees.flatten(params)

@@ -590,9 +590,9 @@ def test_what_is_no_tensor_is_not_kept():
         ("`beta` is no option of Adam (`betas`?). Its options are lr, betas,", lambda: torch_backend.from_optimizer(optim.Adam, beta=1)),
         ("differentiable=True steps through autograd, and an update is computed on a copy, without it. Leave it out.",
          lambda: torch_backend.from_optimizer(optim.Adam, differentiable=True)),
-        ("groups is {}, and must be a function: groups=lambda name: {\"weight_decay\": 0.0} if name.endswith(\"bias\") else {}.",
+        ("groups is {}, which is no function. Pass one, such as lambda name: {\"weight_decay\": 0.0} if name.endswith(\"bias\") else {}.",
          lambda: torch_backend.from_optimizer(optim.Adam, groups={})),
-        ("scheduler is 3, and must be a function: scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30).",
+        ("scheduler is 3, which is no function. Pass one, such as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30).",
          lambda: torch_backend.from_optimizer(optim.Adam, scheduler=3)),
         ("lr is a function of the count of updates, and scheduler sets lr, too. Give one of the two: a number for lr, or no "
          "scheduler.", lambda: torch_backend.from_optimizer(optim.Adam, scheduler=dict, lr=lambda count: 1.0)),

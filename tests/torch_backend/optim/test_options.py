@@ -142,11 +142,10 @@ def test_what_is_no_schedule():
         torch_backend.from_optimizer(optim.SGD, scheduler=schedulers.ReduceLROnPlateau).init, params,
     )  # fmt: skip
     check_refused(
-        "scheduler is called with an optimizer and nothing else, and raised: OneCycleLR.__init__() missing 1 required "
-        "positional argument: 'max_lr'. Give it the other arguments before: "
-        "scheduler=functools.partial(OneCycleLR, ...).",
-        torch_backend.from_optimizer(optim.SGD, scheduler=schedulers.OneCycleLR).init, params,
-    )  # fmt: skip
+        "scheduler is called with an optimizer and nothing else, and takes other arguments: missing a required argument: "
+        "'max_lr'. Give it these before: scheduler=functools.partial(OneCycleLR, ...).",
+        lambda: torch_backend.from_optimizer(optim.SGD, scheduler=schedulers.OneCycleLR),
+    )
     check_refused(
         "scheduler returned None, which is no scheduler of torch.optim.lr_scheduler. Write scheduler=lambda optimizer: "
         "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100), or a function of the count of updates for an "
