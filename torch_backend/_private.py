@@ -5,6 +5,7 @@ Each name has a fallback that gives the same numbers. Other files call these thr
 """
 
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from traceback import walk_tb
 from typing import Any
@@ -188,3 +189,214 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     """
     held: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     return tensor.to_local().detach() if held is None else held
+
+
+# --- DistributedDataParallel ----------------------------------------------------------------------------------------
+
+
+def is_in_join(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether a call is inside of `Join`, which is refused. Torch 2.11 to 2.13 tell; without it is not refused."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
+def has_comm_hooks(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether others than DDP's own reducer communicate. Torch 2.11 to 2.13 tell; without it nobody listens to it."""
+    return bool(getattr(ddp, "_comm_hooks", True))
+
+
+def is_finished(ddp: nn.parallel.DistributedDataParallel, guess: bool) -> bool:
+    """Whether the last backward pass has reduced every gradient.
+
+    The reducer finds it out when it rebuilds its buckets, as the next forward pass would do first. Torch 2.11 to 2.13
+    do. Without it every parameter is thought to need a gradient, unless find_unused_parameters=True: the `guess`.
+    """
+    rebuild = getattr(ddp.reducer, "_rebuild_buckets", None)
+    if rebuild is None:
+        return guess or ddp.find_unused_parameters
+    try:
+        rebuild()
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        return False
+    return True
+
+
+def reset_ddp(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Makes the reducer forget a backward pass that an error has ended.
+
+    Torch 2.11 to 2.13 can. Without it the next forward pass raises an error of torch's own.
+    """
+    getattr(ddp.reducer, "_reset_state", lambda: None)()
+
+
+# The attribute of a DDP, and of the state of a replicate(), that says whether backward passes synchronise, as no_sync()
+# and set_requires_gradient_sync() set it, and its value where they do. Torch 2.11 to 2.13 have them.
+SYNCHRONISES_DDP, SYNCHRONISES_REPLICATE = ("require_backward_grad_sync", True), ("_no_sync", False)
+
+
+def replicate_state(module: nn.Module) -> Any:
+    """The state of a module of `torch.distributed._composable.replicate`, begun: its DDP is there, as `_ddp`.
+
+    Torch 2.11 to 2.13 have it, and make the DDP at the first forward pass. Without it there is no replicate either.
+    """
+    state: Any = sys.modules["torch.distributed._composable.replicate"].replicate.state(module)
+    if state._init_args or state._init_kwargs:
+        state.lazy_init()
+    return state
+
+
+def params_of_replicate(module: nn.Module) -> list[torch.Tensor]:
+    """The parameters that its DDP has."""
+    params: list[torch.Tensor] = replicate_state(module)._param_list
+    return params
+
+
+# --- FullyShardedDataParallel, FSDP1 --------------------------------------------------------------------------------
+# Torch 2.11 to 2.13 have all of these. Without one module_value_and_grad refuses the module.
+
+SYNCHRONISES_FSDP1 = "_sync_gradients"
+
+
+def flat_param_of(module: Any) -> Any:
+    """The flat parameter of a module, which all of its own are parts of; None if it has none."""
+    return None if module._handle is None else module._handle.flat_param
+
+
+def params_of_flat(flat: Any) -> list[torch.Tensor]:
+    """A flat parameter, and the module's own that are parts of it."""
+    return [flat, *(flat._params or ())]
+
+
+def groups_of_fsdp1(module: Any) -> list[Any]:
+    """The group that shards, and for HYBRID_SHARD the one that replicates."""
+    outer = module._inter_node_pg if "HYBRID" in module.sharding_strategy.name else None
+    return [module.process_group] if outer is None else [module.process_group, outer]
+
+
+def has_unsharded_sum(module: Any) -> bool:
+    """Whether a gradient is there as a backward pass in no_sync() leaves it, whole and not synchronised."""
+    flat = flat_param_of(module)
+    if flat is None or flat.grad is None or not module._handle.uses_sharded_strategy:
+        return False
+    return bool(flat.grad.shape != flat._local_shard.shape)
+
+
+def says_that_a_shard_is_missing(error: AssertionError) -> bool:
+    """Whether the last backward pass did not come to a flat parameter, which is found out when all are sharded."""
+    return "_saved_grad_shard" in str(error)
+
+
+def reset_fsdp1(roots: Sequence[Any], modules: Sequence[Any]) -> None:
+    """Drops all sums, and the traces of a pass that an error has ended."""
+    for module in modules:
+        module.training_state, handle = type(module.training_state).IDLE, module._handle
+        if handle is not None:
+            handle._training_state = type(handle._training_state).IDLE
+            handle.flat_param.grad = None
+            handle.flat_param.__dict__.pop("_saved_grad_shard", None)
+            handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
+            handle._post_forward_index = None
+    for root in roots:
+        root._post_backward_callback_queued = False
+
+
+# --- fully_shard, FSDP2 ---------------------------------------------------------------------------------------------
+# Torch 2.11 to 2.13 have all of these, but for what is said. Without one module_value_and_grad refuses the module.
+
+# Parameters that are communicated together.
+ParamGroup = Any
+
+
+def param_groups(module: Any) -> list[ParamGroup]:
+    """The groups of a module. Torch 2.11 has one at most."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return groups if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
+
+
+def is_sharded(group: ParamGroup) -> bool:
+    """Whether the module's own parameters are the sharded ones now."""
+    return bool(group.is_sharded)
+
+
+def sharded_params(group: ParamGroup) -> list[torch.Tensor]:
+    """The DTensors."""
+    return [param.sharded_param for param in group.fsdp_params]
+
+
+def unsharded_params(group: ParamGroup) -> list[torch.Tensor]:
+    """The leaves that a forward pass computes with; none before the first."""
+    return [param._unsharded_param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+
+
+def process_groups_of(group: ParamGroup) -> list[Any]:
+    """The process group that shards and the one that replicates, those that there are."""
+    groups = [getattr(group.mesh_info, f"{kind}_process_group", None) for kind in ("shard", "replicate")]
+    return [process_group for process_group in groups if process_group is not None]
+
+
+def divide_factor(group: ParamGroup) -> float | None:
+    """What set_gradient_divide_factor was given."""
+    factor: float | None = group.gradient_divide_factor
+    return factor
+
+
+def reduce_dtype(group: ParamGroup) -> torch.dtype | None:
+    """What gradients are summed in before they are reduced; None for that of the parameter."""
+    dtype: torch.dtype | None = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
+    return dtype
+
+
+def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
+    """What attributes a group and its parameters have in a window, as (object, name, value).
+
+    Those that hold what passes without synchronisation have summed have None. Torch 2.13 can reduce what one replica
+    alone has used.
+    """
+    values = [(group, "reduce_grads", True), (group, "all_reduce_grads", True), (group, "_partial_reduce_output", None)]
+    if hasattr(group, "reduce_scatter_unused_params"):
+        values.append((group, "reduce_scatter_unused_params", True))
+    return values + [(param, "unsharded_accumulated_grad", None) for param in group.fsdp_params]
+
+
+def last_backward_flag(module: Any) -> tuple[Any, str, bool]:
+    """The attribute that set_is_last_backward sets, as (object, name, value)."""
+    return module._get_fsdp_state()._state_ctx, "is_last_backward", True
+
+
+def reset_fsdp2(module: Any) -> None:
+    """Drops all sums, and the traces of a pass that an error has ended: `reset_iter_state`, which torch 2.13 has."""
+    state, groups = module._get_fsdp_state(), param_groups(module)
+    if not hasattr(module, "reset_iter_state"):
+        _reset_iter_state(state, groups)
+    elif state._is_root:
+        module.reset_iter_state()
+    for group in groups:
+        group._partial_reduce_output = None
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if getattr(param, "_unsharded_param", None) is not None:
+                param._unsharded_param.grad = None
+
+
+def _reset_iter_state(state: Any, groups: list[ParamGroup]) -> None:
+    idle = type(state._training_state).IDLE
+    state._training_state = idle
+    state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+    for group in groups:
+        group._training_state = idle
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._post_forward_indices.clear()
+        group._to_sharded()
+
+
+# --- Compilers ------------------------------------------------------------------------------------------------------
+
+# What compiles the functions that are called now, also where a function that is compiled runs this one as it is. Torch
+# 2.11 to 2.13 have it. Without it a module_value_and_grad inside of a compiled function runs as it is, uncompiled.
+compiling: Callable[[], object] = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), "get_eval_frame_callback", lambda: None
+)

@@ -23,7 +23,7 @@ from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfro
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.reduction import Reduction
 from torch_backend.wrapped.gradient import ModuleGradient
-from torch_backend.wrapped.window import Driven
+from torch_backend.wrapped.window import ModuleWindow
 
 
 class Window(Protocol):
@@ -80,7 +80,7 @@ def _window_of(program: Program, backend: Backend) -> Window:
     if _NotWrapped not in program.kept and check_no_wrapped_module_in(grad_fn):
         program.keep(_NotWrapped)
     if isinstance(grad_fn, ModuleGradient):
-        return Driven(program, grad_fn, backend)
+        return ModuleWindow(program, grad_fn, backend)
     replicas = program.replicas(backend)
     reduction = None if replicas is None else Reduction(program.keep(Progress, program.step), replicas)
     if isinstance(grad_fn, GradientFunction):

@@ -1,4 +1,4 @@
-"""One window of a module's own gradients: the `.backward()` loop that its wrapper wants, weighed over all replicas.
+"""One window of a module's own gradients: the `.backward()` loop that its wrapper needs, weighed over all replicas.
 
 Only torch has this file: in JAX parameters are arguments, and nothing is reduced but by the program.
 
@@ -7,156 +7,250 @@ that they leave are in units of that number, and dividing them by the weight tha
 however uneven they are.
 """
 
-import math
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import CARRY, Arguments
-from funcga._call.program import Program
+from funcga._call.program import OwningGradient, Program
 from funcga._call.scales import scaled_loss
 from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
+from funcga._grad import GradientFunction
+from funcga._types import Array, LossFn, Scalar, Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays
+from torch_backend import _private, arrays
+from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.backward import autocasting, holds, is_alone
 from torch_backend.engine.buffers import Buffers, Layout
-from torch_backend.engine.others import reach
+from torch_backend.engine.others import last_applied, left_alone, reach
 from torch_backend.engine.recording import is_constant, recording_loss
 from torch_backend.engine.window import detached
+from torch_backend.modules.checks import modules_in
 from torch_backend.modules.layers import called
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.channel import COULD_NOT_MERGE, is_of_a_collective, nothing_to_fold
 from torch_backend.reduce.reduction import Reduction
-from torch_backend.wrapped.groups import groups_of
+from torch_backend.wrapped.ddp import Wrapper
 
-if TYPE_CHECKING:
-    from torch_backend.wrapped.gradient import ModuleGradient
+_NOTHING = nullcontext()
 
 
-class Driven:
-    """One window of a ModuleGradient: `fold` each micro-batch, and say which is the last; then take the `result`.
+@dataclass(frozen=True, eq=False)
+class WrappedLoss(OwningGradient):
+    """The loss of a module, and what its wrapper needs: what a window is of."""
 
-    A context, in which the parameters' `.grad`s are the window's.
+    module: nn.Module
+    loss_fn: LossFn
+    has_aux: bool
+    sync: str
+    wrapper: Wrapper
+    scaled: bool = False
+
+    @cached_property
+    def parts(self) -> GradientFunction:
+        """What splits the output of loss_fn, and composes that of a gradient function."""
+        return GradientFunction(self.loss_fn, 0, self.has_aux, True, self.scaled)
+
+    @cached_property
+    def other_modules(self) -> list[nn.Module]:
+        """The other modules that loss_fn is seen to close over, such as a GAN's discriminator."""
+        own = {*self.module.modules()}
+        return [module for module in modules_in(self.loss_fn) if module not in own]
+
+
+class ModuleWindow:
+    """One window of a WrappedLoss: `fold` each micro-batch, and say which is the last; then take the `result`.
+
+    A context, in which the parameters' `.grad`s are the window's. One that is `alone` has no more than a micro-batch.
     """
 
     records = True
     looks_ahead = True
 
-    def __init__(self, program: Program, gradient: "ModuleGradient", backend: Backend, alone: bool = False):
-        if torch.compiler.is_compiling() or arrays.in_transform() or callable(_compiling()):
+    def __init__(self, program: Program, gradient: WrappedLoss, backend: Backend, alone: bool = False):
+        if torch.compiler.is_compiling() or arrays.in_transform() or callable(_private.compiling()):
             raise FuncgaError(
                 "module_value_and_grad runs .backward() on the module's own parameters, which can be neither compiled "
                 "nor transformed by torch.func. Compile the module, or loss_fn; inside of a transform use "
                 "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))."
             )
         self.program, self.gradient, self.backend, self.alone = program, gradient, backend, alone
-        self.driver, self.parts = gradient.driver, gradient.parts
-        self.stack, self.waiting, self.last = ExitStack(), ExitStack(), False
-        groups, progress = groups_of(program.across, gradient.driver), program.keep(Progress, program.step)
-        self.reductions = [Reduction(progress, replicas) for replicas in groups]
-        self.graphs = program.keep(Graphs)
-        # the one that a replica without any micro-batch can take part in too
-        self.reduction = None if self.driver.name or not groups else self.reductions[0]
-        self.may_be_short = bool(self.driver.name) or self.reduction is not None
-        self.begun = False  # whether there was a pass, of which something may be left
+        self.wrapper, self.parts = gradient.wrapper, gradient.parts
+        progress = program.keep(Progress, program.step)
+        self.reductions = [Reduction(progress, replicas) for replicas in self.wrapper.replicas(program.across)]
+        # The one that a replica without any micro-batch can take part in too.
+        self.reduction = None if self.wrapper.name or not self.reductions else self.reductions[0]
+        self.may_be_short = bool(self.wrapper.name) or self.reduction is not None
+        self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
+        self.has_begun = False  # a pass, of which something may be left
         self.buffers: Buffers | None = None
-        self.unreached = False  # whether a loss may have come to no parameter though it should have
+        self.is_unreached = False  # whether a loss may have come to no parameter though it should have
+        self.since = last_applied()
 
-    def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
+    def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs."""
         return tuple([detached(arg, recorded=True) for arg in args])
 
-    def __enter__(self) -> "Driven":
+    def __enter__(self) -> "ModuleWindow":
         with ExitStack() as stack:  # undone if something is refused
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(self.driver.steering())
-            self.params = self.driver.params()
-            stack.enter_context(self.driver.aside())
-            self.aside = stack.enter_context(_Aside())
-            self.aside.put([*self.params.values(), *self.driver.holders()], self.driver.views)
-            self.aside.put(self.gradient.others())
-            self.aside.put([leaf for known in self.graphs.others if (leaf := known()) is not None])
+            stack.enter_context(self.wrapper.window())
+            self.params = self.wrapper.params()
+            stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
+            self.waiting.enter_context(self.wrapper.waiting(self.gradient.sync))
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self.stack:  # the last to be left
             self.waiting.close()
-            if kind is not None:
-                if self.begun:
-                    self.driver.recover()
-                if self.driver.name and is_of_a_collective(error):
+            if error is not None:
+                if self.has_begun:
+                    self.wrapper.recover()
+                if self.wrapper.name and is_of_a_collective(error):
                     error.add_note(COULD_NOT_MERGE)
                 if self.reduction is not None:
                     self.reduction.give_up()
         if autocasting(("cuda",)):
             torch.clear_autocast_cache()
 
+    # --- micro-batches
+
     def fold(
-        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, last: bool
-    ) -> list[Any]:
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
+    ) -> list[Array]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        self.begun = True
         scale, kwargs = self.parts.read_scale(kwargs, self.backend)
-        missing = self._missing() if last else 0
-        if self.buffers is None and (missing or not last):
-            self.waiting.enter_context(self.driver.waiting(self.gradient.sync))
-        for _ in range(missing):
-            self._keep_step(args, kwargs)
         if last:
-            self.waiting.close()
-            self.last = True
+            self._begin_last(args, kwargs)
         loss, aux, differentiated = self._forward(args, kwargs, weight, scale)
         if self.buffers is None:
-            self.plan = self._planned(loss.detach(), aux, arguments)
-            self.buffers = Buffers(self.plan.layout)
-        with recording_loss():
-            self._run(differentiated, self._cotangent(differentiated, weight))
+            self._make_room(self._planned(loss.detach(), aux, arguments))
+        assert self.buffers is not None
+        self._backward(differentiated, self._cotangent(differentiated, weight))
         return self.buffers.add(self._leaves(loss.detach(), aux), weight)
 
+    def _begin_last(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+        """Keeps step with replicas that have more micro-batches; then no pass waits any more."""
+        n, is_wrapped = self.program.n, bool(self.wrapper.name)
+        if n is not None and is_wrapped and (self.wrapper.in_step or self.gradient.sync != "last"):
+            for _ in range(n - 1 - (0 if self.buffers is None else self.buffers.steps)):
+                self._keep_step(args, kwargs)
+        self.waiting.close()
+        self.is_last = True
+
     def _forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, scale: Any
-    ) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, scale: Scalar
+    ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that is not folded."""
+        self.has_begun = True
         masks = isinstance(weight, torch.Tensor) or not weight
-        nodes = _nodes_so_far()
+        module = self.gradient.module
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-            with _masked(self.gradient.module, weight, self) if masks else _NOTHING:
-                output = called(self.gradient.loss_fn, self.gradient.module, *args, **kwargs)
+            with self._masked(weight) if masks else _NOTHING:
+                output = called(self.gradient.loss_fn, module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
             differentiated = scaled_loss(loss, scale, arrays)
-        if loss.grad_fn is not None:
-            self._put_others_aside(loss, loss.grad_fn._sequence_nr() - nodes)
         return loss, detached(aux) if self.parts.has_aux else aux, differentiated
 
-    def _put_others_aside(self, loss: torch.Tensor, nodes: float) -> None:
-        """Gives leaves of the loss's graph their `.grad` back afterwards that are not the module's.
+    @contextmanager
+    def _masked(self, weight: Scalar) -> Iterator[None]:
+        """In a micro-batch that may weigh nothing, the outputs' gradients are 0 then, though the loss be NaN.
 
-        To walk through a graph is dear: one with as many `nodes` as another is taken for the same.
+        Its backward pass is run all the same, as the wrapper communicates in it.
         """
-        if nodes in self.graphs.sizes:
+
+        def mask(gradient: torch.Tensor) -> torch.Tensor:
+            if weight is not None and not self.plan.is_weighted:
+                return gradient
+            on_device = isinstance(weight, torch.Tensor)
+            counts = weight.to(gradient.device) != 0 if on_device else torch.zeros_like(gradient, dtype=torch.bool)
+            return torch.where(counts, gradient, 0)
+
+        def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
+            for leaf in self.backend.trees.flatten(output)[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(mask)  # type: ignore[no-untyped-call]
+
+        handle = self.gradient.module.register_forward_hook(watch)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _cotangent(self, loss: torch.Tensor, weight: Scalar) -> torch.Tensor:
+        """The weight, or 1 for plain sums, in the loss's dtype."""
+        if not self.plan.is_weighted:
+            return torch.ones_like(loss, requires_grad=False)
+        on_device = isinstance(weight, torch.Tensor)
+        if loss.dtype.itemsize < 4 and (on_device or not holds(loss.dtype, weight)):
+            which = "a weight that is on the device" if on_device else f"the weight {weight}"
+            raise FuncgaError(
+                f"the loss is {arrays.describe(loss.detach())}, which may not hold {which}. Return a loss in float32, "
+                f"computed from outputs in float32: F.cross_entropy(module(x).float(), y)."
+            )
+        if isinstance(weight, torch.Tensor):
+            return weight.to(loss.device, loss.dtype).expand_as(loss)
+        return torch.full_like(loss, float(weight), requires_grad=False)
+
+    def _backward(self, loss: torch.Tensor, cotangent: torch.Tensor) -> None:
+        """loss.backward(cotangent), outside of autocast: that is for the forward pass. It leaves others' leaves alone.
+
+        A pass is restricted to the parameters. It is run whole, with what belongs to others put aside, where the graph
+        has functions written in Python, which may run passes of their own; and where it does not end in parameters, as
+        with FSDP, which gives others in their place.
+        """
+        if not loss.requires_grad:
+            if self.wrapper.name:
+                raise FuncgaError(
+                    f"the loss does not depend on any parameter, so there is no backward pass for "
+                    f"{self.wrapper.name} to synchronise in. Return a loss that is computed from module(x), 0 times "
+                    f"that if need be."
+                )
+            self.is_unreached |= is_constant(loss)
             return
-        self.graphs.sizes.add(nodes)
-        own = {*map(id, self.driver.graph_leaves())}
-        others = self.aside.put(reach(loss, own)[0])
-        # weakly, as a loss may make a new leaf in every call
-        self.graphs.others.extend(map(weakref.ref, others))
+        self.is_unreached = True
+        leaves, others = (*self.params.values(),), list[torch.Tensor]()
+        replaced = self.wrapper.leaves()
+        if replaced or not leaves or last_applied() is not self.since:
+            own = {*map(id, (*leaves, *replaced))}
+            foreign, is_custom = reach(loss, own)
+            if replaced or not leaves or is_custom:
+                closed_over = [p for module in self.gradient.other_modules for p in module.parameters()]
+                leaves, others = (), [*foreign, *(p for p in closed_over if id(p) not in own)]
+        with ExitStack() as stack:
+            for device in autocasting((loss.device.type,)):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            if others:
+                stack.enter_context(left_alone(others))
+            if self.is_last:
+                stack.enter_context(self.wrapper.synchronising(self.gradient.sync, self.params))
+            with recording_loss():
+                _private.run_backward(loss, cotangent, leaves, on_host=False)
 
-    def _missing(self) -> int:
-        """How many micro-batches fewer this replica has than others, where all have to call the module as often."""
-        if self.program.n is None or not self.driver.name or not (self.driver.in_step or self.gradient.sync != "last"):
-            return 0
-        return self.program.n - 1 - (0 if self.buffers is None else self.buffers.steps)
+    def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
+        """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
+        assert self.buffers is not None
+        gradients = [None] * len(self.params)
+        if not self.parts.has_aux and loss.dtype == self.plan.head.dtypes[0]:
+            return [loss, *gradients]  # nothing else, as usual
+        which = f"micro-batch {self.buffers.steps + 1}"
+        return [*self.plan.head.leaves(self.parts.compose(loss, aux, [()]), which), *gradients]
 
-    def _keep_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    # --- replicas with fewer micro-batches than others
+
+    def _keep_step(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree]:
         """Forward and backward passes that add nothing, while other replicas have micro-batches and this one has none.
 
         Returns the loss and its aux, which mean nothing. The module's buffers are as before.
@@ -170,138 +264,146 @@ class Driven:
             )
         before = [(buffer, buffer.clone()) for buffer in module.buffers()]
         loss, aux, _ = self._forward(args, kwargs, None, None)
-        with recording_loss():
-            self._run(loss, torch.zeros_like(loss, requires_grad=False))
+        self._backward(loss, torch.zeros_like(loss, requires_grad=False))
         for buffer, values in before:
             buffer.copy_(values)
         return loss.detach(), aux
 
-    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Any], state: list[Any]) -> Any:
+    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> Tree:
         """The result on a replica that has no micro-batch in this window."""
-        self.begun = True
-        if self.driver.name:
-            return self._result_without_rows(arguments, kwargs, state)
-        return self._result_of_others(arguments, state)
+        if self.wrapper.name:
+            self._run_a_blank_row(arguments, kwargs, state)
+        else:
+            self._take_part(arguments)
+        return self.result(state)
 
-    def _result_without_rows(self, arguments: Arguments, kwargs: dict[str, Any], state: list[Any]) -> Any:
-        """The result on a replica whose batch is empty: its passes, over a row of zeros, add nothing.
+    def _run_a_blank_row(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> None:
+        """Runs the passes that the others wait for, over a row of zeros: they add nothing.
 
         A row of zeros, as many modules cannot run without any.
         """
-        if self.program.n is None and (self.driver.in_step or self.gradient.sync != "last"):
+        if self.program.n is None and (self.wrapper.in_step or self.gradient.sync != "last"):
             self.gradient.check_stream()  # nobody knows how often the others call the module
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
         arguments = _with_a_blank_row(arguments)
         args = arguments.cut(0, 1, state)
-        with self.driver.waiting(self.gradient.sync):
-            for _ in range(self._missing()):
-                self._keep_step(args, kwargs)
-        self.last = True
+        self._begin_last(args, kwargs)
         loss, aux = self._keep_step(args, kwargs)
-        self.plan = self._planned(loss, aux, arguments)
-        self.buffers = Buffers(self.plan.layout)
-        return self.result(state)
+        self._make_room(self._planned(loss, aux, arguments))
 
-    def _result_of_others(self, arguments: Arguments, state: list[Any]) -> Any:
-        """The result on a replica that takes part in the reduction alone."""
+    def _take_part(self, arguments: Arguments) -> None:
+        """Learns what the others fold; nothing is to be run for them."""
         assert self.reduction is not None
         bound = lambda value: self.program.bind((value[0], self.params), arguments)[0]
         device = next((p.device for p in self.params.values()), torch.device("cpu"))
         outputs = self.reduction.take_part(bound, device)
-        head = [None] * (len(outputs.folds) - len(self.params))
-        self.plan = self._plan(None, outputs, head)
-        self.buffers = Buffers(self.plan.layout)
-        return self.result(state)
+        rest = outputs.part(range(len(outputs.folds) - len(self.params)), None)
+        self._make_room(self._plan(None, outputs, rest, [None] * len(rest.folds)))
 
-    def result(self, state: list[Any]) -> Any:
+    # --- the result
+
+    def result(self, state: list[Array]) -> Tree:
         """The normalised result, in the structure of grad_fn's output, the same on every replica."""
-        buffers = self.buffers
+        buffers, is_wrapped = self.buffers, bool(self.wrapper.name)
         assert buffers is not None
         self._check_reached()
         with torch.no_grad():
-            gradients = {name: _taken(p, self.driver.fresh) for name, p in self.params.items()}
-            # without what makes a DTensor of it: it is the shard that is divided
-            own = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients.values()]
-            scale = _alike(own, self.driver.scales(self.params.values()))
+            gradients = [_taken(p, self.wrapper.fresh) for p in self.params.values()]
+            sums = local_tensors(gradients)  # of a DTensor it is the shard that is divided
+            scale = _rescaled(sums, self.wrapper.scales(self.params.values()))
             buffers.hold_in(1.0)
-            if not self.driver.name:
-                self._place(own)
-            likes = [k if k is None else torch.empty(k[0], dtype=k[1], device=k[2]) for k in self.plan.kinds]
-            leaves = likes + (self.plan.nothing if self.driver.name else own)
+            # What a wrapper has reduced is put beside the rest when that is reduced, too.
+            if not is_wrapped:
+                self._put(sums)
+            leaves = [*self.plan.likes, *([None] * len(sums) if is_wrapped else sums)]
             for reduction in self.reductions:
                 reduction.begin(buffers, leaves)
                 state = reduction.finish(state)
             if not buffers.steps:
                 raise nothing_to_fold()
-            if self.driver.name:
+            if is_wrapped:
                 buffers.hold_in(scale)
-                self._place(own)
+                self._put(sums)
             value, folded = buffers.result(state)
-            return value, {name: _like(folded[name], gradient) for name, gradient in gradients.items()}
+        named = zip(self.params, gradients, sums, strict=True)
+        return value, {
+            name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
+            for name, gradient, shard in named
+        }
 
     def _check_reached(self) -> None:
         """Raises FuncgaError if no parameter has a gradient, here and in every window before, and the loss is why."""
-        if self.parts.reached or self.driver.name:  # wrappers find it out in the backward pass
+        if self.parts.reached or self.wrapper.name:  # wrappers find it out in the backward pass
             return
         if any(p.grad is not None for p in self.params.values()):
             self.parts.reached.add(True)
-        elif self.unreached and self.params:
+        elif self.is_unreached and self.params:
             raise FuncgaError(
                 "the loss does not depend on any parameter of the module: nothing would be trained. loss_fn uses "
                 "another module, that it closes over, or it detaches what it computes. Call the module that it is "
                 "given: lambda module, x, y: F.mse_loss(module(x), y)."
             )
 
-    def _place(self, gradients: list[torch.Tensor]) -> None:
-        """Puts the sums that the wrapper has left into the buffers."""
+    def _put(self, sums: list[torch.Tensor]) -> None:
+        """Puts the sums of the gradients into the buffers."""
         assert self.buffers is not None
         layout, unit = self.buffers.layout, self.buffers.unit or 1.0
-        places = [layout.places[i] for i in self.plan.given]
-        whole = [g for k, g in zip(places, gradients, strict=True) if layout.kinds[k] != "weighted"]
-        # what the buffers divide is in units only where it is a weighted sum in the leaf's dtype
+        places = [layout.places[leaf_index] for leaf_index in self.plan.gradients]
+        pairs = [*zip(places, sums, strict=True)]
+        # What the buffers divide is in units only where it is a weighted sum in the leaf's dtype.
+        whole = [gradient for place, gradient in pairs if layout.kinds[place] != "weighted"]
         if whole and unit != 1:
             torch._foreach_mul_(whole, unit)
-        for k, gradient in zip(places, gradients, strict=True):
-            cast = gradient if layout.kinds[k] else gradient.to(layout.folds[k].accumulator_dtype)
-            self.buffers.reduced[k] = cast
+        for place, gradient in pairs:
+            dtype = gradient.dtype if layout.kinds[place] else layout.folds[place].accumulator_dtype
+            self.buffers.reduced[place] = gradient.to(dtype)
 
-    def _planned(self, loss: Any, aux: Any, arguments: Arguments) -> "_Plan":
+    # --- what becomes of each leaf
+
+    def _make_room(self, plan: "_Plan") -> None:
+        self.plan, self.buffers = plan, Buffers(plan.layout)
+
+    def _planned(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> "_Plan":
         """What becomes of every leaf of the output. Raises FuncgaError for what a wrapper cannot fold."""
-        trees = self.backend.trees
+        plans = self.program.keep(_Plans)
         key = loss.dtype, [(name, p.shape, p.dtype) for name, p in self.params.items()]
-        known = not self.parts.has_aux and not arguments.carried()
-        plan = self.graphs.plan if known else None
-        if plan is not None and plan.key == key:
-            return plan
+        if plans.last is not None and plans.last.key == key:
+            return plans.last
         outputs, leaves = self.program.bind(self.parts.compose(loss, aux, [self.params]), arguments)
-        own = [*range(len(leaves) - len(self.params))]
-        head = outputs.part(own, trees.flatten(self.parts.compose(loss, aux, [()]))[1])
-        plan = self.graphs.plan = self._plan(key, outputs, [leaves[i] for i in own], head)
+        rest = leaves[: len(leaves) - len(self.params)]
+        structure = self.backend.trees.flatten(self.parts.compose(loss, aux, [()]))[1]
+        is_known = not (self.parts.has_aux or arguments.carried())  # by the loss alone
+        plan = self._plan(key if is_known else None, outputs, outputs.part(range(len(rest)), structure), rest)
+        plans.last = plan
         return plan
 
-    def _plan(self, key: Any, outputs: Outputs, others: list[Any], head: Any = None) -> "_Plan":
-        """The plan for outputs of which these are the leaves beside the gradients."""
-        given = [*range(len(others), len(outputs.folds))]
-        scaled = self._check_folds([outputs.folds[i] for i in given])
-        kinds = [leaf if leaf is None else (leaf.shape, leaf.dtype, leaf.device) for leaf in others]
-        return _Plan(key, Layout(outputs, given), given, head, scaled, [None] * len(given), kinds)
+    def _plan(self, key: object, outputs: Outputs, head: Outputs, leaves: list[torch.Tensor | None]) -> "_Plan":
+        """The plan for outputs whose leaves beside the gradients are these, the `head`."""
+        gradients = [*range(len(leaves), len(outputs.folds))]
+        is_weighted = self._check_folds([outputs.folds[leaf_index] for leaf_index in gradients])
+        likes = [_like(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        return _Plan(key, Layout(outputs, gradients), gradients, head, is_weighted, likes)
 
     def _check_folds(self, folds: list[LeafFold | None]) -> bool:
         """Whether the gradients are weighed. Raises FuncgaError if their folds are not what a wrapper can do."""
         weighted = set()
         for fold, (name, p) in zip(folds, self.params.items(), strict=True):
-            reducer = None if fold is None else fold.fold.reducer
-            if fold is None or reducer is None or not reducer.additive:
+            if fold is None or not fold.fold.reducer.additive:
                 raise FuncgaError(
-                    "the gradients' fold is no sum, and what drives a module's own gradients only adds them, in the "
-                    "backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
+                    "the gradients' fold is no sum, and a module's own gradients are only added, in the backward pass. "
+                    "Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
                     "fold=(funcga.max(), funcga.mean()). For any other fold of gradients use "
                     "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), with the module not wrapped."
                 )
-            weighted.add(reducer.linear)
-            dtype = self.driver.sums_in(p, self.gradient.sync)
+            weighted.add(fold.fold.reducer.linear)
+            dtype = self.wrapper.sums_in(p, self.gradient.sync)
             if not self.alone and torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
-                raise self._narrow(name, dtype, fold.accumulator_dtype)
+                narrow, promised = (str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype))
+                raise FuncgaError(
+                    f"`{name}` has gradients that {self.wrapper.name or 'autograd'} sums in {narrow} over the "
+                    f"micro-batches, and the fold promises {promised}. {self.wrapper.remedy} Or say that {narrow} is "
+                    f"meant: funcga.mean(dtype={narrow!r})."
+                )
         if len(weighted) > 1:
             raise FuncgaError(
                 "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's "
@@ -309,160 +411,38 @@ class Driven:
             )
         return True in weighted
 
-    def _narrow(self, name: str, dtype: torch.dtype, promised: torch.dtype) -> FuncgaError:
-        found, wanted = (str(d).removeprefix("torch.") for d in (dtype, promised))
-        who = self.driver.name or "autograd"
-        return FuncgaError(
-            f"`{name}` has gradients that {who} sums in {found} over the micro-batches, and the fold promises "
-            f"{wanted}. {self.driver.remedy} Or say that {found} is meant: funcga.mean(dtype={found!r})."
-        )
-
-    def _cotangent(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
-        """The weight, or 1 for plain sums, in the loss's dtype."""
-        if not self.plan.scaled:
-            return torch.ones_like(loss, requires_grad=False)
-        seen = not isinstance(weight, torch.Tensor)
-        if loss.dtype.itemsize < 4 and not (seen and holds(loss.dtype, weight)):
-            which = f"the weight {weight}" if seen else "a weight that is on the device"
-            raise FuncgaError(
-                f"the loss is {arrays.describe(loss.detach())}, which may not hold {which}. Return a loss in float32, "
-                f"computed from outputs in float32: F.cross_entropy(module(x).float(), y)."
-            )
-        if seen:
-            return torch.full_like(loss, float(weight), requires_grad=False)
-        return weight.to(loss.device, loss.dtype).expand_as(loss)  # type: ignore[no-any-return]
-
-    def _run(self, loss: torch.Tensor, cotangent: torch.Tensor) -> None:
-        """loss.backward(cotangent), outside of autocast: that is for the forward pass."""
-        if not loss.requires_grad:
-            if self.driver.name:
-                raise FuncgaError(
-                    f"the loss does not depend on any parameter, so there is no backward pass for "
-                    f"{self.driver.name} to synchronise in. Return a loss that is computed from module(x), 0 times "
-                    f"that if need be."
-                )
-            self.unreached |= is_constant(loss)
-            return
-        self.unreached = True
-        devices = autocasting((loss.device.type,))
-        if not (devices or self.last):
-            torch.autograd.backward(loss, cotangent)
-            return
-        with ExitStack() as stack:
-            for device in devices:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            if self.last:
-                stack.enter_context(self.driver.synchronising(self.gradient.sync, self.params))
-            torch.autograd.backward(loss, cotangent)
-
-    def _leaves(self, loss: torch.Tensor, aux: Any) -> list[Any]:
-        """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
-        assert self.buffers is not None
-        if not self.parts.has_aux and loss.dtype == self.plan.head.dtypes[0]:
-            return [loss, *self.plan.nothing]  # nothing else, as usual
-        rest = self.parts.compose(loss, aux, [()])
-        which = f"micro-batch {self.buffers.steps + 1}"
-        return [*self.plan.head.leaves(rest, which), *self.plan.nothing]
-
 
 class _Plan(NamedTuple):
-    """What becomes of each leaf of an output: gradients are `given`, and `head` has the others."""
+    """What becomes of each leaf of an output: the `gradients`, by index, and the others, of which `head` knows."""
 
-    key: Any
+    key: object  # what it is known by; None if nothing tells another output
     layout: Layout
-    given: list[int]
+    gradients: list[int]
     head: Outputs
-    scaled: bool
-    nothing: list[None]  # in the places of the gradients
-    kinds: list[Any]  # shape, dtype and device of the leaves in the other places
+    is_weighted: bool
+    likes: list[torch.Tensor | None]  # of the shape, dtype and device of the others
+
+
+def _like(leaf: torch.Tensor) -> torch.Tensor:
+    """One element, as a tensor of the leaf's shape, dtype and device."""
+    return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
 @dataclass(eq=False)
-class Graphs:
-    """What a step keeps of the graphs of its losses from one window to the next.
+class _Plans:
+    """What a step keeps from one window to the next."""
 
-    `sizes`: how many nodes those had that were looked at. `others`: their leaves that are not the module's.
-    """
-
-    plan: _Plan | None = None
-    sizes: set[float] = field(default_factory=set)
-    others: "list[weakref.ref[torch.Tensor]]" = field(default_factory=list)
-
-
-# What compiles the functions that are called now: also where a function that is compiled runs this as it is.
-_compiling = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
-# How many nodes of graphs this thread has made; where torch does not tell, no graph is like another.
-_nodes_so_far = getattr(torch.autograd, "_get_sequence_nr", lambda: math.nan)
-_NOTHING = nullcontext()
-
-
-class _Aside:
-    """A context in which some tensors have no `.grad`. Afterwards each has its own again."""
-
-    def __init__(self) -> None:
-        self.before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-
-    def put(self, tensors: Iterable[torch.Tensor], copied: bool = True) -> list[torch.Tensor]:
-        """Puts the `.grad`s of these aside, and returns those that were not there already.
-
-        `copied`: it may be in memory that a wrapper writes to.
-        """
-        new = {id(tensor): tensor for tensor in tensors if id(tensor) not in self.before}
-        for key, tensor in new.items():
-            grad = tensor.grad
-            if grad is not None and copied and not is_alone(grad):
-                grad = grad.clone()
-            self.before[key] = tensor, grad
-            tensor.grad = None
-        return [*new.values()]
-
-    def __enter__(self) -> "_Aside":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for tensor, gradient in self.before.values():
-            tensor.grad = gradient
-
-
-@contextmanager
-def _masked(module: torch.nn.Module, weight: Any, window: Driven) -> Iterator[None]:
-    """In a micro-batch that may weigh nothing, the module's outputs get gradients of 0 then, though the loss be NaN.
-
-    `weight` is None for one that is not folded.
-
-    Its backward pass is run all the same, as the wrapper communicates in it.
-    """
-
-    def mask(gradient: torch.Tensor) -> torch.Tensor:
-        if weight is not None and not window.plan.scaled:
-            return gradient
-        counts = (
-            weight.to(gradient.device) != 0
-            if isinstance(weight, torch.Tensor)
-            else gradient.new_zeros((), dtype=torch.bool)
-        )
-        return torch.where(counts, gradient, 0)
-
-    def watch(module: torch.nn.Module, args: Any, output: Any) -> None:
-        for leaf in window.backend.trees.flatten(output)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(mask)  # type: ignore[no-untyped-call]
-
-    handle = module.register_forward_hook(watch)
-    try:
-        yield
-    finally:
-        handle.remove()
+    last: _Plan | None = None
 
 
 def _with_a_blank_row(arguments: Arguments) -> Arguments:
     """The arguments of an empty batch, with one row of zeros in it."""
 
-    def blank(leaf: Any, axis: Any) -> Any:
+    def blank(leaf: Array, axis: object) -> Array:
         if leaf is None or axis is None or axis is CARRY:
             return leaf
         shape = [*leaf.shape]
-        shape[axis] = 1
+        shape[axis] = 1  # type: ignore[call-overload]
         return leaf.new_zeros(shape)
 
     parts = [
@@ -484,22 +464,10 @@ def _taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
     return gradient if fresh or is_alone(gradient) else gradient.clone()
 
 
-def _alike(sums: list[torch.Tensor], scales: list[float]) -> float:
+def _rescaled(sums: list[torch.Tensor], scales: list[float]) -> float:
     """What all sums have been divided by, once those are multiplied that were divided by something else."""
     scale = scales[0] if scales else 1.0
     for other in {*scales} - {scale}:
-        chosen = [held for held, own in zip(sums, scales, strict=True) if own == other]
-        torch._foreach_mul_(chosen, other / scale)
+        others = [gradient for gradient, divisor in zip(sums, scales, strict=True) if divisor == other]
+        torch._foreach_mul_(others, other / scale)
     return scale
-
-
-def _like(folded: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The result as the DTensor that it is a shard of, if it is."""
-    if type(gradient) is torch.Tensor:
-        return folded
-    own: Any = gradient
-    if own._local_tensor is folded:
-        return gradient
-    return type(own).from_local(  # type: ignore[no-any-return]
-        folded, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
-    )

@@ -948,8 +948,8 @@ APART = (
         ("ignored", APART.format("bias", "fully_shard")),
         (
             "mixed",
-            "parts of the module are wrapped by DistributedDataParallel and fully_shard, which are driven in different "
-            "ways. Wrap all of it in one of them.",
+            "parts of the module are wrapped by DistributedDataParallel and fully_shard, which reduce gradients in "
+            "different ways. Wrap all of it in one of them.",
         ),
     ],
 )
@@ -987,7 +987,7 @@ PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
     [
         (
             "max",
-            "the gradients' fold is no sum, and what drives a module's own gradients only adds them, in the backward "
+            "the gradients' fold is no sum, and a module's own gradients are only added, in the backward "
             "pass. Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
             f"fold=(funcga.max(), funcga.mean()). For any other fold of gradients use {PURE}, with the module not "
             "wrapped.",
@@ -1544,11 +1544,11 @@ def wrongly(group, how):
     elif how == "averages the means of the ranks":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch_backend.reduce.reduction.Reduction.finish", lambda self, state: state)
-            patch.setattr("torch_backend.wrapped.ddp.DDP.scale", lambda self: 1.0)
+            patch.setattr("torch_backend.wrapped.ddp.DDP.scales", lambda self, params: [1.0 for _ in params])
             result = funcga.stream(f, weight=count)(own)
     else:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torch_backend.wrapped.ddp.DDP.scale", lambda self: 1.0)
+            patch.setattr("torch_backend.wrapped.ddp.DDP.scales", lambda self, params: [1.0 for _ in params])
             result = funcga.stream(f, weight=count)(own)
     return errors(module, result, *whole(2, torch.float32, 2))
 
