@@ -40,8 +40,8 @@ def as_array(leaf: Array) -> Array:
     raise TypeError(type(leaf).__name__)
 
 
-def placed(array: jax.Array, like: Array) -> jax.Array:
-    """The array where another one of its shape lies."""
+def moved_like(array: jax.Array, like: Array) -> jax.Array:
+    """The array on the devices of another one of its shape."""
     # What is committed to a device cannot meet an array on a mesh, and is another program to compile.
     return jax.device_put(array, like.sharding) if isinstance(like, jax.Array) and like.committed else array
 

@@ -400,3 +400,23 @@ def _reset_iter_state(state: Any, groups: list[ParamGroup]) -> None:
 compiling: Callable[[], object] = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), "get_eval_frame_callback", lambda: None
 )
+
+
+# The tensor that a view is one of. Every version has it. Without it two tensors with one storage are taken for views of
+# the same.
+_TELLS_BASE = hasattr(torch.Tensor, "_base")
+
+
+def is_view_of_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are one, or one is a view of the other, or both are views of a third."""
+    if not _TELLS_BASE:
+        return storage_key(tensor) == storage_key(other)
+    bases = [each if each._base is None else each._base for each in (tensor, other)]
+    return bases[0] is bases[1]
+
+
+# --- Trees ----------------------------------------------------------------------------------------------------------
+
+# Trees as torch.func, torch.compile and torch.export walk them, with the classes that anyone has registered. Torch 2.11
+# to 2.13 have it, and there is no public module. Without it nothing runs.
+pytree = torch.utils._pytree

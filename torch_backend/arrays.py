@@ -1,4 +1,4 @@
-"""The facts about arrays of this framework that the mathematics needs."""
+"""The facts about tensors that the mathematics needs, and whose memory a tensor is in."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,25 +6,25 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from funcga._types import Dtype, Scalar
 from torch_backend import _private
-from torch_backend.dtensor import is_placed
+from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
 from torch_backend.engine.recording import is_recorded
-from torch_backend.strides import laid_as
 
 xp = torch
 
 
-def owns(leaf: Any) -> bool:
+def owns(leaf: object) -> bool:
     """Whether only this framework can have made the leaf."""
     return isinstance(leaf, torch.Tensor)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Whether the leaf can be split and folded as it is."""
     return isinstance(leaf, torch.Tensor)
 
 
-def as_array(leaf: Any) -> torch.Tensor:
+def as_array(leaf: object) -> torch.Tensor:
     """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
     if isinstance(leaf, torch.Tensor):
         return leaf
@@ -33,19 +33,16 @@ def as_array(leaf: Any) -> torch.Tensor:
     raise TypeError(type(leaf).__name__)
 
 
-def placed(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The array where another one of its shape lies."""
-    moved: torch.Tensor = laid_as(_moved(array, like), like)
-    return moved
+def moved_like(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The array on the devices of another one of its shape."""
+    if is_dtensor(like) and not is_dtensor(array):
+        from torch.distributed.tensor import DTensor, distribute_tensor
 
-
-def _moved(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    if is_placed(like) and not is_placed(array):
-        from torch.distributed.tensor import distribute_tensor
-
-        own: Any = like
-        return distribute_tensor(array.to(own.device), own.device_mesh, own.placements)
-    return array.to(like.device)
+        assert isinstance(like, DTensor)
+        moved: torch.Tensor = distribute_tensor(array.to(like.device), like.device_mesh, like.placements)
+    else:
+        moved = array.to(like.device)
+    return with_strides_of(moved, like)
 
 
 def describe(leaf: Any) -> str:
@@ -69,12 +66,12 @@ def kind(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "int"
 
 
-def as_dtype(dtype: Any) -> torch.dtype:
+def as_dtype(dtype: Dtype) -> torch.dtype:
     """The dtype of this name; TypeError if the framework has none."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype):
         raise TypeError(f"torch has no dtype {dtype!r}")
-    return found
+    return named
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -114,9 +111,9 @@ def in_transform() -> bool:
 _TRACES_DEPTH = torch.__version__ >= "2.13"
 
 
-def scalar(weight: Any) -> Any:
+def scalar(weight: Scalar) -> Scalar:
     """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
-    if is_placed(weight):
+    if is_dtensor(weight):
         weight = weight.full_tensor()
     plain = type(weight) is torch.Tensor and weight.device.type == "cpu"
     if not plain or torch.compiler.is_compiling() or in_transform():
@@ -124,7 +121,7 @@ def scalar(weight: Any) -> Any:
     return weight.item()
 
 
-def limbs(weight: Any) -> tuple[Any, ...]:
+def limbs(weight: Scalar) -> tuple[Scalar, ...]:
     """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
     if not isinstance(weight, torch.Tensor):
         return (weight,)
@@ -133,7 +130,7 @@ def limbs(weight: Any) -> tuple[Any, ...]:
     return (weight.to(torch.float32 if weight.device.type == "mps" else torch.float64),)
 
 
-def addends(weight: Any, wide: bool) -> tuple[torch.Tensor, ...]:
+def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
     if not isinstance(weight, torch.Tensor):
         high = torch.tensor(weight, dtype=torch.float64 if wide else torch.float32)
@@ -147,26 +144,17 @@ def addends(weight: Any, wide: bool) -> tuple[torch.Tensor, ...]:
     return high, (whole - high.to(torch.int64)).to(torch.float32)
 
 
-def integer(number: Any) -> torch.Tensor:
+def integer(number: Scalar) -> torch.Tensor:
     """A count as a 0-d int32 array."""
     return torch.as_tensor(number, dtype=torch.int32)
 
 
-def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The array, or a copy of it where it is one of these others, or a view of one."""
-    return array.clone() if any(_memory(array) is _memory(other) for other in others) else array
-
-
-def _memory(array: torch.Tensor) -> torch.Tensor:
-    return array if array._base is None else array._base
-
-
-def stored(array: Any) -> Any:
+def stored(array: torch.Tensor) -> torch.Tensor:
     """The array as one of numbers, which any file format takes: of random keys, their data."""
     return array  # torch has its generators' states in tensors
 
 
-def restored(numbers: Any, like: Any) -> Any:
+def restored(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """What was stored of an array like this one."""
     return numbers
 
@@ -174,3 +162,55 @@ def restored(numbers: Any, like: Any) -> Any:
 def count(steps: int) -> int:
     """A number of steps in the type that a loop can carry."""
     return steps
+
+
+# --- Memory ---------------------------------------------------------------------------------------------------------
+
+
+def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The array, or a copy of it where it is one of these others, or a view of one."""
+    return array.clone() if any(_private.is_view_of_same(array, other) for other in others) else array
+
+
+def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor in the strides of another one of its shape; itself if it has them, or one of the two is sparse.
+
+    A kernel that runs through the memory of several tensors at once, such as those of `fused=True`, needs equal
+    strides. Where `like` is expanded or sliced, the strides are those of its clone.
+    """
+    own, other = local_tensors([tensor, like])
+    if own.layout is not torch.strided or other.layout is not torch.strided or own.shape != other.shape:
+        return tensor
+    if own.stride() == other.stride():
+        return tensor
+    with torch.no_grad():
+        copied: torch.Tensor = as_dtensor(torch.empty_like(other, dtype=own.dtype).copy_(own), like)
+        return copied
+
+
+def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """The tensors, ready to be written to: cloned where two of them, or two elements of one, share memory.
+
+    None stays None.
+    """
+    separate = list(tensors)
+    extents = sorted((*_extent(tensor), index) for index, tensor in enumerate(separate) if tensor is not None)
+    # In the order of their addresses, a tensor must begin where no earlier one reaches.
+    ends: dict[str, int] = {}
+    for device, start, end, nbytes, index in extents:
+        tensor = separate[index]
+        if tensor is not None and (start < ends.get(device, 0) or end - start < nbytes):
+            separate[index] = tensor.clone()
+        else:
+            ends[device] = end
+    return separate
+
+
+def _extent(tensor: torch.Tensor) -> tuple[str, int, int, int]:
+    """The device of a tensor, the addresses of its memory from start to end, and the bytes of its elements."""
+    own = local_tensors([tensor])[0]
+    if own.layout is not torch.strided or not own.numel():
+        return str(own.device), 0, 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
+    start, width = own.data_ptr(), own.element_size()
+    return str(own.device), start, start + (last + 1) * width, own.numel() * width

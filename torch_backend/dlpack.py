@@ -10,7 +10,7 @@ from funcga._backend.protocols import ExportError, Transfer
 from funcga._trees.interop import Extent, extent, no_device
 from funcga._types import Array
 from torch_backend import arrays
-from torch_backend.dtensor import is_placed, local
+from torch_backend.dtensor import is_dtensor, local
 
 
 def platforms() -> set[str]:
@@ -53,7 +53,7 @@ def export_array(leaf: torch.Tensor, platforms: set[str]) -> Transfer:
 
 def _check_exportable(leaf: torch.Tensor) -> None:
     """Raises ExportError for a tensor whose numbers do not lie in one piece of memory, or of a dtype of torch alone."""
-    if is_placed(leaf):
+    if is_dtensor(leaf):
         raise ExportError(f"a DTensor {arrays.describe(leaf)}, which lies on several devices; x.full_tensor() does not")
     if leaf.layout is not torch.strided:
         raise ExportError(

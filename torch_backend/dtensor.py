@@ -4,7 +4,7 @@ A gradient comes with the placement `Partial`, a sum that is not reduced yet. Pa
 so there is one reduction for each leaf, at the end, to the placements of its parameter.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,10 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def local_tensors(tensors: list[Any]) -> list[Any]:
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What this process holds of each tensor, in the same memory: Partials are added there, without a collective."""
     if all(type(tensor) is torch.Tensor for tensor in tensors):  # as usual
-        return tensors
+        return [*tensors]
     return [_private.local_tensor(tensor) if is_dtensor(tensor) else tensor for tensor in tensors]
 
 
@@ -64,8 +64,8 @@ def without_partials(tensor: Any, like: Any = None) -> Any:
     return tensor if placements == tuple(tensor.placements) else tensor.redistribute(placements=placements)
 
 
-def placed_like(value: Any, accumulator: Any) -> Any:
-    """The value in the placements of its accumulator, Partial ones too; usually it has them."""
+def redistributed(value: Any, accumulator: Any) -> Any:
+    """The value with the placements of its accumulator, Partial ones too; usually it has them."""
     if not is_dtensor(value) or value.placements == accumulator.placements:
         return value
     return value.redistribute(placements=accumulator.placements)
@@ -115,8 +115,3 @@ def _shards(leaf: Any, axis: int) -> tuple[Any, tuple[int, ...], int] | None:
     dims = tuple([dim for dim, placement in enumerate(leaf.placements) if placement.is_shard(axis % leaf.ndim)])
     count = torch.Size([leaf.device_mesh.size(dim) for dim in dims]).numel()
     return (leaf.device_mesh, dims, count) if dims and leaf.shape[axis] % count == 0 else None
-
-
-# the former names, until the other rooms have the new ones
-is_placed, locals_of, settled, rewrapped = is_dtensor, local_tensors, without_partials, as_dtensor
-aligned, narrow, devices_of = placed_like, local_rows, devices_of_rows

@@ -15,7 +15,7 @@ from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import arrays, trees
-from torch_backend.dtensor import devices_of, narrow
+from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.recording import is_recorded
 from torch_backend.engine.window import Engine, detached, result_of_others
@@ -128,7 +128,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
 def _devices(program: Program, arguments: Arguments) -> int:
     """How many devices micro-batches take rows of at once; 1 where it matters which rows are together."""
-    devices = devices_of(arguments)
+    devices = devices_of_rows(arguments)
     if devices == 1:
         return 1
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
@@ -237,7 +237,7 @@ def _folded(
         arguments, start, size = microbatch
         microbatch = next(microbatches, None) if window.looks_ahead else None
         state = _initial(arguments) if state is None else state
-        args = arguments.cut(start, size, state, None if devices == 1 else narrow)
+        args = arguments.cut(start, size, state, None if devices == 1 else local_rows)
         weight = program.weigh(arguments, args, None if size is None else size * devices)
         state = window.fold(arguments, args, kwargs, weight, last=window.looks_ahead and microbatch is None)
         if not window.looks_ahead:

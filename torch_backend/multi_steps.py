@@ -11,7 +11,7 @@ from funcga._fold.tally import Tally
 from funcga._transform.window import Window
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.dtensor import is_placed, local
+from torch_backend.dtensor import is_dtensor, local
 from torch_backend.engine import window as engine
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.reduce.agreement import Progress
@@ -71,7 +71,7 @@ def finite(leaves: list[Any]) -> Any:
     found = [leaf if leaf.layout is torch.strided else leaf.to_dense() for leaf in found]
     extremes = [extreme.to(found[0].device, torch.float64) for extreme in _extremes(found)]
     kept = torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
-    meshes = {leaf.device_mesh for leaf in given if is_placed(leaf)}
+    meshes = {leaf.device_mesh for leaf in given if is_dtensor(leaf)}
     return _everywhere(kept, meshes) if meshes else kept
 
 

@@ -11,8 +11,8 @@ from funcga._fold.tally import Tally
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
+from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import local
-from torch_backend.strides import apart
 
 donates = True  # a call may write to memory that it is given
 
@@ -146,7 +146,7 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
     with _untracked(pure):
         wide = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
         if donate and not pure:
-            wide = apart(wide)
+            wide = without_overlap(wide)
         given = [leaf for leaf in wide if leaf is not None]
         if donate and not pure and given:
             torch._foreach_mul_(given, factor)

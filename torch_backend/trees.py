@@ -8,43 +8,43 @@ from typing import Any
 
 import torch
 
-# torch has no public pytree module; this file is the only one that knows the private one.
-from torch.utils import _pytree
-
 from funcga._trees.mappings import Mapped, is_mapping, rebuilt
+from funcga._types import Structure, Tree
+from torch_backend._private import pytree
 
-_pytree.register_pytree_node(Mapped, lambda node: (node.values, node.kind), lambda values, kind: rebuilt(kind, values))
-_LEAF = _pytree.tree_structure(0)
+pytree.register_pytree_node(Mapped, lambda node: (node.values, node.kind), lambda values, kind: rebuilt(kind, values))
+_LEAF = pytree.tree_structure(0)
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
 @lru_cache(maxsize=64, typed=True)  # 1 and True are equal, and no one key
-def _dict_of_leaves(*keys: Any) -> Any:
-    return _pytree.tree_structure(dict.fromkeys(keys, 0))
+def _dict_of_leaves(*keys: object) -> Structure:
+    return pytree.tree_structure(dict.fromkeys(keys, 0))
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
     """The leaves, in the framework's order, and the structure that puts them back."""
     if type(tree) is torch.Tensor:  # as most often, and much faster
         return [tree], _LEAF
     # a dict of tensors, as parameters are, is next
     if type(tree) is dict and _TENSORS.issuperset(map(type, tree.values())) and not torch.compiler.is_compiling():
         return [*tree.values()], _dict_of_leaves(*tree)
-    leaves, structure = _pytree.tree_flatten(tree, is_leaf)
+    leaves, structure = pytree.tree_flatten(tree, is_leaf)
     if torch.compiler.is_compiling() or not any(map(is_mapping, {*map(type, leaves)})):
         return leaves, structure
 
-    def walked(node: Any) -> Any:
-        return _pytree.tree_map(known, node, is_leaf=is_leaf)
+    # Mappings that torch takes for leaves become nodes that it knows, also those inside of one another.
+    def with_nodes(node: Tree) -> Tree:
+        return pytree.tree_map(as_node, node, is_leaf=is_leaf)
 
-    def known(leaf: Any) -> Any:
-        whole = not is_mapping(type(leaf)) or (is_leaf is not None and is_leaf(leaf))
-        return leaf if whole else Mapped(leaf, walked)
+    def as_node(leaf: Any) -> Any:
+        stays = not is_mapping(type(leaf)) or (is_leaf is not None and is_leaf(leaf))
+        return leaf if stays else Mapped(leaf, with_nodes)
 
-    return _pytree.tree_flatten(walked(tree), is_leaf)
+    return pytree.tree_flatten(with_nodes(tree), is_leaf)
 
 
-def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
     """The tree of this structure with these leaves."""
     if structure is _LEAF:
         return leaves[0]
@@ -53,27 +53,32 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
     if structure.type is tuple and len(leaves) == structure.num_leaves:  # of a loss and such a dict, as most often
         rest = iter(leaves)
         return tuple([unflatten(child, [*islice(rest, child.num_leaves)]) for child in structure.children()])
-    return _pytree.tree_unflatten(leaves, structure)
+    return pytree.tree_unflatten(leaves, structure)
 
 
-def children(tree: Any) -> list[tuple[str, Any]] | None:
+def children(tree: Tree) -> list[tuple[str, Tree]] | None:
     """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
     # The usual ones first, in a way that torch.compile can trace.
     if tree is None or isinstance(tree, torch.Tensor | int | float | str):
         return None
     if type(tree) in (tuple, list):
-        return [(f"[{i}]", child) for i, child in enumerate(tree)]
+        return [(f"[{index}]", child) for index, child in enumerate(tree)]
     if type(tree) in (dict, OrderedDict):
         return [(f"[{key!r}]", child) for key, child in tree.items()]
+    return _children_of_node(tree)
 
-    def below(node: Any) -> bool:
+
+def _children_of_node(tree: Tree) -> list[tuple[str, Tree]] | None:
+    """The same of any node that torch knows, and of mappings that it does not."""
+
+    def is_below(node: Tree) -> bool:
         return node is not tree
 
     try:
-        found, _ = _pytree.tree_flatten_with_path(tree, is_leaf=below)
+        subtrees = pytree.tree_flatten_with_path(tree, is_leaf=is_below)[0]
     except ValueError:  # a registered node without keys
-        subtrees, _ = _pytree.tree_flatten(tree, is_leaf=below)
-        return [(f"[{i}]", subtree) for i, subtree in enumerate(subtrees)]
-    if [path for path, _ in found] == [()]:
+        return [(f"[{index}]", child) for index, child in enumerate(pytree.tree_flatten(tree, is_leaf=is_below)[0])]
+    is_leaf = [path for path, _ in subtrees] == [()]
+    if is_leaf:
         return [(f"[{key!r}]", tree[key]) for key in tree] if is_mapping(type(tree)) else None
-    return [(str(path[0]), subtree) for path, subtree in found]
+    return [(str(path[0]), child) for path, child in subtrees]

@@ -50,8 +50,8 @@ class Arrays(Protocol):
         """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
         ...
 
-    def placed(self, array: Array, like: Array) -> Array:
-        """The array where another one of its shape lies."""
+    def moved_like(self, array: Array, like: Array) -> Array:
+        """The array on the devices of another one of its shape."""
         ...
 
     def describe(self, leaf: Any) -> str:

@@ -88,7 +88,7 @@ def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Arr
     if target is None:
         return array.copy()
     copied = converted(array, target, copy=True)
-    return copied if getattr(like, "is_meta", False) else target.arrays.placed(copied, like)
+    return copied if getattr(like, "is_meta", False) else target.arrays.moved_like(copied, like)
 
 
 def _advice(pair: Pair, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
@@ -174,4 +174,4 @@ def _restored(path: str, array: Array, like: Array, backend: Backend) -> Array:
             f"{path} is {arrays.describe(array)} in the state dict and {arrays.describe(like)} in the tree to fill. "
             f"Nothing is cast: make `like` of params in the shapes and dtypes that were saved."
         )
-    return arrays.placed(arrays.restored(array, like), like)
+    return arrays.moved_like(arrays.restored(array, like), like)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.dtensor import is_placed
+from torch_backend.dtensor import is_dtensor
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.others import Surroundings, last_applied, left_alone, reach
 
@@ -44,7 +44,7 @@ class Routes:
     def __init__(self, layout: Layout, leaves: dict[int, torch.Tensor], scaled: bool):
         self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
         # what lies on several devices is added where it lies, not by autograd
-        self.placed = [i for i in (*self.scaled, *self.plain) if is_placed(leaves.get(i))]
+        self.placed = [i for i in (*self.scaled, *self.plain) if is_dtensor(leaves.get(i))]
         self.scaled, self.plain = ([i for i in p if i not in {*self.placed}] for p in (self.scaled, self.plain))
         added = {*self.scaled, *self.plain}
         # of each leaf that autograd adds, where it is among the leaves and among what is reduced, and whether it is

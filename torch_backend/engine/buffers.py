@@ -13,7 +13,7 @@ from funcga._fold import tally
 from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
 from torch_backend import arrays
-from torch_backend.dtensor import aligned, local, locals_of, rewrapped, settled
+from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
 
 
 class Layout:
@@ -117,7 +117,7 @@ class Buffers:
         assert self.unit is not None
         held = [self.reduced[k] for k in self.layout.scaled if self.reduced[k] is not None]
         if held and unit != self.unit:
-            torch._foreach_mul_(locals_of(held), self.unit / unit)
+            torch._foreach_mul_(local_tensors(held), self.unit / unit)
         self.unit = unit
 
     def hold_in(self, unit: float) -> None:
@@ -208,10 +208,10 @@ class Buffers:
         if self.reduced[places[0]] is not None:
             if factor:  # a weight of 0 adds nothing, not even a NaN
                 held = [self.reduced[k] for k in places]
-                chosen = locals_of(list(map(aligned, chosen, held)))
-                torch._foreach_add_(locals_of(held), chosen, alpha=factor)
+                chosen = local_tensors(list(map(redistributed, chosen, held)))
+                torch._foreach_add_(local_tensors(held), chosen, alpha=factor)
             return
-        raw = locals_of(chosen)
+        raw = local_tensors(chosen)
         if factor and len(raw) > 1 and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
             own = list(torch._foreach_mul(raw, factor))
         else:
@@ -219,7 +219,7 @@ class Buffers:
             if factor != 1:
                 torch._foreach_mul_(own, factor) if factor else torch._foreach_zero_(own)
         for k, accumulator, like in zip(places, own, chosen, strict=True):
-            self.reduced[k] = rewrapped(accumulator, like)
+            self.reduced[k] = as_dtensor(accumulator, like)
 
     def _add_masked(self, places: list[int], values: dict[int, torch.Tensor], weight: torch.Tensor) -> None:
         """The same for a weight that the host does not see: leaf by leaf, so that one masked leaf lives at a time."""
@@ -231,16 +231,16 @@ class Buffers:
                 factors[value.device, dtype] = own.to(dtype) / (self.unit or 1.0), own != 0
             factor, counts = factors[value.device, dtype]
             if self.reduced[k] is None:
-                self.reduced[k] = rewrapped(torch.where(counts, local(value).to(dtype), 0).mul_(factor), value)
+                self.reduced[k] = as_dtensor(torch.where(counts, local(value).to(dtype), 0).mul_(factor), value)
             else:
-                held, more = locals_of([self.reduced[k], aligned(value, self.reduced[k])])
+                held, more = local_tensors([self.reduced[k], redistributed(value, self.reduced[k])])
                 held.addcmul_(torch.where(counts, more.to(dtype), 0), factor)
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces what lies on the devices of a mesh as sums that are not done yet, to where `likes` of outputs lie."""
         if {*map(type, self.reduced)} != {torch.Tensor}:  # as usual
             for k, value in enumerate(self.reduced):
-                self.reduced[k] = settled(value, likes.get(self.outputs.reduced[k]))
+                self.reduced[k] = without_partials(value, likes.get(self.outputs.reduced[k]))
 
     def result(self, state: list[Any]) -> Any:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
@@ -273,9 +273,9 @@ class Buffers:
             for k in places:
                 local(self.reduced[k]).div_(safe.to(self.reduced[k].device, self.reduced[k].dtype))
         elif places and total:
-            _divide_all(locals_of([self.reduced[k] for k in places]), float(total))
+            _divide_all(local_tensors([self.reduced[k] for k in places]), float(total))
         elif places:
-            torch._foreach_zero_(locals_of([self.reduced[k] for k in places]))
+            torch._foreach_zero_(local_tensors([self.reduced[k] for k in places]))
         return places
 
 

@@ -12,8 +12,8 @@ from funcga._transform.transform import DonatingTransform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
+from torch_backend.arrays import without_overlap
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.strides import apart
 
 Clip = Callable[[list[torch.Tensor]], object]
 """A function of torch.nn.utils, which writes to the `.grad`s of parameters."""
@@ -115,7 +115,7 @@ class _Functions:
         for index, leaf in enumerate(leaves):
             _check_gradient(leaf, index, grads)
         plain = [None if leaf is None else leaf.detach() for leaf in leaves]
-        clipped = apart(plain) if owned else [None if grad is None else grad.clone() for grad in plain]
+        clipped = without_overlap(plain) if owned else [None if grad is None else grad.clone() for grad in plain]
         self.clip([_holder(grad) for grad in clipped if grad is not None])
         return trees.unflatten(structure, clipped)
 

@@ -12,12 +12,12 @@ from funcga._transform.transform import DonatingTransform
 from funcga._types import Tree
 from funcga.errors import FuncgaError, check_callable
 from torch_backend import trees
-from torch_backend.dtensor import locals_of
+from torch_backend.arrays import with_strides_of, without_overlap
+from torch_backend.dtensor import local_tensors
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.options import Options, Schedule, Shared, check_names, check_scheduler
 from torch_backend.optim.parameters import check_parameters
 from torch_backend.optim.state import Arguments, OptimizerState, Slot, from_slot, initial_state, on_tensors, to_slot
-from torch_backend.strides import apart, laid_as
 
 Closure = Callable[[], torch.Tensor]
 Updated = tuple[Tree, OptimizerState]
@@ -176,11 +176,11 @@ class _Functions:
     ) -> list[torch.Tensor | None]:
         """The gradients, in the strides of the copies and in memory that the step may write to."""
         grads = [entry.grad for entry in arguments.entries]
-        laid = [None if grad is None else laid_as(grad, copy) for grad, copy in zip(grads, copies, strict=True)]
+        laid = [None if grad is None else with_strides_of(grad, copy) for grad, copy in zip(grads, copies, strict=True)]
         if self.is_stock and not _writes_to_gradients(optimizer):
             return laid
         if owned:
-            return apart(laid)
+            return without_overlap(laid)
         for index, grad in enumerate(grads):
             if laid[index] is grad and grad is not None:
                 laid[index] = grad.clone()
@@ -218,7 +218,7 @@ def _check_alias(copy: torch.Tensor, name: str, optimizer: str, kept: torch.Tens
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return int(locals_of([tensor])[0].untyped_storage().data_ptr())
+    return int(local_tensors([tensor])[0].untyped_storage().data_ptr())
 
 
 def _step_from(arguments: Arguments, optimizer: Optimizer, closure: Closure | None) -> None:

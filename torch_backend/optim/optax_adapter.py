@@ -17,7 +17,7 @@ from funcga._trees.interop import converted
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.dtensor import is_placed
+from torch_backend.dtensor import is_dtensor
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.parameters import matched
 
@@ -175,10 +175,10 @@ def _checked_tensors(tree: Tree, name: str) -> list[torch.Tensor]:
             continue
         tensors.append(leaf)
         problem = None
-        if is_placed(leaf) or leaf.layout is not torch.strided:
+        if is_dtensor(leaf) or leaf.layout is not torch.strided:
             problem = (
-                f"is {'a DTensor' if is_placed(leaf) else 'a sparse tensor'} {arrays.describe(leaf)}, which JAX cannot "
-                f"have in the memory where it lies. Use an optimizer of torch for it: "
+                f"is {'a DTensor' if is_dtensor(leaf) else 'a sparse tensor'} {arrays.describe(leaf)}, which JAX "
+                f"cannot have in the memory where it lies. Use an optimizer of torch for it: "
                 f"torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)."
             )
         elif ("gpu" if leaf.is_cuda else leaf.device.type) not in platforms:

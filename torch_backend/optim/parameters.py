@@ -12,8 +12,8 @@ from funcga._grad import uninitialised
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, similar
 from torch_backend import arrays, trees
-from torch_backend.dtensor import is_placed, settled
-from torch_backend.strides import apart, laid_as
+from torch_backend.arrays import with_strides_of, without_overlap
+from torch_backend.dtensor import is_dtensor, without_partials
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -54,7 +54,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 def _is_addable(leaf: object, update: object) -> bool:
     if not (isinstance(leaf, torch.Tensor) and isinstance(update, torch.Tensor)):
         return False
-    return leaf.shape == update.shape and is_placed(leaf) == is_placed(update)
+    return leaf.shape == update.shape and is_dtensor(leaf) == is_dtensor(update)
 
 
 def _sums(leaves: list[Array], additions: list[Array]) -> list[Array]:
@@ -72,7 +72,7 @@ def _is_plain(leaf: Array, update: Array) -> bool:
 def _sum(leaf: Array, update: torch.Tensor | None) -> Array:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return leaf.clone() if update is None else (leaf + settled(update, leaf)).to(leaf.dtype)
+    return leaf.clone() if update is None else (leaf + without_partials(update, leaf)).to(leaf.dtype)
 
 
 def assign_grads(params: Tree, grads: Tree) -> None:
@@ -110,8 +110,8 @@ def assign_grads(params: Tree, grads: Tree) -> None:
             _check_settable(path, parameter, grad)
     check_gradients(gradients, parameters, lambda: paths, _dtype_advice)
     pairs = zip(gradients, parameters, strict=True)
-    laid = [None if grad is None else laid_as(grad.detach(), parameter) for grad, parameter in pairs]
-    for parameter, grad in zip(parameters, apart(laid), strict=True):
+    laid = [None if grad is None else with_strides_of(grad.detach(), parameter) for grad, parameter in pairs]
+    for parameter, grad in zip(parameters, without_overlap(laid), strict=True):
         if parameter is not None:
             parameter.grad = grad
 
@@ -234,8 +234,8 @@ def _advice(
         return "A gradient has its parameter's shape: give the parameters that it was computed for."
     if grad.device != parameter.device:
         return f"Move it: grad.to({str(parameter.device)!r})."
-    if is_placed(grad) != is_placed(parameter):
-        return _OF_DTENSOR if is_placed(parameter) else "The parameter lies on one device: grad.full_tensor()."
+    if is_dtensor(grad) != is_dtensor(parameter):
+        return _OF_DTENSOR if is_dtensor(parameter) else "The parameter lies on one device: grad.full_tensor()."
     return dtype_advice(grad, parameter)
 
 
@@ -250,7 +250,7 @@ def described(leaf: object) -> str:
     if not isinstance(leaf, torch.Tensor):
         return arrays.describe(leaf)
     device = "" if leaf.device.type == "cpu" else f" on {leaf.device}"
-    return f"{'a DTensor ' if is_placed(leaf) else ''}{arrays.describe(leaf)}{device}"
+    return f"{'a DTensor ' if is_dtensor(leaf) else ''}{arrays.describe(leaf)}{device}"
 
 
 def check_parameters(leaves: Sequence[Array], params: Tree) -> None:

@@ -10,10 +10,10 @@ from funcga._backend.prefixes import leaf_paths
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.dtensor import locals_of, settled
+from torch_backend.arrays import with_strides_of
+from torch_backend.dtensor import local_tensors, without_partials
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.parameters import check_gradients, check_parameters, matched
-from torch_backend.strides import laid_as
 
 Slot = dict[str, object]
 """What an optimizer keeps for one parameter: tensors, numbers, None, and dicts, lists and tuples of these."""
@@ -74,7 +74,7 @@ def _restored(owned: bool, like: torch.Tensor | None, value: object) -> object:
         return value.value.item()
     if not isinstance(value, torch.Tensor):
         return value
-    laid = value if like is None or value.shape != like.shape else laid_as(value, like)
+    laid = value if like is None or value.shape != like.shape else with_strides_of(value, like)
     return laid if owned or laid is not value else value.clone()
 
 
@@ -139,7 +139,7 @@ class Arguments:
         gradients = matched(grads, self.params, "grads")
         check_gradients(gradients, self.leaves, lambda: leaf_paths(self.params, trees), _dtype_advice)
         return [
-            None if grad is None else settled(grad.detach() if grad.requires_grad else grad, parameter)
+            None if grad is None else without_partials(grad.detach() if grad.requires_grad else grad, parameter)
             for grad, parameter in zip(gradients, self.leaves, strict=True)
         ]
 
@@ -232,7 +232,7 @@ def _added(copies: list[torch.Tensor], parameters: list[torch.Tensor], skipped: 
         copy.grad = None
         copy.requires_grad_(False)
     if copies:
-        torch._foreach_sub_(locals_of(copies), locals_of(parameters))
+        torch._foreach_sub_(local_tensors(copies), local_tensors(parameters))
     for copy, is_skipped in zip(copies, skipped, strict=True):
         if is_skipped:
             copy.zero_()  # an infinite parameter less itself is NaN
