@@ -69,6 +69,7 @@ class _Leaf(NamedTuple):
 
 
 def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
+    # weight= is called with every argument that is split, so these are the parameters of the lambda.
     arguments = zip(argument_names(probe.program.grad_fn, len(probe.args)), probe.arguments.parts, strict=True)
     split = [(name, part) for name, part in arguments if any(isinstance(axis, int) for axis in part.axes)]
     # An argument of *args has no name of its own, so the lambda invents one.
@@ -85,6 +86,7 @@ def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
 def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
     """(expression, what each element counts)."""
     values, name = leaf.values, leaf.name
+    # Numbers that are not whole are weights themselves, or masks of some kind.
     if values.size == 0 or not np.equal(values, np.round(values)).all():
         if (values >= 0).all():
             yield f"{name}.sum()", values
@@ -92,14 +94,17 @@ def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
         yield f"({name} ** 2).sum()", values**2
         return
     shifted = [(name, values)]
-    if leaf.axis == 0 and values.ndim > 1 and values.shape[1] > 1:  # as of the next token
+    # A language model counts from the second token on, or up to the last but one.
+    if leaf.axis == 0 and values.ndim > 1 and values.shape[1] > 1:
         shifted += [(f"{name}[:, 1:]", values[:, 1:]), (f"{name}[:, :-1]", values[:, :-1])]
     for spelled, part in shifted:
         unique, frequency = np.unique(part, return_counts=True)
         if (part >= 0).all():
             yield f"{spelled}.sum()", part
+        # The sum of a mask is what it counts already.
         if {*unique} <= {0, 1}:
             continue
+        # The usual values of what is ignored, then the most frequent one and the largest, which padding may be.
         for ignored in dict.fromkeys((-100, 0, -1, int(unique[frequency.argmax()]), int(unique[-1]))):
             if ignored in unique:
                 yield f"({spelled} != {ignored}).sum()", part != ignored
@@ -132,14 +137,15 @@ _USUAL = re.compile(r"^(n|acc|ACC|gas?|GAS?)$")
 _LIKELY = re.compile(r"^(n|k|steps?|n_?steps|num_?steps)$|chunk|split|batches", re.IGNORECASE)
 
 _LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "funcga", "torch_backend", "jax_backend"}
-_CALLS, _ATTRIBUTES = 8, 4  # how deep functions and settings are followed
+# How deep functions that call functions, and settings in settings, are followed.
+_CALLS, _ATTRIBUTES = 8, 4
 
 
 def variants(function: object, n: int | None, depth: int = 0) -> Iterator[Variant]:
     """The function with each number doubled that may be the number of micro-batches."""
     if depth > _CALLS:
         return
-    # What is closed over inside of a library is a function of the user's, or none of anybody's concern.
+    # In a library only functions are followed, such as the loss in the closure of torch.func.grad(loss).
     is_library = isinstance(function, types.FunctionType) and _is_library(function.__globals__.get("__name__"))
     for variable in _variables(function):
         if not is_library:
@@ -176,6 +182,7 @@ def _variables(function: Any) -> Iterator[_Variable]:
         yield from _of_function(function)
     elif isinstance(function, partial):
         target, args, keywords = function.func, function.args, function.keywords
+        # The arguments of a partial have the names of the parameters that they fill.
         code = _code(target)
         yield _Variable("", target, lambda changed: partial(changed, *args, **keywords))
         for index, (name, value) in enumerate(zip(code.co_varnames if code else (), args, strict=False)):
@@ -188,10 +195,13 @@ def _variables(function: Any) -> Iterator[_Variable]:
         for name, value in _parts(owner, _code(method)):
             put = lambda changed, name=name: types.MethodType(method, _with_part(owner, name, changed))
             yield _Variable(f"self.{name}", value, put, _code(method))
+    # A gradient function of funcga's, or a pure_loss.
     elif is_dataclass(type(function)) and any(field.name == "loss_fn" for field in fields(function)):
         yield _Variable("", function.loss_fn, lambda changed: replace(function, loss_fn=changed))
-    elif callable(getattr(function, "__wrapped__", None)):  # jitted
+    # What is jitted: the function as it was.
+    elif callable(getattr(function, "__wrapped__", None)):
         yield _Variable("", function.__wrapped__, lambda changed: changed)
+    # An object with a __call__ of its own.
     elif isinstance(inspect.getattr_static(type(function), "__call__", None), types.FunctionType):
         yield _Variable("", types.MethodType(type(function).__call__, function), lambda changed: changed)
 
@@ -215,7 +225,8 @@ def _of_function(function: types.FunctionType) -> Iterator[_Variable]:
     for index, (name, cell) in enumerate(zip(code.co_freevars, function.__closure__ or (), strict=True)):
         try:
             yield _Variable(name, cell.cell_contents, partial(_with_cell, function, index), code)
-        except ValueError:  # it is not set yet
+        # The variable is not set yet.
+        except ValueError:
             continue
     if _is_library(variables.get("__name__")):
         return
@@ -224,6 +235,7 @@ def _of_function(function: types.FunctionType) -> Iterator[_Variable]:
         is_foreign = _is_library(type(value).__module__) and _number(value) is None
         if not is_foreign and not isinstance(value, types.ModuleType | type):
             yield _Variable(name, value, partial(_with_global, function, name), code)
+    # A default is overridden as a keyword argument.
     last = code.co_varnames[: code.co_argcount][-len(function.__defaults__ or ()) :]
     defaults = dict(zip(last, function.__defaults__ or (), strict=False)) | (function.__kwdefaults__ or {})
     for name, value in defaults.items():
@@ -233,33 +245,29 @@ def _of_function(function: types.FunctionType) -> Iterator[_Variable]:
 def _with_cell(function: types.FunctionType, index: int, value: object) -> types.FunctionType:
     cells = [*(function.__closure__ or ())]
     cells[index] = types.CellType(value)
-    return _rebuilt(function, function.__code__, function.__globals__, tuple(cells))
+    return _rebuilt(function, closure=tuple(cells))
 
 
 def _with_global(function: types.FunctionType, name: str, value: object) -> types.FunctionType:
-    return _rebuilt(function, function.__code__, {**function.__globals__, name: value}, function.__closure__)
+    return _rebuilt(function, globals={**function.__globals__, name: value})
 
 
-def _rebuilt(
-    function: types.FunctionType,
-    code: types.CodeType,
-    variables: dict[str, object],
-    closure: tuple[types.CellType, ...] | None,
-) -> types.FunctionType:
-    rebuilt = types.FunctionType(code, variables, function.__name__, function.__defaults__, closure)
+def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType:
+    """A copy of the function in which some of the parts that it is made of are others."""
+    parts: dict[str, Any] = {
+        "code": function.__code__,
+        "globals": function.__globals__,
+        "closure": function.__closure__,
+    } | changes
+    rebuilt = types.FunctionType(name=function.__name__, argdefs=function.__defaults__, **parts)
     rebuilt.__kwdefaults__ = function.__kwdefaults__
     return rebuilt
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The globals and attributes that the code, and functions inside of it, name."""
+    """The globals, attributes and texts, such as keys, that the code and functions inside of it have."""
     inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*inner)
-
-
-def _texts(code: types.CodeType) -> set[str]:
-    inner = [_texts(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return {const for const in code.co_consts if isinstance(const, str)}.union(*inner)
+    return {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}.union(*inner)
 
 
 def _doubled(name: str, value: Any, code: types.CodeType | None, n: int | None, depth: int = 0) -> Iterator[Variant]:
@@ -280,14 +288,16 @@ def _number(value: Any) -> float | None:
     """The value of a number, or of an array without axes."""
     if isinstance(value, bool) or not (isinstance(value, Real) or getattr(value, "shape", None) == ()):
         return None
+    # A random key and a complex number have no such value, and one that is being compiled has none yet.
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):  # a key, a complex number, one that is not known yet
+    except (TypeError, ValueError, RuntimeError):
         return None
 
 
 def _doubt(name: str, number: float, n: int | None) -> int | None:
     """The doubt of a Variant; None if this is no number of micro-batches, nor one divided by it."""
+    # Losses are multiplied by 1 / n as well.
     count = number if number > 1 else 1 / number if number > 0 else 0
     if not 1.5 < count < float("inf") or abs(count - round(count)) > 1e-6:
         return None
@@ -305,8 +315,9 @@ def _parts(value: object, code: types.CodeType | None) -> Iterator[tuple[str, An
     if code is None or isinstance(value, types.ModuleType | type):
         return
     if isinstance(value, dict):
-        yield from ((key, value[key]) for key in value if isinstance(key, str) and key in _texts(code))
+        yield from ((key, value[key]) for key in value if isinstance(key, str) and key in _names(code))
     elif inspect.getattr_static(value, "__dict__", None) is not None:
+        # A property is not evaluated: it might do anything.
         parts = ((name, inspect.getattr_static(value, name, None)) for name in sorted(_names(code)))
         yield from ((name, part) for name, part in parts if part is not None and not callable(part))
 
@@ -327,9 +338,8 @@ def _literals(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and n is not None and n >= 3 and (value == n or (value and abs(1 / value - n) < 1e-6)):
             consts = (*code.co_consts[:index], 2 * value, *code.co_consts[index + 1 :])
-            changed = code.replace(co_consts=consts)
-            doubled = _rebuilt(function, changed, function.__globals__, function.__closure__)
-            yield Variant(repr(value), value, doubled, 1 if _divides_all(code, value) else 2)
+            changed = _rebuilt(function, code=code.replace(co_consts=consts))
+            yield Variant(repr(value), value, changed, 1 if _divides_all(code, value) else 2)
 
 
 def _divides_all(code: types.CodeType, value: float) -> bool:

@@ -14,10 +14,10 @@ from jax_backend import arrays, trees
 
 
 @contextmanager
-def precision(dtype: str) -> Iterator[None]:
-    """A context in which arrays of this dtype exist and are computed with in all of their bits."""
+def precision(precise: bool) -> Iterator[None]:
+    """A context in which floats are computed with in all of their bits, and with `precise` float64 exists."""
     has_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-    with jax.enable_x64(dtype == "float64" or has_x64), jax.default_matmul_precision("highest"):
+    with jax.enable_x64(precise or has_x64), jax.default_matmul_precision("highest"):
         yield
 
 

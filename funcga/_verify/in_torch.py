@@ -15,9 +15,9 @@ from torch_backend.modules.checks import modules_in
 from torch_backend.modules.pure_loss import PureLoss
 
 
-def precision(dtype: str) -> AbstractContextManager[None]:
-    """A context in which arrays of this dtype exist and are computed with in all of their bits."""
-    return nullcontext()  # on the CPU they always are
+def precision(precise: bool) -> AbstractContextManager[None]:
+    """A context in which floats are computed with in all of their bits, and with `precise` float64 exists."""
+    return nullcontext()  # as is always so on the CPU
 
 
 def take(array: torch.Tensor, axis: int, rows: Sequence[int]) -> torch.Tensor:

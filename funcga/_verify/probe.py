@@ -69,6 +69,7 @@ class Probe:
     def call(self, rows: Rows) -> Leaves:
         """The leaves of grad_fn's output for these rows, computed anew."""
         output = self.raw(*self.gathered(rows), **self.kwargs)
+        # The structure of the first output is that of all.
         if self.output is None:
             self.output = output
         return self.numbers(output)
@@ -96,18 +97,18 @@ class Probe:
         return [as_numbers(leaf, self.backend) for leaf in self.backend.trees.flatten(tree)[0]]
 
     def loss(self, rows: Rows) -> float:
-        """The value of the loss, in the output or from the function whose gradient that is; NaN where it is unknown."""
+        """The value of the loss, of the function whose gradient grad_fn is, or in its output; NaN where none is."""
+        grad_fn = self.program.grad_fn
         scalars = [i for i in self.additive() if self.whole[i].ndim == 0]
+        # What is called may not be the loss, or may refuse these rows.
         try:
-            if scalars:
+            if scalars and not isinstance(grad_fn, GradientFunction):
                 return float(np.real(self.values(rows)[scalars[0]]))
-            grad_fn = self.program.grad_fn
-            function = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else inspect.unwrap(grad_fn)
-            output = function(*self.gathered(rows), **self.kwargs)
-        except Exception:  # it is not the loss, or one that refuses some batches
+            loss_fn = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else inspect.unwrap(grad_fn)
+            numbers = self.numbers(loss_fn(*self.gathered(rows), **self.kwargs))
+        except Exception:
             return math.nan
-        scalar = [leaf for leaf in self.numbers(output) if leaf is not None and leaf.ndim == 0]
-        return float(np.real(scalar[0])) if scalar else math.nan
+        return next((float(np.real(leaf)) for leaf in numbers if leaf is not None and leaf.ndim == 0), math.nan)
 
     def weigh(self, rows: Rows) -> float:
         """The weight of these rows."""
@@ -126,20 +127,31 @@ class Probe:
         changed.values(changed.every)
         return changed
 
-    def moved(self) -> "Probe | None":
-        """The same function at other parameters; None where those are split, or cannot be changed."""
-        grad_fn = self.program.grad_fn
+    def moved(self, change: Callable[[list[Array]], list[Array]] | None = None) -> "Probe | None":
+        """The same function at other parameters; None where those are split, or cannot be changed.
+
+        `change` makes the new leaves of the old ones. By default it moves every array of floats.
+        """
+        grad_fn, trees = self.program.grad_fn, self.backend.trees
         trained = grad_fn.places(len(self.args)) if isinstance(grad_fn, GradientFunction) else (0,)
         if any(self.arguments.parts[i].axes for i in trained):
             return None
+        leaves, structure = trees.flatten(tuple(self.args[i] for i in trained))
+        changed = dict(zip(trained, trees.unflatten(structure, (change or self._shifted)(leaves)), strict=True))
+        # A copy, not a new Probe: in JAX the step is compiled already.
         moved = copy.copy(self)
-        moved.args = tuple(_shifted(arg, self.backend) if i in trained else arg for i, arg in enumerate(self.args))
+        moved.args = tuple(changed.get(i, arg) for i, arg in enumerate(self.args))
         try:
             moved.arguments = self.program.read(moved.args, self.backend)
         except FuncgaError:
             return None
         moved._values = {}
         return moved
+
+    def _shifted(self, leaves: list[Array]) -> list[Array]:
+        arrays = self.backend.arrays
+        is_float = [arrays.is_array(leaf) and arrays.kind(leaf.dtype) == "float" for leaf in leaves]
+        return [leaf * 1.25 + 0.1 if moves else leaf for leaf, moves in zip(leaves, is_float, strict=True)]
 
     @cached_property
     def folds(self) -> list[Fold]:
@@ -167,10 +179,11 @@ class Probe:
         """The leaves that have the shape of a parameter, as gradients have; if some have its name as well, these."""
         parameters = [*self._parameters()]
         shapes = {shape for _, shape in parameters}
+        # A scalar is the value of a loss, unless all parameters are scalars; then the first one is.
         if shapes != {()}:
-            shapes -= {()}  # a scalar is the value of a loss, unless all parameters are scalars
+            shapes -= {()}
         shaped = [i for i in self.additive() if self.whole[i].shape in shapes]
-        shaped = [i for i in shaped if self.whole[i].ndim or self.paths[i] != "output[0]"]  # which is the value
+        shaped = [i for i in shaped if self.whole[i].ndim or self.paths[i] != "output[0]"]
         named = [
             i
             for i in shaped
@@ -219,15 +232,6 @@ def _copied(tree: Tree, backend: Backend, precise: bool) -> Tree:
     return backend.trees.unflatten(structure, [copied(leaf) for leaf in leaves])
 
 
-def _shifted(tree: Tree, backend: Backend) -> Tree:
-    """The tree with other numbers in its float arrays."""
-    leaves, structure = backend.trees.flatten(tree)
-    arrays = backend.arrays
-    is_float = [arrays.is_array(leaf) and arrays.kind(leaf.dtype) == "float" for leaf in leaves]
-    shifted = [leaf * 1.25 + 0.1 if move else leaf for leaf, move in zip(leaves, is_float, strict=True)]
-    return backend.trees.unflatten(structure, shifted)
-
-
 def as_numbers(leaf: object, backend: Backend) -> Array:
     """The leaf as a NumPy array of float64 or complex128; None for what is no number."""
     arrays = backend.arrays
@@ -237,7 +241,8 @@ def as_numbers(leaf: object, backend: Backend) -> Array:
     kind = arrays.kind(array.dtype)
     if kind == "other":
         return None
-    if kind == "float":  # NumPy has no bfloat16
+    # NumPy has no bfloat16.
+    if kind == "float":
         array = arrays.cast(array, arrays.accumulator_dtype(array.dtype))
     return to_numpy(array, copy=None).astype(np.complex128 if kind == "complex" else np.float64)
 
@@ -289,6 +294,7 @@ def limit_of(eps: float) -> Limit:
     float64 has room: a mistake is rarely below 1e-6, rounding rarely above 1e-13. In float32 sums of some thousand
     terms are 1e-5 off. In 16 bits a sum over rows that is rounded once differs by one or two epsilons.
     """
+    # float64, float32, then 16 bits.
     if eps < 1e-12:
         return Limit(1e-9, 1e-3, 8 * eps)
     if eps < 1e-5:

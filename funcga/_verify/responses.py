@@ -69,6 +69,7 @@ def uneven(probe: Probe, random: np.random.Generator) -> tuple[Rows, Rows]:
 def compare(probe: Probe, ns: Sequence[int], limit: Limit, parts: tuple[Rows, Rows]) -> Splits:
     """What every split gives, against the whole batch. What grad_fn raises for a part of the batch is noted."""
     comparison = _Comparison(probe, limit, _scales(probe, limit, parts), _folded(probe, [probe.every]))
+    # Carried state and collected rows depend on the order, and moments on the number of micro-batches.
     compared = [i for i, fold in enumerate(probe.folds) if probe.whole[i] is not None and not fold.reducer.over_steps]
     unordered = [i for i in compared if not probe.folds[i].reducer.monoid.ordered]
     rows: list[Measured] = []
@@ -78,10 +79,12 @@ def compare(probe: Probe, ns: Sequence[int], limit: Limit, parts: tuple[Rows, Ro
         sizes = tuple(size for _, size in starts(groups(probe.rows, n, None)))
         row, apart = comparison.measure(f"n = {n}", sizes, compared, partial(probe.accumulated, n))
         rows, failed = [*rows, row], failed | apart
-    if not probe.threaded:  # state goes through the rows in their order only
+    # State goes through the rows in their order only.
+    if not probe.threaded:
         sizes = (len(parts[0]), len(parts[1]))
         row, apart = comparison.measure("uneven, permuted", sizes, unordered, partial(_folded, probe, parts))
         rows, failed = [*rows, row], failed | apart
+    # Does the order of the rows matter by itself, in one micro-batch?
     if failed and not probe.threaded:
         permuted = partial(_folded, probe, [parts[0] + parts[1]])
         row, reordered = comparison.measure("one micro-batch, permuted", (probe.rows,), unordered, permuted)
@@ -93,6 +96,7 @@ def compare(probe: Probe, ns: Sequence[int], limit: Limit, parts: tuple[Rows, Ro
 def _scales(probe: Probe, limit: Limit, parts: tuple[Rows, Rows]) -> list[float]:
     """What a difference in each leaf is relative to, after the fold."""
     some = [values for part in parts if (values := probe.try_values(part)) is not None]
+    # per_weight() divides a sum, so that its result is smaller than what was added up.
     total = max(probe.weigh(probe.every), 1e-300)
     divided = [
         fold.reducer.additive and not fold.reducer.linear and fold.normalizer.divides_by == "weight"
@@ -217,7 +221,8 @@ _Near = Callable[[Array, Array], bool]
 def classify(f: _Points, tolerance: float) -> Kind:
     """The Kind of a vector of a size of about 1, from its values at points (i, j)."""
     near: _Near = lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
-    if (3, 0) in f and not near(f[3, 0], 2 * f[2, 0] - f[1, 0]):  # it is not linear in the number of repetitions
+    # Not linear in the number of repetitions: neither a sum nor a mean.
+    if (3, 0) in f and not near(f[3, 0], 2 * f[2, 0] - f[1, 0]):
         return _as_power(f, near) or _as_growth(f)
     # F = k S + M for k repetitions, so F(2i, 2j) - F(i, j) is S, and M what is left.
     once = ((1, 0), (0, 1), (1, 1))
@@ -232,6 +237,7 @@ def classify(f: _Points, tolerance: float) -> Kind:
         return Kind("sum")
     if near(rests[1, 0], rests[0, 1]) and near(rests[1, 1], rests[1, 0]):
         return Kind("sum and constant")
+    # The sum aside, the rest may be a mean.
     share = _share(rests, near)
     return Kind("statistics") if share is None else Kind("sum and mean", (share / (1 - share),))
 
@@ -250,6 +256,7 @@ def _as_power(f: _Points, near: _Near) -> Kind | None:
     """
     if not f.keys() >= {(2, 1), (3, 0)}:
         return None
+    # All rows twice: F is 2**p times as large, in A, in B and in both.
     growth = float(f[2, 0] @ f[1, 0] / (f[1, 0] @ f[1, 0])) if f[1, 0].any() else 0.0
     if growth <= 0:
         return None
@@ -263,6 +270,7 @@ def _as_power(f: _Points, near: _Near) -> Kind | None:
     if not 0 < share < 1 or abs(share + y ** (1 / (1 - p)) - 1) > _EXACT:
         return None
     ratio = share / (1 - share)
+    # What follows for A twice and B once must be so.
     predicted = (2 * ratio ** (1 - p) * f[1, 0] + f[0, 1]) / (2 * ratio + 1) ** (1 - p)
     return Kind("power", (ratio,), p) if near(f[2, 1], predicted) else None
 
@@ -272,6 +280,7 @@ def _share(f: _Points, near: _Near) -> float | None:
     apart = f[1, 0] - f[0, 1]
     if near(apart, 0):
         return 0.5 if near(f[1, 1], f[1, 0]) else None
+    # Where A and B differ, their mixture lies on the line between them.
     share = float((f[1, 1] - f[0, 1]) @ apart / (apart @ apart))
     fits = near(f[1, 1], share * f[1, 0] + (1 - share) * f[0, 1])
     return share if fits and 0 < share < 1 else None
@@ -280,6 +289,7 @@ def _share(f: _Points, near: _Near) -> float | None:
 def _as_means(f: _Points, near: _Near, tolerance: float) -> Kind:
     """The Kind of what stays as it is when the batch repeats: a mean, two of them, or another statistic."""
     share = _share(f, near)
+    # The ratio that one mixture shows must hold for every other.
     if share is not None:
         ratio = share / (1 - share)
         mixed = [point for point in ((2, 1), (1, 2), (3, 1), (1, 3)) if point in f]
@@ -296,6 +306,7 @@ def _two_ratios(f: _Points) -> tuple[float, float] | None:
     system from which these polynomials are projected out. The ratios follow from the roots of D. A double root, or
     none, is a product of means, as in a variance or in a load-balancing loss.
     """
+    # Seven points: three go to the polynomial of degree 2, two to alpha and beta, and two test the fit.
     points = [point for point in ((0, 1), (1, 3), (1, 2), (1, 1), (2, 1), (3, 1), (1, 0)) if point in f]
     if len(points) < 7:
         return None
@@ -305,6 +316,7 @@ def _two_ratios(f: _Points) -> tuple[float, float] | None:
     project = basis[:, 3:].T
     target, *columns = ((project @ (t[:, None] ** power * values)).ravel() for power in range(3))
     size = float(np.linalg.norm(target))
+    # F is a polynomial already.
     if size < 1e-7:
         return None
     (alpha, beta), *_ = np.linalg.lstsq(np.stack(columns, axis=1), -target, rcond=None)
@@ -324,14 +336,17 @@ def _fits_three(
     a, _, c = parts
     right = _scaled(_evaluated(probe, (a, c), leaves, _POINTS), scales)
     whole = _scaled(_evaluated(probe, parts, leaves, [(1, 1, 1)]), scales)
+    # Where it cannot be told, two means are the simpler explanation.
     if len(right) < len(_POINTS) or not whole:
-        return True  # which cannot be told
+        return True
     ratios, others = _two_ratios(left), _two_ratios(right)
-    if ratios is None or others is None:  # A and C may count as much as each other in both means
+    # A and C may count as much as each other in both means, which then are one.
+    if ratios is None or others is None:
         return classify(right, _EXACT).name == "mean"
     points = {(i, j, 0): f for (i, j), f in left.items()} | {(i, 0, k): f for (i, k), f in right.items()} | whole
     times, values = np.array([*points]), np.stack([*points.values()])
     size = max(1.0, np.abs(whole[1, 1, 1]).max())
+    # The two ratios of A to C come in either order.
     for matched in (others, others[::-1]):
         # A mean of groups is the sum of their own means, each times its share of what is counted. Fit those means.
         counted = [times * (1, 1 / b, 1 / c) for b, c in zip(ratios, matched, strict=True)]

@@ -12,7 +12,7 @@ from funcga._backend.protocols import Backend
 from funcga._call.program import OwningGradient, Program
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Tree, WeightFn
-from funcga._verify.causes import Cause, diagnose, without_remainder
+from funcga._verify.causes import Cause, cause, diagnose, without_remainder
 from funcga._verify.probe import Limit, Probe, as_numbers, limit_of, random_states, restore
 from funcga._verify.responses import Measured, compare, uneven
 from funcga._verify.whole import (
@@ -69,12 +69,12 @@ class Verdict:
 
     def as_dict(self) -> dict[str, object]:
         """The same as dicts, lists, strings, numbers and None, for JSON; what is not finite is a string."""
-        rows: list[dict[str, object]] = [
-            {**row._asdict(), "sizes": [*row.sizes], "ok": row.ok}
-            | ({} if row.relative < float("inf") else {"relative": str(row.relative)})
-            for row in self.rows
-        ]
-        return asdict(self) | {"causes": [asdict(cause) for cause in self.causes], "rows": rows, "notes": [*self.notes]}
+        rows: list[dict[str, object]] = []
+        for row in self.rows:
+            # JSON has no numbers that are not finite.
+            difference = row.relative if row.relative < float("inf") else str(row.relative)
+            rows.append({**row._asdict(), "sizes": [*row.sizes], "relative": difference, "ok": row.ok})
+        return asdict(self) | {"causes": [asdict(each) for each in self.causes], "rows": rows, "notes": [*self.notes]}
 
     def __str__(self) -> str:
         return "\n".join(line for line, _ in _lines(self))
@@ -94,12 +94,12 @@ def _lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
     else:
         count = len(verdict.causes)
         yield f"Accumulation is NOT exact for this loss: {count} cause{'s' * (count != 1)}.", "bold red"
-    for number, cause in enumerate(verdict.causes, 1):
+    for number, each in enumerate(verdict.causes, 1):
         yield "", ""
-        yield f"{number}. {cause.name}", "bold"
-        yield from ((line, "") for line in _wrapped(cause.what))
-        yield f"   Fix: {cause.fix}", "green"
-        yield from ((line, "dim") for line in _wrapped(f"Seen: {cause.evidence}"))
+        yield f"{number}. {each.name}", "bold"
+        yield from ((line, "") for line in _wrapped(each.what))
+        yield f"   Fix: {each.fix}", "green"  # on one line, to be copied
+        yield from ((line, "dim") for line in _wrapped(f"Seen: {each.evidence}"))
     if verdict.rows:
         yield "", ""
         yield f"Against the whole batch, in {verdict.dtype}:", ""
@@ -177,24 +177,25 @@ def verify(
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     counts = _counts(n)
+    # A loss that does not depend on its parameters is a cause here, and no error.
     if isinstance(grad_fn, GradientFunction):
-        grad_fn = replace(grad_fn, reached={True})  # a loss of other parameters is a cause here, and no error
+        grad_fn = replace(grad_fn, reached={True})
     program = Program(grad_fn, fold, weight, in_axes)
     backend = program.backend(args, kwargs)
     rows = program.read(args, backend).rows()
     _check_rows(counts, rows)
     _check_finite((args, kwargs), backend)
-    request = _Request(tuple(counts or [min(3, rows)]), counts[0] if len(counts) == 1 else None, seed)
     probe = Probe(program, backend, args, kwargs, precise=False)
     states = random_states(probe)
+    # In float64 if that is possible, where rounding hides next to nothing; else as the arguments are.
     try:
-        with probe.framework.precision("float64"):
+        with probe.framework.precision(precise=True):
             precise = _precise(program, backend, args, kwargs)
             if isinstance(precise, Probe):
-                return _verdict(precise, request, [])
-        with probe.framework.precision("own"):
+                return _verdict(precise, counts, seed, [])
+        with probe.framework.precision(precise=False):
             probe = Probe(program, backend, args, kwargs, precise=False)
-            return _verdict(probe, request, [f"not in float64, in which the call {precise}"])
+            return _verdict(probe, counts, seed, [f"not in float64, in which the call {precise}"])
     finally:
         restore(probe, states)
 
@@ -242,28 +243,21 @@ def _precise(program: Program, backend: Backend, args: tuple[Tree, ...], kwargs:
     try:
         probe = Probe(program, backend, args, kwargs, precise=True)
         probe.values(probe.every)
-    except Exception as error:  # something is in another dtype that meets them
+    # Something that the function closes over is in another dtype than float64.
+    except Exception as error:
         first, *_ = str(error).splitlines() or [""]
-        text = first.rpartition("please report a bug to PyTorch. ")[2]  # which is none
+        # Torch asserts on dtypes that meet, and takes that for a bug of its own.
+        text = first.rpartition("please report a bug to PyTorch. ")[2]
         return f"raised {type(error).__name__}: {text[:160]}"
     return probe
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What was asked: numbers of micro-batches; the one that was named, if there is one; and the seed."""
-
-    ns: tuple[int, ...]
-    n: int | None
-    seed: int
-
-
-def _verdict(probe: Probe, request: _Request, notes: list[str]) -> Verdict:
+def _verdict(probe: Probe, counts: list[int], seed: int, notes: list[str]) -> Verdict:
     """The Verdict: first what makes comparisons meaningless, then the splits and what explains them."""
     dtype = "float64" if probe.precise else "the arguments' own dtypes"
-    state = unevaluated(probe)
-    if state is not None:
-        return Verdict(False, (state,), (), dtype, ("nothing else was looked at: there is no gradient",))
+    causes = unevaluated(probe)
+    if causes:
+        return Verdict(False, tuple(causes), (), dtype, ("nothing else was looked at: there is no gradient",))
     _check_gradient(probe)
     seen, causes = impurities(probe)
     if causes:
@@ -276,8 +270,8 @@ def _verdict(probe: Probe, request: _Request, notes: list[str]) -> Verdict:
             f"rounding, and cannot be seen"
         )
     if _is_weightless(probe):
-        return _without_weight(probe, request, notes)
-    return _compared(probe, seen, limit, request, dtype, notes)
+        return _without_weight(probe, counts, seed, notes)
+    return _compared(probe, seen, limit, counts, np.random.default_rng(seed), dtype, notes)
 
 
 def _check_gradient(probe: Probe) -> None:
@@ -297,39 +291,37 @@ def _is_weightless(probe: Probe) -> bool:
     return any(fold.normalizer.divides_by == "weight" and leaf is not None and np.any(leaf) for fold, leaf in leaves)
 
 
-def _without_weight(probe: Probe, request: _Request, notes: list[str]) -> Verdict:
+def _without_weight(probe: Probe, counts: list[int], seed: int, notes: list[str]) -> Verdict:
     """The Verdict for a weight that is 0 everywhere; what it should be is what there is to say without it."""
-    verdict = _verdict(probe.under(probe.program.fold, None), request, notes)
-    lines = [cause.fix for cause in verdict.causes if cause.name == "uneven tokens"]
-    cause = Cause(
-        "wrong weight",
-        "weight= is 0 for the whole batch, though the loss is not: every micro-batch is left out, and all results are "
-        "zero.",
-        lines[0] if lines else "drop weight=: by default a micro-batch weighs as many as it has rows",
-        f"weight is 0 for all {probe.rows} rows",
-    )
-    rest = [cause for cause in verdict.causes if cause.name != "uneven tokens"]
-    said = "the splits are those without weight="
-    return replace(verdict, ok=False, causes=(cause, *rest), notes=(*verdict.notes, said))
+    verdict = _verdict(probe.under(probe.program.fold, None), counts, seed, notes)
+    lines = [each.fix for each in verdict.causes if each.name == "uneven tokens"]
+    line = lines[0] if lines else "drop weight=: by default a micro-batch weighs as many as it has rows"
+    rest = [each for each in verdict.causes if each.name != "uneven tokens"]
+    causes = (cause("wrong weight: zero", line=line, rows=probe.rows), *rest)
+    return replace(verdict, ok=False, causes=causes, notes=(*verdict.notes, "the splits are those without weight="))
 
 
-def _compared(probe: Probe, seen: Seen, limit: Limit, request: _Request, dtype: str, notes: list[str]) -> Verdict:
+def _compared(
+    probe: Probe, seen: Seen, limit: Limit, counts: list[int], random: np.random.Generator, dtype: str, notes: list[str]
+) -> Verdict:
     """The Verdict of a function of which all calls agree: n micro-batches, and uneven ones, against the whole batch."""
-    random = np.random.default_rng(request.seed)
     parts = uneven(probe, random)
     limit, small = fitted(probe, limit, seen.epsilon, parts)
     causes, probe = per_example(probe, parts[0])
     if causes and probe.threaded:
         return Verdict(False, tuple(causes), (), dtype, (*notes, "nothing else was looked at"))
     causes += unused(probe)
-    splits = compare(probe, request.ns, limit, parts)
+    # The heart of it: the splits, what explains them, and what remains where that is next to nothing.
+    splits = compare(probe, counts or [min(3, probe.rows)], limit, parts)
     reasons, remainder = without_remainder(probe, splits, diagnose(probe, splits, seen.draws, limit, random), limit)
     reasons = reasons or late_state(probe, seen, limit)
-    division, doubts = divided(probe, request.n, limit)
-    if division:  # which makes a mean under sum() right for this n
-        reasons = [cause for cause in reasons if cause.name != "mean under sum"]
+    division, doubts = divided(probe, counts[0] if len(counts) == 1 else None, limit)
+    # A division by n makes a mean under sum() right, for this n.
+    if division:
+        reasons = [each for each in reasons if each.name != "mean under sum"]
     causes += reasons + division + wrong_gradient(probe, limit)
     notes += small + remainder + doubts
+    # What the values alone cannot tell.
     gradients = isinstance(probe.program.grad_fn, GradientFunction) or bool(probe.gradient_leaves())
     if not gradients:
         notes.append(

@@ -4,7 +4,6 @@ A call that writes, draws or remembers makes every comparison meaningless. Param
 the number of micro-batches and a gradient that is not the loss's are wrong in a micro-batch as in the whole batch.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,14 +13,14 @@ from funcga._accumulate import accumulate
 from funcga._backend.prefixes import leaf_paths
 from funcga._grad import GradientFunction
 from funcga._trees import interop
-from funcga._types import Tree
-from funcga._verify.causes import Cause
+from funcga._types import Array, Tree
+from funcga._verify.causes import Cause, cause
 from funcga._verify.divisors import Variant, variants
-from funcga._verify.probe import Leaves, Limit, Probe, Rows, as_numbers, largest, limit_of, random_states, restore
+from funcga._verify.probe import Leaves, Limit, Probe, Rows, largest, limit_of, random_states, restore
 from funcga.folds import concat
 
 
-def unevaluated(probe: Probe) -> Cause | None:
+def unevaluated(probe: Probe) -> list[Cause]:
     """State that a loss writes to where its framework raises: not even one gradient can be computed."""
     try:
         probe.values(probe.every)
@@ -29,14 +28,9 @@ def unevaluated(probe: Probe) -> Cause | None:
         if not probe.framework.is_write(error):
             raise
         layers = ", ".join(probe.framework.batch_normalisers(probe.program.grad_fn)[:3])
-        return Cause(
-            "state",
-            "The loss writes to tensors that it closes over, as BatchNorm in training mode does to its running "
-            "statistics, and torch.func computes no gradient of that.",
-            "module.eval(); or torch_backend.pure_loss(module, loss_fn), which leaves the buffers of the module alone",
-            f"the call raised {type(error).__name__}{f'; in the loss are {layers}' if layers else ''}",
-        )
-    return None
+        layers = f"; in the loss are {layers}" if layers else ""
+        return [cause("state: buffers", error=type(error).__name__, layers=layers)]
+    return []
 
 
 class Seen(NamedTuple):
@@ -64,93 +58,63 @@ def impurities(probe: Probe) -> tuple[Seen, list[Cause]]:
     try:
         first = _watched(probe, args)
         limit = limit_of(first.epsilon)
+        # Writing to arguments comes first, as it explains a second call that differs.
         written = _written(probe, before, args)
-        if written is not None:
-            return first, [written]
-        second = _watched(probe, args)
-        if first.distance(second, limit) <= limit.relative:
+        if written:
+            return first, written
+        distance = first.distance(_watched(probe, args), limit)
+        if distance <= limit.relative:
             return first, []
+        # A third call, with the random generators as they were for the first one.
         restore(probe, states)
-        third = _watched(probe, args)
+        is_random = first.distance(_watched(probe, args), limit) <= limit.relative
     finally:
         restore(probe, states)
-    if not first.distance(third, limit) <= limit.relative:
-        return first, [_state(first.distance(second, limit))]
-    cause = Cause(
-        "randomness",
-        "Two calls with the same arguments differ, and no longer do so once the random generators are put back: the "
-        "loss draws random numbers, as dropout does. n micro-batches draw others than one batch, so they agree on "
-        "average only.",
-        "module.eval(), or dropout p=0, where you compare; or draw per row, from a key or a mask that is split with "
-        "the batch",
-        _difference(first.distance(second, limit)),
-    )
-    return first, [cause]
+    return first, [_changed("randomness" if is_random else "state", distance)]
 
 
 def _watched(probe: Probe, args: tuple[Tree, ...]) -> Seen:
     values, program, epsilon, draws = probe.framework.watch(probe.raw, args, probe.kwargs)
-    numbers = [as_numbers(value, probe.backend) for value in values]
-    return Seen(numbers, program, max(epsilon, probe.epsilon), draws)
+    return Seen(probe.numbers(values), program, max(epsilon, probe.epsilon), draws)
 
 
-def _written(probe: Probe, before: Leaves, args: tuple[Tree, ...]) -> Cause | None:
-    after = probe.numbers((args, probe.kwargs))
+def _written(probe: Probe, before: Leaves, args: tuple[Tree, ...]) -> list[Cause]:
     paths = leaf_paths((args, probe.kwargs), probe.backend.trees, "")
-    for path, x, y in zip(paths, before, after, strict=True):
+    for path, x, y in zip(paths, before, probe.numbers((args, probe.kwargs)), strict=True):
         if x is not None and not np.array_equal(x, y, equal_nan=True):
-            return Cause(
-                "state",
-                "The call writes to its arguments, so the next micro-batch sees other ones.",
-                "compute new arrays instead of writing in place: `x = x * 2`, not `x.mul_(2)`",
-                f"the argument at {path.removeprefix('[0]')} of the arguments was changed by a call",
-            )
-    return None
+            return [cause("state: arguments", path=path.removeprefix("[0]"))]
+    return []
 
 
-def _state(distance: float) -> Cause:
-    return Cause(
-        "state",
-        "Two calls with the same arguments differ, whatever the random generators are: something outlives a call, "
-        "and the result depends on how often it was called.",
-        "pass the state in and return it: in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry())",
-        _difference(distance),
-    )
-
-
-def _difference(distance: float) -> str:
+def _changed(key: str, distance: float) -> Cause:
+    difference = f"two calls with the same arguments differ by {distance:.1e}, relative to the largest element"
     if distance == float("inf"):
-        return "the function traces to another program the second time"
-    return f"two calls with the same arguments differ by {distance:.1e}, relative to the largest element"
+        difference = "the function traces to another program the second time"
+    return cause(key, difference=difference)
 
 
 def late_state(probe: Probe, seen: Seen, limit: Limit) -> list[Cause]:
     """State that shows only after calls with other rows."""
     first, again = (seen._replace(values=values) for values in (probe.whole, probe.call(probe.every)))
     distance = first.distance(again, limit)
-    return [] if distance <= limit.relative else [_state(distance)]
+    return [] if distance <= limit.relative else [_changed("state", distance)]
 
 
 def per_example(probe: Probe, part: Rows) -> tuple[list[Cause], Probe]:
     """Outputs that have a row for each example under a fold that adds them up; and the Probe with concat() for them."""
     some = probe.try_values(part)
-    if some is None:  # a loss that refuses some batches, of which the splits tell
+    # The splits tell of a loss that refuses some batches.
+    if some is None:
         return [], probe
     folds, causes = [*probe.folds], []
     for i, (x, y) in enumerate(zip(probe.whole, some, strict=True)):
         if x is None or y is None or x.shape == y.shape or folds[i].reducer.monoid.ordered:
             continue
+        # The axis whose length follows the number of rows.
         axis = next((k for k, (of_x, of_y) in enumerate(zip(x.shape, y.shape, strict=False)) if of_x != of_y), 0)
         folds[i] = concat(axis)
-        cause = Cause(
-            "per-example output",
-            f"{probe.paths[i]} has a row for each example, and the fold would add up the rows of different "
-            f"micro-batches.",
-            f"a tree of folds with funcga.concat({axis or ''}) in its place, such as fold=((funcga.mean(), "
-            f"funcga.concat()), funcga.mean()) for ((loss, outputs), grads)",
-            f"its shape is {[*x.shape]} for {probe.rows} rows and {[*y.shape]} for {len(part)}",
-        )
-        causes.append(cause)
+        words = {"whole": [*x.shape], "part": [*y.shape], "rows": probe.rows, "some": len(part)}
+        causes.append(cause("per-example output", where=probe.paths[i], axis=axis or "", **words))
     if not causes or probe.threaded:
         return causes[:1], probe
     structure = probe.backend.trees.flatten(probe.output)[1]
@@ -164,6 +128,7 @@ def fitted(probe: Probe, limit: Limit, epsilon: float, parts: tuple[Rows, Rows])
     """
     evaluated = [(rows, values) for rows in (probe.every, *parts) if (values := probe.try_values(rows)) is not None]
     top = max(largest(values) for _, values in evaluated)
+    # The usual case: gradients stand out from the floor.
     if not 0 < top < limit.floor / limit.relative:
         return limit, []
     if top > 8 * epsilon**0.75 * max(abs(probe.loss(rows)) for rows, _ in evaluated):
@@ -183,17 +148,7 @@ def unused(probe: Probe) -> list[Cause]:
     pairs = zip(probe.whole, moved.whole, strict=True)
     if any(x is not None and not np.array_equal(x, y, equal_nan=True) for x, y in pairs):
         return []
-    return [
-        Cause(
-            "params unused",
-            "Every gradient is exactly zero, and nothing changes with the parameters: the loss does not use its "
-            "argument, but closes over parameters of its own.",
-            "loss_fn = torch_backend.pure_loss(module, lambda module, x, y: ...)"
-            if probe.backend.name == "torch"
-            else "use the argument: model.apply(params, x), not a model that holds its own",
-            f"{len(gradients)} gradients are zero, and stay so with every parameter changed",
-        )
-    ]
+    return [cause(f"params unused: {probe.backend.name}", count=len(gradients))]
 
 
 def wrong_gradient(probe: Probe, limit: Limit) -> list[Cause]:
@@ -210,39 +165,19 @@ def wrong_gradient(probe: Probe, limit: Limit) -> list[Cause]:
     output = probe.framework.other_way(grad_fn, transform, args, probe.kwargs)
     if output is None:
         return []
-    steps, other = _gradients(probe, probe.raw(*args, **probe.kwargs)), _gradients(probe, output)
+    steps, other = (_gradient(probe, tree) for tree in (probe.output, output))
     differences = limit.differences(steps, other)
     worst = max(differences, default=0.0)
+    # Of two ways to compute the same number rounding may differ by more than in one.
     if not 10 * limit.relative < worst < float("inf"):
         return []
     if ours is None:
-        return [
-            Cause(
-                "first-order step",
-                "A step of funcga's inside of grad_fn is taken for a constant: the results of accumulate and stream "
-                "have no graph, so torch.autograd.grad and .backward() do not see their derivative.",
-                "funcga.grad(outer_loss), with the step in outer_loss, in place of torch.autograd.grad",
-                f"{probe.paths[differences.index(worst)]} differs by {worst:.2g} of its largest element from what it "
-                f"is with that derivative",
-            )
-        ]
+        return [cause("first-order step", where=probe.paths[differences.index(worst)], difference=worst)]
     # Differences of the loss itself say which of the two is its gradient.
-    if not _is_gradient(probe, ours, args, other, steps):
-        return []
-    return [
-        Cause(
-            "wrong gradient",
-            "The gradient misses a part of the loss, in a micro-batch as in the whole batch: something inside of the "
-            "loss takes itself out of the graph, as what calls .detach() or .backward() outside of torch.func does.",
-            "torch.func.grad_and_value(loss_fn) in place of funcga.value_and_grad(loss_fn), which gives the gradients "
-            "first",
-            f"the gradient of the whole batch differs by {worst:.1e} from that of torch.func, with which differences "
-            f"of the loss agree",
-        )
-    ]
+    return [cause("wrong gradient", difference=worst)] if _is_gradient(probe, other, steps) else []
 
 
-def _gradients(probe: Probe, output: Tree) -> Leaves:
+def _gradient(probe: Probe, output: Tree) -> Leaves:
     """The leaves of the gradient in an output; of a function of the user's own, all leaves."""
     grad_fn = probe.program.grad_fn
     if isinstance(grad_fn, GradientFunction):
@@ -250,40 +185,33 @@ def _gradients(probe: Probe, output: Tree) -> Leaves:
     return probe.numbers(output)
 
 
-def _is_gradient(probe: Probe, grad_fn: GradientFunction, args: tuple[Tree, ...], one: Leaves, other: Leaves) -> bool:
+def _is_gradient(probe: Probe, one: Leaves, other: Leaves) -> bool:
     """Whether the loss changes as the one gradient says, and not as the other, along what they differ by."""
     difference = [None if x is None else np.real(x - y) for x, y in zip(one, other, strict=True)]
-    size = largest(difference)
+    size, step = largest(difference), 1e-5 if probe.precise else 1e-2
     if not 0 < size < float("inf"):
         return False
     direction = [None if part is None else part / size for part in difference]
-    step = 1e-5 if probe.precise else 1e-2
-    try:
-        ahead, behind = (_loss_at(probe, grad_fn, args, direction, signed) for signed in (step, -step))
-    except Exception:  # a loss that is not defined there
+    ahead, behind = (probe.moved(partial(_along, probe, direction, amount)) for amount in (step, -step))
+    if ahead is None or behind is None:
         return False
-    slope = (ahead - behind) / (2 * step)
-    one_says, other_says = (
+    # The derivative of the loss along the direction, and what either gradient says that it is.
+    slope = (ahead.loss(probe.every) - behind.loss(probe.every)) / (2 * step)
+    claims = [
         sum(float((np.real(x) * v).sum()) for x, v in zip(leaves, direction, strict=True) if v is not None)
         for leaves in (one, other)
-    )
-    return abs(slope - one_says) < 0.1 * abs(slope - other_says)
+    ]
+    return abs(slope - claims[0]) < 0.1 * abs(slope - claims[1])
 
 
-def _loss_at(
-    probe: Probe, grad_fn: GradientFunction, args: tuple[Tree, ...], direction: Leaves, amount: float
-) -> float:
-    """The loss with its parameters moved along the direction."""
-    trained, trees = grad_fn.places(len(args)), probe.backend.trees
-    leaves, structure = trees.flatten(tuple(args[i] for i in trained))
+def _along(probe: Probe, direction: Leaves, amount: float, leaves: list[Array]) -> list[Array]:
+    """The leaves of the parameters, moved along a direction."""
     convert = {"torch": interop.to_torch, "jax": interop.to_jax}[probe.backend.name]
-    moved = [
-        leaf if v is None else leaf + probe.backend.arrays.cast(convert(v * amount, device=leaf.device), leaf.dtype)
+    cast = probe.backend.arrays.cast
+    return [
+        leaf if v is None else leaf + cast(convert(v * amount, device=leaf.device), leaf.dtype)
         for leaf, v in zip(leaves, direction, strict=True)
     ]
-    replaced = dict(zip(trained, trees.unflatten(structure, moved), strict=True))
-    output = grad_fn.loss_fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **probe.kwargs)
-    return float(as_numbers(grad_fn.split(output, probe.backend)[0], probe.backend))
 
 
 def divided(probe: Probe, n: int | None, limit: Limit) -> tuple[list[Cause], list[str]]:
@@ -292,57 +220,43 @@ def divided(probe: Probe, n: int | None, limit: Limit) -> tuple[list[Cause], lis
     With such a number doubled, the whole output is halved, or twice as large. Only then is it accused, and only if its
     name says what it stands for: that a temperature or a number of channels equals n is no mistake.
     """
+    # Metrics beside the gradients need not have the factor. A leaf of zeros has any.
     gradients, nonzero = probe.gradient_leaves(), [i for i in probe.additive() if np.any(probe.whole[i])]
     leaves = [i for i in nonzero if i in gradients] or nonzero
-    if not leaves:
-        return [], []
-    split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
-    sizes = {size for leaf in split for size in leaf.shape}
     grad_fn = partial(probe.program.grad_fn, **probe.kwargs)
-    for variant in sorted(variants(grad_fn, n), key=lambda variant: variant.doubt):
+    for variant in sorted(variants(grad_fn, n), key=lambda variant: variant.doubt) if leaves else ():
         try:
             step = accumulate(variant.function, 1, fold=probe.plain, in_axes=probe.program.in_axes)
             changed = probe.numbers(step(*probe.gathered(probe.every)))
-        except Exception:  # with this number the function is another one
+        # The number was the length of something, and the function fails with another.
+        except Exception:
             continue
-        if _is_scaled(probe.whole, changed, leaves, 0.5 if variant.value > 1 else 2.0, limit):
-            # A usual name may still be that of an axis of the batch.
-            is_sure = variant.doubt == 0 or (variant.doubt == 1 and variant.value not in sizes)
-            summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
-            return ([_division(variant, summed)], []) if is_sure else ([], [_doubtful(variant)])
+        factor = 0.5 if variant.value > 1 else 2.0
+        if _is_scaled([probe.whole[i] for i in leaves], [changed[i] for i in leaves], factor, limit):
+            return _accused(probe, leaves, variant)
     return [], []
 
 
-def _is_scaled(before: Leaves, after: Leaves, leaves: Sequence[int], factor: float, limit: Limit) -> bool:
+def _is_scaled(before: Leaves, after: Leaves, factor: float, limit: Limit) -> bool:
     """Whether arrays, or where there are none the scalars, are this many times as large."""
-    arrays = [i for i in leaves if before[i].ndim] or leaves
-    size = largest([before[i] for i in arrays])
-    apart = [np.abs(after[i] - factor * before[i]).max(initial=0.0) for i in arrays]
-    return size > 0 and all(difference <= limit.relative * size for difference in apart)
+    has_arrays, size = any(x.ndim for x in before), largest(before)
+    pairs = [(x, y) for x, y in zip(before, after, strict=True) if x.ndim or not has_arrays]
+    return size > 0 and all(np.abs(y - factor * x).max(initial=0.0) <= limit.relative * size for x, y in pairs)
 
 
-def _division(variant: Variant, summed: bool) -> Cause:
-    fold = " and write fold=funcga.mean(), the default" if summed else ""
-    doubt = ", if it stands for the number of micro-batches" if variant.name == repr(variant.value) else ""
-    return Cause(
-        "divided by n",
-        "The loss is divided by the number of micro-batches, which is right for this n alone, and only if all are "
-        "equal."
-        if summed
-        else "The loss is divided by the number of micro-batches already. The fold divides by what was folded, so "
-        "gradients are n times too small, for every n.",
-        f"drop `{_operation(variant)}` from the loss{fold}{doubt}",
-        f"with {variant.name} = {2 * variant.value:g} instead of {variant.value:g} all of the output is "
-        f"{'half' if variant.value > 1 else 'twice'} as large",
-    )
-
-
-def _doubtful(variant: Variant) -> str:
-    return (
-        f"the whole loss has the factor `{_operation(variant)}`: if it stands for the number of micro-batches, drop it "
-        f"(the fold divides by what was folded); if it merely equals n, all is well"
-    )
-
-
-def _operation(variant: Variant) -> str:
-    return f"{'/' if variant.value > 1 else '*'} {variant.name}"
+def _accused(probe: Probe, leaves: list[int], variant: Variant) -> tuple[list[Cause], list[str]]:
+    """The cause, or a note where the number may stand for something else, such as an axis of the batch."""
+    split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
+    sizes = {size for leaf in split for size in leaf.shape}
+    name, value = variant.name, variant.value
+    operation = f"{'/' if value > 1 else '*'} {name}"
+    if variant.doubt == 2 or (variant.doubt == 1 and value in sizes):
+        note = (
+            f"the whole loss has the factor `{operation}`: if it stands for the number of micro-batches, drop it (the "
+            f"fold divides by what was folded); if it merely equals n, all is well"
+        )
+        return [], [note]
+    summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
+    doubt = ", if it stands for the number of micro-batches" if name == repr(value) else ""
+    words = {"name": name, "value": value, "twice": 2 * value, "size": "half" if value > 1 else "twice"}
+    return [cause(f"divided by n{': summed' if summed else ''}", operation=operation, doubt=doubt, **words)], []
