@@ -13,181 +13,8 @@ from funcga._backend.protocols import Backend
 from funcga._call.arguments import argument_names
 from funcga._call.program import Program
 from funcga._call.scales import check_loss_scale, scaled_loss
-from funcga._types import LossFn, P, R
+from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError
-
-
-@dataclass(frozen=True, eq=False)
-class GradientFunction:
-    """A gradient function that takes the framework of its arguments. Made by `grad` and `value_and_grad`."""
-
-    loss_fn: Callable[..., Any]
-    argnums: int | tuple[int, ...]
-    has_aux: bool
-    with_value: bool
-    scaled: bool = False
-    reached: set[bool] = field(default_factory=set, repr=False)  # filled once a gradient has come to a leaf
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.loss_fn
-
-    def bound(self, backend: Backend) -> Callable[..., Any]:
-        """The framework's own gradient function. It raises FuncgaError where loss_fn returns no real scalar."""
-        transform = backend.gradients.value_and_grad if self.with_value else backend.gradients.grad
-
-        @functools.wraps(self.loss_fn, updated=())
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            loss, aux = self._evaluated(args, kwargs, backend)
-            return (loss, aux) if self.has_aux else loss
-
-        made = self._scaled(backend) if self.scaled else transform(checked, self.argnums, self.has_aux)
-
-        @functools.wraps(self.loss_fn, updated=())  # for the names of its parameters in messages
-        def gradient(*args: Any, **kwargs: Any) -> Any:
-            for i in self.places(len(args)):
-                self.check_leaves(args[i], i, backend)
-            if not _is_compiling(backend):
-                _EVALUATIONS.count += 1
-            scale, kwargs = self.read_scale(kwargs, backend)  # here, as inside of the transform the host sees nothing
-            return made(*args, **kwargs) if scale is None else made(scale, *args, **kwargs)
-
-        return gradient
-
-    def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend) -> tuple[Any, Any]:
-        """(loss, aux) at these arguments. Raises FuncgaError if the loss is seen not to depend on any of the leaves."""
-        if self.reached or _is_compiling(backend):
-            return self.split(self.loss_fn(*args, **kwargs), backend)
-        before = evaluations()
-        loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
-        depends = backend.gradients.depends(loss)
-        if depends:
-            self.reached.add(True)
-        # a gradient inside of the loss may be a constant, as that of a linear function is
-        elif depends is False and evaluations() == before and self._leaves(args, backend):
-            raise self.unreached(len(args), backend)
-        return loss, aux
-
-    def _leaves(self, args: tuple[Any, ...], backend: Backend) -> list[Any]:
-        differentiated = tuple(args[i] for i in self.places(len(args)))
-        return [leaf for leaf in backend.trees.flatten(differentiated)[0] if leaf is not None]
-
-    def unreached(self, count: int, backend: Backend) -> FuncgaError:
-        """The error for a loss of `count` arguments that depends on no leaf of those that are differentiated."""
-        names = argument_names(self.loss_fn, count)
-        instead = "as model.apply(params, x) does"
-        if backend.name == "torch":
-            instead = "as torch_backend.pure_loss(module, lambda module, x, y: F.mse_loss(module(x), y)) does"
-        of = " or ".join(f"`{names[i]}`" for i in self.places(count))
-        return FuncgaError(
-            f"the loss does not depend on {of}: no gradient reaches an array of it, and nothing would be trained. "
-            f"loss_fn uses a module, or arrays, that it closes over, or it detaches what it computes. Compute the loss "
-            f"from the argument, {instead}."
-        )
-
-    def _scaled(self, backend: Backend) -> Callable[..., Any]:
-        """f(scale, *args): the gradient function of the loss times a scale, whose value is the loss as it is."""
-
-        @functools.wraps(self.loss_fn, updated=())
-        def product(*args: Any, loss_scale: Any, **kwargs: Any) -> Any:
-            loss, aux = self._evaluated(args, kwargs, backend)
-            return scaled_loss(loss, loss_scale, backend.arrays), (loss, aux)
-
-        transform = backend.gradients.value_and_grad(product, self.argnums, True)
-
-        def gradient(scale: Any, *args: Any, **kwargs: Any) -> Any:
-            (_, (loss, aux)), grads = transform(*args, loss_scale=scale, **kwargs)
-            return self.compose(loss, aux, grads if isinstance(self.argnums, tuple) else (grads,))
-
-        return gradient
-
-    def read_scale(self, kwargs: dict[str, Any], backend: Backend) -> tuple[Any, dict[str, Any]]:
-        """The loss scale of a call, and its other keyword arguments. Raises FuncgaError if there is none, or a bad one.
-
-        None, and all keyword arguments, if the gradients are not scaled.
-        """
-        if not self.scaled:
-            if "loss_scale" in kwargs and not {"loss_scale", "**"} & _keywords(self.loss_fn):
-                raise FuncgaError(
-                    "the call has a loss_scale, which this gradient function does not take. Make it with scaled=True, "
-                    "as funcga.value_and_grad(loss_fn, scaled=True)."
-                )
-            return None, kwargs
-        rest = {name: value for name, value in kwargs.items() if name != "loss_scale"}
-        return check_loss_scale(kwargs.get("loss_scale"), backend.arrays), rest
-
-    def check_leaves(self, tree: Any, i: int, backend: Backend) -> None:
-        """Raises FuncgaError if there is no gradient with respect to a leaf of the i-th argument."""
-        backend.gradients.check_params(tree)
-        leaves, _ = backend.trees.flatten(tree)
-        for k, leaf in enumerate(leaves):
-            if leaf is not None and not _has_gradient(leaf, backend):
-                name = argument_names(self.loss_fn, i + 1)[i]
-                if hasattr(leaf, "materialize"):
-                    raise uninitialised(leaf_paths(tree, backend.trees, name)[k])
-                if hasattr(leaf, "named_parameters") or type(leaf).__name__ == "generator":
-                    raise FuncgaError(
-                        f"`{name}` is {backend.arrays.describe(leaf)}, and a gradient is taken with respect to its "
-                        f"arrays. Give a module's parameters by name: dict(module.named_parameters())."
-                    )
-                raise FuncgaError(
-                    f"`{leaf_paths(tree, backend.trees, name)[k]}` is {backend.arrays.describe(leaf)}, and a gradient "
-                    f"is taken with respect to `{name}`: only float and complex arrays have one. Pass what is not "
-                    f"trained as another argument, whole: in_axes=(None, None, 0), or close over it."
-                )
-
-    def split(self, output: Any, backend: Backend) -> tuple[Any, Any]:
-        """(loss, aux) of what loss_fn returned. Raises FuncgaError if that is no real scalar, or no pair of both."""
-        loss, aux = output, None
-        if self.has_aux:
-            if not isinstance(output, tuple | list) or len(output) != 2:
-                found = _describe(output, backend)
-                raise FuncgaError(f"loss_fn returned {found}, and has_aux=True asks for a pair: return loss, aux.")
-            loss, aux = output
-        if not backend.arrays.is_array(loss):
-            hint = " If it returns (loss, aux), say so: has_aux=True." if isinstance(loss, tuple | list) else ""
-            raise FuncgaError(
-                f"what loss_fn returned is {_describe(loss, backend)}, which has no gradient: return a scalar array, "
-                f"not a number that was taken out of one.{hint}"
-            )
-        if loss.shape != () or backend.arrays.kind(loss.dtype) != "float":
-            why = "a gradient is that of a scalar: return loss.mean(), or loss.sum() with fold=funcga.per_weight()"
-            if loss.shape == ():
-                why = "a gradient is that of a real number: return a float, such as abs(loss) ** 2"
-            raise FuncgaError(f"loss_fn returned {backend.arrays.describe(loss)}, and {why}.")
-        return loss, aux
-
-    def compose(self, loss: Any, aux: Any, grads: Sequence[Any]) -> Any:
-        """What a gradient function returns, from its parts; `grads` has one tree for each of argnums."""
-        value = (loss, aux) if self.has_aux else loss
-        gradient = tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
-        if self.with_value:
-            return value, gradient
-        return (gradient, aux) if self.has_aux else gradient
-
-    def places(self, count: int) -> tuple[int, ...]:
-        """`argnums` among `count` positional arguments, none negative. Raises FuncgaError for one that is not there."""
-        entries = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
-        if any(not -count <= entry < count for entry in entries):
-            raise FuncgaError(
-                f"argnums is {self.argnums!r}, and the call has {count} positional arguments, 0 to {count - 1}. Pass "
-                f"what is to be differentiated by position."
-            )
-        found = tuple(entry % count for entry in entries)
-        if len({*found}) != len(found):
-            raise FuncgaError(f"argnums is {self.argnums!r}, which names an argument twice. Name each once.")
-        return found
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The value and gradient, or the gradient, at these arguments."""
-        names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
-        backend = backend_of([*args, *kwargs.values()], names)
-        return self.bound(backend)(*args, **kwargs)
-
-
-def _is_compiling(backend: Backend) -> bool:
-    """Whether torch.compile traces what runs now, which must not depend on counters of Python's."""
-    return backend.name == "torch" and backend.loop.is_traced(())
 
 
 class _Evaluations(threading.local):
@@ -202,24 +29,178 @@ def evaluations() -> int:
     return _EVALUATIONS.count
 
 
-def _keywords(loss_fn: Callable[..., Any]) -> set[str]:
-    """The parameters that a loss can be given by name, with "**" where that is any; of what is made of one, its own."""
-    while hasattr(loss_fn, "loss_fn"):
-        loss_fn = loss_fn.loss_fn
-    try:
-        parameters = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):
-        return {"**"}
-    return {"**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+@dataclass(frozen=True, eq=False)
+class GradientFunction:
+    """A gradient function that takes the framework of its arguments. Made by `grad` and `value_and_grad`."""
 
+    loss_fn: LossFn
+    argnums: int | tuple[int, ...]
+    has_aux: bool
+    with_value: bool
+    scaled: bool = False
+    reached: set[bool] = field(default_factory=set, repr=False)  # filled once a gradient has come to a leaf
 
-def check_scaled(loss_fn: Callable[..., Any], scaled: bool) -> None:
-    """Raises FuncgaError if a gradient function that takes a loss_scale would keep one from its loss."""
-    if scaled and "loss_scale" in _keywords(loss_fn):
-        raise FuncgaError(
-            "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. "
-            "Give it another name; or multiply the loss yourself, without scaled=True."
+    @property
+    def __wrapped__(self) -> LossFn:
+        return self.loss_fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
+        """The value and gradient, or the gradient, at these arguments."""
+        names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
+        backend = backend_of([*args, *kwargs.values()], names)
+        return self.bound(backend)(*args, **kwargs)
+
+    def bound(self, backend: Backend) -> GradFn:
+        """The framework's own gradient function. It raises FuncgaError where loss_fn returns no real scalar."""
+
+        @functools.wraps(self.loss_fn, updated=())  # for the names of its parameters in messages
+        def gradient(*args: Any, **kwargs: Any) -> Tree:
+            for arg_index in self.places(len(args)):
+                self.check_leaves(args[arg_index], arg_index, backend)
+            # Counters of Python's must not be read in what torch.compile traces.
+            counts = not (backend.name == "torch" and backend.loop.is_traced(()))
+            _EVALUATIONS.count += counts
+            scale = None
+            if self.scaled or "loss_scale" in kwargs:
+                scale, kwargs = self.read_scale(kwargs, backend)  # here, as the transform hides numbers from the host
+
+            @functools.wraps(self.loss_fn, updated=())
+            def objective(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, Tree]]:
+                before = _EVALUATIONS.count if counts else 0
+                loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
+                if counts and not self.reached:
+                    self._check_reached(loss, args, _EVALUATIONS.count == before, backend)
+                # The loss comes back twice: as it is differentiated, and as it is.
+                return scaled_loss(loss, scale, backend.arrays), (loss, aux)
+
+            transform = backend.gradients.value_and_grad(objective, self.argnums, True)
+            (_, (loss, aux)), grads = transform(*args, **kwargs)
+            return self.compose(loss, aux, grads if isinstance(self.argnums, tuple) else (grads,))
+
+        return gradient
+
+    def places(self, count: int) -> tuple[int, ...]:
+        """`argnums` among `count` positional arguments, none negative. Raises FuncgaError for one that is not there."""
+        argnums = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
+        if any(not -count <= argnum < count for argnum in argnums):
+            raise FuncgaError(
+                f"argnums is {self.argnums!r}, and the call has {count} positional arguments, 0 to {count - 1}. Pass "
+                f"what is to be differentiated by position."
+            )
+        arg_indices = tuple([argnum % count for argnum in argnums])
+        if len({*arg_indices}) != len(arg_indices):
+            raise FuncgaError(f"argnums is {self.argnums!r}, which names an argument twice. Name each once.")
+        return arg_indices
+
+    def check_leaves(self, tree: Tree, arg_index: int, backend: Backend) -> None:
+        """Raises FuncgaError if there is no gradient with respect to a leaf of this argument."""
+        backend.gradients.check_params(tree)
+        for leaf_index, leaf in enumerate(backend.trees.flatten(tree)[0]):
+            if leaf is not None and not _has_gradient(leaf, backend):
+                name = argument_names(self.loss_fn, arg_index + 1)[arg_index]
+                path = leaf_paths(tree, backend.trees, name)[leaf_index]
+                raise _no_gradient(leaf, path, name, backend)
+
+    def read_scale(self, kwargs: dict[str, Any], backend: Backend) -> tuple[Scalar, dict[str, Any]]:
+        """The loss scale of a call, and its other keyword arguments. Raises FuncgaError if there is none, or a bad one.
+
+        None, and all keyword arguments, if the gradients are not scaled.
+        """
+        if not self.scaled:
+            if "loss_scale" in kwargs and not {"loss_scale", "**"} & _keywords(self.loss_fn):
+                raise FuncgaError(
+                    "the call has a loss_scale, which this gradient function does not take. Make it with scaled=True, "
+                    "as funcga.value_and_grad(loss_fn, scaled=True)."
+                )
+            return None, kwargs
+        rest = {name: value for name, value in kwargs.items() if name != "loss_scale"}
+        return check_loss_scale(kwargs.get("loss_scale"), backend.arrays), rest
+
+    def split(self, output: Tree, backend: Backend) -> tuple[Array, Tree]:
+        """(loss, aux) of what loss_fn returned. Raises FuncgaError if that is no real scalar, or no pair of both."""
+        loss, aux, arrays = output, None, backend.arrays
+        if self.has_aux:
+            if not isinstance(output, tuple | list) or len(output) != 2:
+                shown = _describe(output, backend)
+                raise FuncgaError(f"loss_fn returned {shown}, and has_aux=True asks for a pair: return loss, aux.")
+            loss, aux = output
+        if not arrays.is_array(loss):
+            hint = " If it returns (loss, aux), say so: has_aux=True." if isinstance(loss, tuple | list) else ""
+            raise FuncgaError(
+                f"what loss_fn returned is {_describe(loss, backend)}, which has no gradient: return a scalar array, "
+                f"not a number that was taken out of one.{hint}"
+            )
+        if loss.shape != ():
+            raise FuncgaError(
+                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a scalar: return loss.mean(), or "
+                f"loss.sum() with fold=funcga.per_weight()."
+            )
+        if arrays.kind(loss.dtype) != "float":
+            raise FuncgaError(
+                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a real number: return a float, "
+                f"such as abs(loss) ** 2."
+            )
+        return loss, aux
+
+    def compose(self, loss: Array, aux: Tree, grads: Sequence[Tree]) -> Tree:
+        """What a gradient function returns, from its parts; `grads` has one tree for each of argnums."""
+        value = (loss, aux) if self.has_aux else loss
+        gradient = tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
+        if self.with_value:
+            return value, gradient
+        return (gradient, aux) if self.has_aux else gradient
+
+    def _check_reached(self, loss: Array, args: tuple[Any, ...], alone: bool, backend: Backend) -> None:
+        """Raises FuncgaError if the loss is seen not to depend on any of the leaves.
+
+        alone: whether no other gradient is inside of the loss: such a one may be a constant, as that of a linear
+        function is.
+        """
+        depends = backend.gradients.depends(loss)
+        if depends:
+            self.reached.add(True)
+        elif depends is False and alone:
+            differentiated = tuple(args[arg_index] for arg_index in self.places(len(args)))
+            if any(leaf is not None for leaf in backend.trees.flatten(differentiated)[0]):
+                raise self.unreached(len(args), backend)
+
+    def unreached(self, count: int, backend: Backend) -> FuncgaError:
+        """The error for a loss of `count` arguments that depends on no leaf of those that are differentiated."""
+        names = argument_names(self.loss_fn, count)
+        instead = "as model.apply(params, x) does"
+        if backend.name == "torch":
+            instead = "as torch_backend.pure_loss(module, lambda module, x, y: F.mse_loss(module(x), y)) does"
+        of = " or ".join(f"`{names[arg_index]}`" for arg_index in self.places(count))
+        return FuncgaError(
+            f"the loss does not depend on {of}: no gradient reaches an array of it, and nothing would be trained. "
+            f"loss_fn uses a module, or arrays, that it closes over, or it detaches what it computes. Compute the loss "
+            f"from the argument, {instead}."
         )
+
+
+def _has_gradient(leaf: Any, backend: Backend) -> bool:
+    if hasattr(leaf, "materialize"):  # a lazy parameter, which has no shape
+        return False
+    try:
+        return backend.arrays.kind(backend.arrays.as_array(leaf).dtype) in ("float", "complex")
+    except TypeError:
+        return False
+
+
+def _no_gradient(leaf: Any, path: str, name: str, backend: Backend) -> FuncgaError:
+    """The error for a leaf that has no gradient, at this path of the argument of this name."""
+    shown = backend.arrays.describe(leaf)
+    if hasattr(leaf, "materialize"):
+        return uninitialised(path)
+    if hasattr(leaf, "named_parameters") or type(leaf).__name__ == "generator":
+        return FuncgaError(
+            f"`{name}` is {shown}, and a gradient is taken with respect to its arrays. Give a module's parameters by "
+            f"name: dict(module.named_parameters())."
+        )
+    return FuncgaError(
+        f"`{path}` is {shown}, and a gradient is taken with respect to `{name}`: only float and complex arrays have "
+        f"one. Pass what is not trained as another argument, whole: in_axes=(None, None, 0), or close over it."
+    )
 
 
 def uninitialised(path: str) -> FuncgaError:
@@ -230,19 +211,30 @@ def uninitialised(path: str) -> FuncgaError:
     )
 
 
-def _has_gradient(leaf: Any, backend: Backend) -> bool:
-    if hasattr(leaf, "materialize"):
-        return False
-    try:
-        return backend.arrays.kind(backend.arrays.as_array(leaf).dtype) in ("float", "complex")
-    except TypeError:
-        return False
-
-
-def _describe(output: Any, backend: Backend) -> str:
+def _describe(output: Tree, backend: Backend) -> str:
     if isinstance(output, tuple | list):
         return f"a {type(output).__name__} of {len(output)}"
     return backend.arrays.describe(output)
+
+
+def _keywords(loss_fn: LossFn) -> set[str]:
+    """The parameters that a loss can be given by name, with "**" where that is any; of what is made of one, its own."""
+    while hasattr(loss_fn, "loss_fn"):
+        loss_fn = loss_fn.loss_fn
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return {"**"}
+    return {"**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+
+
+def check_scaled(loss_fn: LossFn, scaled: bool) -> None:
+    """Raises FuncgaError if a gradient function that takes a loss_scale would keep one from its loss."""
+    if scaled and "loss_scale" in _keywords(loss_fn):
+        raise FuncgaError(
+            "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. "
+            "Give it another name; or multiply the loss yourself, without scaled=True."
+        )
 
 
 @overload
@@ -321,14 +313,15 @@ def value_and_grad(
 
 
 def _gradient_function(
-    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool, with_value: bool, scaled: bool
+    loss_fn: LossFn, argnums: int | tuple[int, ...], has_aux: bool, with_value: bool, scaled: bool
 ) -> Callable[..., Any]:
     if not callable(loss_fn):
         raise FuncgaError(f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(params, *batch) -> scalar.")
     entries = argnums if isinstance(argnums, tuple) else (argnums,)
     if not entries or any(type(entry) is not int for entry in entries):
         raise FuncgaError(f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0.")
-    check_scaled(loss_fn, scaled)
+    if scaled:
+        check_scaled(loss_fn, scaled)
     load_imported()
     return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)
 

@@ -10,11 +10,6 @@ from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 
 
-def grad(loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> GradFn:
-    """A function that returns grads, or (grads, aux)."""
-    return jax.grad(loss_fn, argnums=argnums, has_aux=has_aux)
-
-
 def value_and_grad(loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> GradFn:
     """A function that returns (value, grads), or ((value, aux), grads)."""
     return jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)

@@ -14,17 +14,6 @@ from torch_backend.engine.recording import is_constant, is_recorded, switched_of
 from torch_backend.modules.checks import check_unfrozen
 
 
-def grad(loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """A function that returns grads, or (grads, aux)."""
-    transform = value_and_grad(loss_fn, argnums, has_aux)
-
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        value, grads = transform(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return gradient
-
-
 def value_and_grad(
     loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:

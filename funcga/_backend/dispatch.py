@@ -3,10 +3,10 @@
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._backend.protocols import Backend
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 
 
@@ -35,9 +35,9 @@ def _imported(framework: str) -> Backend:
         ) from error
     backend = getattr(module, "BACKEND", None)
     if not isinstance(backend, Backend):
-        found = getattr(module, "__file__", None) or "a module without a file"
+        file = getattr(module, "__file__", None) or "a module without a file"
         raise FuncgaError(
-            f"`import {name}` finds {found}, which is not funcga's: it hides the backend. Rename that file (or "
+            f"`import {name}` finds {file}, which is not funcga's: it hides the backend. Rename that file (or "
             f"take its folder off sys.path), or reinstall: pip install 'funcga[{framework}]'"
         )
     return backend
@@ -48,45 +48,45 @@ def load_imported() -> list[Backend]:
 
     What makes a step calls this, so that no import is left for the first call, which torch.compile may be tracing.
     """
-    return [_LOADED[framework] for framework in _loaded()]
+    return [_LOADED[framework] for framework in _imported_frameworks()]
 
 
-def _loaded() -> tuple[str, ...]:
+def _imported_frameworks() -> tuple[str, ...]:
     """The frameworks that are imported, whose backends are loaded now."""
-    found = tuple(framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None)
-    for framework in found:
-        load(framework)
-    return found
+    frameworks = tuple([framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None])
+    for framework in frameworks:
+        if framework not in _LOADED:
+            load(framework)
+    return frameworks
 
 
 # Torch.compile runs it as it is, and what is imported later changes nothing: an import it could not trace.
-_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_imported_frameworks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def backend_of(trees: Sequence[Any], names: Callable[[], Sequence[str]]) -> Backend:
+def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Backend:
     """The backend that owns the array leaves of some trees, asked only of frameworks already imported.
 
     NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none and it is imported.
     Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
     """
-    loaded = load_imported()
+    loaded = [_LOADED[framework] for framework in _imported_frameworks()]
     for test in ("owns", "is_array"):
         for backend in loaded:
             leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
-            mine = getattr(backend.arrays, test)
-            if not any(map(mine, leaves)) or (test == "is_array" and backend.name != "jax"):
+            is_own = backend.arrays.owns if test == "owns" else backend.arrays.is_array
+            if not any(map(is_own, leaves)) or (test == "is_array" and backend.name != "jax"):
                 continue
             # by the name of the type, as torch.compile cannot look into another framework
-            if any(_framework(leaf) not in (None, backend.name) for leaf in leaves if not mine(leaf)):
+            if any(_framework(leaf) not in (None, backend.name) for leaf in leaves if not is_own(leaf)):
                 raise _mixed(trees, names(), loaded)
             return backend
     raise _without_arrays(names(), [backend.name for backend in loaded])
 
 
-def _framework(leaf: Any) -> str | None:
-    if isinstance(leaf, int | float) or not hasattr(
-        leaf, "shape"
-    ):  # of an int in its graph torch.compile knows no more
+def _framework(leaf: object) -> str | None:
+    # of an int in its graph torch.compile knows no more
+    if isinstance(leaf, int | float) or not hasattr(leaf, "shape"):
         return None
     return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(type(leaf).__module__.split(".")[0])
 
@@ -101,16 +101,16 @@ def _without_arrays(names: Sequence[str], loaded: list[str]) -> FuncgaError:
     )
 
 
-def _mixed(trees: Sequence[Any], names: Sequence[str], loaded: list[Backend]) -> FuncgaError:
-    found: dict[str, tuple[str, str]] = {}
+def _mixed(trees: Sequence[Tree], names: Sequence[str], loaded: list[Backend]) -> FuncgaError:
+    owned: dict[str, tuple[str, str]] = {}  # the first array of each framework: its path and its argument
     for backend in loaded:
         for name, tree in zip(names, trees, strict=True):
             for path, leaf in zip(leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True):
                 if backend.arrays.owns(leaf):
-                    found.setdefault(backend.name, (path, name))
+                    owned.setdefault(backend.name, (path, name))
     articles = {"torch": "a torch tensor", "jax": "a JAX array"}
-    what = " and ".join(f"`{path}` is {articles[framework]}" for framework, (path, _) in found.items())
+    what = " and ".join(f"`{path}` is {articles[framework]}" for framework, (path, _) in owned.items())
     return FuncgaError(
         f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
-        f"`funcga.to_{loaded[0].name}({found[loaded[-1].name][1]})`."
+        f"`funcga.to_{loaded[0].name}({owned[loaded[-1].name][1]})`."
     )

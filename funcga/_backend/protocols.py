@@ -157,10 +157,6 @@ class DLPack(Protocol):
 class Gradients(Protocol):
     """A framework's transforms from a loss to its gradient."""
 
-    def grad(self, loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
-        """A function that returns grads, or (grads, aux)."""
-        ...
-
     def value_and_grad(
         self, loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
     ) -> Any:
