@@ -59,7 +59,8 @@ class GradientFunction:
                 self.check_leaves(args[arg_index], arg_index, backend)
             # Counters of Python's must not be read in what torch.compile traces.
             counts = not (backend.name == "torch" and backend.loop.is_traced(()))
-            _EVALUATIONS.count += counts
+            if counts:
+                _EVALUATIONS.count += 1
             scale = None
             if self.scaled or "loss_scale" in kwargs:
                 scale, kwargs = self.read_scale(kwargs, backend)  # here, as the transform hides numbers from the host
