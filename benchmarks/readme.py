@@ -1,4 +1,4 @@
-"""The README's part with figures, between its markers: what the committed results render to."""
+"""The parts of the README and of the documentation with figures, between markers: what committed results render to."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,27 +9,55 @@ from benchmarks.standing import Pair
 from benchmarks.wording import framework, setting, workload
 from funcga.errors import FuncgaError
 
-README, COMMITTED = ROOT / "README.md", ROOT / "benchmarks" / "results" / "cpu.json"
+README, DOCS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+COMMITTED = ROOT / "benchmarks" / "results" / "cpu.json"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 
 def rewrite() -> int:
-    """0; the README says what the committed results say. Raises FuncgaError if there are none."""
+    """0; the README and the documentation say what the committed results say. Raises FuncgaError if there are none."""
     if not COMMITTED.exists():
         raise FuncgaError(
             f"--readme: there is no {COMMITTED.relative_to(ROOT)}. Measure first: python -m benchmarks --full --out "
             f"{COMMITTED.relative_to(ROOT)}"
         )
-    README.write_text(replaced(README.read_text(), markdown(loaded(COMMITTED))))
+    results = loaded(COMMITTED)
+    README.write_text(replaced(README.read_text(), summary(results)))
+    DOCS.write_text(replaced(DOCS.read_text(), markdown(results)))
     return 0
 
 
 def replaced(text: str, part: str) -> str:
     """The text with another part between the markers. Raises FuncgaError if it has no markers, or has them twice."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise FuncgaError(f"--readme: the README has to have {BEGIN} and {END} once each, around what is written.")
+        raise FuncgaError(f"--readme: the file has to have {BEGIN} and {END} once each, around what is written.")
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{part}\n{END}{rest.partition(END)[2]}"
+
+
+# What the README shows: (setting, the rival, what of ours it is compared with), and who is right, by setting and file.
+_COST = (("torch", "loop", "funcga"), ("torch", "functional_loop", "funcga"), ("torch_ranks", "ddp", "funcga"),
+         ("jax", "scan", "funcga"), ("jax_optimizer", "optax_multi_steps", "funcga_update"))  # fmt: skip
+_RIGHT = ("funcga", "a `.backward()` loop", "Accelerate, `accumulate`", "DDP, `no_sync`", "`optax.MultiSteps`")
+
+
+def summary(results: Results) -> str:
+    """What the README shows: a row for the best-known rival of each setting, and who is right."""
+    rows = []
+    for own in _COST:
+        pairs = [pair for pair in standing.pairs(results) if (pair.setting, pair.rival, pair.ours) == own]
+        for pair in sorted(pairs, key=lambda pair: pair.workload != "transformer")[:1]:  # that, or what there is
+            name = f"{setting(pair.setting, pair.ranks)}: {pair.rival_name}"
+            peak = "" if pair.peak is None else _bold(f"{pair.peak:.2f}", pair.behind_in_bytes)
+            rows.append([name, workload(pair.workload), _bold(f"{pair.time[1]:.2f}", pair.behind_in_time), peak])
+    who = tables.exactness(results)
+    right = [row for row in who.rows if row[0].partition(": ")[2] in _RIGHT]
+    parts = []
+    if rows:
+        parts.append(_table(["funcga over", "on", "time", "bytes at the peak"], rows))
+    if right:
+        parts.append(f"The largest error, of the true gradient's largest element:\n\n{_table(who.headings, right)}")
+    return "\n\n".join(parts)
 
 
 def markdown(results: Results) -> str:
@@ -39,7 +67,7 @@ def markdown(results: Results) -> str:
     who = tables.exactness(results)
     parts = [
         _about(results),
-        "![Ratios of time and of peak bytes with their quartiles, and how they grow](benchmarks/results/cpu.png)",
+        "![Ratios of time and of peak bytes with their quartiles, and how they grow](../benchmarks/results/cpu.png)",
         *(_ratios(key, [pair for pair in pairs if pair.setting == key]) for key in settings),
         *([_sent(results)] if _sendings(results) else []),
         *([f"**{who.title}.**\n\n{_table(who.headings, who.rows)}"] if who.rows else []),
@@ -63,12 +91,12 @@ def _about(results: Results) -> str:
     where += [machine["system"], *([machine["accelerator"]] if machine["accelerator"] else [])]
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
-        f"{', '.join(where)}; {when}; {names}; [all figures](benchmarks/results/cpu.json).\n"
+        f"{', '.join(where)}; {when}; {names}; [all figures](../benchmarks/results/cpu.json).\n"
         "Each cell is funcga over the other: the time of an update, the median of the ratios within rounds in which\n"
-        "all take turns in one process ([method](benchmarks/measure.py)), and the bytes at the peak. Below 1 funcga\n"
+        "all take turns in one process ([method](../benchmarks/measure.py)), and the bytes at the peak. Below 1 funcga\n"
         "is faster, or leaner. **Bold**: it is behind, slower in three quarters of the rounds, or with more than "
         f"{standing.MORE_BYTES} times the bytes.\nEach contender is configured as its documentation recommends "
-        "([all of them](benchmarks/contenders)), and has computed\nthe same gradients before it was timed."
+        "([all of them](../benchmarks/contenders)), and has computed\nthe same gradients before it was timed."
     )
 
 

@@ -41,7 +41,7 @@ from benchmarks.choice import chosen
 from benchmarks.pictures import draw
 from benchmarks.running import CaseError
 from benchmarks.torch_problem import Problem
-from tests.test_readme import BLOCKS, README
+from tests.test_readme import README
 
 OURS = {"source": None, "against": [], "ours_over": {}}
 RIVAL = {"source": "https://example.org", "against": ["funcga"]}
@@ -322,7 +322,7 @@ def test_columns_without_figures_are_left_out(sample):
 def test_markdown(sample):
     text = readme.markdown(sample)
     assert "A|B, 2 cores, 16 GiB of memory, Linux; 20" in text
-    assert "funcga 0.1.0; [all figures](benchmarks/results/cpu.json).\n" in text
+    assert "funcga 0.1.0; [all figures](../benchmarks/results/cpu.json).\n" in text
     assert "| against | MLP, 12 layers of 64: time, bytes | MLP, 8 layers of 512: time, bytes |" in text
     assert "| a `loop` | **1.20**, 1.00 | 0.90, **1.01** |" in text
     assert "| torch, eager: a `loop` | 31 % | refused | 0.5 % | does not apply |" in text
@@ -342,7 +342,9 @@ def test_the_readme_says_what_the_committed_file_says():
     if not readme.COMMITTED.exists():
         pytest.skip("NO COMMITTED RESULTS YET: python -m benchmarks --full --out benchmarks/results/cpu.json")
     found = results.loaded(readme.COMMITTED)
-    assert readme.replaced(README, readme.markdown(found)) == README, "run: python -m benchmarks --readme"
+    docs = readme.DOCS.read_text()
+    assert readme.replaced(README, readme.summary(found)) == README, "run: python -m benchmarks --readme"
+    assert readme.replaced(docs, readme.markdown(found)) == docs, "run: python -m benchmarks --readme"
     assert (found.mode, found.device) == ("full", "cpu")
     assert [*found.cases] == [case.name for case in cases("full")]
     assert readme.COMMITTED.with_suffix(".png").stat().st_size < 150_000
@@ -354,10 +356,14 @@ def test_markers_are_needed_once():
             readme.replaced(text, "new")
 
 
-def test_figures_of_the_readme_are_generated():
-    prose = README[README.index("## What it costs") : README.index("## How it is built")]
-    before, rest = prose.split(readme.BEGIN)
-    assert not re.search(r"\b\d+\.\d\d\b", before + rest.split(readme.END)[1])
+def test_figures_in_prose_are_generated():
+    """In the README the one number of the introduction stands in its table, too."""
+    docs = readme.DOCS.read_text()
+    for text in (README, docs):
+        before, rest = text.split(readme.BEGIN)
+        assert not re.search(r"\b\d+\.\d\d\b", before + rest.split(readme.END)[1])
+    (percent,) = re.findall(r"off by \*\*(\d+ %)\*\*", README)
+    assert re.search(rf"a `\.backward\(\)` loop \| {percent} ", README)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
@@ -460,8 +466,8 @@ def test_the_command_ends_with_1_if_a_case_fails(tmp_path, monkeypatch, capsys):
     assert results.loaded(file).cases["torch/tiny"]["when"] == "later"
 
 
-def test_the_rival_of_the_readme_computes_what_the_loop_computes():
-    (block,) = [block for block in BLOCKS if "benchmarks.torch_problem" in block]
+def test_the_rival_of_the_documentation_computes_what_the_loop_computes():
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", readme.DOCS.read_text(), re.DOTALL) if "benchmarks.torch_problem" in b]
     names = {}
     exec(block, names)
     loop = next(c for c in registry.contenders("torch", "update", ("loop",))[0] if c.key == "loop")

@@ -1,0 +1,34 @@
+"""The site: Sphinx with MyST-NB, as the documentation of torch, JAX, optax and flax is built; the tutorials run at build."""
+
+import funcga
+
+project, author, copyright = "funcga", "the funcga developers", "2026, the funcga developers"
+version = release = funcga.__version__
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+source_suffix = {".md": "myst-nb"}
+exclude_patterns = ["_build"]
+html_theme, html_title = "furo", f"funcga {version}"
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+myst_url_schemes = {"http": None, "https": None}
+nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "cache", True, 300
+nb_merge_streams = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_format = "short"
+napoleon_numpy_docstring = False
+nitpicky = False
+
+
+def link_to_files(app, docname, source):
+    """Links to files of the repository beside docs/ are paths there; a page of the site shows their names alone."""
+    import re
+
+    source[0] = re.sub(r"\[([^\]]*)\]\((?:\.\./)+(?:examples|benchmarks)/[^)]*\)", r"`\1`", source[0])
+
+
+def setup(app):
+    """Sphinx calls it."""
+    app.connect("source-read", link_to_files)
