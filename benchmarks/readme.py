@@ -92,10 +92,10 @@ def _about(results: Results) -> str:
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"{', '.join(where)}; {when}; {names}; [all figures](../benchmarks/results/cpu.json).\n"
-        "Each cell is funcga over the other: the time of an update, the median of the ratios within rounds in which\n"
-        "all take turns in one process ([method](../benchmarks/measure.py)), and the bytes at the peak. Below 1 funcga\n"
-        "is faster, or leaner. **Bold**: it is behind, slower in three quarters of the rounds, or with more than "
-        f"{standing.MORE_BYTES} times the bytes.\nEach contender is configured as its documentation recommends "
+        "Each cell is funcga over the other: the time of an update, the median of the ratios within rounds in\n"
+        "which all take turns in one process ([method](../benchmarks/measure.py)), and the bytes at the peak. Below 1\n"
+        "funcga is faster, or leaner. **Bold**: it is behind, slower in three quarters of the rounds, or with more "
+        f"than {standing.MORE_BYTES} times the bytes.\nEach contender is configured as its documentation recommends "
         "([all of them](../benchmarks/contenders)), and has computed\nthe same gradients before it was timed."
     )
 

@@ -1,4 +1,4 @@
-"""The site: Sphinx with MyST-NB, as the documentation of torch, JAX, optax and flax is built; the tutorials run at build."""
+"""The site: Sphinx with MyST-NB, as torch, JAX, optax and flax have theirs; the tutorials run when it is built."""
 
 import funcga
 

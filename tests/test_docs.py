@@ -1,0 +1,115 @@
+"""The documentation: every block of every page runs, in the order of the page, in every framework that it is for."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch.distributed as dist
+
+import funcga
+from tests.kits import JAX, TORCH
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = {
+    str(page.relative_to(DOCS)): page.read_text() for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts
+}
+TUTORIALS = [name for name in PAGES if name.startswith("tutorials/")]
+
+
+def blocks(page):
+    return re.findall(r"```(?:\{code-cell\} )?python\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+def context(kit):
+    """The names that the README's blocks take for granted: a user's own parameters, batch, loss and loader."""
+    r = np.random.default_rng(0)
+    floats = lambda *shape: kit.arrays(r.normal(size=shape).astype("float32"))
+    params = {"w": floats(3, 2), "b": floats(2)}
+    batch = {"x": floats(10, 3), "y": floats(10, 2)}
+    labels = kit.arrays(np.where(np.arange(6) < [[6], [2], [0], [5], [1]], 1, -100).astype("int32"))
+    predict = lambda params, x: x @ params["w"] + params["b"]
+    loss_fn = lambda params, batch: ((predict(params, batch["x"]) - batch["y"]) ** 2).mean()
+
+    def sum_of_token_losses(params, batch):
+        mask = kit.cast(batch["labels"] != -100, "float32")
+        return (mask * predict(params, batch["x"])[:, None, 0] ** 2).sum()
+
+    tx = optax.adam(1e-3)
+    return {
+        "funcga": funcga, "params": params, "batch": batch, "x": batch["x"], "y": batch["y"], "predict": predict,
+        "loss_fn": loss_fn, "sum_of_token_losses": sum_of_token_losses, "optax": optax, "tx": tx,
+        "tokens": {"x": floats(5, 3), "labels": labels}, "state": {"seen": 0},
+        "loader": [{k: v[i : i + 1] for k, v in batch.items()} for i in range(10)],
+        "grads": params, "opt_state": tx.init(params) if kit is JAX else None,
+    }  # fmt: skip
+
+
+def frameworks(block):
+    """A block that imports a framework is for that one, any other for both."""
+    named = [kit for kit in (TORCH, JAX) if re.search(rf"^import {kit.name}$", block, re.MULTILINE)]
+    return named or [TORCH, JAX]
+
+
+CASES = [
+    (kit, page, block) for page in PAGES if page not in TUTORIALS for block in blocks(page) for kit in frameworks(block)
+]
+
+
+@pytest.fixture
+def replica(tmp_path, request):
+    """For a block that needs one: a process group of one."""
+    if "torch.distributed" not in request.getfixturevalue("block"):
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kit", "page", "block"),
+    CASES,
+    ids=[f"{kit.name}-{page}-{block.strip().splitlines()[0][:30]}" for kit, page, block in CASES],
+)
+@pytest.mark.usefixtures("replica")
+def test_a_block_runs(kit, page, block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where files are saved
+    with jax.numpy_dtype_promotion("standard"):
+        names = context(kit)
+        exec(compile("import funcga\n" + block, page, "exec"), names)
+    if "grads" in block:
+        assert all(np.isfinite(leaf).all() for leaf in kit.leaves(names["grads"]))
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    with jax.numpy_dtype_promotion("standard"):
+        for block in blocks(page):
+            exec(compile(block, page, "exec"), names)
+
+
+def test_there_are_blocks():
+    assert len(CASES) > 12
+    assert len(TUTORIALS) == 4
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", PAGES[page]):
+        assert (DOCS / page).parent.joinpath(target).exists(), target
+
+
+def test_every_page_is_in_a_table_of_contents():
+    listed = {
+        str((Path(page).parent / line).with_suffix(".md"))
+        for page, text in PAGES.items()
+        for toctree in re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL)
+        for line in toctree.split()
+        if not line.startswith(":")
+    }
+    assert {*PAGES} - {"index.md"} <= listed
