@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from funcga._parity.problem import Problem as Problem
     from funcga._statistics import batch_moments as batch_moments
     from funcga._statistics import running_statistics as running_statistics
-    from funcga._transform.learning_rates import linear_scaling as linear_scaling
-    from funcga._transform.learning_rates import sqrt_scaling as sqrt_scaling
     from funcga._transform.loss_scale import LossScaledState as LossScaledState
     from funcga._transform.loss_scale import loss_scaled as loss_scaled
+    from funcga._transform.multi_steps import MultiSteps as MultiSteps
     from funcga._transform.multi_steps import multi_steps as multi_steps
-    from funcga._transform.transform import MultiSteps as MultiSteps
     from funcga._transform.transform import Transform as Transform
     from funcga._transform.window import MultiStepsState as MultiStepsState
     from funcga._transform.window_size import TargetWeight as TargetWeight
+    from funcga._transform.window_size import linear_scaling as linear_scaling
+    from funcga._transform.window_size import sqrt_scaling as sqrt_scaling
     from funcga._trees.interop import shares_memory as shares_memory
     from funcga._trees.interop import to_jax as to_jax
     from funcga._trees.interop import to_numpy as to_numpy
@@ -70,7 +70,7 @@ else:
         "Accumulator": "funcga._fold.accumulator",
         "AccumulatorState": "funcga._fold.accumulator",
         "LossScaledState": "funcga._transform.loss_scale",
-        "MultiSteps": "funcga._transform.transform",
+        "MultiSteps": "funcga._transform.multi_steps",
         "MultiStepsState": "funcga._transform.window",
         "Problem": "funcga._parity.problem",
         "Rule": "funcga.rules",
@@ -79,14 +79,14 @@ else:
         "batch_moments": "funcga._statistics",
         "compare": "funcga._compare.compare",
         "from_state_dict": "funcga._trees.match",
-        "linear_scaling": "funcga._transform.learning_rates",
+        "linear_scaling": "funcga._transform.window_size",
         "loss_scaled": "funcga._transform.loss_scale",
         "match": "funcga._trees.match",
         "multi_steps": "funcga._transform.multi_steps",
         "rules": "funcga.rules",
         "running_statistics": "funcga._statistics",
         "shares_memory": "funcga._trees.interop",
-        "sqrt_scaling": "funcga._transform.learning_rates",
+        "sqrt_scaling": "funcga._transform.window_size",
         "to_jax": "funcga._trees.interop",
         "to_numpy": "funcga._trees.interop",
         "to_state_dict": "funcga._trees.match",

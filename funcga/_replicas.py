@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from funcga._backend.dispatch import backend_of
@@ -31,6 +32,14 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         return f"the step of {self.name}" + (f" (number {self.number + 1})" if self.number else "")
+
+
+@dataclass(eq=False)
+class MergeMemory:
+    """What is kept between the merges of one step: its name, and what the backend has learned of the replicas."""
+
+    step: Step | None
+    progress: object = None
 
 
 _MADE: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from typing import Any
 
 from funcga._backend.dispatch import backend_of
 from funcga._backend.protocols import Arrays
-from funcga._fold.quantity import is_quantity
+from funcga._fold.tally import is_quantity
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled

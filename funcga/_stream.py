@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from funcga._call.program import OwningGradient, read_program
-from funcga._fold.weight import known_weight
+from funcga._fold.tally import known_weight
 from funcga._transform.window_size import TargetWeight
 from funcga._types import Across, R, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count

@@ -3,6 +3,7 @@
 from funcga._backend.protocols import Backend
 from jax_backend import arrays, dlpack, gradients, loop, replicas, sums, trees
 from jax_backend import multi_steps as transforms
+from jax_backend import optax_types as optimizers
 from jax_backend.gradients import apply_updates as apply_updates
 from jax_backend.hlo import Collective as Collective
 from jax_backend.hlo import collectives as collectives
@@ -25,4 +26,4 @@ __all__ = [
     "state_specs",
 ]
 
-BACKEND = Backend("jax", trees, arrays, dlpack, gradients, loop, replicas, sums, transforms)
+BACKEND = Backend("jax", trees, arrays, dlpack, gradients, loop, replicas, sums, transforms, optimizers)

@@ -17,8 +17,7 @@ from funcga._call.program import Program
 from funcga._fold import tally
 from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
-from funcga._fold.tally import Tally
-from funcga._fold.weight import LEAST32, MOST32, check_narrow
+from funcga._fold.tally import LEAST32, MOST32, Tally, check_narrow
 from funcga._grad import bound
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError

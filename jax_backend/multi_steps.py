@@ -1,8 +1,7 @@
-"""What a fold that is spread over calls needs of this framework: its branch, sums that go on, and its own types."""
+"""What a fold that is spread over calls needs of this framework: its branch, and how replicas join their windows."""
 
-import importlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,8 +12,10 @@ from jax.sharding import PartitionSpec
 from funcga._backend.prefixes import leaf_paths
 from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
-from funcga._transform.transform import MultiSteps
+from funcga._replicas import MergeMemory
+from funcga._transform.multi_steps import MultiSteps
 from funcga._transform.window import Dropped, MultiStepsState, Window
+from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 from jax_backend.arrays import as_varying, typed_axes, varying_axes
@@ -22,58 +23,81 @@ from jax_backend.merge import Folded, merge
 from jax_backend.replicas import Replicas, check_step_merges, listed, spelled
 
 
-def detached(tree: Any) -> Any:
-    """The tree without the graphs that its arrays are in."""
-    return tree  # JAX's arrays are in none
+def widened(params: Tree) -> Tree:
+    """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits."""
+    leaves, structure = trees.flatten(params)
+    return trees.unflatten(structure, [_wide(leaf) for leaf in leaves])
 
 
-def imported(tx: Any) -> Any:
-    """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
-    optax = _optax()
-    if optax is None or not isinstance(tx, optax.GradientTransformation):
-        return tx
-    return optax.with_extra_args_support(tx)
+def _wide(leaf: Array) -> Array:
+    leaf = arrays.as_array(leaf) if isinstance(leaf, int | float | complex) else leaf
+    if not arrays.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf
+    wide = arrays.accumulator_dtype(leaf.dtype)
+    return leaf if leaf.dtype == wide else arrays.cast(leaf, wide)
 
 
-def exported(made: Any) -> Any:
-    """A transform of funcga's in the type that the framework's own combinators take."""
-    optax = _optax()
-    return made if optax is None else _optax_type(optax.GradientTransformationExtraArgs)(*made)
-
-
-def _optax() -> Any:
-    """optax, if it is installed: what is made before it is imported can be put into its chains too."""
-    try:
-        return importlib.import_module("optax")
-    except ModuleNotFoundError:
-        return None
-
-
-@cache
-def _optax_type(base: Any) -> Any:
-    return type("MultiSteps", (MultiSteps, base), {"__doc__": MultiSteps.__doc__, "__slots__": ()})
-
-
-def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, like: Any, donate: bool = False) -> Any:
+def when(
+    predicate: Scalar,
+    emit: Callable[..., tuple[Tree, Tree]],
+    state: Tree,
+    operands: Tree,
+    like: Tree,
+    donate: bool = False,
+) -> tuple[Tree, Tree, Scalar]:
     """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
 
-    `donate` is for torch: here the program that calls it says what it gives away.
+    The state comes back in the dtypes that it has. `donate` is for torch: here the program that calls this function
+    says what it gives away.
     """
-    if not _private.is_traced(predicate):
-        return emit(state, operands) if predicate else (_nothing(emit, state, operands, like), state)
+
+    def run(state: Tree, operands: Tree) -> tuple[Tree, Tree]:
+        updates, after = emit(state, operands)
+        return updates, _in_dtypes_of(state, after)
+
+    if _private.is_traced(predicate):
+        return *_branch(predicate, run, state, operands), predicate
+    if predicate:
+        return *run(state, operands), predicate
+    return _nothing(emit, state, operands, like), state, predicate
+
+
+def _in_dtypes_of(before: Tree, after: Tree) -> Tree:
+    """The state after an update in the dtypes of the one before. Raises FuncgaError if its structure is another."""
+    if trees.flatten(after)[1] != trees.flatten(before)[1]:
+        missing, new = (set(leaf_paths(tree, trees, "state")) for tree in (before, after))
+        raise FuncgaError(
+            f"the wrapped transform returned a state of another structure than it was given: missing "
+            f"{sorted(missing - new) or 'nothing'}, new {sorted(new - missing) or 'nothing'}. A state keeps its "
+            f"structure from init on, or it does not pass through jit."
+        )
+    return jax.tree.map(_in_dtype_of, before, after)
+
+
+def _in_dtype_of(before: Array, after: Array) -> Array:
+    before, after = arrays.as_array(before), arrays.as_array(after)
+    return after if after.dtype == before.dtype else lax.convert_element_type(after, before.dtype)
+
+
+def _branch(
+    predicate: jax.Array, run: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree
+) -> tuple[Tree, Tree]:
+    """`run(state, operands)` or zeros and the state, in a compiled program."""
     leaves, structure = jax.tree.flatten(operands)
-    traced = [i for i, leaf in enumerate(leaves) if arrays.is_array(leaf)]
+    traced = [leaf_index for leaf_index, leaf in enumerate(leaves) if arrays.is_array(leaf)]
 
-    def run(state: Any, given: list[Any]) -> Any:
+    def run_traced(state: Tree, arguments: list[Array]) -> tuple[Tree, Tree]:
         filled = [*leaves]
-        for i, leaf in zip(traced, given, strict=True):
-            filled[i] = leaf
-        return emit(state, jax.tree.unflatten(structure, filled))
+        for leaf_index, leaf in zip(traced, arguments, strict=True):
+            filled[leaf_index] = leaf
+        return run(state, jax.tree.unflatten(structure, filled))
 
-    run, state, operands, updates = _closed(run, jax.tree.map(_strong, state), [leaves[i] for i in traced])
-    branch = jax.custom_jvp(partial(_looped, run, updates))
-    branch.defjvp(lambda primals, tangents: jax.jvp(partial(_branched, run, updates), primals, tangents))
-    return branch(predicate, state, operands)
+    closed, state, arguments, updates = _closed(
+        run_traced, jax.tree.map(_strong, state), [leaves[leaf_index] for leaf_index in traced]
+    )
+    branch = jax.custom_jvp(partial(_looped, closed, updates))
+    branch.defjvp(lambda primals, tangents: jax.jvp(partial(_branched, closed, updates), primals, tangents))
+    return branch(predicate, state, arguments)  # type: ignore[no-any-return]
 
 
 def _closed(run: Callable[..., Any], state: Any, given: list[Any]) -> tuple[Callable[..., Any], Any, list[Any], Any]:
@@ -128,15 +152,15 @@ def _typed(found: Any, like: Any) -> Any:
     return jax.tree.map(arrays.typed, found, types)
 
 
-def finite(leaves: list[Any]) -> Any:
+def finite(leaves: Sequence[Array]) -> jax.Array:
     """Whether every number is finite: a 0-d array."""
-    kept = jnp.asarray(True)
+    all_finite = jnp.asarray(True)
     for leaf in leaves:
-        kept = kept if leaf is None else jnp.isfinite(leaf).all() & kept
-    return kept
+        all_finite = all_finite if leaf is None else jnp.isfinite(leaf).all() & all_finite
+    return all_finite
 
 
-def check_merged(leaves: list[Any], paths: Callable[[], list[str]], replicas: Any) -> None:
+def check_merged(leaves: Sequence[Array], paths: Callable[[], list[str]], replicas: Replicas | None) -> None:
     """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
     if replicas is None:
         check_step_merges()
@@ -153,17 +177,17 @@ def check_merged(leaves: list[Any], paths: Callable[[], list[str]], replicas: An
 
 
 def merged(
-    outputs: Outputs, held: list[Any], tally: Tally, replicas: Replicas, known: dict[Any, Any]
-) -> tuple[list[Any], Tally]:
-    """What all replicas hold together; `known` is what a backend works out once."""
-    folded = merge(outputs, Folded([held[i] for i in outputs.reduced], tally, [], []), replicas)
+    outputs: Outputs, held: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: MergeMemory
+) -> tuple[list[Reduced], Tally]:
+    """What all replicas hold together."""
+    folded = merge(outputs, Folded([held[leaf_index] for leaf_index in outputs.reduced], tally, [], []), replicas)
     together = [*held]
-    for i, leaf in zip(outputs.reduced, folded.reduced, strict=True):
-        together[i] = leaf
+    for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
+        together[leaf_index] = leaf
     return together, folded.total
 
 
-def summed(number: Any, held: list[Any], replicas: Replicas) -> Any:
+def summed(number: Scalar, held: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which hold these."""
     return lax.psum(as_varying(jnp.asarray(number), replicas.names), replicas.names)  # type: ignore[no-untyped-call]
 
@@ -186,7 +210,7 @@ def in_order(windows: Sequence[Window]) -> list[Window]:
     return parts(windows[0], None)
 
 
-def unparted(windows: Sequence[Window]) -> Window:
+def rejoined(windows: Sequence[Window]) -> Window:
     """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
     return jax.tree.map(lambda *parts: jnp.stack(parts), *windows)  # type: ignore[no-any-return]
 
@@ -214,20 +238,3 @@ def state_specs(tx: MultiSteps) -> MultiStepsState:
     make: Any = PartitionSpec
     whole, window = make(), make(replicas.names)
     return MultiStepsState(whole, window, whole, whole, whole, Dropped(whole, whole))
-
-
-def alike(state: Any, like: Any) -> Any:
-    """The state in the dtypes that it came in."""
-    if trees.flatten(state)[1] != trees.flatten(like)[1]:
-        paths, before = (set(leaf_paths(tree, trees, "state")) for tree in (state, like))
-        raise FuncgaError(
-            f"the wrapped transform returned a state of another structure than it was given: missing "
-            f"{sorted(before - paths) or 'nothing'}, new {sorted(paths - before) or 'nothing'}. A state keeps its "
-            f"structure from init on, or it does not pass through jit."
-        )
-    return jax.tree.map(_alike, state, like)
-
-
-def _alike(leaf: Any, like: Any) -> Any:
-    leaf, like = arrays.as_array(leaf), arrays.as_array(like)
-    return leaf if leaf.dtype == like.dtype else lax.convert_element_type(leaf, like.dtype)

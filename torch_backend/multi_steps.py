@@ -1,49 +1,62 @@
-"""What a fold that is spread over calls needs of this framework: its branch, sums that go on, and its own types."""
+"""What a fold that is spread over calls needs of this framework: its branch, and how replicas join their windows."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
+from funcga._replicas import MergeMemory
 from funcga._transform.window import Window
+from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor, local
-from torch_backend.engine import window as engine
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.reduction import Reduction
 from torch_backend.replicas import Replicas
 
-
-def detached(tree: Any) -> Any:
-    """The tree without the graphs that its arrays are in."""
-    return engine.detached(tree)
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
-def imported(tx: Any) -> Any:
-    """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
-    return tx
+def widened(params: Tree) -> Tree:
+    """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits."""
+    tracked = arrays.in_transform()  # what is differentiated from outside stays in its graph
+    leaves, structure = trees.flatten(params)
+    return trees.unflatten(structure, [_wide(leaf, tracked) for leaf in leaves])
 
 
-def exported(made: Any) -> Any:
-    """A transform of funcga's in the type that the framework's own combinators take."""
-    return made
+def _wide(leaf: object, tracked: bool) -> object:
+    if isinstance(leaf, int | float | complex):
+        leaf = torch.as_tensor(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    leaf = leaf if tracked or not leaf.requires_grad else leaf.detach()
+    return leaf.to(_dtype_of_update(leaf))
 
 
-def when(predicate: Any, emit: Callable[..., Any], state: Any, operands: Any, like: Any, donate: bool = False) -> Any:
+def when(
+    predicate: Scalar,
+    emit: Callable[..., tuple[Tree, Tree]],
+    state: Tree,
+    operands: Tree,
+    like: Tree,
+    donate: bool = False,
+) -> tuple[Tree, Tree, Scalar]:
     """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
 
     Zeros are like other updates in memory of their own. Where memory is donated, to save it, they are views of a 0.
     """
     if predicate:
-        return emit(state, operands)
+        return *emit(state, operands), True
     leaves, structure = trees.flatten(like)
     zeros = _views_of_zero if donate else _zeros
-    return trees.unflatten(structure, [zeros(leaf) if arrays.is_array(leaf) else leaf for leaf in leaves]), state
+    nothing = [zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return trees.unflatten(structure, nothing), state, False
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
@@ -64,75 +77,73 @@ def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
     return arrays.accumulator_dtype(like.dtype) if arrays.kind(like.dtype) in ("float", "complex") else like.dtype
 
 
-def finite(leaves: list[Any]) -> Any:
+def finite(leaves: Sequence[Array]) -> torch.Tensor:
     """Whether every number is finite: a 0-d array."""
-    given = [leaf for leaf in leaves if leaf is not None]
-    found = [leaf for leaf in (local(leaf).detach() for leaf in given) if leaf.numel()]
-    found = [leaf if leaf.layout is torch.strided else leaf.to_dense() for leaf in found]
-    extremes = [extreme.to(found[0].device, torch.float64) for extreme in _extremes(found)]
-    kept = torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
-    meshes = {leaf.device_mesh for leaf in given if is_dtensor(leaf)}
-    return _everywhere(kept, meshes) if meshes else kept
-
-
-def _everywhere(kept: torch.Tensor, meshes: set[Any]) -> torch.Tensor:
-    """Whether it holds on all devices of some meshes, of which each has a part of the numbers."""
-    in_order = sorted(meshes, key=lambda mesh: str(mesh.mesh.tolist()))  # the same on all devices
-    for mesh in in_order * len(meshes):  # where meshes cross, it takes a pass for each to come everywhere
-        for group in mesh.get_all_groups():
-            flag = kept.to(mesh.device_type, torch.int32)
-            dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
-            kept = flag.bool()
-    return kept
+    there = [leaf for leaf in leaves if leaf is not None]
+    parts = [part for part in (local(leaf).detach() for leaf in there) if part.numel()]
+    parts = [part if part.layout is torch.strided else part.to_dense() for part in parts]
+    extremes = [extreme.to(parts[0].device, torch.float64) for extreme in _extremes(parts)]
+    all_finite = torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
+    meshes = {leaf.device_mesh for leaf in there if is_dtensor(leaf)}
+    return _everywhere(all_finite, meshes) if meshes else all_finite
 
 
 def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Numbers of which one is not finite if any of the leaves' is not: one pass, and no mask."""
     real = [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in leaves]
-    on_host = [leaf for leaf in real if leaf.device.type == "cpu"]
+    on_host = [leaf for leaf in real if leaf.is_cpu]
     for leaf in on_host:
         yield from torch.aminmax(leaf)  # a norm is twenty times slower there
     if len(on_host) < len(real):
-        yield from torch._foreach_norm([leaf for leaf in real if leaf.device.type != "cpu"], float("inf"))
+        yield from torch._foreach_norm([leaf for leaf in real if not leaf.is_cpu], float("inf"))
 
 
-def check_merged(leaves: list[Any], paths: Callable[[], list[str]], replicas: Any) -> None:
+def _everywhere(condition: torch.Tensor, meshes: set["DeviceMesh"]) -> torch.Tensor:
+    """Whether it holds on all devices of some meshes, of which each has a part of the numbers."""
+    in_order = sorted(meshes, key=lambda mesh: str(mesh.mesh.tolist()))  # the same on all devices
+    for mesh in in_order * len(meshes):  # where meshes cross, it takes a pass for each to come everywhere
+        for group in mesh.get_all_groups():
+            flag = condition.to(mesh.device_type, torch.int32)
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+            condition = flag.bool()
+    return condition
+
+
+def check_merged(leaves: Sequence[Array], paths: Callable[[], list[str]], replicas: Replicas | None) -> None:
     """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
     # a tensor does not say whether other processes have it too
 
 
 def merged(
-    outputs: Outputs, held: list[Any], tally: Tally, replicas: Replicas, known: dict[Any, Any]
-) -> tuple[list[Any], Tally]:
-    """What all replicas hold together; `known` is what a backend works out once."""
-    reduction = Reduction(known.setdefault("progress", Progress(known.get("step"))), replicas)
-    leaves = [max(h, key=lambda part: part.ndim) if isinstance(h, tuple) else h for h in held]
+    outputs: Outputs, held: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: MergeMemory
+) -> tuple[list[Reduced], Tally]:
+    """What all replicas hold together."""
+    if not isinstance(memory.progress, Progress):
+        memory.progress = Progress(memory.step)
+    reduction = Reduction(memory.progress, replicas)
+    leaves = [max(own, key=lambda part: part.ndim) if isinstance(own, tuple) else own for own in held]
     buffers = Buffers(Layout(outputs))
-    buffers.unit, buffers.reduced = 1.0, [_copied(held[i]) for i in outputs.reduced]
+    buffers.unit, buffers.reduced = 1.0, [_copied(held[leaf_index]) for leaf_index in outputs.reduced]
     limbs, steps = [arrays.scalar(limb) for limb in tally.weight], arrays.scalar(tally.steps)
     if any(isinstance(part, torch.Tensor) for part in (*limbs, steps)):
-        buffers.counted = Tally((sum(map(_double, tally.weight)),), tally.steps)
+        buffers.counted = Tally((sum(limb.to(torch.float64) for limb in tally.weight),), tally.steps)
     else:
         buffers.weight, buffers.steps = sum(limbs), steps
     reduction.begin(buffers, leaves)
     reduction.finish([])
     together = [*held]
-    for i, leaf in zip(outputs.reduced, buffers.reduced, strict=True):
-        together[i] = leaf
+    for leaf_index, leaf in zip(outputs.reduced, buffers.reduced, strict=True):
+        together[leaf_index] = leaf
     return together, buffers.tally
 
 
-def _double(limb: torch.Tensor) -> torch.Tensor:
-    return limb.to(torch.float64)
+def _copied(own: Reduced) -> Reduced:
+    return tuple(part.clone() for part in own) if isinstance(own, tuple) else own.clone()
 
 
-def _copied(held: Any) -> Any:
-    return tuple(part.clone() for part in held) if isinstance(held, tuple) else held.clone()
-
-
-def summed(number: Any, held: list[Any], replicas: Replicas) -> Any:
+def summed(number: Scalar, held: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which hold these."""
-    device = next((h.device for h in held if isinstance(h, torch.Tensor)), torch.device("cpu"))
+    device = next((own.device for own in held if isinstance(own, torch.Tensor)), torch.device("cpu"))
     total = torch.as_tensor(number, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=replicas.group)
     return arrays.scalar(total)
@@ -179,14 +190,16 @@ def in_order(windows: Sequence[Window]) -> list[Window]:
     return [first, *(_beside(window, first) for window in others)]
 
 
-def unparted(windows: Sequence[Window]) -> Window:
+def rejoined(windows: Sequence[Window]) -> Window:
     """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
     return windows[0]._replace(part=torch.zeros(2, dtype=torch.int32, device="cpu"))
 
 
 def _part(window: Window) -> tuple[int, int]:
     """(replica, replicas) whose part it is; (0, 0) for one of all replicas, or of a transform that has none."""
-    rank, count = (0, 0) if type(window.part) is tuple else window.part.tolist()
+    if isinstance(window.part, tuple):
+        return 0, 0
+    rank, count = window.part.tolist()
     return rank, count
 
 
@@ -195,8 +208,3 @@ def _beside(window: Window, first: Window) -> Window:
     leaves, structure = trees.flatten(window)
     pairs = zip(leaves, trees.flatten(first)[0], strict=True)
     return trees.unflatten(structure, [a.to(b.device) if arrays.is_array(a) else a for a, b in pairs])  # type: ignore[no-any-return]
-
-
-def alike(state: Any, like: Any) -> Any:
-    """The state in the dtypes that it came in."""
-    return state

@@ -15,6 +15,8 @@ Program = Any
 LeafFold = Any
 Outputs = Any
 Tally = Any
+Window = Any
+MergeMemory = Any
 
 
 class Trees(Protocol):
@@ -248,71 +250,81 @@ class Sums(Protocol):
 
 
 class Transforms(Protocol):
-    """What a fold that is spread over calls needs of a framework: its branch, and its own type of transforms."""
+    """What a fold that is spread over calls needs of a framework: its branch, and how replicas join their windows."""
 
-    def detached(self, tree: Tree) -> Tree:
-        """The tree without the graphs that its arrays are in."""
-        ...
-
-    def imported(self, tx: Any) -> Any:
-        """A transform as the framework's own combinators would call it, with extra arguments that it may ignore."""
-        ...
-
-    def exported(self, made: Any) -> Any:
-        """A transform of funcga's in the type that the framework's own combinators take."""
+    def widened(self, params: Tree) -> Tree:
+        """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits."""
         ...
 
     def when(
-        self, predicate: Any, emit: Callable[..., Any], state: Tree, operands: Tree, like: Tree, donate: bool = False
-    ) -> Any:
+        self,
+        predicate: Scalar,
+        emit: Callable[..., tuple[Tree, Tree]],
+        state: Tree,
+        operands: Tree,
+        like: Tree,
+        donate: bool = False,
+    ) -> tuple[Tree, Tree, Scalar]:
         """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
 
-        `donate`: the zeros need no memory, and then are not to be written to.
+        And whether it held. `donate`: the zeros need no memory, and then are not to be written to.
         """
         ...
 
-    def finite(self, leaves: list[Any]) -> Any:
+    def finite(self, leaves: Sequence[Array]) -> Array:
         """Whether every number is finite: a 0-d array."""
         ...
 
-    def check_merged(self, leaves: list[Any], paths: Callable[[], list[str]], replicas: Any) -> None:
+    def check_merged(self, leaves: Sequence[Array], paths: Callable[[], list[str]], replicas: Any) -> None:
         """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
         ...
 
     def merged(
-        self, outputs: Outputs, held: list[Any], tally: Tally, replicas: Any, known: dict[Any, Any]
-    ) -> tuple[list[Any], Tally]:
-        """What all replicas hold together; `known` is what a backend works out once."""
+        self, outputs: Outputs, held: Sequence[Reduced], tally: Tally, replicas: Any, memory: MergeMemory
+    ) -> tuple[list[Reduced], Tally]:
+        """What all replicas hold together."""
         ...
 
-    def summed(self, number: Any, held: list[Any], replicas: Any) -> Any:
+    def summed(self, number: Scalar, held: Sequence[Reduced], replicas: Any) -> Scalar:
         """The sum of a scalar over the replicas, which hold these."""
         ...
 
-    def parts(self, window: Any, replicas: Any) -> list[Any]:
+    def parts(self, window: Window, replicas: Any) -> list[Window]:
         """The parts that are this replica's, of a window as a state has it where replicas fold apart."""
         ...
 
-    def parted(self, window: Any, replicas: Any, is_empty: bool) -> Any:
+    def parted(self, window: Window, replicas: Any, is_empty: bool) -> Window:
         """A window as a state has it where replicas fold apart."""
         ...
 
-    def in_order(self, windows: Sequence[Any]) -> list[Any]:
+    def in_order(self, windows: Sequence[Window]) -> list[Window]:
         """The parts of one window, in the order of the replicas. Raises FuncgaError if one is missing."""
         ...
 
-    def unparted(self, windows: Sequence[Any]) -> Any:
+    def rejoined(self, windows: Sequence[Window]) -> Window:
         """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
         ...
 
-    def alike(self, state: Tree, like: Tree) -> Tree:
-        """The state in the dtypes that it came in."""
+
+class Optimizers(Protocol):
+    """The library of transforms that a framework's users have, if there is one: optax for JAX."""
+
+    def owns(self, tx: Any) -> bool:
+        """Whether a transform is one of the library's, which takes this framework's arrays alone."""
+        ...
+
+    def imported(self, tx: Any) -> Any:
+        """A transform as the library's own combinators would call it, with extra arguments that it may ignore."""
+        ...
+
+    def exported(self, tx: Any) -> Any:
+        """A transform of funcga's in the type that the library's combinators take."""
         ...
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One framework's eight parts, under the framework's name."""
+    """One framework's parts, under the framework's name."""
 
     name: str
     trees: Trees
@@ -323,3 +335,4 @@ class Backend:
     replicas: Replicas
     sums: Sums
     transforms: Transforms
+    optimizers: Optimizers | None = None

@@ -8,7 +8,7 @@ from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, argument_names, read_arguments
 from funcga._fold.outputs import Outputs, sort_outputs
-from funcga._fold.weight import check_weight
+from funcga._fold.tally import check_weight
 from funcga._replicas import Step, step_of
 from funcga._types import Across, GradFn, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable

@@ -4,7 +4,7 @@ import numbers
 from typing import Any
 
 from funcga._backend.protocols import Arrays
-from funcga._fold.quantity import as_number, is_quantity
+from funcga._fold.tally import as_number, is_quantity
 from funcga.errors import FuncgaError
 
 

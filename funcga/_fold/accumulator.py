@@ -1,141 +1,240 @@
-"""`Accumulator`: the fold as a protocol, for whoever writes the loop: init / update / merge / finalize."""
+"""The accumulator: a fold as pure functions of a state, for code that has a loop of its own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from funcga._backend.dispatch import backend_of
 from funcga._backend.protocols import Backend
 from funcga._fold import tally
 from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._fold.tally import Tally
-from funcga._fold.weight import check_narrow, check_weight
+from funcga._fold.tally import Tally, check_narrow, check_weight
+from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
 
-class AccumulatorState(NamedTuple):
-    """What has been folded so far: a tree of arrays that passes through jit, scan, checkpoints and torch.save.
+class Accumulation(NamedTuple):
+    """A window as it is worked on: what is held of each leaf, and how much has been folded.
 
-    `leaves` has, for every leaf of the folded value in order, what its reducer holds: an array or a tuple of arrays.
-    `like` has the structure of the folded value, with a 0-d array of the leaf's dtype in every place.
+    `Accumulator` and `multi_steps` open their states as one. `rejected` counts the micro-batches that were not folded.
+    `owned` says that nobody else has the memory that is held.
     """
 
-    leaves: tuple[Any, ...]
-    like: Any
+    outputs: Outputs
+    held: Sequence[Reduced]
     tally: Tally
+    rejected: Scalar = 0
+    owned: bool = False
 
+    @property
+    def folds(self) -> tuple[LeafFold | None, ...]:
+        """The fold of each leaf; None for a leaf that is None."""
+        return self.outputs.folds
 
-@dataclass(frozen=True)
-class Accumulator:
-    """A fold as pure functions of a state.
+    @property
+    def backend(self) -> Backend:
+        """The framework that the leaves belong to."""
+        return self.outputs.backend
 
-    Laws: merge(s, init) = s; merge is associative, and commutative for all folds but concat and carry, which keep the
-    order; update(s, v, w) = merge(s, update(init, v, w)). So any split and any order give the same `finalize`.
+    def add(self, leaves: Sequence[Array], weight: Scalar, donate: bool = False) -> "Accumulation":
+        """With one more micro-batch of this weight; in the same memory if that is donated."""
+        arrays = self.backend.arrays
+        held, owned = self.backend.sums.add(self.folds, self.held, leaves, weight, donate)
+        more = Tally(self._addends(weight), arrays.count(1))
+        return self._replace(held=held, tally=_merge_tallies(self.tally, more, self.backend), owned=owned)
 
-    >>> accumulator = funcga.Accumulator(funcga.mean())
-    >>> state = accumulator.init(grads)
-    >>> state = accumulator.update(state, grads, weight=tokens)
-    >>> average = accumulator.finalize(state)
-    """
+    def _addends(self, weight: Scalar) -> tuple[Scalar, ...]:
+        """The weight as addends, of as many bits as the tally is counted in."""
+        arrays, counted = self.backend.arrays, self.tally.weight
+        if len(counted) == 2:
+            return arrays.addends(weight, wide=False)
+        # An array goes into two addends, which a framework without 64-bit types can take over; but into a 64-bit
+        # count that there is already, and beside sums in 64 bits, as it is.
+        if arrays.is_array(weight) and not arrays.is_array(counted[0]) and self.is_narrow:
+            return arrays.addends(weight, wide=False)
+        return arrays.limbs(weight)
 
-    fold: FoldTree = field(default_factory=mean)
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a leaf is accumulated in float32, whose range is smaller than that of the weights."""
+        return any(fold.is_narrow for fold in self.folds if fold is not None)
 
-    def init(self, like: Any) -> AccumulatorState:
-        """The state of nothing folded, for values like this: arrays, or structs with a shape and a dtype.
+    def merge(self, other: "Accumulation") -> "Accumulation":
+        """What both have folded; this one comes first."""
+        held = [
+            None if fold is None else fold.combine(own, more)
+            for fold, own, more in zip(self.folds, self.held, other.held, strict=True)
+        ]
+        total = _merge_tallies(self.tally, other.tally, self.backend)
+        return Accumulation(self.outputs, held, total, self.rejected + other.rejected)
 
-        Raises FuncgaError if the fold does not fit them.
-        """
-        backend = backend_of([like], lambda: ["like"])
-        outputs = bind_outputs(self.fold, like, backend)
-        xp, as_array = backend.arrays.xp, backend.arrays.as_array
-        arrays = [as_array(leaf) if fold else None for fold, leaf in _bound(outputs, backend.trees.flatten(like)[0])]
-        marks = [None if a is None else xp.zeros((), dtype=a.dtype) for a in arrays]
-        return AccumulatorState(
-            tuple(fold.identity(a) if fold else None for fold, a in _bound(outputs, arrays)),
-            outputs.structure_of(marks),
-            tally.empty(backend.arrays),
-        )
+    def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
+        """What this one holds where a condition is true that the host does not see, else what the other one does."""
+        xp = self.backend.arrays.xp
 
-    def update(self, state: AccumulatorState, value: Any, weight: Any = 1) -> AccumulatorState:
-        """The state with one more value, of this weight: a number or 0-d array >= 0.
+        def select(own: Reduced, less: Reduced) -> Reduced:
+            if isinstance(own, tuple):
+                return tuple(select(*parts) for parts in zip(own, less, strict=True))
+            return None if own is None else xp.where(condition, own, less)
 
-        What is folded leaves its autograd graph, which would hold every micro-batch until the window ends; but not
-        inside of torch.func transforms, which differentiate through it. Raises FuncgaError if the value has another
-        structure, shape or dtype than the state was made for.
-        """
-        backend = backend_of([state, value], lambda: ["state", "value"])
-        outputs = self._outputs(state, backend)
-        weight = check_weight(weight, backend.arrays)
-        arrays, is_narrow = backend.arrays, any(fold.is_narrow for fold in outputs.folds if fold)
-        if is_narrow:
-            check_narrow(weight)
-        # of an array two addends, which go to a framework without 64-bit types, unless the state has one already
-        is_one = len(state.tally.weight) == 1 and arrays.is_array(state.tally.weight[0])
-        in_two = is_narrow and arrays.is_array(weight) and not is_one
-        limbs = arrays.addends(weight, wide=False) if in_two else arrays.limbs(weight)
-        leaves = outputs.leaves(backend.transforms.detached(value), "this update")
-        lifted = [fold.lift(leaf, weight) if fold else None for fold, leaf in _bound(outputs, leaves)]
-        more = AccumulatorState(tuple(lifted), state.like, Tally(limbs, arrays.count(1)))
-        return _merge(outputs, state, more)
-
-    def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
-        """The state of what both have folded: two halves of a window, or two replicas. `a` comes first.
-
-        Raises FuncgaError if they were made for different values.
-        """
-        backend = backend_of([a, b], lambda: ["a", "b"])
-        outputs = self._outputs(a, backend)
-        outputs.leaves(b.like, "the second state")
-        return _merge(outputs, a, b)
-
-    def finalize(self, state: AccumulatorState) -> Any:
-        """The result: normalised by the weights and steps in the state, in the structure and dtypes of the values."""
-        backend = backend_of([state], lambda: ["state"])
-        outputs = self._outputs(state, backend)
-        return outputs.structure_of(backend.sums.finish(outputs.folds, state.leaves, state.tally, donate=False))
-
-    def _outputs(self, state: AccumulatorState, backend: Backend) -> Outputs:
-        if not isinstance(state, AccumulatorState):
-            raise FuncgaError(
-                f"the state is of type {type(state).__name__}. Start with state = accumulator.init(like) and pass on "
-                f"what update and merge return."
-            )
-        return bind_outputs(self.fold, state.like, backend, shaped=False)
-
-
-def _bound(outputs: Outputs, leaves: Any) -> list[tuple[LeafFold | None, Any]]:
-    return list(zip(outputs.folds, leaves, strict=True))
-
-
-def _merge(outputs: Outputs, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
-    merged = []
-    for i, fold in enumerate(outputs.folds):
-        before, more = a.leaves[i], b.leaves[i]
-        if fold is not None and fold.fold.reducer.monoid.axis is None:
-            _check_shapes(outputs, i, before, more)
-        merged.append(None if fold is None else fold.combine(before, more))
-    return AccumulatorState(tuple(merged), a.like, _merge_tallies(a.tally, b.tally, outputs.backend))
+        held = [select(own, less) for own, less in zip(self.held, other.held, strict=True)]
+        total = Tally(select(self.tally.weight, other.tally.weight), select(self.tally.steps, other.tally.steps))
+        return Accumulation(self.outputs, held, total, select(self.rejected, other.rejected), owned=True)
 
 
 def _merge_tallies(a: Tally, b: Tally, backend: Backend) -> Tally:
     """The tally of both, of which one may be a Python number, as in torch, and the other two addends."""
     if len(a.weight) != len(b.weight):
-        a, b = (
-            Tally(backend.arrays.addends(t.weight[0], wide=False), t.steps)
-            if isinstance(t.weight[0], int | float)
-            else t
-            for t in (a, b)
-        )
+        a, b = (_in_two(counted, backend) for counted in (a, b))
     return tally.merge(a, b)
 
 
-def _check_shapes(outputs: Outputs, i: int, before: Any, more: Any) -> None:
-    describe = outputs.backend.arrays.describe
-    for x, y in zip(*(z if isinstance(z, tuple) else (z,) for z in (before, more)), strict=True):
+def _in_two(counted: Tally, backend: Backend) -> Tally:
+    number = counted.weight[0]
+    return (
+        Tally(backend.arrays.addends(number, wide=False), counted.steps) if isinstance(number, int | float) else counted
+    )
+
+
+class AccumulatorState(NamedTuple):
+    """What has been folded so far: a tree of arrays that passes through jit, scan, checkpoints and torch.save.
+
+    Attributes:
+        leaves: For every leaf of the folded value, in order, what its reducer holds: an array or a tuple of arrays.
+        like: A 0-d array of the leaf's dtype for every leaf, in the structure of the folded value.
+        tally: The total weight and the number of updates.
+    """
+
+    leaves: tuple[Reduced, ...]
+    like: Tree
+    tally: Tally
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """A fold as pure functions of a state: `init`, `update`, `merge` and `finalize`.
+
+    These laws hold: `merge(s, init) = s`; `merge` is associative, and commutative for all folds but concat and carry,
+    which keep the order; `update(s, v, w) = merge(s, update(init, v, w))`. So any split and any order give the same
+    `finalize`.
+
+    Args:
+        fold: A Fold, or a tree prefix of Folds over the values. The default is the weighted mean.
+
+    Example:
+        >>> accumulator = funcga.Accumulator(funcga.mean())
+        >>> state = accumulator.init(grads)
+        >>> state = accumulator.update(state, grads, weight=tokens)
+        >>> average = accumulator.finalize(state)
+    """
+
+    fold: FoldTree = field(default_factory=mean)
+
+    def init(self, like: Tree) -> AccumulatorState:
+        """The state of nothing folded.
+
+        Args:
+            like: A value like those to be folded: arrays, or structs with a shape and a dtype.
+
+        Returns:
+            A state for values of this structure.
+
+        Raises:
+            FuncgaError: The fold does not fit the values.
+        """
+        backend = backend_of([like], lambda: ["like"])
+        outputs = bind_outputs(self.fold, like, backend)
+        xp, as_array = backend.arrays.xp, backend.arrays.as_array
+        pairs = list(zip(outputs.folds, backend.trees.flatten(like)[0], strict=True))
+        arrays = [None if fold is None else as_array(leaf) for fold, leaf in pairs]
+        marks = [None if array is None else xp.zeros((), dtype=array.dtype) for array in arrays]
+        held = [None if fold is None else fold.identity(leaf) for fold, leaf in zip(outputs.folds, arrays, strict=True)]
+        return AccumulatorState(tuple(held), outputs.structure_of(marks), tally.empty(backend.arrays))
+
+    def update(self, state: AccumulatorState, value: Tree, weight: Scalar = 1) -> AccumulatorState:
+        """The state with one more value.
+
+        What is folded leaves its autograd graph, which would hold every micro-batch until the window ends. Inside of
+        torch.func transforms it stays there, so that they can differentiate through it.
+
+        Args:
+            state: What `init`, `update` or `merge` returned. It is not changed.
+            value: Arrays in the structure, shapes and dtypes that the state was made for.
+            weight: The weight of the value, a number or a 0-d array >= 0.
+
+        Returns:
+            The state of all that has been folded.
+
+        Raises:
+            FuncgaError: The value has another structure, shape or dtype, or the weight is negative.
+        """
+        window = self._opened(state, backend_of([state, value], lambda: ["state", "value"]))
+        weight = check_weight(weight, window.backend.arrays)
+        if window.is_narrow:
+            check_narrow(weight)
+        leaves = window.outputs.leaves(value, "this update")
+        for leaf_index, leaf in enumerate(leaves):
+            fold, own = window.folds[leaf_index], window.held[leaf_index]
+            if fold is not None and not fold.takes(leaf, own):
+                _check_shapes(window, leaf_index, fold.lift(leaf, weight))
+        return self._closed(window.add(leaves, weight), state)
+
+    def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
+        """The state of what two states have folded: two halves of a window, or two replicas.
+
+        Args:
+            a: The state that comes first, where the order counts.
+            b: The other one.
+
+        Returns:
+            The state of both.
+
+        Raises:
+            FuncgaError: The states were made for different values.
+        """
+        window = self._opened(a, backend_of([a, b], lambda: ["a", "b"]))
+        window.outputs.leaves(b.like, "the second state")
+        for leaf_index, more in enumerate(b.leaves):
+            _check_shapes(window, leaf_index, more)
+        return self._closed(window.merge(Accumulation(window.outputs, b.leaves, b.tally)), a)
+
+    def finalize(self, state: AccumulatorState) -> Tree:
+        """The result of the fold.
+
+        Args:
+            state: What has been folded. It is not changed, and shares no memory with the result.
+
+        Returns:
+            The values, normalised by the weights and steps in the state, in their structure and dtypes.
+        """
+        window = self._opened(state, backend_of([state], lambda: ["state"]))
+        leaves = window.backend.sums.finish(window.folds, window.held, window.tally, donate=False)
+        return window.outputs.structure_of(leaves)
+
+    def _opened(self, state: AccumulatorState, backend: Backend) -> Accumulation:
+        if not isinstance(state, AccumulatorState):
+            raise FuncgaError(
+                f"the state is of type {type(state).__name__}. Start with state = accumulator.init(like) and pass on "
+                f"what update and merge return."
+            )
+        return Accumulation(bind_outputs(self.fold, state.like, backend, shaped=False), state.leaves, state.tally)
+
+    def _closed(self, window: Accumulation, state: AccumulatorState) -> AccumulatorState:
+        return AccumulatorState(tuple(window.held), state.like, window.tally)
+
+
+def _check_shapes(window: Accumulation, leaf_index: int, more: Reduced) -> None:
+    """Raises FuncgaError if what is to be combined with what is held of a leaf would be broadcast."""
+    fold, own = window.folds[leaf_index], window.held[leaf_index]
+    if fold is None or fold.fold.reducer.monoid.axis is not None:
+        return
+    describe = window.backend.arrays.describe
+    for x, y in zip(*(parts if isinstance(parts, tuple) else (parts,) for parts in (own, more)), strict=True):
         if x.shape != y.shape:
             raise FuncgaError(
-                f"{outputs.paths[i]} is {describe(y)}, and the state was made for {describe(x)}: the two cannot be "
-                f"combined. Make a state for each shape, or, if it has a row for each example, fold with "
+                f"{window.outputs.paths[leaf_index]} is {describe(y)}, and the state was made for {describe(x)}: the "
+                f"two cannot be combined. Make a state for each shape, or, if it has a row for each example, fold with "
                 f"funcga.concat()."
             )

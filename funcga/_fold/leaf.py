@@ -55,6 +55,13 @@ class LeafFold:
             weight = float(weight)  # JAX takes no int of more than 31 bits as an operand
         return self.fold.reducer.lift(self.arrays.xp, self.arrays.cast(value, self.accumulator_dtype), weight)
 
+    def takes(self, value: Array, held: Reduced) -> bool:
+        """Whether a value is seen to have the shape of what is held, without lifting it."""
+        if self.fold.reducer.monoid.axis is not None:
+            return True
+        largest = max(held, key=lambda part: len(part.shape)) if isinstance(held, tuple) else held
+        return bool(value.shape == largest.shape)
+
     def combine(self, a: Reduced, b: Reduced) -> Reduced:
         """What both contribute."""
         return self.fold.reducer.monoid.combine(self.arrays.xp, a, b)
@@ -88,8 +95,8 @@ def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:
     return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
 
 
-def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> LeafFold:
-    """The fold for a leaf of `like`'s dtype, which stands at the path `where()`.
+def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree: str = "output") -> LeafFold:
+    """The fold for a leaf of `like`'s dtype, which stands at the path `where()` of an "output" or of "params".
 
     Raises FuncgaError if the fold cannot take that dtype, or asks for one that the framework does not have.
     """
@@ -97,7 +104,7 @@ def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> L
     accumulator = like.dtype if reducer.dtype is None else _named(reducer.dtype, arrays)
     kind = arrays.kind(accumulator)
     if kind not in reducer.kinds or kind not in normalizer.kinds:
-        raise _unfit(where(), like, kind, arrays)
+        raise _unfit(where(), like, kind, arrays, tree)
     if reducer.dtype is None and reducer.monoid.widens:
         accumulator = arrays.accumulator_dtype(like.dtype)
     adds: Literal["weighted", "plain"] | None = None
@@ -149,8 +156,14 @@ def _named(dtype: Dtype, arrays: Arrays) -> Dtype:
         ) from error
 
 
-def _unfit(path: str, like: Array, kind: str, arrays: Arrays) -> FuncgaError:
-    if kind in ("bool", "int"):
+def _unfit(path: str, like: Array, kind: str, arrays: Arrays, tree: str) -> FuncgaError:
+    if kind in ("bool", "int") and tree == "params":
+        why, instead = (
+            "its gradients are to be averaged, as only floats are",
+            "Leave it out of the params that init and update get (None in its place, or optax.masked around); or give "
+            'it a fold of its own, as in fold={"w": funcga.mean(), "count": funcga.sum()}',
+        )
+    elif kind in ("bool", "int"):
         why, instead = (
             f"{'integers' if kind == 'int' else 'bools'} are not averaged silently",
             "Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "

@@ -137,14 +137,15 @@ def _listed(paths: list[str]) -> str:
     return ", ".join(f"`{path}`" for path in paths[:4]) + (", ..." if len(paths) > 4 else "") if paths else "nothing"
 
 
-def bind_outputs(fold: Tree, value: Tree, backend: Backend, shaped: bool = True) -> Outputs:
+def bind_outputs(fold: Tree, value: Tree, backend: Backend, shaped: bool = True, name: str = "output") -> Outputs:
     """The Outputs for values like this one, every leaf of them reduced, carry() and concat() as the monoids they are.
 
-    `value` has arrays, or structs with a shape and a dtype; with `shaped` False only the dtypes count. Raises
-    FuncgaError for folds that do not fit.
+    `value` has arrays, or structs with a shape and a dtype; with `shaped` False only the dtypes count. `name` is what
+    errors call it, "output" or "params". Raises FuncgaError for folds that do not fit.
     """
     leaves, structure = backend.trees.flatten(value)
-    return _bind(value, leaves, structure, place(fold, value, len(leaves), backend), backend, shaped)
+    placed = place(fold, value, len(leaves), backend, name)
+    return _bind(value, leaves, structure, placed, backend, shaped, name)
 
 
 def sort_outputs(
@@ -175,40 +176,49 @@ def sort_outputs(
     ), leaves
 
 
-def place(fold: Tree, value: Tree, leaves: int, backend: Backend) -> list[Placed]:
-    """The Fold of every leaf of grad_fn's output, from a tree prefix of Folds.
+def place(fold: Tree, value: Tree, leaves: int, backend: Backend, name: str = "output") -> list[Placed]:
+    """The Fold of every leaf of grad_fn's output, or of another tree of this name, from a tree prefix of Folds.
 
-    Raises FuncgaError if the tree of folds is no prefix of the output.
+    Raises FuncgaError if the tree of folds is no prefix of it.
     """
     try:
-        return broadcast(fold, value, leaves, lambda f: isinstance(f, Fold), backend.trees, "output")
+        return broadcast(fold, value, leaves, lambda f: isinstance(f, Fold), backend.trees, name)
     except PrefixError as error:
         if not isinstance(fold, Fold) and backend.trees.children(fold) is None:
             raise FuncgaError(f"fold= is {fold!r}. Pass a Fold, such as funcga.mean(), or a tree of them.") from error
         trees, describe = backend.trees, backend.arrays.describe
         folds = outline(error.prefix, trees, lambda leaf: "Fold" if isinstance(leaf, Fold) else repr(leaf))
+        what, returned = f"the {name}", "they are"
+        if name == "output":
+            what, returned = "what grad_fn returns", "grad_fn returned"
         raise FuncgaError(
-            f"the tree of folds is no prefix of what grad_fn returns: at {error.path}, fold= has {folds} and grad_fn "
-            f"returned {outline(error.tree, trees, describe)}. Give one Fold for all that stands below, such as "
+            f"the tree of folds is no prefix of {what}: at {error.path}, fold= has {folds} and {returned} "
+            f"{outline(error.tree, trees, describe)}. Give one Fold for all that stands below, such as "
             f"funcga.mean(), or a container with the same keys."
         ) from error
 
 
 def _bind(
-    value: Tree, leaves: list[Any], structure: Structure, placed: list[Placed], backend: Backend, shaped: bool = True
+    value: Tree,
+    leaves: list[Any],
+    structure: Structure,
+    placed: list[Placed],
+    backend: Backend,
+    shaped: bool = True,
+    name: str = "output",
 ) -> Outputs:
     """The Outputs; replaces the numbers among the leaves by arrays."""
     folds: list[LeafFold | None] = [None] * len(leaves)
     bound: dict[tuple[int, Dtype], LeafFold] = {}  # there are few kinds of leaves, and many of each
     for leaf_index, ((fold, _), leaf) in enumerate(zip(placed, leaves, strict=True)):
-        where = partial(leaf_path, value, leaf_index, backend)
+        where = partial(leaf_path, value, leaf_index, backend, name)
         if not backend.arrays.is_array(leaf):
             if leaf is None or fold.reducer.carries:
                 continue  # what is carried may be any object; what is folded must be an array
             leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
         kind = (id(fold), leaf.dtype)
         if kind not in bound:
-            bound[kind] = bind(fold, leaf, where, backend.arrays)
+            bound[kind] = bind(fold, leaf, where, backend.arrays, name)
         folds[leaf_index] = bound[kind]
         if shaped and (fold.reducer.monoid.axis is not None or fold.reducer.stacked is not None):
             check_shape(fold, leaf, where, backend.arrays)
@@ -236,9 +246,9 @@ def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Array:
         ) from error
 
 
-def leaf_path(value: Tree, leaf_index: int, backend: Backend) -> str:
-    """Where a leaf of grad_fn's output is."""
-    return leaf_paths(value, backend.trees, "output")[leaf_index]
+def leaf_path(value: Tree, leaf_index: int, backend: Backend, name: str = "output") -> str:
+    """Where a leaf of grad_fn's output, or of another tree of this name, is."""
+    return leaf_paths(value, backend.trees, name)[leaf_index]
 
 
 def _threads(returned: dict[str, tuple[str, int]], carried: list[tuple[str, str]]) -> tuple[int, ...]:

@@ -1,56 +1,126 @@
-"""The tally: how much has been folded. Counts stay exact where a float32 would stop at 2**24."""
+"""Weights and their tally: what a micro-batch counts, and how much has been folded.
 
-from typing import Any, NamedTuple
+Counts stay exact where a float32 would stop at 2**24.
+"""
+
+import numbers
+import sys
+from typing import NamedTuple
 
 from funcga._backend.protocols import Arrays
+from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError
+
+_MOST = sys.float_info.max
+LEAST32, MOST32 = 2.0**-126, 2.0**126  # where a float32 has all of its bits, and so has its reciprocal
 
 
 class Tally(NamedTuple):
     """The total weight and the number of micro-batches.
 
-    `weight` is a tuple of scalars whose sum is the total: one where the framework has 64-bit scalars, else a float32
-    and the float32 remainder, which together are exact to 48 bits. Inside a normalizer it is one scalar, their sum.
+    Attributes:
+        weight: A tuple of scalars whose sum is the total: one where the framework has 64-bit scalars, else a float32
+            and the float32 remainder, which together are exact to 48 bits. A normalizer gets one scalar, their sum.
+        steps: How many micro-batches have been folded.
+
+    Example:
+        >>> state.tally.steps
+        8
     """
 
-    weight: Any
-    steps: Any
+    weight: tuple[Scalar, ...] | Scalar
+    steps: Scalar
 
 
 def empty(arrays: Arrays) -> Tally:
     """The tally of nothing."""
-    return Tally(arrays.limbs(0), arrays.count(0))
+    return of(0, arrays, steps=0)
 
 
-def of(weight: Any, arrays: Arrays, steps: int = 1) -> Tally:
+def of(weight: Scalar, arrays: Arrays, steps: int = 1) -> Tally:
     """The tally of one micro-batch of this weight, or of some that weigh this much together."""
     return Tally(arrays.limbs(weight), arrays.count(steps))
 
 
 def merge(a: Tally, b: Tally) -> Tally:
     """The tally of both."""
-    return Tally(_plus(a.weight, b.weight), a.steps + b.steps)
-
-
-def total(tally: Tally) -> Any:
-    """The total weight as one scalar, rounded to the type of its limbs."""
-    return tally.weight[0] if len(tally.weight) == 1 else tally.weight[0] + tally.weight[1]
-
-
-def _plus(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(a) != len(b):
+    if len(a.weight) != len(b.weight):
         raise FuncgaError(
             "one state counts in 64 bits and the other in 32: they were made with and without JAX's 64-bit types. "
             'Choose once for the whole program: jax.config.update("jax_enable_x64", True)'
         )
-    if len(a) == 1:
-        return (a[0] + b[0],)
-    high, error = two_sum(a[0], b[0])
-    return two_sum(high, error + (a[1] + b[1]))
+    if len(a.weight) == 1:
+        return Tally((a.weight[0] + b.weight[0],), a.steps + b.steps)
+    high, error = two_sum(a.weight[0], b.weight[0])
+    return Tally(two_sum(high, error + (a.weight[1] + b.weight[1])), a.steps + b.steps)
 
 
-def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     """The rounded sum and its rounding error, exactly: `a + b == high + low` (Knuth, 1969)."""
     high = a + b
     part = high - a
     return high, (a - (high - part)) + (b - part)
+
+
+def total(tally: Tally) -> Scalar:
+    """The total weight as one scalar, rounded to the type of its limbs."""
+    return tally.weight[0] if len(tally.weight) == 1 else tally.weight[0] + tally.weight[1]
+
+
+def check_weight(weight: object, arrays: Arrays) -> Scalar:
+    """The weight as a Python number where the host can see it, else as the 0-d array that it is.
+
+    Raises FuncgaError if it is no number, no scalar, or seen to be negative, NaN or infinite.
+    """
+    if type(weight) is int and 0 <= weight <= 2**53:  # the usual case
+        return weight
+    number = as_number(weight)
+    if not isinstance(number, numbers.Number):
+        kind = arrays.kind(number.dtype) if arrays.is_array(number) else None
+        if kind not in ("bool", "int", "float") or number.shape != ():
+            raise FuncgaError(
+                f"the weight of a micro-batch is {arrays.describe(number)}; it must be a real number or a 0-d array, "
+                f'such as the number of tokens: weight=lambda batch: (batch["labels"] != -100).sum()'
+            )
+        number = arrays.scalar(number)
+    return _checked(number) if isinstance(number, numbers.Number) else number
+
+
+def check_narrow(weight: Scalar) -> None:
+    """Raises FuncgaError for a number other than 0 that is no weight in float32."""
+    if isinstance(weight, int | float) and weight and not LEAST32 <= weight <= MOST32:
+        raise FuncgaError(
+            f"the weight of a micro-batch is {weight!r}, which a float32 cannot hold, in which they are counted "
+            f"here. Weigh in other units, as by tokens / 1e6."
+        )
+
+
+def known_weight(weight: Scalar) -> float:
+    """The weight as a Python number, for which a device is waited for.
+
+    Raises FuncgaError if it is no number, or negative, NaN or infinite.
+    """
+    return float(_checked(weight.item() if getattr(weight, "shape", None) == () else weight))
+
+
+def _checked(weight: Scalar) -> int | float:
+    number: Scalar = weight
+    if not isinstance(weight, numbers.Real) or not 0 <= number <= _MOST:
+        raise FuncgaError(
+            f"the weight of a micro-batch is {weight!r}; it must be finite and at least 0, such as the number of "
+            f"rows or tokens in it."
+        )
+    return int(number) if isinstance(weight, numbers.Integral) else float(number)
+
+
+def is_quantity(number: object, least: float = 0.0, most: float = _MOST) -> bool:
+    """Whether it is a finite real number above `least`, and not above `most`; bools are none."""
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        return False
+    real: Scalar = number
+    return bool(least < real <= most)
+
+
+def as_number(value: Scalar) -> Scalar:
+    """A scalar of NumPy, or a 0-d array of one, as a Python number; anything else as it is."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value

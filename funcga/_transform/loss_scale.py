@@ -2,28 +2,35 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.protocols import Backend
-from funcga._fold.quantity import is_quantity
-from funcga._transform.precision import widened
-from funcga._transform.transform import DonatingTransform, Transform, read_transform
+from funcga._fold.tally import is_quantity
+from funcga._transform.transform import DonatingTransform, Transform, UpdateFunction, read_transform
+from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 
 
 class LossScaledState(NamedTuple):
     """The state of `loss_scaled`: a tree of arrays that passes through jit, scan, torch.save and checkpoints.
 
-    inner: the state of the wrapped transform. scale: what the next window's losses are to be multiplied by, a 0-d
-    float32 array. growth: how many updates there have been since the scale last changed; skipped: how many windows were
-    no update; 0-d int32 arrays. In torch they are on the CPU.
+    The counts are 0-d int32 arrays; in torch all but `inner` are on the CPU.
+
+    Attributes:
+        inner: The state of the wrapped transform.
+        scale: What the next window's losses are to be multiplied by, a 0-d float32 array.
+        growth: How many updates there have been since the scale last changed.
+        skipped: How many windows were no update.
+
+    Example:
+        >>> loss, grads = gradient(params, batch, loss_scale=state.scale)
     """
 
-    inner: Any
-    scale: Any
-    growth: Any
-    skipped: Any
+    inner: Tree
+    scale: Array
+    growth: Array
+    skipped: Array
 
 
 def loss_scaled(
@@ -37,11 +44,6 @@ def loss_scaled(
 ) -> DonatingTransform:
     """A transform that divides gradients by the loss scale that they come with, and lets tx make an update of them.
 
-    >>> tx = funcga.multi_steps(funcga.loss_scaled(optax.adamw(1e-3)), 8)
-    >>> gradient = funcga.value_and_grad(loss_fn, scaled=True)
-    >>> loss, grads = gradient(params, batch, loss_scale=state.inner.scale)
-    >>> updates, state = tx.update(grads, state, params)
-
     If a gradient is not finite, the updates are zeros, the state of tx stays what it is, and the scale is multiplied by
     backoff_factor; after growth_interval updates in a row, by growth_factor. That is torch.amp.GradScaler, step for
     step, with `unscale_`, `step` and `update` in one; what stands in tx, as clipping, sees gradients in their own size.
@@ -52,15 +54,29 @@ def loss_scaled(
     device the host waits once an update, as GradScaler does. A window that is skipped is none to a schedule inside of
     tx, whereas `scheduler.step()` after `scaler.step(optimizer)` counts it.
 
-    tx: any pair of functions (init, update). What it sees, gradients and params, has floats of less than 32 bits as
-        float32, and so have its state and the updates.
-    init_scale: a finite number above 0; with a power of 2, and powers of 2 as factors, scaling loses nothing.
-    growth_factor: above 1. backoff_factor: between 0 and 1. growth_interval: an int, 1 to 2**31 - 1.
-    across: replicas that hold different parts of the gradients, as those of FSDP1, or of a reduce-scatter in JAX, so
-        that they skip a window together; as in `accumulate`. Merged gradients, and DTensors, need none.
-
-    Raises FuncgaError for other numbers, and for a state or gradients that are not its own.
     Source: Micikevicius et al. (2018), "Mixed precision training".
+
+    Args:
+        tx: Any pair of functions (init, update). What it sees, gradients and params, has floats of less than 32 bits as
+            float32, and so have its state and the updates.
+        init_scale: A finite number above 0; with a power of 2, and powers of 2 as factors, scaling loses nothing.
+        growth_factor: A number above 1.
+        backoff_factor: A number between 0 and 1.
+        growth_interval: An int from 1 to 2**31 - 1.
+        across: Replicas that hold different parts of the gradients, as those of FSDP1, or of a reduce-scatter in JAX,
+            so that they skip a window together; as in `accumulate`. Merged gradients, and DTensors, need none.
+
+    Returns:
+        A transform (init, update), whose state is a LossScaledState.
+
+    Raises:
+        FuncgaError: A number is out of its range, or a state or gradients are not its own.
+
+    Example:
+        >>> tx = funcga.multi_steps(funcga.loss_scaled(optax.adamw(1e-3)), 8)
+        >>> gradient = funcga.value_and_grad(loss_fn, scaled=True)
+        >>> loss, grads = gradient(params, batch, loss_scale=state.inner.scale)
+        >>> updates, state = tx.update(grads, state, params)
     """
     _check("init_scale", is_quantity(init_scale, _LEAST, _MOST), init_scale, "a finite number above 0", "65536.0")
     _check("growth_factor", is_quantity(growth_factor, 1, _MOST), growth_factor, "a finite number above 1", "2.0")
@@ -70,54 +86,65 @@ def loss_scaled(
     _check("growth_interval", counted, growth_interval, "an int from 1 to 2**31 - 1", "2000")
     read = read_transform(tx)
     for backend in load_imported():
-        read = backend.transforms.imported(read)
-    functions = _Functions(
+        if backend.optimizers is not None:
+            read = backend.optimizers.imported(read)
+    update = _ScaledUpdate(
         read, float(init_scale), float(growth_factor), float(backoff_factor), growth_interval, across
     )
-    return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
+    return DonatingTransform(update.init, update, update.donated)
 
 
-_LEAST, _MOST = 2.0**-126, 2.0**127  # in which a float32 has all of its bits, and its reciprocal too
+_LEAST, _MOST = 2.0**-126, 2.0**127  # where a float32 has all of its bits, and so has its reciprocal
 
 
-def _check(name: str, good: bool, number: Any, meaning: str, example: str) -> None:
+def _check(name: str, good: bool, number: object, meaning: str, example: str) -> None:
     if not good:
         raise FuncgaError(f"{name} is {number!r}: it must be {meaning}, in float32, such as {name}={example}.")
 
 
 @dataclass(frozen=True, eq=False)
-class _Functions:
-    """The functions of one `loss_scaled`, and its choices."""
+class _ScaledUpdate(UpdateFunction):
+    """The `update` of one `loss_scaled`, with its choices."""
 
-    scales: ClassVar[bool] = True  # by which it is known
     tx: Transform
     init_scale: float
     growth_factor: float
     backoff_factor: float
     growth_interval: int
-    across: Any
+    across: object
 
-    def __deepcopy__(self, memo: Any) -> "_Functions":
+    @property
+    def scales(self) -> bool:
+        """Whether the gradients come multiplied by a loss scale."""
+        return True
+
+    def __deepcopy__(self, memo: object) -> "_ScaledUpdate":
         """Itself, as a function is its own copy."""
         return self
 
-    def init(self, params: Any) -> LossScaledState:
+    def init(self, params: Tree) -> LossScaledState:
         """The state before the first update."""
         backend = backend_of([params], lambda: ["params"])
         arrays = backend.arrays
         scale = arrays.cast(arrays.as_array(self.init_scale), arrays.as_dtype("float32"))
-        inner = self.tx.init(widened(backend.transforms.detached(params), backend))
+        inner = self.tx.init(backend.transforms.widened(params))
         return LossScaledState(inner, scale, arrays.integer(0), arrays.integer(0))
 
-    def update(self, grads: Any, state: LossScaledState, params: Any = None, **extra: Any) -> Any:
+    def __call__(
+        self, grads: Tree, state: LossScaledState, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, LossScaledState]:
         """(updates, state): zeros, and a smaller scale, if a gradient is not finite."""
         return self._updated(grads, state, params, extra, donate=False)
 
-    def donated(self, grads: Any, state: LossScaledState, params: Any = None, **extra: Any) -> Any:
+    def donated(
+        self, grads: Tree, state: LossScaledState, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, LossScaledState]:
         """The same, which may write to the gradients and the state."""
         return self._updated(grads, state, params, extra, donate=True)
 
-    def _updated(self, grads: Any, state: Any, params: Any, extra: dict[str, Any], donate: bool) -> Any:
+    def _updated(
+        self, grads: Tree, state: LossScaledState, params: Tree, extra: dict[str, Any], donate: bool
+    ) -> tuple[Tree, LossScaledState]:
         if not isinstance(state, LossScaledState):
             raise FuncgaError(
                 f"the state is of type {type(state).__name__}, and that of loss_scaled is a LossScaledState: "
@@ -125,36 +152,37 @@ class _Functions:
             )
         backend = backend_of([state.scale, grads], lambda: ["state", "grads"])
         leaves, structure = backend.trees.flatten(grads)
-        good = backend.arrays.scalar(self._is_finite(leaves, backend))
+        finite = backend.arrays.scalar(self._is_finite(leaves, backend))
         run = partial(self._run, backend, structure, donate)
-        progress = state.inner, backend.arrays.as_array(False)
         operands = leaves, state.scale, params, extra
-        updates, (inner, used) = backend.transforms.when(good, run, progress, operands, grads)
-        return updates, self._adjusted(state, inner, used, backend)
+        updates, inner, used = backend.transforms.when(finite, run, state.inner, operands, grads)
+        return updates, self._adjusted(state, inner, backend.arrays.as_array(used), backend)
 
-    def _is_finite(self, leaves: list[Any], backend: Backend) -> Any:
+    def _is_finite(self, leaves: list[Array], backend: Backend) -> Array:
         """Whether the gradients are finite, on all replicas."""
-        good = backend.transforms.finite(leaves)
+        finite = backend.transforms.finite(leaves)
         if self.across is None:
-            return good
-        bad = backend.arrays.cast(~good, backend.arrays.as_dtype("float32"))
-        return backend.transforms.summed(bad, leaves, backend.replicas.replicas_of(self.across)) == 0
+            return finite
+        infinite = backend.arrays.cast(~finite, backend.arrays.as_dtype("float32"))
+        return backend.transforms.summed(infinite, leaves, backend.replicas.replicas_of(self.across)) == 0
 
-    def _run(self, backend: Backend, structure: Any, donate: bool, progress: Any, operands: Any) -> tuple[Any, Any]:
-        """(updates, progress) of one update of the wrapped transform."""
-        inner, (leaves, scale, params, extra) = progress[0], operands
-        unscaled = backend.sums.scaled(leaves, 1.0 / backend.arrays.scalar(scale), donate)
+    def _run(
+        self, backend: Backend, structure: Structure, donate: bool, inner: Tree, operands: tuple[Any, ...]
+    ) -> tuple[Tree, Tree]:
+        """(updates, state) of one update of the wrapped transform."""
+        leaves, scale, params, extra = operands
+        scale = backend.arrays.scalar(scale)
+        unscaled = backend.sums.scaled(leaves, 1.0 / scale, donate)
         grads = backend.trees.unflatten(structure, unscaled)
         update = self.tx.donated if donate and isinstance(self.tx, DonatingTransform) else self.tx.update
         try:
-            updates, new = update(grads, inner, widened(backend.transforms.detached(params), backend), **extra)
+            return update(grads, inner, backend.transforms.widened(params), **extra)
         except Exception:
             if donate:  # the gradients are as good as before
-                backend.sums.scaled(unscaled, backend.arrays.scalar(scale), donate)
+                backend.sums.scaled(unscaled, scale, donate)
             raise
-        return updates, (backend.transforms.alike(new, inner), backend.arrays.as_array(True))
 
-    def _adjusted(self, state: LossScaledState, inner: Any, used: Any, backend: Backend) -> LossScaledState:
+    def _adjusted(self, state: LossScaledState, inner: Tree, used: Array, backend: Backend) -> LossScaledState:
         """The state after a window that was used, or not: its scale backs off, grows or stays."""
         xp, zero = backend.arrays.xp, backend.arrays.integer(0)
         growth = state.growth + 1

@@ -1,32 +1,134 @@
 """`multi_steps`: the fold spread over calls, as a transform around an optimizer."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
 from funcga._backend.protocols import Backend
 from funcga._fold import tally
-from funcga._fold.weight import check_weight
+from funcga._fold.accumulator import Accumulation
+from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs, bind_outputs
+from funcga._fold.tally import Tally, check_narrow, check_weight
 from funcga._grad import uninitialised
-from funcga._replicas import step_of
-from funcga._transform.binding import Bindings
-from funcga._transform.non_finite import Dropping
-from funcga._transform.precision import result_folds, widened
-from funcga._transform.transform import DonatingTransform, MultiSteps, Transform, is_scaled, read_transform
-from funcga._transform.window import Dropped, MultiStepsState
-from funcga._transform.window_size import check_target, is_full, target_of
-from funcga._transform.windowing import Opened, Windows
+from funcga._replicas import MergeMemory, step_of
+from funcga._transform.transform import (
+    DonatingTransform,
+    Transform,
+    UpdateFunction,
+    is_scaled,
+    read_transform,
+)
+from funcga._transform.window import (
+    Dropped,
+    Dropping,
+    MultiStepsState,
+    Parts,
+    Window,
+    matched_grads,
+    matched_params,
+    paths_below,
+)
+from funcga._transform.window_size import WindowSize, check_target, is_full, target_of
+from funcga._types import Array, Dtype, Reduced, Scalar, Structure, Tree
 from funcga.errors import FuncgaError
-from funcga.folds import FoldTree, mean
+from funcga.folds import FoldTree, mean, sum
+
+
+class MultiSteps(Transform):
+    """What `multi_steps` returns: a transform (init, update), and the same in two halves, `accumulate` and `flush`.
+
+    Attributes:
+        init: `init(params) -> state`.
+        update: `update(grads, state, params, weight=1, **extra) -> (updates, state)`.
+
+    Example:
+        >>> tx = funcga.multi_steps(optax.adamw(1e-3), 8)
+        >>> state = tx.accumulate(grads, tx.init(params), weight=tokens)
+        >>> updates, state = tx.flush(state, params)
+    """
+
+    __slots__ = ()
+
+    update: "MultiStepsUpdate"
+
+    def accumulate(self, grads: Tree, state: MultiStepsState, *, weight: Scalar = 1) -> MultiStepsState:
+        """The state with one more micro-batch's gradients in its window. It only adds; nothing else is touched.
+
+        Args:
+            grads: The gradients, in the structure of the params.
+            state: What `init` or an earlier call returned.
+            weight: The weight of the micro-batch, a number or a 0-d array >= 0.
+
+        Returns:
+            The new state.
+
+        Raises:
+            FuncgaError: As `update` does.
+        """
+        return self.update.accumulate(grads, state, weight)
+
+    def flush(self, state: MultiStepsState, params: Tree = None, **extra: Any) -> tuple[Tree, MultiStepsState]:
+        """The update of the micro-batches that are in the window, however few they are; the window is then empty.
+
+        Inside of jit an empty window goes unnoticed: then the updates are zeros, and no update is counted. It is the
+        same with `drop` if every micro-batch was dropped.
+
+        Args:
+            state: What `init` or an earlier call returned.
+            params: The parameters, for the wrapped transform.
+            **extra: Further arguments of the wrapped transform.
+
+        Returns:
+            (updates, state).
+
+        Raises:
+            FuncgaError: The window is empty.
+        """
+        return self.update.flush(state, params, extra)
+
+    def has_updated(self, state: MultiStepsState) -> bool | Array:
+        """Whether the call that returned this state was an update: a bool, or in JAX a 0-d array of one."""
+        return _backend_of_state(state).arrays.scalar(state.updated)
+
+    def merge(self, states: Sequence[MultiStepsState], *, replicas: int = 1) -> MultiStepsState:
+        """One state of what all replicas hold, to be saved: each can go on from it, whatever their number.
+
+        In torch each replica has a state of its own: gather them, or load what each has saved. In JAX one state has
+        the parts of all devices, and goes on as it is on as many, or on a number that divides theirs; for any other
+        number of devices write tx.merge([state], replicas=number), outside of shard_map.
+
+        Args:
+            states: The states of all replicas after the same call.
+            replicas: In JAX, on how many devices the state goes on.
+
+        Returns:
+            The state of the whole window.
+
+        Raises:
+            FuncgaError: A replica's state is missing or there twice, or the states are not of one moment.
+
+        Example:
+            >>> states = [None] * dist.get_world_size()
+            >>> dist.all_gather_object(states, state)
+            >>> torch.save(tx.merge(states), "state.pt")  # load it on every replica, then go on: tx.update(...)
+        """
+        return self.update.merge(states, replicas)
+
+    @property
+    def across(self) -> Any:
+        """The replicas that an update merges over, as they were given."""
+        return self.update.across
 
 
 def multi_steps(
     tx: Any,
-    n: Any,
+    n: WindowSize,
     *,
     fold: FoldTree = mean(),  # noqa: B008 - a frozen value
     drop: Literal["microbatch", "window"] | None = None,
@@ -36,43 +138,50 @@ def multi_steps(
 ) -> MultiSteps:
     """A transform that folds the gradients of n calls and then lets tx make one update of them.
 
-    >>> tx = funcga.multi_steps(optax.adamw(1e-3), 8)
-    >>> state = tx.init(params)
-    >>> updates, state = tx.update(grads, state, params)  # zeros, but for every 8th call
-
     `tx.update(grads, state, params, weight=1, **extra) -> (updates, state)`; `extra` goes to the wrapped transform.
     `tx.accumulate(grads, state, weight=1) -> state` and `tx.flush(state, params) -> (updates, state)` are its two
-    halves, for whoever knows when a window ends, and for the last, partial one, which is exact. `tx.has_updated(state)`
-    says whether the last call was an update; `state.updates` counts them. Schedules and decay of the wrapped transform
-    count updates, as it runs for these alone.
-
-    tx: any pair of functions (init, update): optax's transforms, torch_backend.from_optimizer, your own.
-    n: the micro-batches of a window, at least 1; a schedule, a function of the number of updates so far (an int, in JAX
-        a 0-d array); or funcga.TargetWeight(w): as many as weigh w.
-    fold: a Fold, or a tree prefix of Folds over the gradients. The weight of a micro-batch is 1 unless it is given, as
-        its rows are not seen here: with `mean()`, and gradients of a mean loss, weigh it by its rows or tokens if they
-        differ, `update(..., weight=tokens)`; with `per_weight()`, and gradients of a sum, always.
-    drop: what becomes of a micro-batch whose gradients are not finite. None: it is folded like any other. "microbatch":
-        it is left out with its weight, and keeps its place in the window (TargetWeight counts only what was folded).
-        "window": the whole window is dropped at its end, and there is no update. `state.dropped` counts both.
-        On a CUDA device the host waits once a window to learn what was dropped.
-    drop_if: a function of the gradients that returns a bool, or a 0-d array of one, to drop by in place of that: it
-        then has to find what is not finite too.
-    across: the replicas to merge over, as in `accumulate`: each folds what it is given, and what they hold is merged
-        once, for the update. In JAX inside shard_map, with jax_backend.state_specs(tx) as the specs of the state, and
-        gradients of each device's own copy, jax.lax.pcast(params, axis, to="varying"). The replicas
-        get the same number of calls. Each has its own part of a window: to save a state in the middle of one, save
-        `tx.merge(states)` of all of them, and load that on every replica, whatever their number. A TargetWeight is
-        that of all of them: each call then sends a scalar. (If the weight is on a CUDA device, the host waits for it
-        at every call.)
-    donate: in torch, use the memory of the state that is passed in for the one that is returned, as
-        jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. To use it all the same
-        is not noticed. After an error in tx what was folded is there again, to rounding. Updates of a window that is
-        not full, zeros, take no memory either: read them, and write to none in place.
+    halves, for code that knows when a window ends, and for the last, partial one, which is exact.
+    `tx.has_updated(state)` says whether the last call was an update; `state.updates` counts them. Schedules and decay
+    of the wrapped transform count updates, as it runs for these alone.
 
     Gradients are accumulated in at least float32. What tx sees, gradients and params, has floats of less than 32 bits
-    as float32, and so have its state and the updates. Raises FuncgaError for bad input; the state given is then as good
-    as before.
+    as float32, and so have its state and the updates.
+
+    Args:
+        tx: Any pair of functions (init, update): optax's transforms, torch_backend.from_optimizer, your own.
+        n: The micro-batches of a window, at least 1; a schedule, a function of the number of updates so far (an int, in
+            JAX a 0-d array); or funcga.TargetWeight(w): as many as weigh w.
+        fold: A Fold, or a tree prefix of Folds over the gradients. The weight of a micro-batch is 1 unless it is given,
+            as its rows are not seen here: with `mean()`, and gradients of a mean loss, weigh it by its rows or tokens
+            if they differ, `update(..., weight=tokens)`; with `per_weight()`, and gradients of a sum, always.
+        drop: What becomes of a micro-batch whose gradients are not finite. None: it is folded like any other.
+            "microbatch": it is left out with its weight, and keeps its place in the window (TargetWeight counts only
+            what was folded). "window": the whole window is dropped at its end, and there is no update.
+            `state.dropped` counts both. On a CUDA device the host waits once a window to learn what was dropped.
+        drop_if: A function of the gradients that returns a bool, or a 0-d array of one, to drop by in place of that: it
+            then has to find what is not finite too.
+        across: The replicas to merge over, as in `accumulate`: each folds what it is given, and what they hold is
+            merged once, for the update. In JAX inside shard_map, with jax_backend.state_specs(tx) as the specs of the
+            state, and gradients of each device's own copy, jax.lax.pcast(params, axis, to="varying"). The replicas
+            get the same number of calls. Each has its own part of a window: to save a state in the middle of one, save
+            `tx.merge(states)` of all of them, and load that on every replica, whatever their number. A TargetWeight is
+            that of all of them: each call then sends a scalar. (If the weight is on a CUDA device, the host waits for
+            it at every call.)
+        donate: In torch, use the memory of the state that is passed in for the one that is returned, as
+            jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. Using it all the
+            same goes unnoticed. After an error in tx what was folded is there again, to rounding. Updates of a window
+            that is not full, zeros, take no memory either: read them, and write to none in place.
+
+    Returns:
+        A transform (init, update) with `accumulate`, `flush`, `has_updated` and `merge`.
+
+    Raises:
+        FuncgaError: The input is bad. The state given to a call that raises it is as good as before.
+
+    Example:
+        >>> tx = funcga.multi_steps(optax.adamw(1e-3), 8)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(grads, state, params)  # zeros, but for every 8th call
     """
     if callable(fold):
         raise FuncgaError(f"fold= is the function {getattr(fold, '__name__', fold)}. Call it: fold=funcga.mean().")
@@ -82,39 +191,59 @@ def multi_steps(
             f"drop is {drop!r}, and the wrapped transform is a loss_scaled, which has to see what is not finite: its "
             f"scale would never back off, and no window be an update. Leave drop out: it skips such windows itself."
         )
-    backends = load_imported()
-    for backend in backends:
-        read = backend.transforms.imported(read)
-    known = {} if across is None else {"step": step_of(read.update)}
-    steps = _Steps(read, check_target(n), Windows(Bindings(fold)), Dropping(drop, drop_if), across, donate, known)
-    made: Any = MultiSteps(steps.init, steps.update)
-    for backend in backends:
-        made = backend.transforms.exported(made)
-    return made  # type: ignore[no-any-return]
+    libraries = [backend.optimizers for backend in load_imported() if backend.optimizers is not None]
+    for library in libraries:
+        read = library.imported(read)
+    memory = _Memory(MergeMemory(None if across is None else step_of(read.update)))
+    update = MultiStepsUpdate(read, check_target(n), fold, Dropping(drop, drop_if), across, donate, memory)
+    made = MultiSteps(update.init, update)
+    for library in libraries:
+        made = library.exported(made)
+    return made
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What a transform keeps from one call to the next, so as not to work it out again.
+
+    `outputs` is its fold bound to gradients in a `structure`, with dtypes and shapes, their `kinds`. `counted` is the
+    same with the number of rejected micro-batches as one more leaf, for `merging` over replicas.
+    """
+
+    merging: MergeMemory
+    kinds: list[tuple[Dtype, object]] | None = None
+    structure: Structure = None
+    outputs: Outputs | None = None
+    counted: Outputs | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps:
-    """The functions of one `multi_steps`, and its choices."""
+class MultiStepsUpdate(UpdateFunction):
+    """The `update` of one `multi_steps`, with its choices and the other functions that are made of them."""
 
     tx: Transform
-    n: Any
-    windows: Windows
+    n: WindowSize
+    fold: FoldTree
     dropping: Dropping
     across: Any
     donate: bool
-    known: dict[Any, Any] = field(default_factory=dict, repr=False)  # what a backend works out once, not at every call
+    memory: _Memory = field(repr=False)
 
     @property
     def scales(self) -> bool:
         """Whether the gradients come multiplied by a loss scale."""
         return is_scaled(self.tx)
 
-    def __deepcopy__(self, memo: Any) -> "_Steps":
+    def __deepcopy__(self, memo: object) -> "MultiStepsUpdate":
         """Itself, as a function is its own copy."""
         return self
 
-    def init(self, params: Any) -> MultiStepsState:
+    def __reduce__(self) -> Any:
+        """How it is pickled: what is kept between calls can be worked out again."""
+        memory = _Memory(MergeMemory(self.memory.merging.step))
+        return MultiStepsUpdate, (self.tx, self.n, self.fold, self.dropping, self.across, self.donate, memory)
+
+    def init(self, params: Tree) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
         if hasattr(params, "named_parameters") or hasattr(params, "__next__"):
             raise FuncgaError(
@@ -122,71 +251,90 @@ class _Steps:
                 f"name: tx.init(dict(module.named_parameters()))."
             )
         backend = _backend_of(params, "params")
-        for place, leaf in enumerate(backend.trees.flatten(params)[0]):
+        self._check_params(params, backend)
+        arrays, wide = backend.arrays, backend.transforms.widened(params)
+        leaves, structure = backend.trees.flatten(wide)
+        outputs = self._bound(leaves, structure, backend)
+        held = [None if fold is None else fold.identity(leaf) for fold, leaf in zip(outputs.folds, leaves, strict=True)]
+        in_64_bits = any(fold.is_wide for fold in outputs.folds if fold is not None)
+        zero = partial(arrays.integer, 0)  # a new one for each, as one buffer cannot be donated twice
+        empty = Accumulation(outputs, held, Tally(arrays.addends(0, in_64_bits), zero()), zero())
+        window = self._closed(empty, self._replicas(backend), is_empty=True)
+        return MultiStepsState(
+            self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), Dropped(zero(), zero())
+        )
+
+    def _check_params(self, params: Tree, backend: Backend) -> None:
+        """Raises FuncgaError for params that are not there yet, and for choices that are another framework's."""
+        for leaf_index, leaf in enumerate(backend.trees.flatten(params)[0]):
             if hasattr(leaf, "materialize"):
-                raise uninitialised(leaf_paths(params, backend.trees, "params")[place])
-        if self.donate and backend.name == "jax":
+                raise uninitialised(leaf_paths(params, backend.trees, "params")[leaf_index])
+        if self.donate and not backend.sums.donates:
             raise FuncgaError(
                 "donate=True is for torch. In JAX give the state away where you compile the step: "
                 "jax.jit(step, donate_argnums=...)."
             )
-        if backend.name != "jax" and type(self.tx).__module__.split(".")[0] == "optax":
-            raise FuncgaError(
-                f"params are arrays of {backend.name}, and the wrapped transform is one of optax, which takes JAX's. "
-                f"Let it run on tensors: funcga.multi_steps({backend.name}_backend.from_optax(tx), n)."
-            )
-        wide = widened(backend.transforms.detached(params), backend)
-        window = self.windows.begun(wide, backend).closed(self._replicas(backend))
-        zero = partial(backend.arrays.integer, 0)  # a new one for each, as one buffer cannot be donated twice
-        flag = backend.arrays.as_array(False)
-        return MultiStepsState(self.tx.init(wide), window, zero(), zero(), flag, Dropped(zero(), zero()))
+        for other in load_imported():
+            if other is not backend and other.optimizers is not None and other.optimizers.owns(self.tx):
+                raise FuncgaError(
+                    f"params are arrays of {backend.name}, and the wrapped transform is one of optax, which takes "
+                    f"JAX's. Let it run on tensors: "
+                    f"funcga.multi_steps({backend.name}_backend.from_optax(tx), n)."
+                )
 
-    def update(
-        self, grads: Any, state: MultiStepsState, params: Any = None, *, weight: Any = 1, **extra: Any
-    ) -> tuple[Any, MultiStepsState]:
+    def __call__(
+        self, grads: Tree, state: MultiStepsState, params: Tree = None, *, weight: Scalar = 1, **extra: Any
+    ) -> tuple[Tree, MultiStepsState]:
         """(updates, state): zeros until the window is full, and then the update of what was folded.
 
         grads: a tree of arrays in the structure of params. weight: of this micro-batch, a number or a 0-d array >= 0.
         params and extra go to the wrapped transform. Raises FuncgaError if the gradients have another structure, or
         the weight is seen to be negative.
         """
-        _check_extra(extra)
+        if extra:
+            _check_extra(extra)
         backend = _backend_of_state(state)
-        opened = self._opened(state, backend)
-        params, leaves = opened.restricted(params)
-        target = target_of(self.n, state.updates, backend.arrays)  # whatever is refused, is so before anything is added
-        opened, state = self._added(grads, opened, state, weight)
-        full = is_full(self.n, target, state.offered, partial(self._weight, opened), backend.arrays)
-        state = state._replace(window=opened.closed(self._replicas(backend)))
-        emit = partial(self._emitted, backend, leaves, self.donate or opened.fresh, True)
+        replicas = self._replicas(backend)
+        window = self._opened(state.window, backend, replicas)
+        params, param_leaves = matched_params(params, window)
+        # Whatever is refused, is refused before anything is added.
+        target = self.n if type(self.n) is int else target_of(self.n, state.updates, backend.arrays)
+        window, state = self._added(grads, window, state, weight, replicas)
+        if type(target) is int and type(self.n) is int:
+            full = state.offered >= target
+        else:
+            full = is_full(self.n, target, state.offered, partial(_total_weight, window, replicas), backend.arrays)
+        state = state._replace(window=self._closed(window, replicas))
+        emit = partial(self._emitted, backend, param_leaves, self.donate or window.owned, True)
         like = params if params is not None else grads
-        return backend.transforms.when(  # type: ignore[no-any-return]
-            full, emit, state, (params, extra), like, self.donate
-        )
+        updates, state, _ = backend.transforms.when(full, emit, state, (params, extra), like, self.donate)
+        return updates, state
 
-    def accumulate(self, grads: Any, state: MultiStepsState, weight: Any) -> MultiStepsState:
+    def accumulate(self, grads: Tree, state: MultiStepsState, weight: Scalar) -> MultiStepsState:
         """The state with one more micro-batch in its window."""
         backend = _backend_of_state(state)
-        opened, state = self._added(grads, self._opened(state, backend), state, weight)
-        return state._replace(window=opened.closed(self._replicas(backend)))
+        replicas = self._replicas(backend)
+        window, state = self._added(grads, self._opened(state.window, backend, replicas), state, weight, replicas)
+        return state._replace(window=self._closed(window, replicas))
 
-    def flush(self, state: MultiStepsState, params: Any, extra: dict[str, Any]) -> tuple[Any, MultiStepsState]:
+    def flush(self, state: MultiStepsState, params: Tree, extra: dict[str, Any]) -> tuple[Tree, MultiStepsState]:
         """(updates, state) of what is in the window."""
         _check_extra(extra)
         backend = _backend_of_state(state)
-        params, leaves = self._opened(state, backend).restricted(params)
+        params, leaves = matched_params(params, self._opened(state.window, backend, self._replicas(backend)))
         offered = backend.arrays.scalar(state.offered)
         if not backend.arrays.is_array(offered) and offered == 0:
             raise FuncgaError(
                 "the window is empty: nothing was accumulated since the last update, so there is nothing to flush. "
                 "After the last window ask first: if state.offered > 0."
             )
-        there = offered > 0  # inside of jit it is not known
-        return self._emitted(backend, leaves, self.donate, there, state, (params, extra))
+        # Inside of jit it is not known whether the window is empty.
+        return self._emitted(backend, leaves, self.donate, offered > 0, state, (params, extra))
 
-    def merge(self, states: Any, replicas: int) -> MultiStepsState:
+    def merge(self, states: Sequence[MultiStepsState], replicas: int) -> MultiStepsState:
         """The state of all replicas, from the states that each of them has."""
-        states = [*states] if isinstance(states, list | tuple) and not isinstance(states, MultiStepsState) else [states]
+        if isinstance(states, MultiStepsState):
+            states = [states]
         if not states:
             raise FuncgaError("there are no states to merge. Give those of all replicas: tx.merge(states).")
         backend, first = _backend_of_state(states[0]), states[0]
@@ -197,87 +345,176 @@ class _Steps:
                 f"the states to merge are not of one moment: they have been given so many micro-batches: {listed}. "
                 f"Save them after the same call on every replica."
             )
-        window = self.windows.merged([state.window for state in states], backend, replicas)
-        return first._replace(window=window)  # type: ignore[no-any-return]
-
-    def has_updated(self, state: MultiStepsState) -> Any:
-        """Whether the call that returned the state was an update."""
-        return _backend_of_state(state).arrays.scalar(state.updated)
+        parts = backend.transforms.in_order([state.window for state in states])
+        whole = reduce(Accumulation.merge, [self._read(part, backend) for part in parts])
+        empty = self._closed(_emptied(whole, False, None), None)
+        window = backend.transforms.rejoined([self._closed(whole, None), *[empty] * (replicas - 1)])
+        return first._replace(window=window)
 
     def _replicas(self, backend: Backend) -> Any:
         return None if self.across is None else backend.replicas.replicas_of(self.across)
 
-    def _opened(self, state: MultiStepsState, backend: Backend) -> Opened:
-        return self.windows.opened(state.window, backend, self._replicas(backend))
+    def _bound(self, leaves: Sequence[Array], structure: Structure, backend: Backend) -> Outputs:
+        """The fold bound to gradients with such leaves: that of the last call, if they were alike.
 
-    def _added(self, grads: Any, opened: Opened, state: MultiStepsState, weight: Any) -> tuple[Opened, MultiStepsState]:
+        Raises FuncgaError for folds that do not fit.
+        """
+        memory = self.memory
+        kinds = [(None, None) if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves]
+        last = memory.outputs
+        if last is not None and last.backend is backend and memory.kinds == kinds and memory.structure == structure:
+            return last
+        outputs = bind_outputs(self.fold, backend.trees.unflatten(structure, list(leaves)), backend, name="params")
+        for leaf_index, fold in enumerate(outputs.folds):
+            if fold is not None and fold.fold.reducer.monoid.axis is not None:  # what it holds grows with every call
+                path = leaf_paths(outputs.structure_of(range(len(leaves))), backend.trees, "params")[leaf_index]
+                raise FuncgaError(
+                    f"the fold of {path} collects rows, and gradients are to become one gradient. Fold them with "
+                    f"funcga.mean(), funcga.per_weight() or funcga.sum()."
+                )
+        memory.kinds, memory.structure, memory.outputs, memory.counted = kinds, structure, outputs, None
+        return outputs
+
+    def _opened(self, window: Window, backend: Backend, replicas: Any) -> Accumulation:
+        """What this replica has folded of the window of a state."""
+        if replicas is None and isinstance(window.part, tuple):
+            return self._read(window, backend)
+        parts = [self._read(part, backend) for part in backend.transforms.parts(window, replicas)]
+        return reduce(Accumulation.merge, parts) if parts else _emptied(self._read(window, backend), False, None)
+
+    def _read(self, window: Window, backend: Backend) -> Accumulation:
+        leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
+        held = [leaf.parts if type(leaf) is Parts else leaf for leaf in leaves]
+        outputs = self._bound([_largest(own) for own in held], structure, backend)
+        return Accumulation(outputs, held, window.tally, window.rejected)
+
+    def _closed(self, window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
+        """The window as a state has it; `is_empty` if nothing is folded."""
+        leaves = [Parts(own) if isinstance(own, tuple) else own for own in window.held]
+        closed = Window(window.outputs.structure_of(leaves), window.tally, window.rejected)
+        return closed if replicas is None else window.backend.transforms.parted(closed, replicas, is_empty)
+
+    def _added(
+        self, grads: Tree, window: Accumulation, state: MultiStepsState, weight: Scalar, replicas: Any
+    ) -> tuple[Accumulation, MultiStepsState]:
         """The window with one more micro-batch, and the state with what else has changed."""
-        arrays, replicas = opened.backend.arrays, self._replicas(opened.backend)
-        leaves = opened.matched(grads)
-        opened.backend.transforms.check_merged(leaves, partial(opened.paths, "grads"), replicas)
+        backend, arrays = window.backend, window.backend.arrays
+        leaves = matched_grads(grads, window)
+        backend.transforms.check_merged(leaves, partial(paths_below, "grads", window), replicas)
         weight = check_weight(weight, arrays)
-        keep = self.dropping.is_kept(grads, leaves, opened.backend)
-        opened, rejected = opened.added(leaves, weight, keep, self.donate)
+        drops = self.dropping.scope is not None
+        keep = not drops or self.dropping.is_kept(grads, leaves, backend)
+        less = window._replace(rejected=window.rejected + 1) if drops else window
+        more = less
+        if keep is not False:
+            if len(window.tally.weight) == 2:
+                check_narrow(weight)
+            more = window.add(leaves, weight, donate=self.donate and keep is True)
+            more = more if keep is True else more.where(keep, less)
         dropped = state.dropped
-        if self.dropping.scope is not None and replicas is None:
-            dropped = dropped._replace(microbatches=dropped.microbatches + rejected)
-        offered = state.offered + 1
-        return opened, state._replace(offered=offered, updated=arrays.as_array(False), dropped=dropped)
-
-    def _weight(self, opened: Opened) -> Any:
-        """The weight of the window so far, on all replicas."""
-        replicas = self._replicas(opened.backend)
-        total = tally.total(opened.seen(opened.tally))
-        return total if replicas is None else opened.backend.transforms.summed(total, opened.held, replicas)
+        if drops and replicas is None:
+            dropped = dropped._replace(microbatches=dropped.microbatches + (more.rejected - window.rejected))
+        return more, state._replace(offered=state.offered + 1, updated=arrays.as_array(False), dropped=dropped)
 
     def _emitted(
-        self, backend: Backend, likes: list[Any], owned: bool, there: Any, state: MultiStepsState, operands: Any
-    ) -> tuple[Any, MultiStepsState]:
+        self, backend: Backend, likes: Sequence[Array], owned: bool, there: bool | Array, state: MultiStepsState,
+        operands: tuple[Tree, dict[str, Any]],
+    ) -> tuple[Tree, MultiStepsState]:  # fmt: skip
         """(updates, state) of what the windows of all replicas hold; they are then empty.
 
         likes: the leaves of the params, for their dtypes. owned: whether what this window holds may be written to.
         there: whether there is a micro-batch in it.
         """
-        transforms, replicas, (params, extra) = backend.transforms, self._replicas(backend), operands
-        opened = self._opened(state, backend)
-        merged = opened if replicas is None else opened.merged(replicas, self.known)
-        total = merged.seen(merged.tally)
-        keep = self.dropping.is_emitted(there, total.steps, merged.rejected, backend.arrays)
-        folds = result_folds(merged.folds, likes, backend.arrays)
+        arrays, replicas, (params, extra) = backend.arrays, self._replicas(backend), operands
+        window = self._opened(state.window, backend, replicas)
+        merged = window if replicas is None else self._merged(window, replicas)
+        total, dropped, keep = _seen(merged), state.dropped, there
+        if self.dropping.scope is not None:
+            keep = self.dropping.is_emitted(total.steps, merged.rejected, arrays)
+            if replicas is not None:  # what each of them rejected is known only now
+                dropped = dropped._replace(microbatches=dropped.microbatches + merged.rejected)
+            dropped = self.dropping.counted(dropped, keep, total.steps, merged.rejected, arrays)
+        folds = [_result_fold(fold, like, backend) for fold, like in zip(merged.folds, likes, strict=True)]
         gradients = backend.sums.finish(folds, merged.held, total, owned or replicas is not None)
-        grads = backend.trees.unflatten(opened.structure, gradients)
-        progress = state.inner, state.updates, backend.arrays.as_array(False)
+        grads = window.outputs.structure_of(gradients)
         run = partial(self._run, backend)
         try:
-            updates, (inner, count, updated) = transforms.when(keep, run, progress, (grads, params, extra), grads)
+            updates, inner, updated = backend.transforms.when(keep, run, state.inner, (grads, params, extra), grads)
         except Exception:
             if self.donate and replicas is None:
-                _restore(folds, merged.held, gradients, total, backend)
+                _restore(merged, gradients, total)
             raise
-        window = opened.emptied(owned, (updates, inner)).closed(replicas)
-        late = replicas is not None
-        dropped = self.dropping.counted(state.dropped, keep, total.steps, merged.rejected, late, backend.arrays)
-        return updates, MultiStepsState(inner, window, backend.arrays.integer(0), count, updated, dropped)
+        empty = self._closed(_emptied(window, owned, (updates, inner)), replicas, is_empty=True)
+        count = state.updates + arrays.integer(updated)
+        return updates, MultiStepsState(inner, empty, arrays.integer(0), count, arrays.as_array(updated), dropped)
 
-    def _run(self, backend: Backend, progress: Any, operands: Any) -> tuple[Any, Any]:
-        """(updates, progress) of one update of the wrapped transform."""
-        (inner, count, _), (grads, params, extra) = progress, operands
+    def _merged(self, window: Accumulation, replicas: Any) -> Accumulation:
+        """The window of all replicas. What they have rejected is summed with the gradients, as one more leaf."""
+        backend, memory = window.backend, self.memory
+        if memory.counted is None:
+            largest = window.outputs.structure_of([_largest(own) for own in window.held])
+            memory.counted = bind_outputs((self.fold, sum()), (largest, window.rejected), backend)
+        held = [*window.held, window.rejected]
+        held, total = backend.transforms.merged(memory.counted, held, window.tally, replicas, memory.merging)
+        return window._replace(held=held[:-1], rejected=held[-1], tally=total)
+
+    def _run(self, backend: Backend, inner: Tree, operands: tuple[Tree, Tree, dict[str, Any]]) -> tuple[Tree, Tree]:
+        """(updates, state) of one update of the wrapped transform."""
+        grads, params, extra = operands
         update = self.tx.donated if self.donate and isinstance(self.tx, DonatingTransform) else self.tx.update
-        wide = widened(backend.transforms.detached(params), backend)
-        updates, new = update(grads, inner, wide, **extra)
-        return updates, (backend.transforms.alike(new, inner), count + 1, backend.arrays.as_array(True))
+        return update(grads, inner, backend.transforms.widened(params), **extra)
 
 
-def _restore(folds: Any, held: list[Any], gradients: list[Any], total: Any, backend: Backend) -> None:
+def _is_parts(node: object) -> bool:
+    return type(node) is Parts
+
+
+def _largest(own: Reduced) -> Array:
+    """Of what is held of a leaf, the array that has its shape."""
+    return max(own, key=lambda part: len(part.shape)) if isinstance(own, tuple) else own
+
+
+def _emptied(window: Accumulation, owned: bool, taken: Tree) -> Accumulation:
+    """The empty window; in the same memory if that is owned, and not `taken` by what was made of it."""
+    arrays = window.backend.arrays
+    zero = Tally(arrays.addends(0, wide=len(window.tally.weight) == 1), arrays.integer(0))
+    held = window.backend.sums.emptied(window.folds, window.held, owned, taken)
+    return Accumulation(window.outputs, held, zero, arrays.integer(0))
+
+
+def _seen(window: Accumulation) -> Tally:
+    """What has been folded, as a normalizer takes it: as numbers where the host sees them."""
+    arrays = window.backend.arrays
+    steps, *addends = (arrays.scalar(amount) for amount in (window.tally.steps, *window.tally.weight))
+    if any(map(arrays.is_array, addends)):
+        return Tally(window.tally.weight, steps)
+    return Tally((math.fsum(addends),), steps)
+
+
+def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
+    """The weight of the window so far, on all replicas."""
+    total = tally.total(_seen(window))
+    return total if replicas is None else window.backend.transforms.summed(total, window.held, replicas)
+
+
+def _result_fold(fold: LeafFold | None, param: Array, backend: Backend) -> LeafFold | None:
+    """The fold of a gradient, whose result is in the dtype that the wrapped transform sees of this param."""
+    dtype = getattr(param, "dtype", None)
+    if fold is None or dtype is None or dtype == fold.result_dtype or fold.fold.normalizer.dtype is not None:
+        return fold
+    return replace(fold, result_dtype=backend.arrays.accumulator_dtype(dtype))
+
+
+def _restore(window: Accumulation, gradients: Sequence[Reduced], total: Tally) -> None:
     """Takes back the division by the total weight of sums that were divided in place, to rounding."""
     weight = tally.total(total)
     divided = [
         own
-        for fold, own, gradient in zip(folds, held, gradients, strict=True)
+        for fold, own, gradient in zip(window.folds, window.held, gradients, strict=True)
         if fold is not None and gradient is own and fold.fold.normalizer.divides_by == "weight"
     ]
-    if divided and not backend.arrays.is_array(weight) and weight:
-        backend.sums.scaled(divided, float(weight), donate=True)
+    if divided and not window.backend.arrays.is_array(weight) and weight:
+        window.backend.sums.scaled(divided, float(weight), donate=True)
 
 
 def _check_extra(extra: dict[str, Any]) -> None:
@@ -286,7 +523,7 @@ def _check_extra(extra: dict[str, Any]) -> None:
         raise FuncgaError(f"`{name}` is no argument of a transform. A micro-batch's weight is `weight=...`.")
 
 
-def _backend_of_state(state: Any) -> Backend:
+def _backend_of_state(state: MultiStepsState) -> Backend:
     """The backend that owns a state, asked of one leaf of it."""
     if not isinstance(state, MultiStepsState):
         raise FuncgaError(
@@ -297,12 +534,12 @@ def _backend_of_state(state: Any) -> Backend:
     return _backend_of(state.offered, "state")
 
 
-def _backend_of(tree: Any, name: str) -> Backend:
-    """The backend that owns a call; with no arrays at all, as optax's own tools do, that of JAX if it is there."""
+def _backend_of(tree: Tree, name: str) -> Backend:
+    """The backend that owns a call; with no arrays at all, as optax's own tools make calls, that of optax."""
     try:
         return backend_of([tree], lambda: [name])
     except FuncgaError:
-        loaded = load_imported()
-        if loaded and not loaded[-1].trees.flatten(tree)[0]:
-            return loaded[-1]
+        for backend in load_imported():
+            if backend.optimizers is not None and not backend.trees.flatten(tree)[0]:
+                return backend
         raise

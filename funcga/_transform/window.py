@@ -1,8 +1,15 @@
-"""The states of `multi_steps`: the window, what has been folded since the last update, and what goes with it."""
+"""The window of `multi_steps`: its states, the gradients that fit into it, and those that are dropped."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from funcga._backend.prefixes import leaf_paths, paths_apart
+from funcga._backend.protocols import Arrays, Backend
+from funcga._fold.accumulator import Accumulation
 from funcga._fold.tally import Tally
+from funcga._types import Array, Reduced, Scalar, Tree
+from funcga.errors import FuncgaError
 
 
 class Window(NamedTuple):
@@ -15,36 +22,200 @@ class Window(NamedTuple):
     how many there are, or zeros for the window of all replicas; elsewhere it is empty.
     """
 
-    accumulated: Any
+    accumulated: Tree
     tally: Tally
-    rejected: Any
-    part: Any = ()
+    rejected: Array
+    part: Array | tuple[()] = ()
 
 
 class Parts(NamedTuple):
     """What a reducer holds of one leaf, where that is several arrays."""
 
-    parts: tuple[Any, ...]
+    parts: tuple[Array, ...]
 
 
 class Dropped(NamedTuple):
     """How many micro-batches have been dropped so far, and how many windows: two 0-d int32 arrays."""
 
-    microbatches: Any
-    windows: Any
+    microbatches: Array
+    windows: Array
 
 
 class MultiStepsState(NamedTuple):
     """The state of `multi_steps`: a tree of arrays that passes through jit, scan, torch.save and checkpoints.
 
-    inner: the state of the wrapped transform. window: what has been folded since the last update. offered: how many
-    micro-batches have come since then, folded or not. updates: how many updates there have been. updated: whether the
-    last call was one. The counts are 0-d int32 arrays, `updated` is a 0-d bool; in torch they are on the CPU.
+    The counts are 0-d int32 arrays, `updated` is a 0-d bool; in torch they are on the CPU.
+
+    Attributes:
+        inner: The state of the wrapped transform.
+        window: What has been folded since the last update.
+        offered: How many micro-batches have come since then, folded or not.
+        updates: How many updates there have been.
+        updated: Whether the last call was one.
+        dropped: How many micro-batches and windows have been dropped.
+
+    Example:
+        >>> lr = schedule(state.updates)
+        >>> if state.offered > 0:  # after the last epoch: the window that is not full
+        ...     updates, state = tx.flush(state, params)
     """
 
-    inner: Any
+    inner: Tree
     window: Window
-    offered: Any
-    updates: Any
-    updated: Any
+    offered: Array
+    updates: Array
+    updated: Array
     dropped: Dropped
+
+
+def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
+    """The leaves of the gradients, in the order of what is held of them.
+
+    Raises FuncgaError, which names the leaves, if their structure, or a shape or kind of dtype, is another.
+    """
+    backend = window.backend
+    leaves, structure = backend.trees.flatten(grads)
+    if structure != window.outputs.structure:
+        by_path = dict(zip(leaf_paths(grads, backend.trees, "grads"), leaves, strict=True))
+        expected = paths_below("grads", window)
+        _check_paths("gradients", list(by_path), expected)
+        leaves = [by_path[path] for path in expected]
+    for leaf_index, (leaf, own) in enumerate(zip(leaves, window.held, strict=True)):
+        if leaf is None or type(leaf) is not type(own) or leaf.dtype != own.dtype or leaf.shape != own.shape:
+            _check_grad(leaf_index, leaf, own, window)  # unless it is as usual
+    return leaves
+
+
+def _check_grad(leaf_index: int, leaf: object, own: Reduced, window: Accumulation) -> None:
+    """Raises FuncgaError if a gradient has another shape or kind of dtype than what is held of it."""
+    arrays, parts = window.backend.arrays, own if isinstance(own, tuple) else (own,)
+    if own is None or not arrays.is_array(leaf):
+        fits = own is None and leaf is None
+    else:
+        array: Array = leaf
+        fits = any(part.shape == array.shape for part in parts)
+        fits = fits and arrays.kind(array.dtype) == arrays.kind(parts[0].dtype)
+    if not fits:
+        raise _unfit("grads", leaf_index, leaf, window)
+
+
+def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array]]:
+    """The params that the state was made for; of a whole module, None in the place of all else. And their leaves.
+
+    The leaves are in the order of what is held. Raises FuncgaError if params have another structure or shapes.
+    """
+    trees = window.backend.trees
+    if params is None:
+        return params, [None] * len(window.held)
+    leaves, structure = trees.flatten(params)
+    if structure != window.outputs.structure:
+        paths, expected = leaf_paths(params, trees, "params"), paths_below("params", window)
+        by_path = dict(zip(paths, leaves, strict=True))
+        own_paths = {*expected}
+        params = trees.unflatten(structure, [leaf if path in own_paths else None for path, leaf in by_path.items()])
+        if trees.flatten(params)[1] != window.outputs.structure:
+            _check_paths("params", paths, expected)
+        leaves = [by_path[path] for path in expected]
+    for leaf_index, (leaf, own) in enumerate(zip(leaves, window.held, strict=True)):
+        if own is None or (type(leaf) is type(own) and leaf.shape == own.shape):
+            continue  # as usual
+        if not _is_param_of(leaf, own, window.backend.arrays):
+            raise _unfit("params", leaf_index, leaf, window)
+    return params, leaves
+
+
+def _is_param_of(leaf: object, own: Reduced, arrays: Arrays) -> bool:
+    """Whether a parameter has the shape of what is held of its gradients."""
+    if not arrays.is_array(leaf) and not isinstance(leaf, int | float | complex):
+        return False
+    shape = getattr(leaf, "shape", ())
+    return any(part.shape == shape for part in (own if isinstance(own, tuple) else (own,)))
+
+
+def paths_below(name: str, window: Accumulation) -> list[str]:
+    """The path of every leaf, in the order of what is held, in a tree of this name."""
+    outputs = window.outputs
+    return leaf_paths(outputs.structure_of(range(len(outputs.folds))), outputs.backend.trees, name)
+
+
+def _check_paths(what: str, paths: list[str], expected: list[str]) -> None:
+    """Raises FuncgaError if leaves are missing or new."""
+    missing, new = paths_apart(expected, paths)
+    if missing or new:
+        raise FuncgaError(
+            f"the {what} have another structure than the params that the state was made for: missing "
+            f"{', '.join(missing[:4]) or 'nothing'}, new {', '.join(new[:4]) or 'nothing'}. Give all of these at every "
+            f"call, gradients of zeros where there is nothing to add; or make a state for what there is: "
+            f"state = tx.init(params)."
+        )
+
+
+def _unfit(name: str, leaf_index: int, leaf: object, window: Accumulation) -> FuncgaError:
+    describe, own = window.backend.arrays.describe, window.held[leaf_index]
+    before = describe(max(own, key=lambda part: part.ndim) if isinstance(own, tuple) else own)
+    return FuncgaError(
+        f"{paths_below(name, window)[leaf_index]} is {describe(leaf)}, and the state was made for params where it is "
+        f"{before}: the two cannot be combined. Give what belongs to these params; or make a state for the new ones: "
+        f"state = tx.init(params)."
+    )
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """What is dropped: the "microbatch", the whole "window" or nothing; and by which test, if not for NaN and inf."""
+
+    scope: str | None
+    test: Callable[[Tree], object] | None
+
+    def __post_init__(self) -> None:
+        if self.scope not in (None, "microbatch", "window"):
+            raise FuncgaError(
+                f'drop is {self.scope!r}: write "microbatch" to leave out what is not finite, "window" to make no '
+                f"update of a window that has such a micro-batch, or None to pass it on."
+            )
+        if self.test is not None and (self.scope is None or not callable(self.test)):
+            raise FuncgaError(
+                f'drop_if is {self.test!r} and drop is {self.scope!r}: write drop="microbatch" or drop="window", and a '
+                f"function of the gradients that says whether to drop them: drop_if=lambda grads: norm(grads) > 100."
+            )
+
+    def is_kept(self, grads: Tree, leaves: Sequence[Array], backend: Backend) -> bool | Array:
+        """Whether a micro-batch is folded: a bool, or an array of one that the host does not see."""
+        if self.test is None:
+            return backend.arrays.scalar(backend.transforms.finite(leaves))
+        drop = _as_bool(self.test(grads), backend.arrays)
+        return backend.arrays.xp.logical_not(drop) if backend.arrays.is_array(drop) else not drop
+
+    def is_emitted(self, steps: Scalar, rejected: Scalar, arrays: Arrays) -> bool | Array:
+        """Whether there is an update at the end of a window of which so many were folded, and so many were not."""
+        emitted = (steps > 0) & (rejected == 0) if self.scope == "window" else steps > 0
+        return arrays.scalar(emitted) if arrays.is_array(emitted) else emitted
+
+    def counted(
+        self, dropped: Dropped, emitted: bool | Array, steps: Scalar, rejected: Scalar, arrays: Arrays
+    ) -> Dropped:
+        """The counts at the end of a window. Those rejected in it are counted already."""
+        if self.scope != "window":
+            return dropped
+        # Of a window without an update, what was folded is dropped as well. An empty one, which may be flushed inside
+        # of jit, is no dropped one.
+        none, emitted = arrays.integer(0), arrays.as_array(emitted)
+        there = arrays.as_array(steps + rejected > 0)
+        microbatches = arrays.xp.where(emitted, none, arrays.integer(steps))
+        windows = arrays.xp.where(emitted, none, arrays.cast(there, none.dtype))
+        return Dropped(dropped.microbatches + microbatches, dropped.windows + windows)
+
+
+def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
+    """What a test returned, as a bool or a 0-d array of one that the host does not see.
+
+    Raises FuncgaError for anything that is not one answer.
+    """
+    if arrays.is_array(drop) and drop.shape == ():
+        return arrays.scalar(drop if arrays.kind(drop.dtype) == "bool" else drop != 0)
+    if isinstance(drop, bool | int | float):
+        return bool(drop)
+    raise FuncgaError(
+        f"drop_if returned {arrays.describe(drop)}: it is asked of a whole micro-batch, for one bool, or a 0-d array "
+        f"of one. Reduce it: drop_if=lambda grads: ... .any()."
+    )

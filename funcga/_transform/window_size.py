@@ -1,12 +1,13 @@
-"""The target: when a window of `multi_steps` is full. A number of micro-batches, or a weight."""
+"""How large a window is: when one of `multi_steps` is full, and the learning rates for batches of another size."""
 
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from funcga._backend.protocols import Arrays
-from funcga._fold.quantity import is_quantity
+from funcga._fold.tally import is_quantity
+from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError, check_count
 
 
@@ -14,30 +15,42 @@ from funcga.errors import FuncgaError, check_count
 class TargetWeight:
     """For `n` in `multi_steps` and `windows`: a window is full when its micro-batches weigh this much, or more.
 
-    weight: a number > 0, such as a number of tokens, or a schedule of it: a function of the number of updates so far.
-    Raises FuncgaError for a number that is not positive.
+    Args:
+        weight: A number > 0, such as a number of tokens, or a schedule of it: a function of the number of updates so
+            far.
 
-    >>> tx = funcga.multi_steps(optax.adamw(1e-3), funcga.TargetWeight(1_000_000))
-    >>> updates, state = tx.update(grads, state, params, weight=tokens)
+    Raises:
+        FuncgaError: The number is not positive.
+
+    Example:
+        >>> tx = funcga.multi_steps(optax.adamw(1e-3), funcga.TargetWeight(1_000_000))
+        >>> updates, state = tx.update(grads, state, params, weight=tokens)
     """
 
-    weight: float | Callable[[Any], Any]
+    weight: float | Callable[[Any], Scalar]
 
     def __post_init__(self) -> None:
-        if getattr(self.weight, "shape", None) == () and hasattr(self.weight, "item"):
-            object.__setattr__(self, "weight", self.weight.item())
         if not callable(self.weight):
+            object.__setattr__(self, "weight", _as_number(self.weight))
             _check_target(self.weight)
 
     def after(self, updates: int) -> float:
         """The weight of a window after so many updates. Raises FuncgaError if a schedule returns none."""
-        target: Any = self.weight(updates) if callable(self.weight) else self.weight
-        target = target.item() if getattr(target, "shape", None) == () else target
+        target = _as_number(self.weight(updates) if callable(self.weight) else self.weight)
         _check_target(target)
         return float(target)
 
 
-def _check_target(weight: Any) -> None:
+# What `n` of multi_steps may be.
+WindowSize: TypeAlias = int | TargetWeight | Callable[[Any], Scalar]
+
+
+def _as_number(target: Scalar) -> Scalar:
+    """A 0-d array as a Python number; anything else as it is."""
+    return target.item() if getattr(target, "shape", None) == () else target
+
+
+def _check_target(weight: object) -> None:
     if is_quantity(weight):
         return
     raise FuncgaError(
@@ -46,38 +59,26 @@ def _check_target(weight: Any) -> None:
     )
 
 
-def check_target(n: Any) -> Any:
+def check_target(n: WindowSize) -> WindowSize:
     """What `n` may be: an int >= 1, a TargetWeight, or a function of the number of updates. Else FuncgaError."""
     if isinstance(n, TargetWeight) or callable(n):
         return n
-    if getattr(n, "shape", None) == ():
-        try:
-            n = n.item()
-        except Exception:  # it is traced, as by optax.inject_hyperparams
-            return n
-    return check_count(n, "n", " (or a function of the number of updates, or funcga.TargetWeight(1_000_000))")
+    number: Scalar = n
+    try:
+        number = _as_number(n)
+    except Exception:  # it is traced, as by optax.inject_hyperparams
+        return n
+    return check_count(number, "n", " (or a function of the number of updates, or funcga.TargetWeight(1_000_000))")
 
 
-def target_of(n: Any, updates: Any, arrays: Arrays) -> Any:
+def target_of(n: WindowSize, updates: Array, arrays: Arrays) -> Scalar:
     """What has to be reached after so many updates: a number, or an array of one. FuncgaError if it never can be."""
     of_weight = isinstance(n, TargetWeight)
-    target: Any = n.weight if of_weight else n
+    target = n.weight if isinstance(n, TargetWeight) else n
     return _scheduled(target, arrays.scalar(updates), of_weight, arrays) if callable(target) else target
 
 
-def is_full(n: Any, target: Any, steps: Any, weight: Callable[[], Any], arrays: Arrays) -> Any:
-    """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
-    of_weight = isinstance(n, TargetWeight)
-    amount = weight() if of_weight else steps
-    if of_weight and isinstance(target, int):
-        target = float(target)  # more than 31 bits are no operand in JAX
-    if arrays.is_array(amount) and arrays.is_array(target) and amount.dtype != target.dtype:
-        dtype = amount.dtype if of_weight else target.dtype  # a weight is a float, a number of steps an int
-        amount, target = arrays.cast(amount, dtype), arrays.cast(target, dtype)
-    return _holds(amount >= target, arrays)
-
-
-def _scheduled(schedule: Callable[[Any], Any], updates: Any, of_weight: bool, arrays: Arrays) -> Any:
+def _scheduled(schedule: Callable[[Any], Scalar], updates: Scalar, of_weight: bool, arrays: Arrays) -> Scalar:
     """What a schedule says. Raises FuncgaError if it is seen to be nothing that can be reached."""
     target = schedule(updates)
     seen = arrays.scalar(target) if arrays.is_array(target) else target
@@ -93,5 +94,82 @@ def _scheduled(schedule: Callable[[Any], Any], updates: Any, of_weight: bool, ar
     return target
 
 
-def _holds(condition: Any, arrays: Arrays) -> Any:
-    return arrays.scalar(condition) if arrays.is_array(condition) else bool(condition)
+def is_full(n: WindowSize, target: Scalar, steps: Array, weight: Callable[[], Scalar], arrays: Arrays) -> bool | Array:
+    """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
+    of_weight = isinstance(n, TargetWeight)
+    amount = weight() if of_weight else steps
+    if of_weight and isinstance(target, int):
+        target = float(target)  # JAX takes no int of more than 31 bits as an operand
+    if arrays.is_array(amount) and arrays.is_array(target) and amount.dtype != target.dtype:
+        dtype = amount.dtype if of_weight else target.dtype  # a weight is a float, a number of steps an int
+        amount, target = arrays.cast(amount, dtype), arrays.cast(target, dtype)
+    full = amount >= target
+    return arrays.scalar(full) if arrays.is_array(full) else bool(full)
+
+
+_Size = TypeVar("_Size")
+
+
+def linear_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Size | float:
+    """`lr * batch_size / base_batch_size`: the rule for SGD, whose noise it leaves as it was.
+
+    For a larger batch begin at `lr` and warm up to this over some epochs: `optax.linear_schedule(lr, scaled, updates)`,
+    or torch's LinearLR with start_factor=lr / scaled and total_iters=updates.
+
+    Source: Goyal et al. (2017), "Accurate, large minibatch SGD: training ImageNet in 1 hour".
+
+    Args:
+        lr: The learning rate that was tuned for base_batch_size.
+        base_batch_size: A batch size in whatever unit batch_size has: rows, or tokens.
+        batch_size: That of an update, all its micro-batches on all replicas; a number, or a 0-d array of what was
+            really folded, whose value is not looked at.
+
+    Returns:
+        The learning rate, a number or a 0-d array as batch_size is.
+
+    Raises:
+        FuncgaError: A number is not finite and above 0.
+
+    Example:
+        >>> funcga.linear_scaling(0.1, 256, 1024)
+        0.4
+    """
+    return lr * _ratio(lr, base_batch_size, batch_size)  # type: ignore[no-any-return]
+
+
+def sqrt_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Size | float:
+    """`lr * sqrt(batch_size / base_batch_size)`: the rule for Adam and others that divide by the gradient's size.
+
+    Source: Krizhevsky (2014), "One weird trick for parallelizing convolutional neural networks", by the variance of a
+    step; Malladi et al. (2022), "On the SDEs and scaling rules for adaptive gradient algorithms", for Adam, of
+    which they scale the betas and epsilon as well.
+
+    Args:
+        lr: The learning rate that was tuned for base_batch_size.
+        base_batch_size: A batch size in whatever unit batch_size has.
+        batch_size: That of an update, a number or a 0-d array, as for `linear_scaling`.
+
+    Returns:
+        The learning rate, a number or a 0-d array as batch_size is.
+
+    Raises:
+        FuncgaError: A number is not finite and above 0.
+
+    Example:
+        >>> funcga.sqrt_scaling(1e-3, 256, 1024)
+        0.002
+    """
+    return lr * _ratio(lr, base_batch_size, batch_size) ** 0.5  # type: ignore[no-any-return]
+
+
+def _ratio(lr: float, base_batch_size: float, batch_size: Scalar) -> Scalar:
+    _check("lr", lr, "0.1")
+    _check("base_batch_size", base_batch_size, "256")
+    if isinstance(batch_size, numbers.Real) or getattr(batch_size, "shape", None) != ():
+        _check("batch_size", batch_size, "1024")
+    return batch_size / base_batch_size
+
+
+def _check(name: str, number: object, example: str) -> None:
+    if not is_quantity(number):
+        raise FuncgaError(f"{name} is {number!r}: it must be a finite number above 0, such as {name}={example}.")

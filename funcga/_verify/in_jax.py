@@ -21,6 +21,11 @@ def precision(precise: bool) -> Iterator[None]:
         yield
 
 
+def copy(array: jax.Array) -> jax.Array:
+    """A copy of the array, in no graph."""
+    return jnp.array(array, copy=True)
+
+
 def take(array: jax.Array, axis: int, rows: Sequence[int]) -> jax.Array:
     """A copy of these rows, which may repeat, along an axis."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

@@ -20,6 +20,11 @@ def precision(precise: bool) -> AbstractContextManager[None]:
     return nullcontext()  # as is always so on the CPU
 
 
+def copy(array: torch.Tensor) -> torch.Tensor:
+    """A copy of the array, in no graph."""
+    return array.detach().clone()
+
+
 def take(array: torch.Tensor, axis: int, rows: Sequence[int]) -> torch.Tensor:
     """A copy of these rows, which may repeat, along an axis."""
     return array.index_select(axis, torch.tensor(rows, device=array.device))

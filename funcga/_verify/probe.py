@@ -45,7 +45,7 @@ class Probe:
     ):
         self.program, self.backend, self.precise = program, backend, precise
         self.framework = importlib.import_module(f"funcga._verify.in_{backend.name}")
-        self.args, self.kwargs = _copied((args, kwargs), backend, precise)
+        self.args, self.kwargs = _copied((args, kwargs), backend, precise, self.framework.copy)
         self.arguments = program.read(self.args, backend)
         self.rows = self.arguments.rows()
         self.every: Rows = tuple(range(self.rows))
@@ -216,7 +216,7 @@ def _leaf_for_leaf(fold: Fold) -> Fold:
     return replace(fold, normalizer=replace(fold.normalizer, apply=stacked))
 
 
-def _copied(tree: Tree, backend: Backend, precise: bool) -> Tree:
+def _copied(tree: Tree, backend: Backend, precise: bool, copy: Callable[[Array], Array]) -> Tree:
     """A copy of the tree, detached from all graphs; with `precise`, its floats in 64 bits."""
     arrays = backend.arrays
 
@@ -224,11 +224,10 @@ def _copied(tree: Tree, backend: Backend, precise: bool) -> Tree:
         if not arrays.is_array(leaf):
             return leaf
         wide = {"float": "float64", "complex": "complex128"}.get(arrays.kind(leaf.dtype))
-        if precise and wide is not None and not str(leaf.dtype).endswith(wide):
-            return arrays.cast(leaf, arrays.as_dtype(wide))
-        return arrays.owned(leaf, (leaf,))
+        own = copy(leaf)
+        return arrays.cast(own, arrays.as_dtype(wide)) if precise and wide is not None else own
 
-    leaves, structure = backend.trees.flatten(backend.transforms.detached(tree))
+    leaves, structure = backend.trees.flatten(tree)
     return backend.trees.unflatten(structure, [copied(leaf) for leaf in leaves])
 
 

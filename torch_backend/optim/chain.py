@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Sequence
 
-from funcga._transform.transform import DonatingTransform, Transform, is_scaled, read_transform
+from funcga._transform.transform import DonatingTransform, Transform, UpdateFunction, is_scaled, read_transform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import trees
@@ -56,7 +56,7 @@ class Chain(DonatingTransform):
     def __new__(cls, links: Sequence[Transform]) -> "Chain":
         """The transform of these links."""
         functions = _Functions(links)
-        chained: Chain = super().__new__(cls, functions.init, functions.update, functions.donated)
+        chained = super().__new__(cls, functions.init, functions, functions.donated)
         chained.links = links
         return chained
 
@@ -65,18 +65,22 @@ class Chain(DonatingTransform):
         return type(self), (self.links,)
 
 
-class _Functions:
-    """The functions of the transform."""
+class _Functions(UpdateFunction):
+    """The `update` of a chain, with its links and its other functions."""
 
     def __init__(self, links: Sequence[Transform]):
         self.links = links
-        self.scales = is_scaled(links[0])
+
+    @property
+    def scales(self) -> bool:
+        """Whether the gradients come multiplied by a loss scale."""
+        return is_scaled(self.links[0])
 
     def init(self, params: Tree) -> tuple[Tree, ...]:
         """The state before the first update."""
         return tuple([link.init(params) for link in self.links])
 
-    def update(self, grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
+    def __call__(self, grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         """What the last link makes of the gradients, and the states of all."""
         return self._through(grads, state, params, extra, owned=False)
 

@@ -87,7 +87,7 @@ def _check_norm(norm_type: object) -> None:
 
 def _stateless(clip: Clip) -> DonatingTransform:
     functions = _Functions(clip)
-    return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
+    return DonatingTransform(functions.init, functions.update, functions.donated)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def from_optimizer(
     _check(optimizer, groups, scheduler, options)
     schedule = None if scheduler is None else Schedule(scheduler)
     functions = _Functions(Options(optimizer, options, groups, schedule))
-    return DonatingTransform(functions.init, functions.update, functions.donated)  # type: ignore[no-any-return]
+    return DonatingTransform(functions.init, functions.update, functions.donated)
 
 
 def _check(
