@@ -227,34 +227,40 @@ def agreed(
     `mine` is what this replica proposes; None if it has nothing to fold. `rebuild` then makes what the others propose.
     Raises FuncgaError on every replica if two of them take different steps, or fold different structures.
     """
-    digests = {report.digest for report in reports} - {0}
     steps = [report.step for report in reports]
-    is_known = len(digests) == 1 and all(report.agreed for report in reports)
-    if is_known:
-        known = history.recalled(next(iter(digests))) if mine is None else mine
-        assert known is not None  # as all replicas agree in the same windows
-        if known.steps == steps:
-            return known
-    anyone_absent = not all(report.digest for report in reports)
-    said: list[_Said] = replicas.channel.gathered(
-        _Said(
-            history.step,
-            steps_made(),
-            mine.description if mine is not None and len(digests) > 1 else None,
-            _pickled(mine) if mine is not None and anyone_absent else None,
-        )
-    )
-    if is_known or _are_mixed_up(said):
+    known = _known(history, mine, reports)
+    if known is not None and known.steps == steps:
+        return known
+    said: list[_Said] = replicas.channel.gathered(_said_of(history.step, mine, reports))
+    if known is not None or _are_mixed_up(said):
         spelled = "; ".join(f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8]))
         raise FuncgaError(
             f"the replicas call different steps at the same time: {spelled}. What they fold would be added up all the "
             f"same. Make and call the steps in one order on every rank, from a list rather than a set."
         )
     check_alike([each.description for each in said], "fold different structures")
-    agreement = _shared(history, mine, rebuild, said, replicas) if anyone_absent else mine
-    assert agreement is not None
-    agreement.steps = steps
-    return agreement
+    structure = next((each.structure for each in said if each.structure is not None), None)
+    if structure is not None:
+        mine = _shared(mine or _adopted(history, structure, rebuild, replicas), replicas)
+    assert mine is not None
+    mine.steps = steps
+    return mine
+
+
+def _known(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:
+    """The Agreement that all replicas have made before, if all that they fold now has one digest."""
+    digests = {report.digest for report in reports} - {0}
+    if len(digests) > 1 or not all(report.agreed for report in reports):
+        return None
+    return history.recalled(digests.pop()) if mine is None else mine
+
+
+def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
+    digests = {report.digest for report in reports}
+    if mine is None:
+        return _Said(step, steps_made(), None, None)
+    description = mine.description if len(digests - {0}) > 1 else None
+    return _Said(step, steps_made(), description, _pickled(mine) if 0 in digests else None)
 
 
 def _are_mixed_up(said: list[_Said]) -> bool:
@@ -290,28 +296,28 @@ def rebuilt(structure: Structure, device: torch.device) -> tuple[Tree, list[torc
     return trees.unflatten(trees.flatten(skeleton)[1], leaves), leaves
 
 
-def _shared(
-    history: History, mine: Agreement | None, rebuild: Rebuild | None, said: list[_Said], replicas: Replicas
-) -> Agreement | None:
-    """The Agreement, where replicas that have nothing to fold are told what the others fold."""
-    structure = next(each.structure for each in said if each.structure is not None)
-    problem = structure if isinstance(structure, str) else None
-    if mine is None and rebuild is not None and isinstance(structure, bytes):
-        try:
-            outputs, leaves = rebuild(pickle.loads(structure))
-            mine = _proposal(_key(outputs, leaves), outputs, leaves, Layout(outputs), replicas)
-            history.agreements.append(mine)
-        except Exception as error:  # whatever the user's class raises
-            problem = f"{type(error).__name__}: {error}"
-    answers: list[tuple[str | None, dict[str, str] | None]] = replicas.channel.gathered(
-        (problem, None if mine is None else mine.description)
-    )
-    problems = [problem for problem, _ in answers if problem is not None]
-    if problems:
+def _adopted(history: History, structure: bytes | str, rebuild: Rebuild | None, replicas: Replicas) -> Agreement | str:
+    """The Agreement on what the others fold, on a replica that folds nothing; a text says why there is none."""
+    if isinstance(structure, str):
+        return structure
+    assert rebuild is not None
+    try:
+        outputs, leaves = rebuild(pickle.loads(structure))
+        agreement = _proposal(_key(outputs, leaves), outputs, leaves, Layout(outputs), replicas)
+    except Exception as error:  # whatever the user's class raises
+        return f"{type(error).__name__}: {error}"
+    history.agreements.append(agreement)
+    return agreement
+
+
+def _shared(mine: Agreement | str, replicas: Replicas) -> Agreement:
+    """The Agreement, if all replicas have one, and all of them are alike."""
+    problems = replicas.channel.gathered(mine if isinstance(mine, str) else None)
+    if isinstance(mine, str) or any(problems):
         raise FuncgaError(
             f"a replica has nothing to fold in its first window, and cannot be told what the others fold "
-            f"({problems[0]}). Give every replica a micro-batch in the first window, later ones may have none; or "
-            f"return dicts, tuples and lists of arrays."
+            f"({next(filter(None, problems))}). Give every replica a micro-batch in the first window, later ones may "
+            f"have none; or return dicts, tuples and lists of arrays."
         )
-    check_alike([description for _, description in answers], "fold different structures")
+    check_alike(replicas.channel.gathered(mine.description), "fold different structures")
     return mine

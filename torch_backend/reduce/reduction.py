@@ -7,8 +7,7 @@ weighted sums travel in, and that they do the same. While the last micro-batch's
 soon as the headers are here and the bucket and those before it are complete, so that all replicas send in one order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,20 +18,18 @@ from funcga._fold import tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays
-from torch_backend.dtensor import as_dtensor, is_dtensor, local
+from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
 from torch_backend.engine.buffers import Buffers, Layout, power_below
 from torch_backend.reduce.agreement import Agreement, Progress, agreed, proposed, rebuilt
 from torch_backend.reduce.channel import (
     Header,
     Report,
-    all_gathered,
     channel_if_any,
     check_in_step,
     digest_of,
     explained,
 )
-from torch_backend.reduce.wire import Kind, Sums, gather, nbytes, pack, unpack
+from torch_backend.reduce.wire import Sums, Wire, carried, gather
 from torch_backend.replicas import Replicas
 
 
@@ -58,7 +55,6 @@ class Reduction:
         self.rebuild: Callable[[Structure], tuple[Outputs, list[Any]]] | None = None
         self.is_over = False
         self.counted: tuple[dist.Work, torch.Tensor] | None = None
-        self.gathered: Callable[[], list[list[torch.Tensor]]] | None = None
 
     def __enter__(self) -> "Reduction":
         return self
@@ -110,12 +106,13 @@ class Reduction:
         group that the loss uses as well, on some replicas earlier than on others.
         """
         one_device = len({bucket.device for bucket in self.sums.buckets}) == 1
-        shared = self.history.communicates and self._carrier is self.replicas.group
+        shared = self.history.communicates and self._wire.carrier is self.replicas.group
         return bool(self.agreement.steps) and one_device and not shared
 
     @property
-    def _carrier(self) -> dist.ProcessGroup:
-        return self.replicas.channel.carrier(self.agreement.plan.device, self.replicas.group)
+    def _wire(self) -> Wire:
+        device, channel = self.agreement.plan.device, self.replicas.channel
+        return Wire(channel.carrier(device, self.replicas.group), device, channel)
 
     def announce(self, weight: Scalar = 0, steps: int = 0) -> None:
         """Says what this replica will have folded when a last micro-batch of this weight is; without one, what it has.
@@ -195,9 +192,9 @@ class Reduction:
             self.announce()
         try:
             self._agree()
-            likes = self._take_locals()
+            likes = {leaf: _like(self.buffers.reduced[leaf], spec) for leaf, spec in self.agreement.specs.items()}
             with explained():
-                self._launch()
+                self._send_rest()
                 state = self._receive(state)
         except BaseException as error:
             if isinstance(error, FuncgaError):  # then the others raise it too
@@ -227,77 +224,56 @@ class Reduction:
             return
         try:
             self._agree()
-            self._take_locals()
             if self.sums.left:
                 self.sums.mark.fill_(1)
-            self._launch()
+            self._send_rest()
         except (FuncgaError, RuntimeError):  # then the others have raised it too, and wait for nothing
             return
 
-    def _take_locals(self) -> dict[int, Any]:
-        """Leaves in the buffers what this process holds, and an identity where it has folded nothing.
-
-        Returns what tells where the DTensors lie: themselves, or where nothing was folded what was agreed on.
-        """
-        reduced, plan = self.buffers.reduced, self.agreement.plan
-        likes: dict[int, Any] = {}
-        for leaf, spec in self.agreement.specs.items():
-            likes[leaf] = reduced[leaf] if isinstance(reduced[leaf], tuple) or is_dtensor(reduced[leaf]) else spec
-            reduced[leaf] = local(reduced[leaf])
-        for leaf, shape in plan.gathered.items():
-            if reduced[leaf] is None:
-                dtype = self.buffers.outputs.dtypes[self.buffers.outputs.reduced[leaf]]
-                reduced[leaf] = self.buffers.folds[leaf].identity(torch.zeros(shape, dtype=dtype, device=plan.device))
-        return likes
-
-    def _launch(self) -> None:
-        """Begins all collectives that are left."""
+    def _send_rest(self) -> None:
+        """Begins all collectives that are left, but for those of leaves that are no sums."""
         assert self.header is not None
         while self.sums.left:
             self._send()
         if self.counted is None and any(report.on_device for report in self.header.reports()):
             self.counted = self._count_on_device()
-        if self.gathered is None and self.agreement.plan.gathered:
-            parts = [part for leaf in self.agreement.plan.gathered for part in _parts(self.buffers.reduced[leaf])]
-            self.gathered = gather(self._carrier, self.agreement.plan.device, parts)
 
     def _send(self) -> None:
         factor = (self.buffers.unit or self.unit) / self.unit
-        self.sums.send(self._carrier, self.buffers.reduced, self.scaled, factor)
+        self.sums.send(self._wire.carrier, self.buffers.reduced, self.scaled, factor)
 
     def _count_on_device(self) -> tuple[dist.Work, torch.Tensor]:
         """Adds up what the devices have counted: the weight, and micro-batches that the host does not know of."""
-        counted, device = self.buffers.counted, self.agreement.plan.device
+        counted, wire = self.buffers.counted, self._wire
         counts = (0, 0) if counted is None else (counted.weight[0], counted.steps)
-        sent = torch.stack([_on_device(count, device) for count in counts])
-        return self._carrier.allreduce([sent]), sent
+        sent = torch.stack([_on_device(count, wire.device) for count in counts])
+        return wire.carrier.allreduce([sent]), sent
 
     # ------------------------------------------------------------------------------------------- what the others folded
 
     def _receive(self, state: list[Any]) -> list[Any]:
         """Waits for everything, and takes in what the others have folded. Returns the state."""
         assert self.header is not None
-        reports = self.header.reports()
+        reports, buffers, plan = self.header.reports(), self.buffers, self.agreement.plan
         self.sums.wait()
-        self._check_mark()
-        self._count(reports)
-        # a view would keep its whole bucket alive as long as the caller keeps a loss
-        for leaf in self.buffers.layout.own:
-            if leaf in self.sums.views and self.sums.views[leaf].nbytes <= _SMALL:
-                self.buffers.reduced[leaf] = self.sums.views[leaf].clone()
-        if self.gathered is not None:
-            self._combine(self.gathered())
-        self._collect()
-        return self._carried(state, [rank for rank, report in enumerate(reports) if report.steps])
-
-    def _check_mark(self) -> None:
-        """Raises FuncgaError if a replica has given up. A device is not waited for: see `_count`."""
-        if self.sums.mark.is_cpu and self.sums.mark != 0:
+        gathers = bool(plan.gathered or buffers.outputs.collected)
+        # To ask a device for the mark would make the host wait: `_count` makes the weight NaN there. But no replica may
+        # begin a collective that one which has given up does not take part in.
+        if (self.sums.mark.is_cpu or gathers or state) and self.sums.mark != 0:
             raise FuncgaError(
                 "another replica has raised an error, or was interrupted, when the others had begun to merge this "
                 "window: nothing of it can be used. See what that process says, and let the error end all of them; or "
                 "leave this window out on every rank."
             )
+        self._count(reports)
+        # a view would keep its whole bucket alive as long as the caller keeps a loss
+        for leaf in buffers.layout.own:
+            if leaf in self.sums.views and self.sums.views[leaf].nbytes <= _SMALL:
+                buffers.reduced[leaf] = self.sums.views[leaf].clone()
+        if gathers:
+            gather(buffers, plan, self._wire)
+        folded = [rank for rank, report in enumerate(reports) if report.steps]
+        return carried(state, folded[-1], self._wire) if state and folded else state
 
     def _count(self, reports: list[Report]) -> None:
         """Takes in what all replicas have counted."""
@@ -314,71 +290,8 @@ class Reduction:
             nothing = tally.Tally((spoilt,), torch.zeros((), dtype=torch.int64, device=mark.device))
             buffers.counted = nothing if buffers.counted is None else tally.merge(buffers.counted, nothing)
 
-    def _combine(self, parts_of_ranks: list[list[torch.Tensor]]) -> None:
-        """Combines the leaves that are no sums, in the order of the replicas."""
-        reduced, start = self.buffers.reduced, 0
-        for leaf in self.agreement.plan.gathered:
-            end = start + len(_parts(reduced[leaf]))
-            lifted = [
-                tuple(parts[start:end]) if isinstance(reduced[leaf], tuple) else parts[start]
-                for parts in parts_of_ranks
-            ]
-            reduced[leaf] = reduce(self.buffers.folds[leaf].combine, lifted)
-            start = end
-
-    def _collect(self) -> None:
-        """Makes of what was collected the rows of all replicas, in their order."""
-        outputs, device = self.buffers.outputs, self.agreement.plan.device
-        collected = {leaf_index: _axis(outputs, leaf_index) for leaf_index in outputs.collected}
-        if not collected:
-            return
-        own = []
-        for leaf_index, axis in collected.items():
-            shape = [*(outputs.shapes[leaf_index] or ())]
-            shape[axis] = 0
-            empty = torch.zeros(shape, dtype=outputs.dtypes[leaf_index], device=device)
-            own.append(torch.cat([empty, *self.buffers.collected[leaf_index]], dim=axis).movedim(axis, 0))
-        counts = all_gathered(self.replicas.channel.group, torch.tensor([len(rows) for rows in own]))
-        rows_of_ranks = gather(self._carrier, device, own, [count.tolist() for count in counts])()
-        for position, (leaf_index, axis) in enumerate(collected.items()):
-            self.buffers.collected[leaf_index] = [rows[position].movedim(0, axis) for rows in rows_of_ranks]
-
-    def _carried(self, state: list[Any], folded: list[int]) -> list[Any]:
-        """The state of the last of the replicas that have folded anything."""
-        if not state or not folded:
-            return state
-        source, device = folded[-1], self.agreement.plan.device
-        is_source = self.replicas.rank == source
-        said: list[Any] = self.replicas.channel.gathered([_said_of(leaf) for leaf in state] if is_source else None)
-        kinds: list[Kind] = [leaf for leaf in said[source] if isinstance(leaf, tuple)]
-        received: Iterator[torch.Tensor] = iter(())
-        if kinds:
-            own = [leaf for leaf in state if is_source and arrays.is_array(leaf)]
-            sent = pack(own, device) if is_source else torch.zeros(nbytes(kinds), dtype=torch.uint8, device=device)
-            self._carrier.broadcast(sent, source).wait()
-            received = iter(unpack(sent, kinds))
-        return [
-            next(received) if isinstance(theirs, tuple) else own if theirs is None else theirs
-            for theirs, own in zip(said[source], state, strict=True)
-        ]
-
 
 _SMALL = 2**12  # bytes of a value that is copied out of its bucket
-
-
-def _said_of(leaf: Any) -> Kind | bool | float | complex | str | None:
-    """What is said of a leaf of the state: the kind of an array, a number itself, None of any other object."""
-    if arrays.is_array(leaf):
-        return tuple(leaf.shape), leaf.dtype
-    return leaf if isinstance(leaf, bool | int | float | complex | str) else None
-
-
-def _axis(outputs: Outputs, leaf_index: int) -> int:
-    """The axis that a leaf is collected along, counted from the first one."""
-    fold, shape = outputs.folds[leaf_index], outputs.shapes[leaf_index]
-    assert fold is not None
-    assert shape is not None
-    return (fold.fold.reducer.monoid.axis or 0) % len(shape)
 
 
 def _on_device(count: Scalar, device: torch.device) -> torch.Tensor:
@@ -388,5 +301,6 @@ def _on_device(count: Scalar, device: torch.device) -> torch.Tensor:
     return torch.full((), float(count), dtype=torch.float64, device=device)
 
 
-def _parts(lifted: Any) -> Sequence[torch.Tensor]:
-    return lifted if isinstance(lifted, tuple) else (lifted,)
+def _like(accumulated: Any, spec: Spec) -> Any:
+    """What tells where a leaf of DTensors lies: itself; where nothing was folded what was agreed on."""
+    return accumulated if isinstance(accumulated, tuple) or is_dtensor(accumulated) else spec

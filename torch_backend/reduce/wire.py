@@ -5,13 +5,18 @@ no sums, such as moments or collected rows, are gathered, and combined in the or
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from funcga._fold.leaf import LeafFold
+from funcga._fold.outputs import Outputs
+from torch_backend.dtensor import local
+from torch_backend.engine.buffers import Buffers
+from torch_backend.reduce.channel import Channel, all_gathered
 
 _ALIGNED = 16  # elements: each leaf begins at a multiple of these, as kernels like it
 
@@ -154,7 +159,7 @@ class Sums:
         bucket, memory = self.buckets[self.sent], self._memory[self.sent]
         views = {slot.leaf: self.views[slot.leaf] for slot in bucket.slots}
         for leaf, view in views.items():
-            accumulated = reduced[leaf]
+            accumulated = local(reduced[leaf])
             if isinstance(accumulated, torch.Tensor) and accumulated is not view:
                 view.copy_(accumulated)
             reduced[leaf] = view
@@ -178,8 +183,93 @@ def _view(memory: torch.Tensor, slot: Slot) -> torch.Tensor:
     return torch.view_as_complex(real) if slot.is_complex else real
 
 
+# -------------------------------------------------------------------------------------------------- what is gathered
+
+
+class Wire(NamedTuple):
+    """What arrays on the device travel over, and the channel for what the host knows of them."""
+
+    carrier: dist.ProcessGroup
+    device: torch.device
+    channel: Channel
+
+
+def gather(buffers: Buffers, plan: Plan, wire: Wire) -> None:
+    """Combines the leaves that are no sums, and joins the rows that were collected, in the order of the replicas."""
+    outputs, mine = buffers.outputs, {}
+    for leaf, shape in plan.gathered.items():
+        mine[leaf] = local(buffers.reduced[leaf])
+        if mine[leaf] is None:  # nothing was folded here
+            dtype = outputs.dtypes[outputs.reduced[leaf]]
+            mine[leaf] = buffers.folds[leaf].identity(torch.zeros(shape, dtype=dtype, device=wire.device))
+    arrays = [part for lifted in mine.values() for part in (lifted if isinstance(lifted, tuple) else (lifted,))]
+    axes = {leaf_index: _axis(outputs, leaf_index) for leaf_index in outputs.collected}
+    arrays += [_rows(buffers, leaf_index, axis, wire.device) for leaf_index, axis in axes.items()]
+    arrays_of_ranks = [iter(arrays) for arrays in _gathered(arrays, bool(axes), wire)]
+    for leaf, lifted in mine.items():
+        lifted_of_ranks = [
+            tuple([next(arrays) for _ in lifted]) if isinstance(lifted, tuple) else next(arrays)
+            for arrays in arrays_of_ranks
+        ]
+        buffers.reduced[leaf] = reduce(buffers.folds[leaf].combine, lifted_of_ranks)
+    for leaf_index in axes:
+        buffers.collected[leaf_index] = [next(arrays) for arrays in arrays_of_ranks]
+
+
+def _axis(outputs: Outputs, leaf_index: int) -> int:
+    fold = outputs.folds[leaf_index]
+    assert fold is not None
+    return fold.fold.reducer.monoid.axis or 0
+
+
+def _rows(buffers: Buffers, leaf_index: int, axis: int, device: torch.device) -> torch.Tensor:
+    """What this replica has collected of a leaf: no rows, if it has folded nothing."""
+    shape = [*(buffers.outputs.shapes[leaf_index] or ())]
+    shape[axis] = 0
+    empty = torch.zeros(shape, dtype=buffers.outputs.dtypes[leaf_index], device=device)
+    return torch.cat([empty, *buffers.collected[leaf_index]], dim=axis)
+
+
+def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> list[list[torch.Tensor]]:
+    """The arrays of each replica, in one all_gather. Where they `have_rows`, shapes may differ between replicas."""
+    kinds = [(tuple(array.shape), array.dtype) for array in arrays]
+    kinds_of_ranks: list[list[Kind]] = wire.channel.gathered(kinds) if have_rows else [kinds] * wire.channel.count
+    packed = pack(arrays, wire.device)
+    padded = packed.new_zeros(max(map(nbytes, kinds_of_ranks)))
+    padded[: packed.numel()] = packed
+    data_of_ranks = all_gathered(wire.carrier, padded)
+    return [unpack(data, kinds) for data, kinds in zip(data_of_ranks, kinds_of_ranks, strict=True)]
+
+
+def carried(state: list[Any], source: int, wire: Wire) -> list[Any]:
+    """The state of the replica `source`: its arrays and numbers. Any other object stays each replica's own."""
+    is_source = wire.channel.rank == source
+    said: list[Any] = wire.channel.gathered([_said_of(leaf) for leaf in state] if is_source else None)[source]
+    kinds: list[Kind] = [theirs for theirs in said if isinstance(theirs, tuple)]
+    if is_source:
+        data = pack([leaf for leaf in state if isinstance(leaf, torch.Tensor)], wire.device)
+    else:
+        data = torch.zeros(nbytes(kinds), dtype=torch.uint8, device=wire.device)
+    if kinds:
+        wire.carrier.broadcast(data, source).wait()
+    arrays = iter(unpack(data, kinds))
+    return [
+        next(arrays) if isinstance(theirs, tuple) else own if theirs is None else theirs
+        for theirs, own in zip(said, state, strict=True)
+    ]
+
+
+def _said_of(leaf: object) -> "Kind | bool | float | complex | str | None":
+    """What is said of a leaf of the state: the kind of an array, a number itself, None of any other object."""
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, bool | int | float | complex | str) else None
+
+
+# ------------------------------------------------------------------------------------------------- arrays as bytes
+
 # The shape and the dtype of an array.
-Kind = tuple[Sequence[int], torch.dtype]
+Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 def nbytes(kinds: Sequence[Kind]) -> int:
@@ -196,44 +286,16 @@ def as_bytes(array: torch.Tensor) -> torch.Tensor:
 
 def pack(arrays: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The bytes of the arrays, one after the other, on the device."""
-    return torch.cat([as_bytes(array).to(device) for array in arrays])
+    return torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *[as_bytes(a).to(device) for a in arrays]])
 
 
 def unpack(data: torch.Tensor, kinds: Sequence[Kind]) -> list[torch.Tensor]:
     """The arrays of these kinds that uint8[nbytes] holds, in memory of their own."""
     arrays, start = [], 0
-    for shape, dtype in kinds:
-        end = start + nbytes([(shape, dtype)])
+    for kind in kinds:
+        end = start + nbytes([kind])
+        shape, dtype = kind
         # a copy begins where elements of any size may begin
-        arrays.append(data[start:end].clone().view(dtype).view(tuple(shape)))
+        arrays.append(data[start:end].clone().view(dtype).view(shape))
         start = end
     return arrays
-
-
-def gather(
-    carrier: dist.ProcessGroup, device: torch.device, arrays: Sequence[torch.Tensor],
-    rows: Sequence[Sequence[int]] | None = None,
-) -> Callable[[], list[list[torch.Tensor]]]:  # fmt: skip
-    """Begins one all_gather of arrays of any dtypes. The function that it returns waits for those of every replica.
-
-    Args:
-        carrier: The group that they travel over.
-        device: Where they travel from.
-        arrays: Those of this replica.
-        rows: For each replica, how many rows each of its arrays has; without, all replicas have the same shapes.
-    """
-    count = carrier.size()
-    kinds: list[list[Kind]] = [[(array.shape, array.dtype) for array in arrays]] * count
-    if rows is not None:
-        kinds = [[((n, *array.shape[1:]), array.dtype) for n, array in zip(own, arrays, strict=True)] for own in rows]
-    packed = pack(arrays, device)
-    sent = packed.new_zeros(max(map(nbytes, kinds)))
-    sent[: packed.numel()] = packed
-    received = [torch.empty_like(sent) for _ in range(count)]
-    work = carrier.allgather([received], [sent])
-
-    def wait() -> list[list[torch.Tensor]]:
-        work.wait()
-        return [unpack(data, own) for data, own in zip(received, kinds, strict=True)]
-
-    return wait
