@@ -155,9 +155,13 @@ _UNALIGNED = "it does not begin at a multiple of 64 bytes, where memory of JAX a
 
 def _placed(imports: list[Transfer], device: Place | None) -> list[Transfer]:
     """The arrays on a device, by one call of device_put for all; where it is None, JAX's stay as they are."""
-    moved = jax.device_put([array for array, _ in imports], device, may_alias=True)
-    pairs = zip(imports, moved, strict=True)
-    return [Transfer(new, copied or _copy_reason(old, new)) for (old, copied), new in pairs]
+    moving = [index for index, (array, _) in enumerate(imports) if device is not None or isinstance(array, np.ndarray)]
+    moved = jax.device_put([imports[index].array for index in moving], device, may_alias=True)
+    placed = [*imports]
+    for index, new in zip(moving, moved, strict=True):
+        old, copied = imports[index]
+        placed[index] = Transfer(new, copied or _copy_reason(old, new))
+    return placed
 
 
 def _copy_reason(old: Array, new: jax.Array) -> str | None:

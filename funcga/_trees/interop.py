@@ -1,6 +1,6 @@
 """`to_torch`, `to_jax`, `to_numpy`: whole trees from one framework to another, in new memory or in the same."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -121,11 +121,22 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
     return walk.rebuilt(walk.exports(export), copy)
 
 
-def converted(tree: Tree, target: Backend, copy: bool | None, device: object = None, name: str = "tree") -> Tree:
-    """The tree with the arrays of a framework; `to_torch` and `to_jax` say how. Errors call it by `name`."""
+def converted(
+    tree: Tree,
+    target: Backend,
+    copy: bool | None,
+    device: object = None,
+    platforms: Collection[str] = (),
+    name: str = "tree",
+) -> Tree:
+    """The tree with the arrays of a framework; `to_torch` and `to_jax` say how.
+
+    Arrays on these platforms are committed to where they lie, as those on the framework's own are. Errors call the tree
+    by `name`.
+    """
     _check_copy(copy)
     place = None if device is None else target.dlpack.device(device)
-    platforms = target.dlpack.platforms()
+    platforms = {*platforms, *target.dlpack.platforms()}
     walk = _walk(tree, target, name)
 
     def export(leaf: Array, owner: Backend | None) -> Transfer:

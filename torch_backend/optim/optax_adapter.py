@@ -12,11 +12,12 @@ import torch
 
 from funcga._backend.dispatch import load
 from funcga._backend.prefixes import leaf_paths
+from funcga._backend.protocols import Transfer
 from funcga._transform.transform import Transform
 from funcga._trees.interop import converted
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays, trees
+from torch_backend import arrays, dlpack, trees
 from torch_backend.dtensor import is_dtensor
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.parameters import matched
@@ -146,22 +147,23 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
     import jax
 
     tensors = [tensor for name, tree in arguments.items() for tensor in _checked_tensors(tree, name)]
-    with contextlib.ExitStack() as settings:
-        # JAX computes in 64 bits if a tensor has these, and on the CPU what lies there, whatever its defaults are.
-        if any(tensor.dtype in _WIDE for tensor in tensors):
-            settings.enter_context(jax.enable_x64(True))
+    is_wide = any(tensor.dtype in _WIDE for tensor in tensors)
+    with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
+        over = {
+            name: converted(tree, load("jax"), copy=None, platforms={"cpu"}, name=name)
+            for name, tree in arguments.items()
+        }
+        leaves, structure = jax.tree.flatten(function(over))
         if any(tensor.device.type == "cpu" for tensor in tensors):
-            settings.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
-        over = {name: converted(tree, load("jax"), copy=None, name=name) for name, tree in arguments.items()}
-        # What is exported on the CPU is computed by then: the caller may write to the tensors when this returns.
-        leaves, structure = trees.flatten(converted(function(over), load("torch"), copy=None))
+            # The caller may write to the tensors when this returns. A device keeps the order itself.
+            jax.block_until_ready(leaves)  # type: ignore[no-untyped-call]
+        imports = dlpack.import_arrays([Transfer(leaf) for leaf in leaves], None, copy=False)
     # JAX may return an argument as it is, and one array in two places.
-    taken = {tensor.data_ptr() for tensor in tensors}
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            leaves[index] = leaf.clone() if leaf.data_ptr() in taken else leaf
-            taken.add(leaves[index].data_ptr())
-    return trees.unflatten(structure, leaves)
+    results, taken = [], {tensor.data_ptr() for tensor in tensors}
+    for tensor, _ in imports:
+        results.append(tensor.clone() if tensor.data_ptr() in taken else tensor)
+        taken.add(results[-1].data_ptr())
+    return jax.tree.unflatten(structure, results)
 
 
 _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)

@@ -215,7 +215,7 @@ def check_gradients(
     """Raises FuncgaError, which says what to do, for a gradient that is not its parameter's; None is one of any."""
     for index, (grad, parameter) in enumerate(zip(grads, parameters, strict=True)):
         advice = None if grad is None else _advice(grad, parameter, dtype_advice)
-        if advice is not None:
+        if advice:
             path = paths()[index]
             raise FuncgaError(
                 f"`grads{path}` is {described(grad)}, and `params{path}` is {described(parameter)}. {advice}"

@@ -47,7 +47,10 @@ def to_slot(kept: Mapping[str, object]) -> Slot:
 
     Raises FuncgaError for what is neither a tensor, a number, None nor a list, tuple or dict of these.
     """
-    return {name: _mapped(partial(_stored, name), value) for name, value in kept.items()}
+    return {
+        name: value if isinstance(value, torch.Tensor) else _mapped(partial(_stored, name), value)
+        for name, value in kept.items()
+    }
 
 
 def _stored(name: str, value: object) -> object:
@@ -70,10 +73,8 @@ def from_slot(slot: Slot, owned: bool, like: torch.Tensor | None = None) -> Tree
 
 
 def _restored(owned: bool, like: torch.Tensor | None, value: object) -> object:
-    if isinstance(value, Number):
-        return value.value.item()
     if not isinstance(value, torch.Tensor):
-        return value
+        return value.value.item() if isinstance(value, Number) else value
     laid = value if like is None or value.shape != like.shape else with_strides_of(value, like)
     return laid if owned or laid is not value else value.clone()
 
@@ -91,6 +92,8 @@ def on_tensors(function: Callable[[torch.Tensor], torch.Tensor], slot: Slot) -> 
 
 def _mapped(function: Callable[[object], object], value: object) -> object:
     """What a function makes of each value inside of dicts, lists and tuples, in these."""
+    if isinstance(value, torch.Tensor):  # as most are, and much faster
+        return function(value)
     if isinstance(value, dict):
         return {key: _mapped(function, item) for key, item in value.items()}
     if isinstance(value, list):
