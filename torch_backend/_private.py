@@ -4,6 +4,7 @@ Each name has a fallback that gives the same numbers. Other files call these thr
 `_private.transforms()`: then a test can take a name away from torch and load this file again.
 """
 
+import math
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,10 @@ def run_backward(loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[t
         torch.autograd.backward(loss, cotangent, inputs=inputs or None)
     else:
         run((loss,), (cotangent,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+
+
+# How many nodes of graphs this thread has made. Torch 2.11 to 2.13 tell. Without it no graph is like another.
+nodes_made: Callable[[], float] = getattr(torch.autograd, "_get_sequence_nr", lambda: math.nan)
 
 
 # How many tensors and storages hold some memory. Torch 2.11 to 2.13 have it. Without it nobody knows who else holds a

@@ -122,7 +122,7 @@ class Visit:
         if replacement is not None:
             # An alias of the caller's own, who may give the same tensor to another thread as a parameter.
             if not (self.recorded or self.in_transform):
-                replacement = replacement[...]
+                replacement = replacement[...] if replacement.requires_grad else replacement.detach()
         else:
             if self.in_transform and _thread_of(tensor) == self.thread:
                 return tensor

@@ -7,6 +7,7 @@ that they leave are in units of that number, and dividing them by the weight tha
 however uneven they are.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -94,6 +95,8 @@ class ModuleWindow:
         self.buffers: Buffers | None = None
         self.is_unreached = False  # whether a loss may have come to no parameter though it should have
         self.since = last_applied()
+        self.graph_size = self.walked_size = math.nan  # nodes of the last graph, and of that which was looked at
+        self.walked: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = (), []
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs."""
@@ -156,12 +159,13 @@ class ModuleWindow:
         """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that is not folded."""
         self.has_begun = True
         masks = isinstance(weight, torch.Tensor) or not weight
-        module = self.gradient.module
+        module, nodes = self.gradient.module, _private.nodes_made()
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             with self._masked(weight) if masks else _NOTHING:
                 output = called(self.gradient.loss_fn, module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
             differentiated = scaled_loss(loss, scale, arrays)
+        self.graph_size = _private.nodes_made() - nodes
         return loss, detached(aux) if self.parts.has_aux else aux, differentiated
 
     @contextmanager
@@ -205,12 +209,7 @@ class ModuleWindow:
         return torch.full_like(loss, float(weight), requires_grad=False)
 
     def _backward(self, loss: torch.Tensor, cotangent: torch.Tensor) -> None:
-        """loss.backward(cotangent), outside of autocast: that is for the forward pass. It leaves others' leaves alone.
-
-        A pass is restricted to the parameters. It is run whole, with what belongs to others put aside, where the graph
-        has functions written in Python, which may run passes of their own; and where it does not end in parameters, as
-        with FSDP, which gives others in their place.
-        """
+        """loss.backward(cotangent), outside of autocast: that is for the forward pass. Others' `.grad`s stay."""
         if not loss.requires_grad:
             if self.wrapper.name:
                 raise FuncgaError(
@@ -221,14 +220,7 @@ class ModuleWindow:
             self.is_unreached |= is_constant(loss)
             return
         self.is_unreached = True
-        leaves, others = (*self.params.values(),), list[torch.Tensor]()
-        replaced = self.wrapper.leaves()
-        if replaced or not leaves or last_applied() is not self.since:
-            own = {*map(id, (*leaves, *replaced))}
-            foreign, is_custom = reach(loss, own)
-            if replaced or not leaves or is_custom:
-                closed_over = [p for module in self.gradient.other_modules for p in module.parameters()]
-                leaves, others = (), [*foreign, *(p for p in closed_over if id(p) not in own)]
+        inputs, others = self._inputs_and_others(loss)
         with ExitStack() as stack:
             for device in autocasting((loss.device.type,)):
                 stack.enter_context(torch.autocast(device, enabled=False))
@@ -237,7 +229,24 @@ class ModuleWindow:
             if self.is_last:
                 stack.enter_context(self.wrapper.synchronising(self.gradient.sync, self.params))
             with recording_loss():
-                _private.run_backward(loss, cotangent, leaves, on_host=False)
+                _private.run_backward(loss, cotangent, inputs, on_host=False)
+
+    def _inputs_and_others(self, loss: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        """What a pass is restricted to, nothing if it is run whole; then what it comes to that belongs to others.
+
+        It is run whole where the graph has functions written in Python, which may run passes of their own; and where
+        it does not end in parameters, as with FSDP, which puts others in their place.
+        """
+        params, replaced = tuple(self.params.values()), self.wrapper.leaves()
+        if params and not replaced and last_applied() is self.since:
+            return params, []
+        # To walk through a graph takes time: one with as many nodes as the last one is taken for the same.
+        if self.walked_size != self.graph_size:
+            self.walked_size, own = self.graph_size, {*map(id, (*params, *replaced))}
+            others, is_custom = reach(loss, own)
+            others += [p for module in self.gradient.other_modules for p in module.parameters() if id(p) not in own]
+            self.walked = ((), others) if is_custom or replaced or not params else (params, [])
+        return self.walked
 
     def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
