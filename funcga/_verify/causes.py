@@ -1,6 +1,6 @@
 """Causes: why micro-batches do not give the result of the whole batch, and the line that fixes it.
 
-What two groups of rows show of the loss, its Kind, is held against the fold that it was given. A mean needs a weight
+What two groups of rows show of the loss, its Kind, is compared with what its fold takes it for. A mean needs a weight
 that is what the loss divides by; a sum needs none; what is neither of them has no fold. The texts are in causes.toml.
 """
 
@@ -25,8 +25,11 @@ from funcga.folds import Fold
 class Cause:
     """One thing that is wrong.
 
-    name: a short identifier that stays, such as "uneven tokens". what: it, in a sentence. fix: the line to write
-    instead. evidence: the figures by which it was recognised.
+    Attributes:
+        name: A short identifier that stays, such as "uneven tokens".
+        what: What is wrong, in a sentence or two.
+        fix: The line to write instead.
+        evidence: The figures by which it was recognised.
     """
 
     name: str
@@ -47,6 +50,11 @@ def cause(key: str, **words: object) -> Cause:
     texts = _texts().get(name, {}) | _texts()[key]
     what, fix, evidence = (" ".join(texts[part].split()).format(**words) for part in ("what", "fix", "evidence"))
     return Cause(name, what, fix, evidence)
+
+
+def note(key: str, **words: object) -> str:
+    """The note of this name in causes.toml, with these words filled in."""
+    return " ".join(_texts()["notes"][key].split()).format(**words)
 
 
 def diagnose(probe: Probe, splits: Splits, draws: bool, limit: Limit, random: np.random.Generator) -> list[Cause]:
@@ -352,11 +360,7 @@ def without_remainder(probe: Probe, splits: Splits, causes: list[Cause], limit: 
     where = probe.paths[failed[0]]
     arrays = {i for i, leaf in enumerate(probe.whole) if leaf is not None and leaf.ndim}
     if arrays and arrays.isdisjoint(failed):
-        note = (
-            f"{where} differs by {worst:.1e}, though every gradient agrees: that is rounding, where large numbers "
-            f"cancel, or a small term that no gradient comes from"
-        )
-        return [], [note]
+        return [], [note("small difference", where=where, difference=worst)]
     return [cause("small remainder", where=where, difference=worst)], []
 
 

@@ -164,6 +164,11 @@ class Probe:
         """The path of every leaf."""
         return leaf_paths(self.output, self.backend.trees, "output")
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the arguments, in words."""
+        return "float64" if self.precise else "the arguments' own dtypes"
+
     @cached_property
     def epsilon(self) -> float:
         """The machine epsilon of the coarsest dtype of the leaves, that of float64 at least."""
@@ -193,13 +198,11 @@ class Probe:
 
     def _parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of the arrays of numbers that are passed whole."""
-        flatten, arrays = self.backend.trees.flatten, self.backend.arrays
-        for part in self.arguments.parts:
-            if not part.axes:
-                names = leaf_paths(part.value, self.backend.trees)
-                for name, leaf in zip(names, flatten(part.value)[0], strict=True):
-                    if arrays.is_array(leaf) and arrays.kind(leaf.dtype) in ("float", "complex"):
-                        yield name, tuple(leaf.shape)
+        trees, arrays = self.backend.trees, self.backend.arrays
+        for value in (part.value for part in self.arguments.parts if not part.axes):
+            for name, leaf in zip(leaf_paths(value, trees), trees.flatten(value)[0], strict=True):
+                if arrays.is_array(leaf) and arrays.kind(leaf.dtype) in ("float", "complex"):
+                    yield name, tuple(leaf.shape)
 
 
 def _leaf_for_leaf(fold: Fold) -> Fold:

@@ -23,9 +23,15 @@ from funcga.errors import FuncgaError, TooFewRowsError
 
 
 class Measured(NamedTuple):
-    """The result of a split against that of the whole batch: the largest relative difference, its limit, and where.
+    """The result of a split against that of the whole batch.
 
-    sizes: the rows of each micro-batch. error: what the split raised instead of a result, or None.
+    Attributes:
+        split: Which split it is, in words.
+        sizes: The rows of each micro-batch.
+        relative: The largest relative difference.
+        limit: How large it may be.
+        leaf: The path of the leaf that has it.
+        error: What the split raised instead of a result, or None.
     """
 
     split: str
@@ -148,9 +154,8 @@ class _Comparison:
         apart = {i: relative(result[i], self.expected[i], self.scales[i]) for i in leaves}
         failed = {i for i, difference in apart.items() if not difference <= self.limit.relative}
         worst = max(apart, key=lambda i: np.inf if np.isnan(apart[i]) else apart[i], default=None)
-        if worst is None:
-            return Measured(split, sizes, 0.0, self.limit.relative, ""), failed
-        return Measured(split, sizes, apart[worst], self.limit.relative, self.probe.paths[worst]), failed
+        difference, leaf = (0.0, "") if worst is None else (apart[worst], self.probe.paths[worst])
+        return Measured(split, sizes, difference, self.limit.relative, leaf), failed
 
 
 class Kind(NamedTuple):

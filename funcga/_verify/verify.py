@@ -12,7 +12,7 @@ from funcga._backend.protocols import Backend
 from funcga._call.program import OwningGradient, Program
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Tree, WeightFn
-from funcga._verify.causes import Cause, cause, diagnose, without_remainder
+from funcga._verify.causes import Cause, cause, diagnose, note, without_remainder
 from funcga._verify.probe import Limit, Probe, as_numbers, limit_of, random_states, restore
 from funcga._verify.responses import Measured, compare, uneven
 from funcga._verify.whole import (
@@ -106,8 +106,8 @@ def _lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
     for row in verdict.rows:
         result = row.error or f"largest relative difference {row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
         yield f"   {row.split}: {result}", "" if row.ok else "red"
-    for note in verdict.notes:
-        yield from ((line, "dim") for line in _wrapped(note, "Note: "))
+    for text in verdict.notes:
+        yield from ((line, "dim") for line in _wrapped(text, "Note: "))
 
 
 def _wrapped(text: str, first: str = "   ") -> list[str]:
@@ -195,7 +195,7 @@ def verify(
                 return _verdict(precise, counts, seed, [])
         with probe.framework.precision(precise=False):
             probe = Probe(program, backend, args, kwargs, precise=False)
-            return _verdict(probe, counts, seed, [f"not in float64, in which the call {precise}"])
+            return _verdict(probe, counts, seed, [precise])
     finally:
         restore(probe, states)
 
@@ -204,9 +204,8 @@ def _counts(n: int | Sequence[int] | None) -> list[int]:
     """The numbers of micro-batches that were asked for; none for None."""
     if n is None:
         return []
-    counts = [
-        check_count(count, "n", ", or several: n=(2, 3)") for count in (n if isinstance(n, tuple | list) else [n])
-    ]
+    several = n if isinstance(n, tuple | list) else [n]
+    counts = [check_count(count, "n", ", or several: n=(2, 3)") for count in several]
     if not counts or min(counts) < 2:
         raise FuncgaError(f"n is {n!r}: verify compares n micro-batches with one, so n is at least 2. Write n=8.")
     return list(dict.fromkeys(counts))
@@ -239,7 +238,7 @@ def _check_finite(call: Tree, backend: Backend) -> None:
 
 
 def _precise(program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Probe | str:
-    """The Probe with arguments in float64, or why there is none."""
+    """The Probe with arguments in float64, or the note that says why there is none."""
     try:
         probe = Probe(program, backend, args, kwargs, precise=True)
         probe.values(probe.every)
@@ -248,30 +247,25 @@ def _precise(program: Program, backend: Backend, args: tuple[Tree, ...], kwargs:
         first, *_ = str(error).splitlines() or [""]
         # Torch asserts on dtypes that meet, and takes that for a bug of its own.
         text = first.rpartition("please report a bug to PyTorch. ")[2]
-        return f"raised {type(error).__name__}: {text[:160]}"
+        return note("own dtypes", error=type(error).__name__, text=text[:160])
     return probe
 
 
 def _verdict(probe: Probe, counts: list[int], seed: int, notes: list[str]) -> Verdict:
     """The Verdict: first what makes comparisons meaningless, then the splits and what explains them."""
-    dtype = "float64" if probe.precise else "the arguments' own dtypes"
     causes = unevaluated(probe)
     if causes:
-        return Verdict(False, tuple(causes), (), dtype, ("nothing else was looked at: there is no gradient",))
+        return Verdict(False, tuple(causes), (), probe.dtype, (note("no gradient"),))
     _check_gradient(probe)
     seen, causes = impurities(probe)
     if causes:
-        notes.append("nothing else was looked at: no two calls can be compared")
-        return Verdict(False, tuple(causes), (), dtype, tuple(notes))
+        return Verdict(False, tuple(causes), (), probe.dtype, (*notes, note("no comparison")))
     limit = limit_of(seen.epsilon)
     if limit.relative > 1e-9:
-        notes.append(
-            f"it computes in less than float64 somewhere, so differences below {limit.relative:.0e} are taken for "
-            f"rounding, and cannot be seen"
-        )
+        notes = [*notes, note("rounding", limit=limit.relative)]
     if _is_weightless(probe):
         return _without_weight(probe, counts, seed, notes)
-    return _compared(probe, seen, limit, counts, np.random.default_rng(seed), dtype, notes)
+    return _compared(probe, seen, limit, counts, seed, notes)
 
 
 def _check_gradient(probe: Probe) -> None:
@@ -298,18 +292,17 @@ def _without_weight(probe: Probe, counts: list[int], seed: int, notes: list[str]
     line = lines[0] if lines else "drop weight=: by default a micro-batch weighs as many as it has rows"
     rest = [each for each in verdict.causes if each.name != "uneven tokens"]
     causes = (cause("wrong weight: zero", line=line, rows=probe.rows), *rest)
-    return replace(verdict, ok=False, causes=causes, notes=(*verdict.notes, "the splits are those without weight="))
+    return replace(verdict, ok=False, causes=causes, notes=(*verdict.notes, note("without weight")))
 
 
-def _compared(
-    probe: Probe, seen: Seen, limit: Limit, counts: list[int], random: np.random.Generator, dtype: str, notes: list[str]
-) -> Verdict:
+def _compared(probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: int, notes: list[str]) -> Verdict:
     """The Verdict of a function of which all calls agree: n micro-batches, and uneven ones, against the whole batch."""
+    random = np.random.default_rng(seed)
     parts = uneven(probe, random)
     limit, small = fitted(probe, limit, seen.epsilon, parts)
     causes, probe = per_example(probe, parts[0])
     if causes and probe.threaded:
-        return Verdict(False, tuple(causes), (), dtype, (*notes, "nothing else was looked at"))
+        return Verdict(False, tuple(causes), (), probe.dtype, (*notes, note("nothing else")))
     causes += unused(probe)
     # The heart of it: the splits, what explains them, and what remains where that is next to nothing.
     splits = compare(probe, counts or [min(3, probe.rows)], limit, parts)
@@ -320,21 +313,10 @@ def _compared(
     if division:
         reasons = [each for each in reasons if each.name != "mean under sum"]
     causes += reasons + division + wrong_gradient(probe, limit)
-    notes += small + remainder + doubts
-    # What the values alone cannot tell.
     gradients = isinstance(probe.program.grad_fn, GradientFunction) or bool(probe.gradient_leaves())
-    if not gradients:
-        notes.append(
-            "nothing that grad_fn returns has the shapes of its parameters: if it is the loss, its values are all that "
-            "was compared. Verify its gradient: funcga.verify(funcga.value_and_grad(loss_fn), ...)"
-        )
-    if any(fold.reducer.over_steps for fold in probe.folds):
-        notes.append("moments() are over micro-batches, so they depend on n by definition, and were not compared")
-    if splits.carried:
-        notes.append(
-            f"carried state, {probe.paths[splits.carried[0]]}, is another after n micro-batches than after one, as "
-            f"running statistics are"
-        )
-    if probe.threaded:
-        notes.append("state is threaded from one micro-batch to the next, so rows were compared in order only")
-    return Verdict(not causes, tuple(causes), tuple(splits.rows), dtype, tuple(notes), gradients)
+    # What else is to be known of the comparison.
+    notes = [*notes, *small, *remainder, *doubts] + ([] if gradients else [note("loss")])
+    notes += [note("moments")] if any(fold.reducer.over_steps for fold in probe.folds) else []
+    notes += [note("carried", where=probe.paths[i]) for i in splits.carried[:1]]
+    notes += [note("threaded")] if probe.threaded else []
+    return Verdict(not causes, tuple(causes), tuple(splits.rows), probe.dtype, tuple(notes), gradients)

@@ -14,7 +14,7 @@ from funcga._backend.prefixes import leaf_paths
 from funcga._grad import GradientFunction
 from funcga._trees import interop
 from funcga._types import Array, Tree
-from funcga._verify.causes import Cause, cause
+from funcga._verify.causes import Cause, cause, note
 from funcga._verify.divisors import Variant, variants
 from funcga._verify.probe import Leaves, Limit, Probe, Rows, largest, limit_of, random_states, restore
 from funcga.folds import concat
@@ -133,11 +133,7 @@ def fitted(probe: Probe, limit: Limit, epsilon: float, parts: tuple[Rows, Rows])
         return limit, []
     if top > 8 * epsilon**0.75 * max(abs(probe.loss(rows)) for rows, _ in evaluated):
         return limit._replace(floor=limit.floor * top), []
-    note = (
-        f"no gradient is larger than {top:.1e}, which may be rounding and nothing else: whether the fold is right for "
-        f"this loss cannot be told from these arguments"
-    )
-    return limit, [note]
+    return limit, [note("small gradients", top=top)]
 
 
 def unused(probe: Probe) -> list[Cause]:
@@ -251,11 +247,7 @@ def _accused(probe: Probe, leaves: list[int], variant: Variant) -> tuple[list[Ca
     name, value = variant.name, variant.value
     operation = f"{'/' if value > 1 else '*'} {name}"
     if variant.doubt == 2 or (variant.doubt == 1 and value in sizes):
-        note = (
-            f"the whole loss has the factor `{operation}`: if it stands for the number of micro-batches, drop it (the "
-            f"fold divides by what was folded); if it merely equals n, all is well"
-        )
-        return [], [note]
+        return [], [note("factor", operation=operation)]
     summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
     doubt = ", if it stands for the number of micro-batches" if name == repr(value) else ""
     words = {"name": name, "value": value, "twice": 2 * value, "size": "half" if value > 1 else "twice"}

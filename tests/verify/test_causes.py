@@ -13,6 +13,7 @@ from funcga._verify import causes
 
 FOLDER = Path(causes.__file__).parent
 ENTRIES = tomllib.loads((FOLDER / "causes.toml").read_text(encoding="utf-8"))
+NOTES = ENTRIES.pop("notes")
 SOURCE = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py"))
 # Entries that have only what the others of their name share.
 SHARED = {"params unused"}
@@ -43,6 +44,12 @@ def test_a_text_is_given_by_the_code(key):
     start = re.escape(name.replace("mean under per_weight", "mean under ").replace("mean under sum", "mean under "))
     assert re.search(f'"{start}', SOURCE)
     assert which.split(", ")[-1] in ("torch", "jax") or f": {which}" in SOURCE or f'"{which}"' in SOURCE
+
+
+@pytest.mark.parametrize("key", NOTES)
+def test_a_note_is_given_by_the_code(key):
+    assert f'note("{key}"' in SOURCE
+    assert string.Formatter().vformat(NOTES[key], (), Anything())
 
 
 def test_a_cause_is_filled_in():
