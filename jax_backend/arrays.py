@@ -100,7 +100,7 @@ def _gathered(array: jax.Array, axis: int, size: int) -> jax.Array:
         return array
     entries = [*sharding.spec]
     entries[axis] = None
-    whole: jax.Array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec(*entries)))  # type: ignore[no-untyped-call]
+    whole: jax.Array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, partition_spec(*entries)))  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -171,7 +171,8 @@ def count(steps: int) -> jax.Array:
 
 def zeros(aval: "ShapedArray") -> jax.Array:
     """Zeros of a type."""
-    return as_varying(lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding), varying_axes(aval))
+    array = lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding)
+    return array if aval.sharding.mesh.empty else as_varying(array, varying_axes(aval))
 
 
 def typed(array: jax.Array, aval: "ShapedArray") -> jax.Array:
@@ -223,6 +224,6 @@ def devices_along(sharding: NamedSharding, axis: int) -> int:
     return prod(sharding.mesh.shape[name] for name in axis_names(sharding.spec[axis]))
 
 
-def spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
+def partition_spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
     """A PartitionSpec."""
     return PartitionSpec(*entries)  # type: ignore[no-untyped-call]

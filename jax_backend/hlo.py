@@ -6,16 +6,21 @@ Only JAX has this file: there the compiler decides what is reduced where, so one
 import re
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+
+from funcga._types import Tree
 
 
 class Collective(NamedTuple):
     """One collective of a compiled program.
 
-    kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast" or
-    "ragged-all-to-all". depth: how many loops it is in, 0 for none. bytes: of its operands, on one device.
+    Attributes:
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"
+            or "ragged-all-to-all".
+        depth: How many loops it is in, 0 for none.
+        bytes: Of its operands, on one device.
     """
 
     kind: str
@@ -23,15 +28,26 @@ class Collective(NamedTuple):
     bytes: int
 
 
-def collectives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Collective]:
-    """The collectives of fn, jitted or not, as XLA has compiled it for these arguments, in the order of the program.
+def collectives(fn: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[Collective]:
+    """The collectives of a function as XLA compiles it for these arguments, in the order of the program.
 
-    >>> [found.depth for found in jax_backend.collectives(step, params, batch)]
-    [0]
+    Nothing is run. It shows whether gradients are reduced once an update, or in every micro-batch and layer.
+
+    Args:
+        fn: Any function of arrays, jitted or not.
+        *args: What it is called with.
+        **kwargs: What it is called with by keyword.
+
+    Returns:
+        A Collective for each, which says how many loops it is in.
+
+    Example:
+        >>> [found.depth for found in jax_backend.collectives(step, params, batch)]
+        [0]
     """
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     text = jitted.lower(*args, **kwargs).compile().as_text()
-    return list(_found(text or ""))
+    return list(_collectives(text or ""))
 
 
 class _Instruction(NamedTuple):
@@ -53,7 +69,7 @@ _CALLED = re.compile(
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 
 
-def _found(text: str) -> Iterator[Collective]:
+def _collectives(text: str) -> Iterator[Collective]:
     entry, computations = _computations(text)
     depths = _depths(entry, computations)
     for computation, instructions in computations.items():
@@ -90,12 +106,12 @@ def _instruction(name: str, rest: str) -> _Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """The place after the parenthesis that closes the one at `opening`."""
+    """The position after the parenthesis that closes the one at `opening`."""
     depth = 0
-    for place in range(opening, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
+    for position in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[position], 0)
         if depth == 0:
-            return place + 1
+            return position + 1
     return len(text)
 
 
@@ -105,6 +121,7 @@ def _depths(entry: str, computations: dict[str, list[_Instruction]]) -> dict[str
     waiting = [(entry, 0)]
     while waiting:
         name, depth = waiting.pop()
+        # A computation may be called from several places; that in the most loops counts.
         if name not in computations or depths.get(name, -1) >= depth:
             continue
         depths[name] = depth
@@ -125,5 +142,7 @@ def _bytes(type: str) -> int:
 
 def _bits(name: str) -> int:
     """The bits of an element: `f32` has 32, `pred` 8, `f8e4m3fn` 8, `c64` 64, a token none."""
-    found = re.match(r"[a-z]+(\d+)", name)
-    return int(found[1]) if found else 8 if name == "pred" else 0
+    if name == "pred":
+        return 8
+    digits = re.match(r"[a-z]+(\d+)", name)
+    return int(digits[1]) if digits else 0

@@ -1,6 +1,6 @@
 """The loop over the micro-batches: a scan over those of one size, whose carry is what has been folded."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -24,8 +24,8 @@ from funcga.errors import FuncgaError
 from jax_backend import arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.merge import Folded, merge
-from jax_backend.replicas import Replicas, is_merged, merging, varying
-from jax_backend.scan_layers import Gradient, Into, folded, in_place
+from jax_backend.replicas import REPLICATED, Replicas, merging, varying
+from jax_backend.scan_layers import Gradient, Into, gradient, in_place
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, split
 
@@ -39,26 +39,23 @@ Kwargs: TypeAlias = dict[str, Tree]
 # -- calls outside of jit are compiled
 
 
-def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Callable[..., Tree]:
-    """The function, jitted for calls outside of any trace: arrays are traced and every other argument is static.
+def jitted(function: Callable[..., Tree], *, inline: bool = False, keep_unused: bool = False) -> Callable[..., Tree]:
+    """The function, jitted: arrays are traced and every other argument is static.
 
-    Inside jit, vmap, grad or shard_map it is called as it is.
     Raises FuncgaError for an argument that is neither an array nor hashable.
     """
-    jitted = _jitted(function, keep_unused=keep_unused)
 
-    def call(*args: Tree) -> Tree:
-        return function(*args) if is_tracing() else jitted(*args)
-
-    return call
-
-
-def _jitted(function: Callable[..., Tree], *, inline: bool = False, keep_unused: bool = False) -> Callable[..., Tree]:
     def run(static: Static, arrays: Sequence[jax.Array]) -> Tree:
         return function(*static.tree(arrays))
 
-    jitted = jax.jit(run, static_argnums=0, inline=inline, keep_unused=keep_unused)
-    return lambda *args: jitted(*split(args))
+    of_arrays = jax.jit(run, static_argnums=0, inline=inline, keep_unused=keep_unused)
+    return lambda *args: of_arrays(*split(args))
+
+
+def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Callable[..., Tree]:
+    """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map it is as it was."""
+    outside = jitted(function, keep_unused=keep_unused)
+    return lambda *args: function(*args) if is_tracing() else outside(*args)
 
 
 # -- accumulate
@@ -75,38 +72,39 @@ class Carry(NamedTuple):
 def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
     # What is traced once may close over values of the running trace, so there it is made anew.
-    fold = _Accumulate(program, backend) if is_tracing() else program.keep(_Accumulate, program, backend)
+    fold = _Accumulate(program, backend).fold if is_tracing() else program.keep(_Accumulate, program, backend).jitted
     if program.across is not None or jax.device_count() == 1:
-        return partial(fold.run, Spread())
+        return partial(fold, Spread())
     # here, as inside jit an array does not say where it lies
-    return lambda args, kwargs: fold.run(sharding.spread_of(args, program.read(args, backend)), args, kwargs)
+    return lambda args, kwargs: fold(sharding.spread_of(args, program.read(args, backend)), args, kwargs)
 
 
 class _Accumulate:
     """What is kept of a step of `accumulate`: its fold, with all that it has been traced for."""
 
     def __init__(self, program: Program, backend: Backend):
-        self.run = compiled(partial(_merged, bound(program, backend), backend))
+        self.fold = partial(_merge, bound(program, backend), backend)
+        self.jitted = jitted(self.fold)
 
 
-def _merged(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
-    if not is_merged(program.across):
-        return _fold(program, backend, None, args, kwargs, spread)
+def _merge(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
+    if program.across is None and REPLICATED.get() is None:
+        return _fold(program, backend, None, spread, args, kwargs)
     with merging(program.across) as replicas:
         args, kwargs = varying((args, kwargs), replicas)
-        return _fold(program, backend, replicas, args, kwargs, spread)
+        return _fold(program, backend, replicas, spread, args, kwargs)
 
 
 def _fold(
-    program: Program, backend: Backend, replicas: Replicas | None, args: Args, kwargs: Kwargs, spread: Spread
+    program: Program, backend: Backend, replicas: Replicas | None, spread: Spread, args: Args, kwargs: Kwargs
 ) -> Tree:
     if trees.has_nnx():
         trees.check_unshared((args, kwargs))
     arguments = program.read(args, backend)
-    sizes = _sizes(program, arguments.rows())
+    sizes = groups(_check_rows(program, arguments.rows()), program.n, program.microbatch_size)
     narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
     # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place.
-    shared = sizes[0][1] if program.weight is None and len(sizes) == 1 else None
+    is_shared = program.weight is None and len(sizes) == 1
     carry: Carry | None = None
     chunks: list[list[jax.Array]] = []
     first = 0
@@ -119,33 +117,31 @@ def _fold(
         if carry is None:
             outputs, _ = program.bind(value, arguments)
             if narrow is not None and not sharding.keeps_result(outputs, size):
-                return _fold(program, backend, replicas, args, kwargs, replace(spread, blocks=1))
-            carry = Carry(*spread.pinned(outputs, *_nothing(outputs, traced.out_avals)), state)
-        weights = None if program.weight is not None else _known_weights(outputs, size, shared)
-        step = _Step(outputs, _gradient(outputs, evaluate, traced, value), weigh, weights)
-        carry, collected = _scan(step, carry, first + size * jnp.arange(count, dtype=jnp.int32), _has_mesh(traced))
-        if weights is not None:
-            assert carry.total is not None
-            carry = carry._replace(total=tally.merge(carry.total, tally.of(count * size, arrays, steps=count)))
+                return _fold(program, backend, replicas, replace(spread, blocks=1), args, kwargs)
+            carry = _pinned(spread, outputs, Carry(*_nothing(outputs, traced.out_avals), state))
+        step = _Step(outputs, in_place(partial(gradient, outputs, evaluate), traced, outputs, value), weigh)
+        if program.weight is None:
+            weight = jnp.asarray(size) if is_symbolic_dim(size) else size
+            left = [is_shared and fold.adds == "weighted" for fold in outputs.reduced_folds]
+            step = step._replace(weights=[1 if is_left else weight for is_left in left])
+        carry, collected = _scan(step, carry, traced, first, count, size)
         chunks.append(collected)
         first += count * size
     assert carry is not None  # as a batch has rows
-    assert carry.total is not None
     if narrow is not None:
         chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
-    reduced, total = spread.pinned(outputs, carry.reduced, carry.total)
-    return _finish(outputs, replicas, Carry(reduced, total, carry.state), chunks, shared)
+    return _finish(outputs, replicas, _pinned(spread, outputs, carry), chunks, weight if is_shared else None)
 
 
-def _sizes(program: Program, rows: int) -> list[tuple[int, int]]:
-    """(count, size) of the micro-batches; of a symbolic number of rows as well, which has to divide."""
+def _check_rows(program: Program, rows: int) -> int:
+    """The number of rows. Raises FuncgaError for a symbolic one that need not divide."""
     divisor = program.n or program.microbatch_size
     if is_symbolic_dim(rows) and not rows % divisor == 0:
         raise FuncgaError(
             f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that {divisor} divides it. "
             f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
         )
-    return groups(rows, program.n, program.microbatch_size)
+    return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,12 +154,9 @@ class _Microbatch:
     size: int | None = None  # None: it has all rows
     narrow: Callable[..., jax.Array] | None = None
 
-    def cut(self, start: Scalar, state: list[jax.Array]) -> Args:
-        return self.arguments.cut(start, self.size, state, self.narrow)
-
     def evaluate(self, start: Scalar, state: list[jax.Array]) -> Tree:
         """What grad_fn returns for it."""
-        args = self.cut(start, state)
+        args = self.arguments.cut(start, self.size, state, self.narrow)
         # Containers are made anew in the running trace: an object of nnx belongs to the trace that made it.
         args, kwargs = jax.tree.map(lambda leaf: leaf, (args, self.kwargs))
         if trees.has_nnx():
@@ -181,7 +174,8 @@ class _Microbatch:
 
     def weigh(self, start: Scalar, state: list[jax.Array]) -> tuple[jax.Array, ...]:
         """Its weight as limbs."""
-        weight = self.program.weigh(self.arguments, self.cut(start, state), None)
+        args = self.arguments.cut(start, self.size, state, self.narrow)
+        weight = self.program.weigh(self.arguments, args, None)
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
         return arrays.limbs(weight)
@@ -193,19 +187,7 @@ class _Step(NamedTuple):
     outputs: Outputs
     gradient: Gradient
     weigh: Callable[..., tuple[jax.Array, ...]]
-    weights: list[Scalar] | None  # one for each leaf that is reduced, where they are known before the loop
-
-
-def _gradient(outputs: Outputs, evaluate: Callable[..., Tree], program: "ClosedJaxpr", value: Tree) -> Gradient:
-    """The gradient function that folds as well, in place where it scans over layers.
-
-    `program` is what it computes, and `value` the types that it returns.
-    """
-
-    def gradient(into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
-        return folded(into, outputs.leaves(evaluate(*operands), "a later micro-batch"))
-
-    return in_place(gradient, program, outputs) if jax.tree.structure(value) == outputs.structure else gradient
+    weights: list[Scalar] | None = None  # one for each leaf that is reduced, where they are known before the loop
 
 
 def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
@@ -217,7 +199,7 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
         total, weights = tally.merge(total, one), [tally.total(each) for each in _tallies(outputs, one)]
     assert weights is not None
     into = {
-        leaf_index: Into(before, partial(_lift_and_combine, fold, weight))
+        leaf_index: Into(before, fold, weight)
         for leaf_index, fold, before, weight in zip(
             outputs.reduced, outputs.reduced_folds, carry.reduced, weights, strict=True
         )
@@ -227,30 +209,13 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
     return Carry(reduced, total, state), [leaves[i] for i in outputs.collected]
 
 
-def _lift_and_combine(fold: LeafFold, weight: Scalar, before: Tree, value: jax.Array) -> Tree:
-    return fold.combine(before, fold.lift(value, weight))
-
-
-def _known_weights(outputs: Outputs, rows: int, shared: int | None) -> list[Scalar]:
-    """The weight of a micro-batch with so many rows, for each leaf that is reduced: 1 where it is left to the end."""
-    weight = _as_weight(rows)
-    return [1 if shared is not None and fold.fold.reducer.linear else weight for fold in outputs.reduced_folds]
-
-
-def _as_weight(rows: int) -> Scalar:
-    return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
-
-
 def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
     """A tally for each leaf that is reduced: NaN where a float32 cannot hold the weight, so that no 0 comes of it."""
-    narrow = Tally((_narrowed(tally.total(total)),), total.steps)
-    return [narrow if fold.is_narrow else total for fold in outputs.reduced_folds]
-
-
-def _narrowed(weight: jax.Array) -> jax.Array:
-    """A weight as a float32, and NaN where a float32 cannot multiply with it and divide by it."""
+    weight = tally.total(total)
+    # What a float32 can multiply with and divide by
     fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
-    return jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
+    narrowed = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
+    return [Tally((narrowed,), total.steps) if fold.is_narrow else total for fold in outputs.reduced_folds]
 
 
 def _nothing(outputs: Outputs, types: "Sequence[ShapedArray]") -> tuple[list[Tree], Tally]:
@@ -259,13 +224,27 @@ def _nothing(outputs: Outputs, types: "Sequence[ShapedArray]") -> tuple[list[Tre
     return [fold.identity(arrays.zeros(types[leaf_index])) for leaf_index, fold in pairs], tally.empty(arrays)
 
 
-def _scan(step: _Step, carry: Carry, starts: jax.Array, on_mesh: bool) -> tuple[Carry, list[jax.Array]]:
-    """The carry after the micro-batches that start at these rows, and what they have collected."""
+def _pinned(spread: Spread, outputs: Outputs, carry: Carry) -> Carry:
+    """The carry with its accumulators where they belong on a mesh, whichever micro-batch is the last one in them."""
+    if not spread.arguments:
+        return carry
+    pinned = spread.pinned(outputs, carry.reduced)
+    return Carry(pinned, jax.tree.map(spread.everywhere, carry.total), carry.state)
+
+
+def _scan(
+    step: _Step, carry: Carry, traced: "ClosedJaxpr", first: int, count: int, size: int
+) -> tuple[Carry, list[jax.Array]]:
+    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
     total = carry.total
-    if step.weights is not None:
+    if step.weights is not None and total is not None:
+        total = tally.merge(total, tally.of(count * size, arrays, steps=count))
         carry = carry._replace(total=None)
     body = partial(_add, step)
-    if on_mesh:
+    starts = first + size * jnp.arange(count, dtype=jnp.int32)
+    # What is sharded or varies can make more so. Without a mesh nothing does.
+    types = (*traced.in_avals, *map(jax.typeof, traced.consts), *traced.out_avals)
+    if not (jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types)):
         carry = _typed(body, carry, starts[0])
     carry, collected = lax.scan(body, carry, starts)
     if step.weights is not None:
@@ -274,7 +253,7 @@ def _scan(step: _Step, carry: Carry, starts: jax.Array, on_mesh: bool) -> tuple[
 
 
 def _typed(body: Callable[..., Tree], carry: Carry, start: jax.Array) -> Carry:
-    """The carry sharded and varying as the body makes it: what is sharded or varies can make more so."""
+    """The carry sharded and varying as the body makes it."""
     for _ in range(3):  # it settles at once in practice
         leaves, structure = jax.tree.flatten(carry)
         after = jax.make_jaxpr(body)(carry, start).out_avals
@@ -283,12 +262,6 @@ def _typed(body: Callable[..., Tree], carry: Carry, start: jax.Array) -> Carry:
             break
         carry = jax.tree.unflatten(structure, marked)
     return carry
-
-
-def _has_mesh(program: "ClosedJaxpr") -> bool:
-    """Whether anything that a program computes with lies on a mesh, as far as types say."""
-    types = (*program.in_avals, *map(jax.typeof, program.consts), *program.out_avals)
-    return not (jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types))
 
 
 def _unstacked(fold: LeafFold, stacked: jax.Array) -> jax.Array:
@@ -302,7 +275,7 @@ def _finish(
     replicas: Replicas | None,
     carry: Carry,
     chunks: Sequence[Sequence[jax.Array]],
-    shared: int | None = None,
+    shared: Scalar = None,
 ) -> Tree:
     """The normalised result of all replicas, in the structure of grad_fn's output.
 
@@ -318,11 +291,8 @@ def _finish(
         reduced, total, state, collected = merge(outputs, Folded(reduced, total, state, collected), replicas)
     folds = outputs.reduced_folds
     if shared is not None:
-        weight = _as_weight(shared)
-        reduced = [
-            fold.lift(leaf, weight) if fold.fold.reducer.linear else leaf
-            for fold, leaf in zip(folds, reduced, strict=True)
-        ]
+        pairs = zip(folds, reduced, strict=True)
+        reduced = [fold.lift(leaf, shared) if fold.adds == "weighted" else leaf for fold, leaf in pairs]
     triples = zip(folds, reduced, _tallies(outputs, total), strict=True)
     return outputs.join([fold.normalize(leaf, each) for fold, leaf, each in triples], collected, state)
 
@@ -351,14 +321,14 @@ class _Stream:
         self.program, self.backend = bound(program, backend), backend
         self.outputs: dict[object, Outputs] = {}
         # Traced once, for the shapes and the steps alike.
-        self.evaluate = _jitted(self._evaluate, inline=True)
+        self.evaluate = jitted(self._evaluate, inline=True)
         self.begin = compiled(self._begin, keep_unused=True)  # it has no devices but those of its arguments
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
         self.finish = compiled(_finish)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches, each taken, folded and let go."""
-        if not is_merged(self.program.across):
+        if self.program.across is None and REPLICATED.get() is None:
             return self._fold(leading, microbatches, kwargs, None)
         with merging(self.program.across) as replicas:
             leading, kwargs = varying((leading, kwargs), replicas)
@@ -415,8 +385,8 @@ class _Stream:
     def _begin(self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args) -> Carry:
         state = [_strong(leaf) for leaf in self._read(leading, item).state]
         types = jax.make_jaxpr(partial(self.evaluate, leading, kwargs, item))(state).out_avals
-        reduced, total = spread.pinned(outputs, *_nothing(outputs, types))
-        return Carry(reduced, total, [jnp.array(leaf, copy=True) for leaf in state])
+        copies = [jnp.array(leaf, copy=True) for leaf in state]
+        return _pinned(spread, outputs, Carry(*_nothing(outputs, types), copies))
 
     def _add(
         self, outputs: Outputs, spread: Spread, whole: Static, cut: Static, carry: Carry,
@@ -429,10 +399,9 @@ class _Stream:
 
         traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state)
         weigh = self._microbatch(leading, kwargs, item).weigh
-        carry, collected = _add(_Step(outputs, _gradient(outputs, evaluate, traced, value), weigh, None), carry, None)
-        assert carry.total is not None
-        reduced, total = spread.pinned(outputs, carry.reduced, carry.total)
-        return Carry(reduced, total, carry.state), collected
+        step = _Step(outputs, in_place(partial(gradient, outputs, evaluate), traced, outputs, value), weigh)
+        carry, collected = _add(step, carry, None)
+        return _pinned(spread, outputs, carry), collected
 
 
 def _moved(item: Args, device: jax.Device | jax.sharding.Sharding) -> Args:

@@ -1,30 +1,41 @@
 """Randomness that belongs to an example, and not to the micro-batch that it happens to be in."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from funcga._types import Array
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays
 
+Sampler: TypeAlias = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
-def example_keys(key: Any, indices: Any) -> jax.Array:
+
+def example_keys(key: jax.Array, indices: Array) -> jax.Array:
     """A random key for each example, made of one key and the example's index: an argument that is split like any other.
 
-    key: of jax.random.key or jax.random.PRNGKey, or another of these: `example_keys(key, epoch)` is that of an epoch,
-    without which an example has the same noise in each. indices: integers [rows], where the examples are in the
-    dataset; or a number, for one key. Returns keys of that shape, `jax.random.fold_in` of each. As they do not depend
-    on n, what is drawn from them does not either; keys of "rbg" and "unsafe_rbg" are made one after the other for that.
+    As the keys do not depend on the number of micro-batches, what is drawn from them does not either. Those of "rbg"
+    and "unsafe_rbg" are made one after the other for that.
 
-    Raises FuncgaError for a key that is none, for indices that are no integers, and for those that are seen to need
-    more than 32 bits, of which JAX would drop some.
+    Args:
+        key: Of jax.random.key or jax.random.PRNGKey, or another of these: `example_keys(key, epoch)` is that of an
+            epoch, without which an example has the same noise in each.
+        indices: Integers [rows], where the examples are in the dataset; or a number, for one key.
 
-    >>> keys = jax_backend.example_keys(jax_backend.example_keys(jax.random.key(0), epoch), indices)
-    >>> loss, grads = step(params, keys, x, y)
+    Returns:
+        Keys in the shape of the indices, `jax.random.fold_in` of each.
+
+    Raises:
+        FuncgaError: for a key that is none, for indices that are no integers, and for those that are seen to need more
+            than 32 bits, of which JAX would drop some.
+
+    Example:
+        >>> keys = jax_backend.example_keys(jax_backend.example_keys(jax.random.key(0), epoch), indices)
+        >>> loss, grads = step(params, keys, x, y)
     """
     try:
         single = jax.random.key_data(key).ndim == 1
@@ -35,22 +46,22 @@ def example_keys(key: Any, indices: Any) -> jax.Array:
             f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell apart. Write "
             f"jax_backend.example_keys(jax.random.key(0), indices)."
         )
-    place = _integers(indices)
-    keys = _each(key, lambda index: jax.random.fold_in(key, index), place.ravel())
-    return keys.reshape(*place.shape, *keys.shape[1:])
+    numbers = _integers(indices)
+    keys = _each(key, lambda index: jax.random.fold_in(key, index), numbers.ravel())
+    return keys.reshape(*numbers.shape, *keys.shape[1:])
 
 
-def _each(key: Any, function: Callable[[Any], Any], rows: jax.Array) -> jax.Array:
+def _each(key: jax.Array, function: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
     """The function of every row, as if each was alone.
 
     Under vmap only threefry's keys draw what they draw alone: rbg's draw what depends on their neighbours.
     """
     is_alone = jax.random.key_impl(key) == "threefry2x32"
-    found: jax.Array = jax.vmap(function)(rows) if is_alone else lax.map(function, rows)
-    return found
+    drawn: jax.Array = jax.vmap(function)(rows) if is_alone else lax.map(function, rows)
+    return drawn
 
 
-def _integers(indices: Any) -> jax.Array:
+def _integers(indices: Array) -> jax.Array:
     if isinstance(indices, int) and not isinstance(indices, bool):
         indices = np.asarray(indices)
     if not hasattr(indices, "dtype") or indices.dtype.kind not in "iu":
@@ -58,7 +69,7 @@ def _integers(indices: Any) -> jax.Array:
             f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: jnp.arange(len(x))."
         )
     wide = indices.dtype.itemsize > 4 and not _private.is_traced(indices) and indices.size
-    if wide and not (indices.min() >= 0 and indices.max() < 2**32):
+    if wide and (indices.min() < 0 or indices.max() >= 2**32):
         raise FuncgaError(
             f"indices is {arrays.describe(indices)} with values from {indices.min()} to {indices.max()}: keys are made "
             f"of 32 bits, 0 to 2**32 - 1. Number the examples, jnp.arange(len(dataset))."
@@ -66,14 +77,21 @@ def _integers(indices: Any) -> jax.Array:
     return jnp.asarray(indices, jnp.uint32 if wide else None)
 
 
-def sampled(sampler: Callable[..., Any], keys: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
+def sampled(sampler: Sampler, keys: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
     """Noise [rows, *shape], each row drawn with the key of its example: the same in every split of a batch.
 
-    sampler: `sampler(key, shape)`, as jax.random.uniform or jax.random.normal. keys: of `example_keys`. With those of
-    "rbg" and "unsafe_rbg" the rows are drawn one after the other, as JAX's vmap would mix them up.
-    Raises FuncgaError for keys that are not one for each row.
+    With keys of "rbg" and "unsafe_rbg" the rows are drawn one after the other, as JAX's vmap would mix them up.
 
-    >>> kept = jax_backend.sampled(jax.random.uniform, keys, (16,)) < 0.9
+    Args:
+        sampler: `sampler(key, shape)`, as jax.random.uniform or jax.random.normal.
+        keys: Of `example_keys`.
+        shape: Of what is drawn for one example.
+
+    Raises:
+        FuncgaError: for keys that are not one for each row.
+
+    Example:
+        >>> kept = jax_backend.sampled(jax.random.uniform, keys, (16,)) < 0.9
     """
     if not arrays.is_array(keys) or keys.ndim != (1 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 2):
         raise FuncgaError(

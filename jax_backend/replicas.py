@@ -1,10 +1,10 @@
 """Replicas: what across= names, and whether they hold the same."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias, Union
+from typing import TypeAlias, Union
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,21 @@ Across: TypeAlias = Union[str, tuple[str, ...], "Replicas"]
 class Replicas:
     """For `across=`: the replicas along an axis of the mesh, and which results are left scattered over them.
 
-    axis: the name of a mesh axis, or a tuple of names. scatter: a tree prefix over grad_fn's output. Where it has an
-    int, the merged leaf is left in equal parts, one a replica, along that axis of the leaf: a reduce-scatter in place
-    of the all-reduce. Where it has None, every replica gets the whole leaf.
+    Args:
+        axis: The name of a mesh axis, or a tuple of names.
+        scatter: A tree prefix over grad_fn's output. Where it has an int, the merged leaf is left in equal parts, one
+            a replica, along that axis of the leaf: a reduce-scatter in place of the all-reduce. Where it has None,
+            every replica gets the whole leaf.
 
-    >>> across = jax_backend.Replicas("data", scatter=(None, 0))  # (loss, grads)
+    Raises:
+        FuncgaError: for an axis that is no name of one, or is named twice.
+
+    Example:
+        >>> across = jax_backend.Replicas("data", scatter=(None, 0))  # (loss, grads)
     """
 
     axis: str | tuple[str, ...]
-    scatter: Any = None
+    scatter: Tree = None
 
     def __post_init__(self) -> None:
         if not self.names or not all(isinstance(name, str) for name in self.names):
@@ -49,11 +55,11 @@ class Replicas:
         return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
 
-def _no_axis(across: Any) -> FuncgaError:
+def _no_axis(across: object) -> FuncgaError:
     names = across.axis_names if isinstance(across, Mesh | AbstractMesh) else ()
-    found = f"of type {type(across).__name__}" if hasattr(across, "__dict__") else repr(across)
+    described = f"of type {type(across).__name__}" if hasattr(across, "__dict__") else repr(across)
     return FuncgaError(
-        f"across is {found}, and in JAX replicas are named by an axis of the mesh. Write the name, "
+        f"across is {described}, and in JAX replicas are named by an axis of the mesh. Write the name, "
         f'across="{names[0] if names else "data"}", or a tuple of names, and call the step inside jax.shard_map or '
         f"through jax_backend.replicated(step, mesh)."
     )
@@ -70,22 +76,17 @@ class _Step:
     merges: bool = False
 
 
-_STEP: ContextVar[_Step | None] = ContextVar("_STEP", default=None)
+REPLICATED: ContextVar[_Step | None] = ContextVar("REPLICATED", default=None)
 
 
 @contextmanager
 def unmerged(names: tuple[str, ...]) -> Iterator[None]:
     """A context in which a fold has to say whether it merges over these axes."""
-    token = _STEP.set(_Step(names) if names else None)
+    token = REPLICATED.set(_Step(names) if names else None)
     try:
         yield
     finally:
-        _STEP.reset(token)
-
-
-def is_merged(across: Across | None) -> bool:
-    """Whether a fold with this across= merges over replicas, or has to say so."""
-    return across is not None or _STEP.get() is not None
+        REPLICATED.reset(token)
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def merging(across: Across | None) -> "Iterator[Replicas | None]":
 
 def replicas_of(across: Across | None) -> Replicas | None:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
-    step = _STEP.get()
+    step = REPLICATED.get()
     if across is None and step is not None:
         raise FuncgaError(
             f"the step runs on every device along {listed(step.names)}, in jax_backend.replicated, and has no across=: "
@@ -139,7 +140,7 @@ def _unbound(name: str) -> FuncgaError:
 
 def check_step_merges() -> None:
     """Raises FuncgaError where `replicated` runs a step in which nothing has an across=."""
-    step = _STEP.get()
+    step = REPLICATED.get()
     if step is not None and not step.merges:
         replicas_of(None)
 
@@ -149,7 +150,7 @@ def spelled(names: tuple[str, ...]) -> str:
     return repr(names[0] if len(names) == 1 else names).replace("'", '"')
 
 
-def listed(names: Any) -> str:
+def listed(names: Iterable[str]) -> str:
     """The names of axes as they are read out."""
     return " and ".join(f'"{name}"' for name in names)
 
@@ -175,8 +176,10 @@ def varying(tree: Tree, replicas: Replicas | None) -> Tree:
 
 # -- whether they hold the same
 
+Difference: TypeAlias = tuple[jax.Device, jax.Device]  # on which two copies differ
 
-def check_replicas(params: Any, across: Any) -> None:
+
+def check_replicas(params: Tree, across: Across) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
     replicas = across if isinstance(across, Replicas) else Replicas(across)
     leaves, _ = trees.flatten(params)
@@ -187,40 +190,44 @@ def check_replicas(params: Any, across: Any) -> None:
             "where nothing lies anywhere yet. Call it outside of jax.jit and jax.shard_map."
         )
     if jax.process_count() > 1:
-        differing = _differing_processes(leaves, paths, replicas.names)
+        differences = _differences_of_processes(leaves, paths, replicas.names)
     else:
-        pairs = zip(paths, leaves, strict=True)
-        pieces = [(path, leaf) for path, leaf in pairs if isinstance(leaf, jax.Array)]
-        differing = [(path, *apart[0]) for path, leaf in pieces if (apart := list(_differences(leaf, replicas.names)))]
-    if jax.process_count() == 1 and not any(map(_is_on_mesh, leaves)):
-        raise FuncgaError(
-            f"none of the arrays in params lies on a mesh, so there is nothing to compare along "
-            f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, NamedSharding(mesh, P()))."
-        )
-    if differing:
-        raise _apart(differing, replicas)
+        if not any(map(_is_on_mesh, leaves)):
+            raise FuncgaError(
+                f"none of the arrays in params lies on a mesh, so there is nothing to compare along "
+                f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, NamedSharding(mesh, "
+                f"P()))."
+            )
+        pairs = [pair for pair in zip(paths, leaves, strict=True) if isinstance(pair[1], jax.Array)]
+        differences = [(path, found) for path, leaf in pairs if (found := _difference(leaf, replicas.names))]
+    if differences:
+        raise _unequal(differences, replicas)
 
 
-def _is_on_mesh(leaf: Any) -> bool:
+def _is_on_mesh(leaf: Tree) -> bool:
     return isinstance(leaf, jax.Array) and (isinstance(leaf.sharding, NamedSharding) or len(leaf.devices()) > 1)
 
 
-def _differences(leaf: jax.Array, names: tuple[str, ...]) -> Iterator[tuple[Any, Any, Any]]:
-    """(index, device, device) of copies that should be the same along these axes of the mesh and are not."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    first: dict[Any, tuple[Any, bytes]] = {}
-    places = _places(leaf, names)
+def _difference(leaf: jax.Array, names: tuple[str, ...]) -> Difference | None:
+    """Two copies that should be the same along these axes of the mesh and are not; None if there are none."""
+    leaf = _numbers(leaf)
+    first: dict[object, tuple[jax.Device, bytes]] = {}
+    coordinates = _coordinates(leaf, names)
     for shard in leaf.addressable_shards if len(leaf.sharding.device_set) > 1 else ():
-        key = str(shard.index), places.get(shard.device)
         bits = np.asarray(shard.data).tobytes()
+        key = str(shard.index), coordinates.get(shard.device)
         device, expected = first.setdefault(key, (shard.device, bits))
         if bits != expected:
-            yield shard.index, device, shard.device
+            return device, shard.device
+    return None
 
 
-def _places(leaf: jax.Array, names: tuple[str, ...]) -> dict[Any, Any]:
-    """For every device of the leaf's mesh its place along the axes that are not named."""
+def _numbers(array: jax.Array) -> jax.Array:
+    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+
+
+def _coordinates(leaf: jax.Array, names: tuple[str, ...]) -> dict[jax.Device, tuple[int, ...]]:
+    """For every device of the leaf's mesh where it is along the axes that are not named: there copies may differ."""
     if not isinstance(leaf.sharding, NamedSharding) or not isinstance(leaf.sharding.mesh, Mesh):
         return {}
     mesh = leaf.sharding.mesh
@@ -230,50 +237,52 @@ def _places(leaf: jax.Array, names: tuple[str, ...]) -> dict[Any, Any]:
             f'across="{missing[0]}" is no axis of the mesh that params lie on, which has {listed(mesh.axis_names)}. '
             f'Write across="{mesh.axis_names[0]}".'
         )
-    others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
-    return {device: tuple(place[i] for i in others) for place, device in np.ndenumerate(mesh.devices)}
+    others = [axis for axis, name in enumerate(mesh.axis_names) if name not in names]
+    return {device: tuple(where[axis] for axis in others) for where, device in np.ndenumerate(mesh.devices)}
 
 
-def _differing_processes(leaves: list[Any], paths: list[str], names: tuple[str, ...]) -> list[Any]:
-    """What `_differences` finds where the copies lie on devices of other processes, with the leaf's path before it."""
-    places = {device: place for place, device in enumerate(jax.devices())}
-    digests = np.zeros((len(leaves), len(places), 2), np.uint32)
+def _differences_of_processes(
+    leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str, ...]
+) -> list[tuple[str, Difference]]:
+    """What `_difference` finds where the copies lie on devices of other processes, with the leaf's path before it."""
+    columns = {device: column for column, device in enumerate(jax.devices())}
+    digests = np.zeros((len(leaves), len(columns), 2), np.uint32)
     for leaf, row in zip(leaves, digests, strict=True):
         for shard in leaf.addressable_shards if isinstance(leaf, jax.Array) else ():
-            row[places[shard.device]] = np.frombuffer(_digest(shard.data), np.uint32)
+            row[columns[shard.device]] = np.frombuffer(_digest(shard.data), np.uint32)
     gathered = np.asarray(multihost_utils.process_allgather(digests)).sum(axis=0)  # a device is of one process
     return [
-        (path, *apart)
+        (path, difference)
         for path, leaf, row in zip(paths, leaves, gathered, strict=True)
-        if isinstance(leaf, jax.Array) and (apart := _first_difference(leaf, row, places, names))
+        if isinstance(leaf, jax.Array) and (difference := _difference_of_digests(leaf, row, columns, names))
     ]
 
 
-def _first_difference(leaf: jax.Array, row: Any, places: dict[Any, int], names: tuple[str, ...]) -> Any:
-    """(index, device, device) of two copies with other digests; None if there are none."""
-    others, first = _places(leaf, names), dict[Any, Any]()
-    held: list[Any] = [(index, device) for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()]
+def _difference_of_digests(
+    leaf: jax.Array, row: np.ndarray, columns: dict[jax.Device, int], names: tuple[str, ...]
+) -> Difference | None:
+    """Two copies with other digests; None if there are none."""
+    coordinates, first = _coordinates(leaf, names), dict[object, jax.Device]()
+    copies = [(str(index), device) for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()]
     if leaf.is_fully_addressable:  # every process has an array of its own, which is compared if it is whole
-        held = [(..., device) for device, place in places.items() if row[place].any() and leaf.is_fully_replicated]
-        others = {}
-    for index, device in held:
-        one = first.setdefault((str(index), others.get(device)), device)
-        if (row[places[one]] != row[places[device]]).any():
-            return index, one, device
+        copies = [("", device) for device in columns if row[columns[device]].any() and leaf.is_fully_replicated]
+        coordinates = {}
+    for index, device in copies:
+        one = first.setdefault((index, coordinates.get(device)), device)
+        if (row[columns[one]] != row[columns[device]]).any():
+            return one, device
     return None
 
 
 def _digest(piece: jax.Array) -> bytes:
     from hashlib import blake2b
 
-    if jnp.issubdtype(piece.dtype, jax.dtypes.prng_key):
-        piece = jax.random.key_data(piece)
-    return blake2b(np.asarray(piece).tobytes(), digest_size=8).digest()
+    return blake2b(np.asarray(_numbers(piece)).tobytes(), digest_size=8).digest()
 
 
-def _apart(differing: list[tuple[str, Any, Any, Any]], replicas: Replicas) -> FuncgaError:
-    path, _, one, other = differing[0]
-    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+def _unequal(differences: Sequence[tuple[str, Difference]], replicas: Replicas) -> FuncgaError:
+    path, (one, other) = differences[0]
+    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
     return FuncgaError(
         f"`{path}`{more} is not the same on all replicas: {one} and {other} hold different values along "
         f"{listed(replicas.names)}. What is averaged would belong to no parameters at all. Give every replica the "

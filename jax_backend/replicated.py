@@ -3,9 +3,9 @@
 Only JAX has this file: in torch every replica is a process of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -14,81 +14,92 @@ from funcga._backend.dispatch import load
 from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths, outline
 from funcga._call.arguments import argument_names
 from funcga._call.program import Program
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
+from jax_backend.arrays import axis_names, partition_spec
 from jax_backend.loop import compiled
 from jax_backend.replicas import spelled, unmerged
 
-_spec: Any = PartitionSpec  # which JAX has not typed
+Axes: TypeAlias = str | tuple[str, ...]
 
 
 def replicated(
-    step: Callable[..., Any],
+    step: Callable[..., Tree],
     mesh: Mesh,
     *,
     axis: str | tuple[str, ...] | None = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
+    in_specs: Tree = None,
+    out_specs: Tree = None,
     check_vma: bool = True,
-) -> Callable[..., Any]:
+) -> Callable[..., Tree]:
     """A function with step's own signature: step on every device along an axis of the mesh, each with its own rows.
 
     It is `jax.shard_map` with that axis manual and every other left to the compiler, so parameters that are sharded
     over another axis stay so. Call it inside jit or outside, where it is jitted once. In step, `across=axis` merges.
 
-    axis: the name of an axis, or a tuple of names. Default: the mesh's only axis.
-    in_specs: a PartitionSpec, or a tuple with one, or a tree prefix of them, for each positional argument. Default: as
-        the step's in_axes say, cut where it splits; for a step that is not of funcga's, the first argument whole on
-        every device, every other cut on its axis 0. Keyword arguments are passed whole, and what is no array is part of
-        the program.
-    out_specs: of the result, a tree prefix. Default: P(), the same on all devices; for what `scatter` leaves cut,
-        P("data"), as in out_specs=(P(), P("data")).
-    check_vma: as in `jax.shard_map`: whether the types of arrays say over which axes they differ, which proves that
-        the result is the same on all devices. Without it a model may start a scan from `jnp.zeros`, and nothing shows
-        that a result was not merged.
+    Args:
+        step: Tree function of arrays, such as one of `accumulate` or a whole training step.
+        mesh: The devices, with names.
+        axis: The name of an axis, or a tuple of names. Default: the mesh's only axis.
+        in_specs: A PartitionSpec, or a tuple with one, or a tree prefix of them, for each positional argument.
+            Default: as the step's in_axes say, cut where it splits; for a step that is not of funcga's, the first
+            argument whole on every device, every other cut on its axis 0. Keyword arguments are passed whole, and what
+            is no array is part of the program.
+        out_specs: Of the result, a tree prefix. Default: P(), the same on all devices; for what `scatter` leaves cut,
+            P("data"), as in out_specs=(P(), P("data")).
+        check_vma: As in `jax.shard_map`: whether the types of arrays say over which axes they differ, which proves
+            that the result is the same on all devices. Without it a model may start a scan from `jnp.zeros`, and
+            nothing shows that a result was not merged.
 
-    Raises FuncgaError if rows do not divide among the devices, and for a result that no step has merged.
+    Returns:
+        A function of whole arrays, whose rows it cuts among the devices.
 
-    >>> step = jax_backend.replicated(funcga.accumulate(grad_fn, 8, across="data"), mesh)
-    >>> loss, grads = step(params, batch)
+    Raises:
+        FuncgaError: if rows do not divide among the devices, and for a result that no step has merged.
+
+    Example:
+        >>> step = jax_backend.replicated(funcga.accumulate(grad_fn, 8, across="data"), mesh)
+        >>> loss, grads = step(params, batch)
     """
     names = _names(mesh, axis)
 
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         specs = _specs(args, in_specs, names, step)
         _check_rows(args, specs, mesh, step)
         leaves, structure = trees.flatten((args, kwargs))
-        specs += [_spec()] * (len(leaves) - len(specs))
-        places = [i for i, leaf in enumerate(leaves) if arrays.is_array(leaf)]
+        specs += [partition_spec()] * (len(leaves) - len(specs))
+        array_indices = [leaf_index for leaf_index, leaf in enumerate(leaves) if arrays.is_array(leaf)]
 
-        def local(moved: list[Any]) -> Any:
-            mine = list(leaves)
-            for i, array in zip(places, moved, strict=True):
-                mine[i] = array
-            args, kwargs = trees.unflatten(structure, mine)
+        def on_each_device(local_arrays: list[Tree]) -> Tree:
+            local_leaves = list(leaves)
+            for leaf_index, array in zip(array_indices, local_arrays, strict=True):
+                local_leaves[leaf_index] = array
+            args, kwargs = trees.unflatten(structure, local_leaves)
             with unmerged(names):
                 return step(*args, **kwargs)
 
         mapped = jax.shard_map(
-            local,
+            on_each_device,
             mesh=mesh,
-            in_specs=([specs[i] for i in places],),
-            out_specs=_spec() if out_specs is None else out_specs,
+            in_specs=([specs[leaf_index] for leaf_index in array_indices],),
+            out_specs=partition_spec() if out_specs is None else out_specs,
             axis_names=set(names),
             check_vma=check_vma,
         )
-        return _explained(mapped, [_placed(leaves[i], specs[i], mesh, names) for i in places], names)
+        whole_arrays = [_placed(leaves[leaf_index], specs[leaf_index], mesh, names) for leaf_index in array_indices]
+        return _explained(mapped, whole_arrays, names)
 
     run = compiled(call)
 
-    def everywhere(*args: Any, **kwargs: Any) -> Any:
+    def everywhere(*args: Tree, **kwargs: Tree) -> Tree:
         """The result of step on every device along the axis, each with its own rows."""
         return run(args, kwargs)
 
     return everywhere
 
 
-def _names(mesh: Any, axis: Any) -> tuple[str, ...]:
+def _names(mesh: object, axis: Axes | None) -> tuple[str, ...]:
     if not isinstance(mesh, Mesh):
         raise FuncgaError(
             f'mesh is of type {type(mesh).__name__}. Pass the devices with names: jax.make_mesh((4,), ("data",)).'
@@ -112,7 +123,7 @@ def _names(mesh: Any, axis: Any) -> tuple[str, ...]:
 
 
 def _specs(
-    args: tuple[Any, ...], in_specs: Any, names: tuple[str, ...], step: Callable[..., Any]
+    args: tuple[Tree, ...], in_specs: Tree, names: tuple[str, ...], step: Callable[..., Tree]
 ) -> list[PartitionSpec]:
     """The PartitionSpec of every leaf of the positional arguments."""
     cut = names[0] if len(names) == 1 else names
@@ -120,7 +131,7 @@ def _specs(
     if in_specs is None and isinstance(program, Program):
         return _as_split(program, args, cut)
     if in_specs is None:
-        in_specs = (_spec(), *[_spec(cut)] * (len(args) - 1))[: len(args)]
+        in_specs = (partition_spec(), *[partition_spec(cut)] * (len(args) - 1))[: len(args)]
     elif isinstance(in_specs, PartitionSpec):
         in_specs = (in_specs,) * len(args)
     if not isinstance(in_specs, tuple | list) or len(in_specs) != len(args):
@@ -145,14 +156,14 @@ def _specs(
     return specs
 
 
-def _as_split(program: Program, args: tuple[Any, ...], cut: Any) -> list[PartitionSpec]:
+def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[PartitionSpec]:
     """The PartitionSpec of every leaf, cut on the axis that the program splits."""
     found: list[PartitionSpec] = []
     for part in program.read(args, load("jax")).parts:
         axes = part.axes or [None] * len(trees.flatten(part.value)[0])
         for leaf, axis in zip(part.leaves or trees.flatten(part.value)[0], axes, strict=True):
             splits = isinstance(axis, int) and getattr(leaf, "ndim", 0) > 0
-            found.append(_spec(*[None] * (axis % leaf.ndim), cut) if splits else _spec())
+            found.append(partition_spec(*[None] * (axis % leaf.ndim), cut) if splits else partition_spec())
     return found
 
 
@@ -161,7 +172,7 @@ def _spelled(count: int, names: tuple[str, ...]) -> str:
     return f"({', '.join(['P()', *[cut] * (count - 1)])})"
 
 
-def _check_rows(args: tuple[Any, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Any]) -> None:
+def _check_rows(args: tuple[Tree, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Tree]) -> None:
     """Raises FuncgaError if an array cannot be cut as its PartitionSpec says."""
     for i, (leaf, spec) in enumerate(zip(trees.flatten(args)[0], specs, strict=True)):
         for axis, entry in enumerate(spec):
@@ -179,7 +190,9 @@ def _check_rows(args: tuple[Any, ...], specs: list[PartitionSpec], mesh: Mesh, s
                 raise _uneven(args, i, leaf, axis, count, step)
 
 
-def _uneven(args: tuple[Any, ...], i: int, leaf: Any, axis: int, count: int, step: Callable[..., Any]) -> FuncgaError:
+def _uneven(
+    args: tuple[Tree, ...], i: int, leaf: Tree, axis: int, count: int, step: Callable[..., Tree]
+) -> FuncgaError:
     names = argument_names(step, len(args))
     path = [path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, trees, name) if _in(arg)][i]
     if axis >= len(leaf.shape):
@@ -195,11 +208,11 @@ def _uneven(args: tuple[Any, ...], i: int, leaf: Any, axis: int, count: int, ste
     )
 
 
-def _in(arg: Any) -> bool:
+def _in(arg: Tree) -> bool:
     return bool(trees.flatten(arg)[0])
 
 
-def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Any:
+def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Tree:
     """The array, resharded where the axis is an Explicit one and the types would have to agree."""
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
     names = tuple(name for name in names if name in explicit)
@@ -211,15 +224,15 @@ def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) 
     for axis in range(len(leaf.shape)):
         kept = [name for name in _entry(before, axis) if name not in names]
         wanted.append((*[name for name in _entry(tuple(spec), axis) if name in names], *kept) or None)
-    return jax.sharding.reshard(leaf, NamedSharding(mesh, _spec(*wanted)))  # type: ignore[no-untyped-call]
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, partition_spec(*wanted)))  # type: ignore[no-untyped-call]
 
 
-def _entry(spec: tuple[Any, ...], axis: int) -> tuple[str, ...]:
-    found = spec[axis] if axis < len(spec) else None
-    return () if found is None else found if isinstance(found, tuple) else (found,)
+def _entry(spec: Sequence[Axes | None], axis: int) -> tuple[str, ...]:
+    """The mesh axes that an axis of an array lies over; a PartitionSpec may have fewer entries than the array axes."""
+    return axis_names(spec[axis]) if axis < len(spec) else ()
 
 
-def _explained(mapped: Callable[..., Any], moved: list[Any], names: tuple[str, ...]) -> Any:
+def _explained(mapped: Callable[..., Tree], moved: list[Tree], names: tuple[str, ...]) -> Tree:
     """What the mapped step returns; JAX's errors about what differs between devices say what to write instead."""
     try:
         return mapped(moved)

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
-from funcga._types import Dtype, Tree
+from funcga._types import Dtype, Scalar, Tree
 from jax_backend import _private
 from jax_backend.arrays import as_varying, varying_axes
 
@@ -28,14 +29,13 @@ if TYPE_CHECKING:
     from jax.core import ShapedArray
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-Combine: TypeAlias = Callable[[Tree, jax.Array], Tree]
-
 
 class Into(NamedTuple):
-    """An accumulator, and combine(accumulator, value): what it becomes."""
+    """An accumulator, and the fold that a value of this weight is added to it by."""
 
     accumulator: Tree
-    combine: Combine
+    fold: LeafFold
+    weight: Scalar
 
 
 Gradient: TypeAlias = Callable[..., list[Tree]]
@@ -45,18 +45,19 @@ Gradient: TypeAlias = Callable[..., list[Tree]]
 """
 
 
-def folded(into: Mapping[int, Into], leaves: Sequence[jax.Array]) -> list[Tree]:
-    """The leaves, with what the accumulators become in the places of theirs."""
-    return [
-        into[leaf_index].combine(into[leaf_index].accumulator, leaf) if leaf_index in into else leaf
-        for leaf_index, leaf in enumerate(leaves)
-    ]
+def gradient(outputs: Outputs, evaluate: Callable[..., Tree], into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
+    """The leaves that `evaluate` returns, folded once they are computed: a Gradient for any program."""
+    leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
+    for leaf_index, (accumulator, fold, weight) in into.items():
+        leaves[leaf_index] = fold.combine(accumulator, fold.lift(leaves[leaf_index], weight))
+    return leaves
 
 
-def in_place(gradient: Gradient, program: "ClosedJaxpr", outputs: Outputs) -> Gradient:
+def in_place(gradient: Gradient, program: "ClosedJaxpr", outputs: Outputs, value: Tree) -> Gradient:
     """The gradient function with what scans over layers stack folded layer by layer; itself if there is nothing.
 
-    `program` is what it computes; its operands are the leaves of those that the gradient function takes.
+    `program` is what it computes, and `value` the types that it returns. The operands of the program are the leaves of
+    those that the gradient function takes.
     """
     elementwise = {
         leaf_index
@@ -65,8 +66,12 @@ def in_place(gradient: Gradient, program: "ClosedJaxpr", outputs: Outputs) -> Gr
     }
     stacked = [leaf_index for leaf_index in _stacks(program.jaxpr) if leaf_index in elementwise]
     types = {leaf_index: program.out_avals[leaf_index] for leaf_index in stacked}
-    if not stacked or any((outputs.shapes[k], outputs.dtypes[k]) != (t.shape, t.dtype) for k, t in types.items()):
-        return gradient  # which has words for leaves that are unlike those before
+    is_alike = jax.tree.structure(value) == outputs.structure and all(
+        (outputs.shapes[leaf_index], outputs.dtypes[leaf_index]) == (aval.shape, aval.dtype)
+        for leaf_index, aval in types.items()
+    )
+    if not stacked or not is_alike:  # to leaves in another order, or unlike those before, it has something to say
+        return gradient
     paths = outputs.paths
 
     def gradient_in_place(into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
@@ -76,8 +81,11 @@ def in_place(gradient: Gradient, program: "ClosedJaxpr", outputs: Outputs) -> Gr
         if any(varying_axes(v.aval) != varying_axes(jax.typeof(arg)) for v, arg in pairs):
             return gradient(into, *operands)
         parts = {leaf_index: _Part(*into[leaf_index], paths[leaf_index]) for leaf_index in stacked}
-        leaves = _evaluate(program.jaxpr, program.consts, args, parts)
-        return folded({leaf_index: into[leaf_index] for leaf_index in into if leaf_index not in parts}, leaves)
+        leaves: list[Tree] = _evaluate(program.jaxpr, program.consts, args, parts)
+        for leaf_index, (accumulator, fold, weight) in into.items():
+            if leaf_index not in parts:
+                leaves[leaf_index] = fold.combine(accumulator, fold.lift(leaves[leaf_index], weight))
+        return leaves
 
     return gradient_in_place
 
@@ -138,23 +146,30 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     if _private.has_effects(jaxpr):
         return {}  # their order would change
     stacks: dict[Var, _Stack] = {}
-    reads = Counter(
-        v for v in chain(jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) if not isinstance(v, _private.LITERAL)
-    )
+    operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
+    reads = Counter(v for v in operands if not isinstance(v, _private.LITERAL))
     for equation in jaxpr.eqns:
-        match equation.primitive.name:
-            case "scan" if _is_known(equation):
-                stacks |= {v: _Stack(v, ()) for v in equation.outvars[_carried(equation) :]}
-            case "jit" if _private.is_inlineable(equation):
-                inner = equation.params["jaxpr"].jaxpr
-                stacks |= {equation.outvars[k]: _Stack(equation.outvars[k], ()) for k in _stacks(inner)}
-            case "convert_element_type" if not _reshards(equation):
-                (operand,), (result,) = equation.invars, equation.outvars
-                if reads[operand] == 1 and operand in stacks:
-                    stack = stacks[operand]
-                    stacks[result] = stack._replace(casts=(*stack.casts, equation.params["new_dtype"]))
-    outputs = ((leaf_index, v) for leaf_index, v in enumerate(jaxpr.outvars) if not isinstance(v, _private.LITERAL))
-    return {leaf_index: stacks[v] for leaf_index, v in outputs if reads[v] == 1 and v in stacks}
+        if equation.primitive.name in ("scan", "jit"):
+            stacks |= {v: _Stack(v, ()) for v in _stacked(equation)}
+        elif equation.primitive.name == "convert_element_type" and not _reshards(equation):
+            (operand,), (result,) = equation.invars, equation.outvars
+            if reads[operand] == 1 and operand in stacks:
+                stack = stacks[operand]
+                stacks[result] = stack._replace(casts=(*stack.casts, equation.params["new_dtype"]))
+    return {
+        leaf_index: stacks[v]
+        for leaf_index, v in enumerate(jaxpr.outvars)
+        if not isinstance(v, _private.LITERAL) and reads[v] == 1 and v in stacks
+    }
+
+
+def _stacked(equation: "JaxprEqn") -> "list[Var]":
+    """The results of a scan, or of a call of a jitted function, that a scan stacks."""
+    if equation.primitive.name == "scan":
+        return equation.outvars[_carried(equation) :] if _is_known(equation) else []
+    if not _private.is_inlineable(equation):
+        return []
+    return [equation.outvars[leaf_index] for leaf_index in _stacks(equation.params["jaxpr"].jaxpr)]
 
 
 def _is_known(scan: "JaxprEqn") -> bool:
@@ -188,11 +203,19 @@ def _reshards(conversion: "JaxprEqn") -> bool:
 
 
 class _Part(NamedTuple):
-    """An Into for each layer's part of a stack, and the path of the leaf that the stack is."""
+    """An Into for each layer's part of a stack; the path of the leaf that the stack is, and how it is cast before."""
 
     accumulator: jax.Array
-    combine: Combine
+    fold: LeafFold
+    weight: Scalar
     path: str
+    casts: tuple[Dtype, ...] = ()
+
+    def combine(self, row: jax.Array, value: jax.Array) -> jax.Array:
+        """A row of the accumulator with the value of a layer."""
+        value = reduce(lax.convert_element_type, self.casts, value)
+        combined: jax.Array = self.fold.combine(row, self.fold.lift(value, self.weight))
+        return combined
 
 
 def _evaluate(
@@ -207,7 +230,7 @@ def _evaluate(
 
     stacks = _stacks(jaxpr) if into else {}
     parts = {
-        stacks[leaf_index].variable: part._replace(combine=_after_casts(stacks[leaf_index].casts, part.combine))
+        stacks[leaf_index].variable: part._replace(casts=(*stacks[leaf_index].casts, *part.casts))
         for leaf_index, part in into.items()
     }
     for equation in jaxpr.eqns:
@@ -228,10 +251,6 @@ def _evaluate(
     ]
 
 
-def _after_casts(casts: tuple[Dtype, ...], combine: Combine) -> Combine:
-    return lambda accumulator, part: combine(accumulator, reduce(lax.convert_element_type, casts, part))
-
-
 def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[jax.Array]:
     """The outputs of the scan, with accumulators in place of what it would stack."""
     body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
@@ -248,7 +267,7 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
         outputs = run(*consts, *before, *cut)
         after, rest = outputs[:carried], dict(enumerate(outputs[carried:], carried))
         pairs = zip(into.items(), accumulators, strict=True)
-        added = [_combined(accumulator, layer_index, rest.pop(k), part.combine) for (k, part), accumulator in pairs]
+        added = [_combined(part, accumulator, layer_index, rest.pop(k)) for (k, part), accumulator in pairs]
         return (after, added), rest
 
     accumulators = [_marked_as_combined(part, body.out_avals[k]) for k, part in into.items()]
@@ -267,8 +286,8 @@ def _marked_as_combined(part: _Part, layer: "ShapedArray") -> jax.Array:
     return as_varying(part.accumulator, varying_axes(after))
 
 
-def _combined(accumulator: jax.Array, layer_index: jax.Array, value: jax.Array, combine: Combine) -> jax.Array:
+def _combined(part: _Part, accumulator: jax.Array, layer_index: jax.Array, value: jax.Array) -> jax.Array:
     """The accumulator with one of its rows combined with a value."""
-    row = lax.dynamic_index_in_dim(accumulator, layer_index, keepdims=False)
-    combined: jax.Array = lax.dynamic_update_index_in_dim(accumulator, combine(row, value), layer_index, 0)
-    return combined
+    row = part.combine(lax.dynamic_index_in_dim(accumulator, layer_index, keepdims=False), value)
+    updated: jax.Array = lax.dynamic_update_index_in_dim(accumulator, row, layer_index, 0)
+    return updated

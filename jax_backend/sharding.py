@@ -15,10 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from funcga._call.arguments import Arguments
 from funcga._fold.outputs import Outputs
-from funcga._fold.tally import Tally
 from funcga._types import Array, Scalar, Tree
 from jax_backend import _private
-from jax_backend.arrays import axis_names, devices_along, spec
+from jax_backend.arrays import axis_names, devices_along, partition_spec
 
 Shape: TypeAlias = tuple[int, ...] | None
 KeyPath: TypeAlias = tuple[object, ...]
@@ -46,10 +45,8 @@ class Spread:
         """Whether every micro-batch of these (count, size) can take as many rows from each of several blocks."""
         return self.blocks > 1 and all(size % self.blocks == 0 for _, size in sizes)
 
-    def pinned(self, outputs: Outputs, reduced: list[Tree], total: Tally) -> tuple[list[Tree], Tally]:
-        """Accumulators and the tally where they belong, whichever micro-batch is the last one in them."""
-        if not self.arguments:
-            return reduced, total
+    def pinned(self, outputs: Outputs, reduced: Sequence[Tree]) -> list[Tree]:
+        """Accumulators where they belong."""
         tree = outputs.structure_of(range(len(outputs.folds)))
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         pinned = []
@@ -57,7 +54,11 @@ class Spread:
             shape = outputs.shapes[leaf_index]
             like = self._like(paths[leaf_index], shape)
             pinned.append(jax.tree.map(partial(self._pin, shape, like), lifted))
-        return pinned, jax.tree.map(partial(self._pin, None, None), total)
+        return pinned
+
+    def everywhere(self, number: jax.Array) -> jax.Array:
+        """A single number on every device."""
+        return _constrained(number, NamedSharding(self.arguments[0][1].mesh, partition_spec()))
 
     def _like(self, path: KeyPath, shape: Shape) -> NamedSharding | None:
         """How the argument lies whose path is the end of this one: `w` in {"w": ...} for `w` in (loss, {"w": ...})."""
@@ -67,10 +68,13 @@ class Spread:
 
     def _pin(self, shape: Shape, like: NamedSharding | None, part: jax.Array) -> jax.Array:
         if part.ndim == 0:
-            like = NamedSharding(self.arguments[0][1].mesh, spec())
-        elif part.shape != shape:
-            like = None
-        return part if like is None else lax.with_sharding_constraint(part, like)  # type: ignore[no-untyped-call]
+            return self.everywhere(part)
+        return part if like is None or part.shape != shape else _constrained(part, like)
+
+
+def _constrained(array: jax.Array, like: NamedSharding) -> jax.Array:
+    pinned: jax.Array = lax.with_sharding_constraint(array, like)  # type: ignore[no-untyped-call]
+    return pinned
 
 
 def spread_of(args: Sequence[Tree], arguments: Arguments | None = None) -> Spread:
@@ -94,7 +98,7 @@ def _left_to_the_compiler(leaf: object) -> NamedSharding | None:
     mesh = sharding.mesh
     free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto}
     kept = [tuple(name for name in axis_names(entry) if name in free) or None for entry in sharding.spec]
-    return NamedSharding(mesh, spec(*kept)) if free else None
+    return NamedSharding(mesh, partition_spec(*kept)) if free else None
 
 
 def _blocks_of(arguments: Arguments) -> int:
@@ -167,7 +171,7 @@ def joined(array: jax.Array, axis: int) -> jax.Array:
     sharding = jax.typeof(array).sharding
     if not any(sharding.spec):
         return array.reshape(sizes)
-    entries = spec(*sharding.spec[:axis], *sharding.spec[axis + 1 :])
+    entries = partition_spec(*sharding.spec[:axis], *sharding.spec[axis + 1 :])
     return lax.reshape(array, sizes, out_sharding=NamedSharding(sharding.mesh, entries))
 
 
@@ -176,7 +180,7 @@ def _apart(array: jax.Array, axis: int, sizes: tuple[int, int, int]) -> jax.Arra
     sharding = jax.typeof(array).sharding
     if not any(sharding.spec):
         return _reshaped(array, axis, sizes)
-    entries = spec(*sharding.spec[:axis], None, sharding.spec[axis], None, *sharding.spec[axis + 1 :])
+    entries = partition_spec(*sharding.spec[:axis], None, sharding.spec[axis], None, *sharding.spec[axis + 1 :])
     whole = (*array.shape[:axis], *sizes, *array.shape[axis + 1 :])
     return lax.reshape(array, whole, out_sharding=NamedSharding(sharding.mesh, entries))
 

@@ -1,13 +1,13 @@
 """Trees, as JAX walks them: their arrays apart from all else, and the objects of flax.nnx among them."""
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from funcga._trees.mappings import Mapped, is_mapping, rebuilt
+from funcga._trees.mappings import Mapped, rebuilt
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 
@@ -17,7 +17,7 @@ jax.tree_util.register_pytree_node(Mapped, lambda node: (node.values, node.kind)
 def flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], Structure]:
     """The leaves, in the framework's order, and the structure that puts them back."""
     leaves, structure = jax.tree.flatten(tree, is_leaf)
-    if not any(map(is_mapping, {*map(type, leaves)})):
+    if not any(issubclass(kind, Mapping) for kind in {*map(type, leaves)}):
         return leaves, structure
 
     # Mappings that JAX does not know become nodes, and what is in them is walked as well.
@@ -25,7 +25,7 @@ def flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[
         return jax.tree.map(as_node, node, is_leaf=is_leaf)
 
     def as_node(leaf: Tree) -> Tree:
-        whole = not is_mapping(type(leaf)) or (is_leaf is not None and is_leaf(leaf))
+        whole = not isinstance(leaf, Mapping) or (is_leaf is not None and is_leaf(leaf))
         return leaf if whole else Mapped(leaf, walked)
 
     return jax.tree.flatten(walked(tree), is_leaf)
@@ -40,7 +40,7 @@ def children(tree: Tree) -> list[tuple[str, Tree]] | None:
     """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     if [path for path, _ in pairs] == [()]:
-        return [(f"[{key!r}]", tree[key]) for key in tree] if is_mapping(type(tree)) else None
+        return [(f"[{key!r}]", tree[key]) for key in tree] if isinstance(tree, Mapping) else None
     return [(str(path[0]), subtree) for path, subtree in pairs]
 
 
@@ -81,30 +81,34 @@ def split(tree: Tree) -> tuple[Static, list[Array]]:
         for place, leaf in enumerate(leaves)
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic)
     )
-    _check_static([leaf for _, _, leaf in others])
-    return Static(structure, others), arrays
-
-
-def _check_static(leaves: Sequence[object]) -> None:
-    unhashable = set()
-    for leaf in leaves:
+    static = Static(structure, others)
+    for _, _, leaf in others:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise FuncgaError(
                 f"an argument is {leaf.dtype}[{', '.join(map(str, leaf.shape))}] of type ShapeDtypeStruct, a shape "
                 f"without numbers, and the call would compute some. For the shapes and dtypes that it returns, write "
                 f"jax.eval_shape(step, params, batch)."
             )
+    try:
+        hash(static)
+    except TypeError:
+        raise _unhashable([leaf for _, _, leaf in others]) from None
+    return static, arrays
+
+
+def _unhashable(leaves: Sequence[object]) -> FuncgaError:
+    kinds = set()
+    for leaf in leaves:
         try:
             hash(leaf)
         except TypeError:
-            unhashable.add(type(leaf).__name__)
-    if unhashable:
-        raise FuncgaError(
-            f"an argument of type {' and '.join(sorted(unhashable))} is neither an array nor hashable. Outside of jit "
-            f"this call is compiled, and what is no array becomes part of the program, which could not tell when it "
-            f"changes. If it holds arrays, make it a tree, such as dict(batch); if it is a setting, make it hashable, "
-            f"such as a dataclass with frozen=True; or call the step inside jax.jit."
-        )
+            kinds.add(type(leaf).__name__)
+    return FuncgaError(
+        f"an argument of type {' and '.join(sorted(kinds))} is neither an array nor hashable. Outside of jit this call "
+        f"is compiled, and what is no array becomes part of the program, which could not tell when it changes. If it "
+        f"holds arrays, make it a tree, such as dict(batch); if it is a setting, make it hashable, such as a dataclass "
+        f"with frozen=True; or call the step inside jax.jit."
+    )
 
 
 # -- flax.nnx: its objects hold their state in themselves, and are trees that are made anew in each trace. So variables

@@ -113,7 +113,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 def test_asynchronous_forms():
     """As a GPU compiler writes them; what never runs is not counted."""
-    assert list(hlo._found(ASYNCHRONOUS)) == [
+    assert list(hlo._collectives(ASYNCHRONOUS)) == [
         Collective("all-reduce", 1, 32),
         Collective("all-gather", 0, 16),
         Collective("all-to-all", 0, 8),
@@ -381,7 +381,7 @@ def collectives_of_a_call(grad_fn, *args, **sizes):
     """Those of the program that a call outside of jit runs, which knows where its arguments lie."""
     program = Program(grad_fn, funcga.mean(), **sizes)
     spread = sharding.Spread(sharding.spread_of(args, program.read(args, BACKEND)).blocks)
-    return collectives(lambda *args: loop._merged(program, BACKEND, spread, args, {}), *args)
+    return collectives(lambda *args: loop._merge(program, BACKEND, spread, args, {}), *args)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

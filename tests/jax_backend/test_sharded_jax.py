@@ -201,7 +201,7 @@ def test_stream(kinds, layout):
         for count in (2 * N, N):
             found = step(params, rows[:count])
             check_lies_as(found[1], params)
-    assert sorted(names) == ["run", "run", "step"]  # what begins, what ends, and what is between
+    assert sorted(names) == ["_add", "run", "run"]  # what begins, what ends, and what is between
     check(step(params, rows), whole(), params)
 
 
