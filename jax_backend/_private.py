@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.core
+import numpy as np
 from jax import lax
 
 from funcga._types import Array
@@ -51,6 +52,18 @@ def is_traced(leaf: object) -> bool:
         return isinstance(leaf, jax.Array) and not leaf.devices()
     except jax.errors.ConcretizationTypeError:
         return True
+
+
+def address(array: jax.Array) -> int:
+    """Where the memory of an array on one device begins.
+
+    `unsafe_buffer_pointer` in all versions. Without it, that of NumPy's array of the same numbers, which is the same
+    on a CPU; on another device an array that another framework shares is reported as copied.
+    """
+    try:
+        return int(array.unsafe_buffer_pointer())
+    except AttributeError:
+        return int(np.asarray(array).__array_interface__["data"][0])
 
 
 # -- types of arrays

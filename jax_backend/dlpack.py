@@ -10,7 +10,7 @@ import numpy as np
 from funcga._backend.protocols import ExportError, Transfer
 from funcga._trees.interop import Extent, no_device
 from funcga._types import Array, Dtype
-from jax_backend import arrays
+from jax_backend import _private, arrays
 
 Place: TypeAlias = jax.Device | jax.sharding.Sharding
 
@@ -51,14 +51,14 @@ def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
         return Transfer(jax.block_until_ready(leaf) if platform == "cpu" else leaf)  # type: ignore[no-untyped-call]
     if platform == "cpu":
         array = np.asarray(leaf)
-        shared = not array.size or _address(array) == leaf.unsafe_buffer_pointer()
+        shared = not array.size or _address(array) == _private.address(leaf)
         return Transfer(array, None if shared else "NumPy has no such dtype or layout; x.astype('int8') it has, say")
     return Transfer(_on_host(leaf), f"it lies on {platform}; jax.device_put(x, jax.devices('cpu')[0]) does not")
 
 
 def _check_exportable(leaf: jax.Array) -> None:
     """Raises ExportError for an array whose numbers this process does not have, or that only JAX knows."""
-    if isinstance(leaf, jax.core.Tracer):
+    if _private.is_traced(leaf):
         raise ExportError(f"{arrays.describe(leaf)}, traced by JAX, and has no numbers yet; convert it outside of jit")
     if not isinstance(leaf, jax.Array):
         raise ExportError(f"{arrays.describe(leaf)} of type {type(leaf).__name__}, a shape without numbers")
@@ -107,7 +107,7 @@ def check_importable(array: Array) -> None:
 
 
 def _is_abstract(array: Array) -> bool:
-    return isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct)
+    return isinstance(array, jax.ShapeDtypeStruct) or _private.is_traced(array)
 
 
 @cache
@@ -170,7 +170,7 @@ def _copy_reason(old: Array, new: jax.Array) -> str | None:
         here, there = old.sharding, new.sharding
         return None if here == there else f"it lies on {old.device}, and device= is {new.device}; leave that out"
     single = isinstance(new.sharding, jax.sharding.SingleDeviceSharding)
-    if not old.size or (single and _address(old) == new.unsafe_buffer_pointer()):
+    if not old.size or (single and _address(old) == _private.address(new)):
         return None
     if not single or next(iter(new.devices())).platform != "cpu":  # as where JAX's default is a GPU
         return f"it lies on the CPU, and the result on {new.device}; device='cpu' leaves it there"
@@ -190,4 +190,4 @@ def extents(leaf: jax.Array) -> list[Extent]:
         return []
     array = jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     pieces = [shard.data for shard in array.addressable_shards if shard.data.size]
-    return [(piece.unsafe_buffer_pointer(), piece.unsafe_buffer_pointer() + piece.nbytes) for piece in pieces]
+    return [(_private.address(piece), _private.address(piece) + piece.nbytes) for piece in pieces]

@@ -189,41 +189,70 @@ def check_replicas(params: Tree, across: Across) -> None:
             "check_replicas compares what lies on the devices, and was called in a program that is being compiled, "
             "where nothing lies anywhere yet. Call it outside of jax.jit and jax.shard_map."
         )
-    if jax.process_count() > 1:
-        differences = _differences_of_processes(leaves, paths, replicas.names)
-    else:
-        if not any(map(_is_on_mesh, leaves)):
-            raise FuncgaError(
-                f"none of the arrays in params lies on a mesh, so there is nothing to compare along "
-                f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, NamedSharding(mesh, "
-                f"P()))."
-            )
-        pairs = [pair for pair in zip(paths, leaves, strict=True) if isinstance(pair[1], jax.Array)]
-        differences = [(path, found) for path, leaf in pairs if (found := _difference(leaf, replicas.names))]
+    if jax.process_count() == 1 and not any(map(_is_on_mesh, leaves)):
+        raise FuncgaError(
+            f"none of the arrays in params lies on a mesh, so there is nothing to compare along "
+            f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, NamedSharding(mesh, P()))."
+        )
+    differences = _differences(leaves, paths, replicas.names)
     if differences:
-        raise _unequal(differences, replicas)
+        path, (one, other) = differences[0]
+        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        raise FuncgaError(
+            f"`{path}`{more} is not the same on all replicas: {one} and {other} hold different values along "
+            f"{listed(replicas.names)}. What is averaged would belong to no parameters at all. Give every replica the "
+            f"same: params = jax.device_put(params, jax.NamedSharding(mesh, P()))."
+        )
 
 
 def _is_on_mesh(leaf: Tree) -> bool:
     return isinstance(leaf, jax.Array) and (isinstance(leaf.sharding, NamedSharding) or len(leaf.devices()) > 1)
 
 
-def _difference(leaf: jax.Array, names: tuple[str, ...]) -> Difference | None:
-    """Two copies that should be the same along these axes of the mesh and are not; None if there are none."""
-    leaf = _numbers(leaf)
-    first: dict[object, tuple[jax.Device, bytes]] = {}
-    coordinates = _coordinates(leaf, names)
-    for shard in leaf.addressable_shards if len(leaf.sharding.device_set) > 1 else ():
-        bits = np.asarray(shard.data).tobytes()
-        key = str(shard.index), coordinates.get(shard.device)
-        device, expected = first.setdefault(key, (shard.device, bits))
-        if bits != expected:
-            return device, shard.device
+def _differences(leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str, ...]) -> list[tuple[str, Difference]]:
+    """The arrays of which copies differ that should be the same along these axes of the mesh, with their paths.
+
+    Digests of the copies are compared, which the processes exchange.
+    """
+    alone = jax.process_count() == 1
+    arrays = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, jax.Array)]
+    devices = {device for _, leaf in arrays for device in leaf.devices()} if alone else jax.devices()
+    columns = {device: column for column, device in enumerate(devices)}
+    digests = np.zeros((len(arrays), len(columns), 2), np.uint32)
+    for (_, leaf), row in zip(arrays, digests, strict=True):
+        for shard in leaf.addressable_shards:
+            row[columns[shard.device]] = np.frombuffer(_digest(shard.data), np.uint32)
+    if not alone:
+        digests = np.asarray(multihost_utils.process_allgather(digests)).sum(axis=0)  # a device is of one process
+    return [
+        (path, difference)
+        for (path, leaf), row in zip(arrays, digests, strict=True)
+        if (difference := _difference(leaf, {device: tuple(row[k]) for device, k in columns.items()}, names))
+    ]
+
+
+def _digest(piece: jax.Array) -> bytes:
+    from hashlib import blake2b
+
+    numbers = jax.random.key_data(piece) if jnp.issubdtype(piece.dtype, jax.dtypes.prng_key) else piece
+    return blake2b(np.asarray(numbers).tobytes(), digest_size=8).digest()
+
+
+def _difference(
+    leaf: jax.Array, digests: dict[jax.Device, tuple[int, ...]], names: tuple[str, ...]
+) -> Difference | None:
+    """Two copies with other digests; None if there are none."""
+    coordinates, first = _coordinates(leaf, names), dict[object, jax.Device]()
+    copies = [(str(index), device) for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()]
+    if leaf.is_fully_addressable and jax.process_count() > 1:
+        # Every process has an array of its own, which is compared if it is whole.
+        copies = [("", device) for device, digest in digests.items() if any(digest) and leaf.is_fully_replicated]
+        coordinates = {}
+    for index, device in copies:
+        one = first.setdefault((index, coordinates.get(device)), device)
+        if digests[one] != digests[device]:
+            return one, device
     return None
-
-
-def _numbers(array: jax.Array) -> jax.Array:
-    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
 
 
 def _coordinates(leaf: jax.Array, names: tuple[str, ...]) -> dict[jax.Device, tuple[int, ...]]:
@@ -239,52 +268,3 @@ def _coordinates(leaf: jax.Array, names: tuple[str, ...]) -> dict[jax.Device, tu
         )
     others = [axis for axis, name in enumerate(mesh.axis_names) if name not in names]
     return {device: tuple(where[axis] for axis in others) for where, device in np.ndenumerate(mesh.devices)}
-
-
-def _differences_of_processes(
-    leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str, ...]
-) -> list[tuple[str, Difference]]:
-    """What `_difference` finds where the copies lie on devices of other processes, with the leaf's path before it."""
-    columns = {device: column for column, device in enumerate(jax.devices())}
-    digests = np.zeros((len(leaves), len(columns), 2), np.uint32)
-    for leaf, row in zip(leaves, digests, strict=True):
-        for shard in leaf.addressable_shards if isinstance(leaf, jax.Array) else ():
-            row[columns[shard.device]] = np.frombuffer(_digest(shard.data), np.uint32)
-    gathered = np.asarray(multihost_utils.process_allgather(digests)).sum(axis=0)  # a device is of one process
-    return [
-        (path, difference)
-        for path, leaf, row in zip(paths, leaves, gathered, strict=True)
-        if isinstance(leaf, jax.Array) and (difference := _difference_of_digests(leaf, row, columns, names))
-    ]
-
-
-def _difference_of_digests(
-    leaf: jax.Array, row: np.ndarray, columns: dict[jax.Device, int], names: tuple[str, ...]
-) -> Difference | None:
-    """Two copies with other digests; None if there are none."""
-    coordinates, first = _coordinates(leaf, names), dict[object, jax.Device]()
-    copies = [(str(index), device) for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()]
-    if leaf.is_fully_addressable:  # every process has an array of its own, which is compared if it is whole
-        copies = [("", device) for device in columns if row[columns[device]].any() and leaf.is_fully_replicated]
-        coordinates = {}
-    for index, device in copies:
-        one = first.setdefault((index, coordinates.get(device)), device)
-        if (row[columns[one]] != row[columns[device]]).any():
-            return one, device
-    return None
-
-
-def _digest(piece: jax.Array) -> bytes:
-    from hashlib import blake2b
-
-    return blake2b(np.asarray(_numbers(piece)).tobytes(), digest_size=8).digest()
-
-
-def _unequal(differences: Sequence[tuple[str, Difference]], replicas: Replicas) -> FuncgaError:
-    path, (one, other) = differences[0]
-    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-    return FuncgaError(
-        f"`{path}`{more} is not the same on all replicas: {one} and {other} hold different values along "
-        f"{listed(replicas.names)}. What is averaged would belong to no parameters at all. Give every replica the "
-        f"same: params = jax.device_put(params, jax.NamedSharding(mesh, P()))."
-    )

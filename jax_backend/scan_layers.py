@@ -146,8 +146,7 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     if _private.has_effects(jaxpr):
         return {}  # their order would change
     stacks: dict[Var, _Stack] = {}
-    operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
-    reads = Counter(v for v in operands if not isinstance(v, _private.LITERAL))
+    reads = _reads(jaxpr)
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("scan", "jit"):
             stacks |= {v: _Stack(v, ()) for v in _stacked(equation)}
@@ -161,6 +160,12 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
         for leaf_index, v in enumerate(jaxpr.outvars)
         if not isinstance(v, _private.LITERAL) and reads[v] == 1 and v in stacks
     }
+
+
+def _reads(jaxpr: "Jaxpr") -> "Counter[Var | Literal]":
+    """How often each variable of a program is read."""
+    operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
+    return Counter(v for v in operands if not isinstance(v, _private.LITERAL))
 
 
 def _stacked(equation: "JaxprEqn") -> "list[Var]":
