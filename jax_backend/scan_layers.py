@@ -143,8 +143,8 @@ class _Stack(NamedTuple):
 
 def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     """For the outputs of a program that a scan stacks, and nothing else reads: what the scan stacks."""
-    if _private.has_effects(jaxpr):
-        return {}  # their order would change
+    if not _private.LITERAL or _private.has_effects(jaxpr):  # whose order would change
+        return {}
     stacks: dict[Var, _Stack] = {}
     reads = _reads(jaxpr)
     for equation in jaxpr.eqns:
