@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcga
+from tests.processes import processes
 from torch_backend import _private, pure_loss
 
 
@@ -131,3 +132,51 @@ def test_without_versions_writes_go_unnoticed_and_gradients_are_right(monkeypatc
     want = uneven()
     monkeypatch.setattr(_private, "version", lambda _: 0)
     funcga.compare(want, uneven(), rtol=0, atol=0).assert_close()
+
+
+def merged_without(group, names):
+    """A window over replicas, with and without these names of torch.distributed, which sends early the second time."""
+    import torch.distributed as dist
+
+    params, x, y = arguments()
+    weight = lambda x, y: float(len(x))
+
+    def window():
+        again = dist.new_group([0, 1])
+        step = funcga.accumulate(funcga.value_and_grad(loss), 2, weight=weight, across=again)
+        return [step(params, x[: 3 + group.rank()], y[: 3 + group.rank()]) for _ in range(2)]
+
+    want = window()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.delattr(dist if hasattr(dist, name) else dist.ProcessGroup, name)
+        another = dist.new_group([0, 1])
+        own = _private.group_of_our_own(another)
+        called = _private.collectives_called()
+        got = window()
+    funcga.compare(want, got, rtol=0, atol=0).assert_close()
+    return own is another, called is None
+
+
+def test_replicas_without_a_group_of_our_own():
+    assert processes().run(merged_without, [], size=2) == [(False, False)] * 2
+    assert processes().run(merged_without, ["ProcessGroupGloo"], size=2) == [(True, False)] * 2
+    assert processes().run(merged_without, ["_get_sequence_number_for_group"], size=2) == [(False, True)] * 2
+
+
+def test_a_local_tensor_without_its_attribute():
+    import types
+
+    held = torch.ones(2, requires_grad=True)
+    found = _private.local_tensor(types.SimpleNamespace(to_local=lambda: held * 1))
+    assert found.equal(held)
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_views_of_the_same_memory(monkeypatch, tells):
+    monkeypatch.setattr(_private, "_TELLS_BASE", tells)
+    whole = torch.ones(3)
+    assert _private.is_view_of_same(whole[1:], whole)
+    assert _private.is_view_of_same(whole[1:], whole[:2])
+    assert not _private.is_view_of_same(whole, torch.ones(3))

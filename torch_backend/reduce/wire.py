@@ -18,6 +18,7 @@ from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers
 from torch_backend.reduce.channel import Channel, all_gathered
 
+_FEW = 8  # elements that are worth no bucket of their own
 _ALIGNED = 16  # elements: each leaf begins at a multiple of these, as kernels like it
 
 
@@ -47,7 +48,7 @@ class Bucket(NamedTuple):
 class Plan(NamedTuple):
     """How each reduced leaf travels. It follows from what is folded, so it is the same on every replica.
 
-    `gathered` has the shapes of the leaves that are no sums.
+    `gathered` has the shapes of the leaves that are in no bucket.
     """
 
     buckets: tuple[Bucket, ...]
@@ -66,16 +67,18 @@ def planned(
     """The Plan for leaves like these, of which `sums` are merged by adding them.
 
     Autograd has the gradients of the last layer first, so that is the order. Scalars, such as the loss, come last: no
-    bucket of gradients waits for them.
+    bucket of gradients waits for them. Scalars and counts are never rounded.
     """
     groups: dict[tuple[torch.dtype, torch.device, torch.dtype], list[int]] = {}
     for leaf in sorted(sums, key=lambda leaf: (likes[leaf].ndim == 0, -leaf)):
         dtype: torch.dtype = folds[leaf].accumulator_dtype
-        # scalars and counts are never rounded
-        is_exact = likes[leaf].ndim == 0 or not dtype.is_floating_point
         dtype = dtype.to_real() if dtype.is_complex else dtype
+        is_exact = likes[leaf].ndim == 0 or not dtype.is_floating_point
         wire = dtype if wire_dtype is None or is_exact else wire_dtype
         groups.setdefault((dtype, likes[leaf].device, wire), []).append(leaf)
+    if len(sums) < len(likes):
+        # A few counts in a dtype of their own go with what is gathered anyway: a bucket is one collective more.
+        groups = {group: leaves for group, leaves in groups.items() if not _are_few_counts(leaves, folds, likes)}
     buckets = [
         Bucket(dtype, device, wire, *part)
         for (dtype, device, wire), leaves in groups.items()
@@ -84,7 +87,14 @@ def planned(
     if not buckets:  # an empty one, for the mark of an error
         device = next((like.device for like in likes.values()), torch.device("cpu"))
         buckets = [Bucket(torch.float32, device, torch.float32, (), 0)]
-    return Plan(tuple(buckets), {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in sums})
+    in_buckets = {slot.leaf for bucket in buckets for slot in bucket.slots}
+    return Plan(tuple(buckets), {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in in_buckets})
+
+
+def _are_few_counts(leaves: list[int], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor]) -> bool:
+    """Whether these are sums without weights, and take less memory than a collective is worth."""
+    elements = sum(likes[leaf].numel() for leaf in leaves)
+    return elements <= _FEW and all(folds[leaf].fold.reducer.unweighted for leaf in leaves)
 
 
 def _accumulator(fold: LeafFold, like: torch.Tensor) -> torch.Tensor:
@@ -195,7 +205,7 @@ class Wire(NamedTuple):
 
 
 def gather(buffers: Buffers, plan: Plan, wire: Wire) -> None:
-    """Combines the leaves that are no sums, and joins the rows that were collected, in the order of the replicas."""
+    """Combines the leaves that are in no bucket, and joins collected rows, in the order of the replicas."""
     outputs, mine = buffers.outputs, {}
     for leaf, shape in plan.gathered.items():
         mine[leaf] = local(buffers.reduced[leaf])
