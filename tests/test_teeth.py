@@ -146,7 +146,7 @@ MUTANTS = {
         regression,
     ),
     "keeps the total weight in float32": ("limbs", in_float32, properties.counts_past_two_to_the_24),
-    "counts no weight": ("limbs", lambda own: lambda weight: own(1), regression),
+    "counts no weight": ("limbs", lambda own: lambda weight: own(1), tokens),
     "returns another dtype": ("cast", lambda own: lambda x, dtype: own(x, _wide(x)), properties.keeps_dtypes),
 }
 
@@ -171,10 +171,10 @@ def test_a_buffer_that_is_not_copied_is_rejected(monkeypatch):
     """The first gradient taken as the accumulator: what is returned aliases an argument."""
     from torch_backend.engine.buffers import Buffers
 
-    def steals(self, places, values, factor):
-        for k in places:
+    def steals(self, indices, values, factor):
+        for k in indices:
             self.reduced[k] = values[k] if self.reduced[k] is None else self.reduced[k].add_(values[k] * factor)
 
-    monkeypatch.setattr(Buffers, "_add_all", steals)
+    monkeypatch.setattr(Buffers, "_add_sums", steals)
     with pytest.raises(AssertionError):
         properties.leaves_arguments_alone(TORCH, funcga.accumulate)

@@ -18,12 +18,13 @@ from torch.autograd import forward_ad
 
 # --- Backward passes ------------------------------------------------------------------------------------------------
 
+
 # `torch.autograd.backward` without its checks, which take 30 microseconds for 24 inputs. Torch 2.11 to 2.13 have it.
 # Without it the public function runs.
-_run_anywhere: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_run_anywhere: Callable[..., object] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
 # The same without a copy of the caller's context for the threads of devices: on the CPU a pass runs in the thread that
 # calls it. Torch 2.11 to 2.13 have it. Without it the one above runs.
-_run_on_host: Callable[..., Any] | None = getattr(
+_run_on_host: Callable[..., object] | None = getattr(
     getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", _run_anywhere
 )
 
@@ -40,16 +41,9 @@ def run_backward(loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[t
 # How many nodes of graphs this thread has made. Torch 2.11 to 2.13 tell. Without it no graph is like another.
 nodes_made: Callable[[], float] = getattr(torch.autograd, "_get_sequence_nr", lambda: math.nan)
 
-
-# How many tensors and storages hold some memory. Torch 2.11 to 2.13 have it. Without it nobody knows who else holds a
-# gradient, and each first one of a window is copied.
-_use_count: Callable[[Any], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
-
-
-def holders(storage: torch.UntypedStorage) -> int:
-    """How many hold this memory, `storage` itself among them; 0 if torch does not tell."""
-    return _use_count(storage._cdata)
-
+# How many tensors and storages hold the memory of this storage, by its `_cdata`. Torch 2.11 to 2.13 have it. Without it
+# nobody knows who else holds a gradient, and each first one of a window is copied.
+use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 
 # Whether autocast is on for any type of device. Torch 2.11 to 2.13 have it. Without it each type is asked.
 is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -98,8 +92,8 @@ version: Callable[[torch.Tensor], int] = (
 )
 
 
-def hooks_of(tensor: Any) -> Mapping[int, Callable[..., Any]] | None:
-    """The hooks that `register_hook` has put on a tensor, which every version keeps there.
+def hooks_of(tensor: object) -> Mapping[int, Callable[..., Any]] | None:
+    """The hooks that `register_hook` has put on a tensor, by number, which every version keeps there.
 
     Without this nobody knows of them, and they are not called.
     """
@@ -107,9 +101,16 @@ def hooks_of(tensor: Any) -> Mapping[int, Callable[..., Any]] | None:
     return hooks
 
 
-def acts_on_grad(tensor: Any) -> bool:
+def acts_on_grad(tensor: object) -> bool:
     """Whether a tensor has a hook of `register_post_accumulate_grad_hook`; False if torch does not tell."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+# Both at once, (None, None) for a tensor that never had a hook, as most are. Without it each tensor is looked at.
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+hooks_at_a_glance: Callable[[torch.Tensor], tuple[object, ...]] = (
+    operator.attrgetter(*_HOOKS) if all(hasattr(torch.Tensor, name) for name in _HOOKS) else lambda _: ()
+)
 
 
 # --- Modules --------------------------------------------------------------------------------------------------------

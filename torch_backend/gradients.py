@@ -1,6 +1,6 @@
 """The transforms from a loss to its gradient."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
-from torch_backend.engine.hooks import put_hooks
 from torch_backend.engine.recording import is_constant, is_recorded, switched_off
 from torch_backend.modules.checks import check_unfrozen
 
@@ -130,3 +129,64 @@ def _spread(tensors: list[torch.Tensor], present: list[bool]) -> list[torch.Tens
 def check_params(params: Any) -> None:
     """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
     # tensors are parameters if they are given as such
+
+
+# --- Hooks that a user has put on parameters: what is differentiated is not the parameter itself, and takes them over.
+
+
+def are_plain(leaves: Sequence[Any]) -> bool:
+    """Whether these are tensors without hooks, marks or anything else of which a leaf made of them has to know.
+
+    That is a glance at all of them. Where it is False each is looked at.
+    """
+    if not {*map(type, leaves)} <= {torch.Tensor, torch.nn.Parameter}:
+        return False
+    return not any(
+        _private.hooks_at_a_glance(leaf) != _NO_HOOKS
+        or leaf.__dict__  # as of what stands in for a parameter in a module
+        or not (leaf.requires_grad or type(leaf) is torch.Tensor)  # a frozen parameter
+        for leaf in leaves
+    )
+
+
+_NO_HOOKS = (None, None)
+
+
+def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any], paths: Callable[[], list[str]]) -> bool:
+    """Whether a tensor has hooks for its gradient; they are then its leaf's too, called in every micro-batch.
+
+    Raises FuncgaError, with its path, for a tensor with hooks that act on its `.grad`.
+    """
+    if any(map(_private.acts_on_grad, tensors)):
+        raise _acts_on_grad(tensors, paths())
+    found = [*map(_private.hooks_of, tensors)]
+    if not any(found):
+        return False
+    for leaf, hooks in zip(leaves, found, strict=True):
+        for hook in [] if hooks is None else hooks.values():
+            leaf.register_hook(hook)
+    return True
+
+
+def _acts_on_grad(tensors: Sequence[Any], paths: list[str]) -> FuncgaError:
+    path = next(path for path, tensor in zip(paths, tensors, strict=True) if _private.acts_on_grad(tensor))
+    return FuncgaError(
+        f"`{path}` has a hook of register_post_accumulate_grad_hook, which acts on the .grad that .backward() leaves, "
+        f"and here gradients are returned, not left in .grad. Remove it with handle.remove(), and do to the gradients "
+        f"that the step returns what it does. A hook of register_hook, on the gradient itself, is called."
+    )
+
+
+def check_hooks_known(given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+    """Raises FuncgaError if a module's parameter has hooks that what is differentiated in its place has not.
+
+    A transform of torch.func differentiates tensors of its own, and calls no hook of those that they were made of.
+    """
+    for name, tensor in given.items():
+        # what is computed from a parameter, as in meta-learning, has a gradient function, and is no parameter
+        differentiated = tensor.requires_grad and tensor.is_leaf
+        if differentiated and _private.hooks_of(held[name]) and not _private.hooks_of(tensor):
+            raise FuncgaError(
+                f"`{name}` has a hook of register_hook, which a transform of torch.func does not call. Take the "
+                f"gradient with funcga.grad or funcga.value_and_grad, which do; or remove it with handle.remove()."
+            )

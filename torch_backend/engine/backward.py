@@ -16,269 +16,303 @@ what belongs to others has its own `.grad` again afterwards.
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
+from funcga._types import Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.dtensor import is_dtensor
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.others import Surroundings, last_applied, left_alone, reach
 
-_NOTHING = nullcontext()
-_Ready = Callable[[int], None]
 _GRAD = operator.attrgetter("grad")
 
 
 class Routes:
     """How the gradient of each leaf comes to its accumulator: the same for every window with leaves of these kinds.
 
-    `leaves` are by their place in grad_fn's output. `scaled`: the loss comes with a scale of its own, which is as much
-    as a backward pass in float16 can begin with: no weight is added.
+    `leaves` are by their leaf indices in grad_fn's output. `has_scale`: the loss comes with a scale of its own, which
+    is as much as a backward pass in float16 can begin with: no weight is added.
+
+    `sums`: of each leaf that autograd adds, its position among the leaves, its index in `Buffers.reduced`, and whether
+    its sum is plain, so that it is added whatever the weight. `wide`: position, index and dtype of those whose sums are
+    in another dtype than the gradients. `weighted`, `others` and `dtensors` are leaf indices: of weighted sums that
+    autograd adds, of folds that are no sums, and of DTensors, which are added where they lie, and not by autograd.
     """
 
-    def __init__(self, layout: Layout, leaves: dict[int, torch.Tensor], scaled: bool):
-        self.scaled, self.plain, self.others = layout.given_scaled, layout.given_plain, layout.given_others
-        # what lies on several devices is added where it lies, not by autograd
-        self.placed = [i for i in (*self.scaled, *self.plain) if is_dtensor(leaves.get(i))]
-        self.scaled, self.plain = ([i for i in p if i not in {*self.placed}] for p in (self.scaled, self.plain))
-        added = {*self.scaled, *self.plain}
-        # of each leaf that autograd adds, where it is among the leaves and among what is reduced, and whether it is
-        # added whatever the weight
-        self.sums = [(n, layout.places[i], i in {*self.plain}) for n, i in enumerate(leaves) if i in added]
-        dtypes = [leaf.dtype for i, leaf in leaves.items() if i in added]
-        # those whose sums are in another dtype than the gradients
-        self.widened = [
-            (n, k, layout.folds[k].accumulator_dtype)
-            for (n, k, _), dtype in zip(self.sums, dtypes, strict=True)
-            if layout.folds[k].accumulator_dtype != dtype
-        ]
-        self.alone = not (layout.given_plain or self.others)  # whether all that is done is to sum with weights
-        narrow = any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
-        self.seeds = self.alone and not (self.placed or scaled or narrow)
+    def __init__(self, layout: Layout, leaves: dict[int, torch.Tensor], has_scale: bool):
+        of_sums = [*layout.weighted_in_backward, *layout.plain_in_backward]
+        self.dtensors = [leaf_index for leaf_index in of_sums if is_dtensor(leaves.get(leaf_index))]
+        self.others = layout.others_in_backward
+        self.weighted = [index for index in layout.weighted_in_backward if index not in self.dtensors]
+        plain = {*layout.plain_in_backward}
+        added = {*of_sums} - {*self.dtensors}
+        self.sums: list[tuple[int, int, bool]] = []
+        self.wide: list[tuple[int, int, torch.dtype]] = []
+        dtypes = set()
+        for position, (leaf_index, leaf) in enumerate(leaves.items()):
+            if leaf_index in added:
+                k = layout.reduced_index[leaf_index]
+                dtype = layout.folds[k].accumulator_dtype
+                dtypes.add(leaf.dtype)
+                self.sums.append((position, k, leaf_index in plain))
+                if dtype != leaf.dtype:
+                    self.wide.append((position, k, dtype))
+        # Whether all that is done to gradients is to add them with weights, and whether the cotangent may be a weight.
+        self.only_weighted = not (layout.plain_in_backward or self.others)
+        overflows = any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
+        self.seeds = self.only_weighted and not (self.dtensors or has_scale or overflows)
 
 
 class Backward:
-    """Folds the gradients of a window's leaves into its buffers; `leaves` are by their place in grad_fn's output.
+    """Folds the gradients of a window's leaves into its buffers; `leaves` are by their leaf indices in the output.
 
     The cotangent is 1 for micro-batches that weigh the same. Else it is the weight, in units of the first one, if every
     leaf is a weighted sum, the loss's dtype holds that number, and nothing is float16, which would overflow; where it
     cannot be, the gradients are scaled in a hook, in the accumulator's dtype.
 
-    `around`: what a function's own backward pass may write to. `seeds`: whether the cotangent may be a weight.
+    `around`: what a function's own backward pass may write to; `since`: what was `last_applied` before the window.
+    `seeds`: whether the cotangent may be a weight.
     """
 
     def __init__(
-        self, buffers: Buffers, leaves: dict[int, torch.Tensor], routes: Routes, around: Surroundings,
-        seeds: bool = True,
+        self, buffers: Buffers, leaves: dict[int, torch.Tensor], routes: Routes, around: Callable[[], Surroundings],
+        since: object, seeds: bool = True,
     ):  # fmt: skip
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
-        self.routes, self.around, self.seeds = routes, around, seeds and routes.seeds
-        for n, k, dtype in routes.widened:
-            self.inputs[n].grad_dtype = None  # .grad may have another dtype than the leaf
+        self.routes, self.around, self.since, self.seeds = routes, around, since, seeds and routes.seeds
+        for position, k, dtype in routes.wide:
+            self.inputs[position].grad_dtype = None  # .grad may have another dtype than the leaf
             if buffers.reduced[k] is None:
-                buffers.reduced[k] = torch.zeros_like(self.inputs[n], dtype=dtype, requires_grad=False)
-        self.sums = [(self.inputs[n], k, plain) for n, k, plain in routes.sums]
-        self.autocast = autocasting(leaf.device.type for leaf in self.inputs)
-        self.on_host = all(leaf.is_cpu for leaf in self.inputs)
-        self.held: list[torch.Tensor] = []  # the accumulators, where every leaf has one and it stands as `.grad`
-        self.begun = False  # whether every sum has an accumulator
-        self.attached = True
+                buffers.reduced[k] = torch.zeros_like(self.inputs[position], dtype=dtype, requires_grad=False)
+        self.sums = [(self.inputs[position], k, plain) for position, k, plain in routes.sums]
         for leaf, k, _ in self.sums:
             if buffers.reduced[k] is not None:
                 leaf.grad = buffers.reduced[k]
+        self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
+        self.begun = False  # whether every sum has an accumulator
+        self.accumulators: list[torch.Tensor] = []  # all of them, where every leaf has one as its `.grad`, and no hook
+        self.versions = sum(map(_private.version, self.inputs))
+        self.autocast = (
+            autocasting({leaf.device.type for leaf in self.inputs}) if _private.is_any_autocast_enabled() else []
+        )
+        self.on_host = all(leaf.is_cpu for leaf in self.inputs)
         self._survey()
-        self._written = sum(map(_private.version, self.inputs))
         self.settle()
 
-    def _attach(self, scaled: bool) -> None:
-        """Lets autograd add to the accumulators, to those of weighted sums only if `scaled`."""
-        if scaled == self.attached:
-            return
-        self._check_grads()
-        for leaf, k, plain in self.sums:
-            leaf.grad = self.buffers.reduced[k] if scaled or plain else None
-        self.attached = scaled
-        self._survey()
+    def settle(self) -> None:
+        """What was written to accumulators until now is right."""
+        self.writes = self._count_writes()
 
     def _survey(self) -> None:
+        """Looks which accumulators there are."""
         accumulators = [self.buffers.reduced[k] for _, k, _ in self.sums]
-        self.begun = not [k for k, accumulator in enumerate(accumulators) if accumulator is None]
-        hooked = self.routes.others or self.routes.placed
-        self.held = accumulators if self.begun and self.attached and not hooked else []
+        self.begun = all(accumulator is not None for accumulator in accumulators)
+        hooked = self.routes.others or self.routes.dtensors
+        self.accumulators = accumulators if self.begun and self.attached and not hooked else []
 
-    def _check_grads(self) -> None:
-        """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
-        if self.held and all(map(operator.is_, map(_GRAD, self.inputs), self.held)):
-            return  # as usual
-        for leaf, k, plain in self.sums:
-            expected = self.buffers.reduced[k] if self.attached or plain else None
-            if leaf.grad is not expected:
-                raise FuncgaError(
-                    "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for instance, and what was "
-                    "accumulated in it. Leave that line out: gradients are returned, not kept in the module."
-                )
-
-    def _adopt(self) -> None:
-        """Makes accumulators of the first gradients that autograd has left in the leaves."""
-        reduced = self.buffers.reduced
-        for leaf, k, _ in self.sums:
-            if reduced[k] is None and (gradient := leaf.grad) is not None:
-                dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-                reduced[k] = own = dense if is_alone(dense) else dense.clone()
-                if own is not gradient:
-                    leaf.grad = own
-        self._survey()
-
-    def check_untouched(self) -> None:
-        """Raises FuncgaError if loss_fn ran a backward pass of its own into the parameters."""
-        if self._count() != self._added:
-            raise _ran_backward()
-
-    def settle(self) -> None:
-        """What was added until now is right."""
-        self._added = self._count()
-
-    def _count(self) -> int:
+    def _count_writes(self) -> int:
         """A number that changes with everything that is added to a leaf's `.grad`."""
-        if self.held:
-            return sum(map(_private.version, self.held))
-        grads = [leaf.grad for leaf in self.inputs]
-        return sum([_private.version(grad) + 1 for grad in grads if grad is not None])
+        if self.accumulators:
+            return sum(map(_private.version, self.accumulators))
+        return sum([_private.version(leaf.grad) + 1 for leaf in self.inputs if leaf.grad is not None])
 
     def __call__(
-        self, loss: torch.Tensor, weight: Any, moving: Sequence[torch.Tensor] = (), ready: _Ready | None = None,
+        self,
+        loss: torch.Tensor,
+        weight: Scalar,
+        moving: Sequence[torch.Tensor] = (),
+        announce: Callable[[], Callable[[int], None]] | None = None,
         communicates: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> float | None:
         """Folds the gradients of this loss in, with this weight; to the leaves `moving` it leaves them as `.grad`.
 
-        `ready` is called with the place of each sum, among what is reduced, as soon as it is complete. A loss that
-        `communicates` leaves the gradients of other processes' losses here as well, whatever its own weight.
+        `announce()` begins a last pass, and returns what is called with the index of each sum, among what is reduced,
+        as soon as it is complete. A loss that `communicates` leaves the gradients of other processes' losses here as
+        well, whatever its own weight.
+        Returns the share of the weight. Raises FuncgaError if loss_fn ran a backward pass of its own before.
         """
-        share, routes = self.buffers.share(weight), self.routes
-        # it adds nothing, not even a NaN; but other processes may wait for what the loss communicates in its pass
-        idle = routes.alone and not moving and share == 0
-        if idle and not (dist.is_available() and dist.is_initialized()):
-            return
-        # what a loss that communicates gets from other processes has their weights, and not this one's
-        seeds = self.seeds and not moving and (communicates or not self.autocast)
-        seed = 1.0 if share is None or not (idle or (seeds and holds(loss.dtype, share))) else share
-        added = share == seed and (communicates or not idle)
-        self._attach(added)
-        inputs = (*self.inputs, *moving) if moving else self.inputs
-        if not (loss.requires_grad and inputs):
-            self._add_zeros(routes.others, weight)
-            return
-        applied = last_applied() is not self.around.since
-        foreign, custom = reach(loss, {*map(id, inputs)}) if applied else ([], False)
-        if self.held and not (moving or custom or ready):  # then nothing else is to be done
-            self._run(loss, seed, inputs)
-            return
-        waiting = {*routes.others, *routes.placed, *(() if added else routes.scaled)}
+        if self._count_writes() != self.writes:
+            raise ran_backward()
+        ready = None if announce is None else announce()
+        share = self.buffers.share(weight)
+        # The cotangent, None for no pass at all, and whether what autograd adds has the weight by that.
+        seed, has_weight = (1.0, True) if share == 1.0 else self._seed(loss, share, bool(moving), communicates)
+        if seed is not None:
+            if has_weight != self.attached:
+                self._attach(has_weight)
+            inputs = (*self.inputs, *moving) if moving else self.inputs
+            if not (loss.requires_grad and inputs):
+                self._add_zeros(self.routes.others, weight)
+            elif self.accumulators and not (moving or ready or self.autocast) and last_applied() is self.since:
+                # As usual: every sum has begun, and nothing else is to be done.
+                cotangent = torch.full_like(loss, seed, requires_grad=False)
+                _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
+            else:
+                self._run_with_care(loss, seed, inputs, weight, has_weight, ready)
+        self.writes = self._count_writes()
+        return share
+
+    def _seed(
+        self, loss: torch.Tensor, share: float | None, moves: bool, communicates: bool
+    ) -> tuple[float | None, bool]:
+        """The cotangent for a share that is not 1, and whether autograd is to add what comes of it to weighted sums."""
+        if share is None:
+            return 1.0, False
+        # It adds nothing then, not even a NaN. But other processes may wait for what the loss communicates in its pass,
+        # and what they send has their weights, and not this one's.
+        if self.routes.only_weighted and not moves and share == 0:
+            if not (dist.is_available() and dist.is_initialized()):
+                return None, True
+            return 0.0, communicates
+        may_seed = self.seeds and not moves and (communicates or not self.autocast)
+        if may_seed and holds(loss.dtype, share):
+            return share, True
+        return 1.0, False
+
+    def _attach(self, has_weight: bool) -> None:
+        """Lets autograd add to the accumulators, to those of weighted sums only if gradients come with the weight."""
+        self._check_grads()
+        for leaf, k, plain in self.sums:
+            leaf.grad = self.buffers.reduced[k] if has_weight or plain else None
+        self.attached = has_weight
+        self._survey()
+
+    def _run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
+        """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
+        with ExitStack() as outside:
+            for device in self.autocast:
+                outside.enter_context(torch.autocast(device, enabled=False))
+            cotangent = torch.full_like(loss, seed, requires_grad=False)
+            _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
+
+    def _run_with_care(
+        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], weight: Scalar, has_weight: bool,
+        ready: Callable[[int], None] | None,
+    ) -> None:  # fmt: skip
+        """A pass in which sums begin, leaves have hooks, or functions written in Python may run passes of their own."""
+        routes = self.routes
+        # Leaves whose gradients are taken from them, when they come, and folded in here.
+        waiting = {*routes.others, *routes.dtensors, *(() if has_weight else routes.weighted)}
+        others: list[torch.Tensor] = []
+        custom = False
+        if last_applied() is not self.since:
+            others, custom = reach(loss, {*map(id, inputs)})
         if custom:
-            self._run_by_hand(loss, seed, inputs, foreign)
-            for i in [i for i in waiting if self.leaves[i].grad is not None]:
-                self._take(i, weight, waiting, self.leaves[i])
+            self._run_by_hand(loss, seed, inputs, others)
+            for leaf_index in [index for index in waiting if self.leaves[index].grad is not None]:
+                self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
         else:
             self._run_hooked(loss, seed, inputs, weight, waiting, ready)
         if not self.begun:
             self._adopt()
         self._add_zeros(waiting.intersection(routes.others), weight)
 
-    def _add_zeros(self, places: Iterable[int], weight: Any) -> None:
-        """Folds in what the loss does not depend on."""
-        for i in places:
-            self.buffers.add_leaf(i, torch.zeros_like(self.leaves[i], requires_grad=False), weight)
+    def _run_by_hand(
+        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], others: list[torch.Tensor]
+    ) -> None:
+        """`torch.autograd.backward(loss, seed)`, and no leaf but the inputs has another `.grad` afterwards."""
+        around = self.around()
+        foreign = {id(leaf): leaf for leaf in (*others, *around.leaves)}
+        for leaf in inputs:
+            foreign.pop(id(leaf), None)
+        in_graph = {*map(id, others)}
+        with left_alone([*foreign.values()]):
+            self._run(loss, seed, ())
+            written = [leaf for key, leaf in foreign.items() if leaf.grad is not None and key not in in_graph]
+        around.check(written)
 
     def _run_hooked(
-        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], weight: Any, waiting: set[int],
-        ready: _Ready | None,
+        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], weight: Scalar, waiting: set[int],
+        ready: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
         """The pass, with a hook on each leaf `waiting` that takes its gradient."""
-        handles = [_after(self.leaves[i], partial(self._take, i, weight, waiting)) for i in waiting]
+        handles = [_after(self.leaves[index], partial(self._take, index, weight, waiting)) for index in waiting]
         if ready is not None:
-            handles += [_announce(leaf, k, ready) for leaf, k, _ in self.sums]
+            handles += [_after(leaf, partial(_tell, ready, k)) for leaf, k, _ in self.sums]
         try:
             self._run(loss, seed, inputs)
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _run_by_hand(
-        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], foreign: list[torch.Tensor]
-    ) -> None:
-        """`torch.autograd.backward(loss, seed)`, and no leaf but the inputs has another `.grad` afterwards."""
-        others = {id(leaf): leaf for leaf in (*foreign, *self.around.leaves)}
-        for leaf in inputs:
-            others.pop(id(leaf), None)
-        with left_alone([*others.values()]):
-            self._run(loss, seed, ())
-            written = {key: leaf for key, leaf in others.items() if leaf.grad is not None}
-        self.around.check([leaf for key, leaf in written.items() if key not in {*map(id, foreign)}])
-
-    def _run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
-        """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
-        cotangent = torch.full_like(loss, seed, requires_grad=False)
-        with self._outside() if self.autocast else _NOTHING:
-            _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
-
-    def _outside(self) -> ExitStack:
-        stack = ExitStack()
-        for device in self.autocast:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        return stack
-
-    def _take(self, i: int, weight: Any, waiting: set[int], leaf: torch.Tensor) -> None:
+    def _take(self, leaf_index: int, weight: Scalar, waiting: set[int], leaf: torch.Tensor) -> None:
         """Folds in the gradient of a leaf, and frees it."""
         gradient, leaf.grad = leaf.grad, None
-        waiting.discard(i)
+        waiting.discard(leaf_index)
         assert gradient is not None
-        self.buffers.add_leaf(i, gradient, weight)
+        self.buffers.add_leaf(leaf_index, gradient, weight)
+
+    def _adopt(self) -> None:
+        """Makes accumulators of the first gradients that autograd has left in the leaves."""
+        reduced = self.buffers.reduced
+        for leaf, k, _ in self.sums:
+            gradient = leaf.grad
+            if reduced[k] is None and gradient is not None:
+                dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+                reduced[k] = dense if is_alone(dense) else dense.clone()
+                if reduced[k] is not gradient:
+                    leaf.grad = reduced[k]
+        self._survey()
+
+    def _add_zeros(self, leaf_indices: Iterable[int], weight: Scalar) -> None:
+        """Folds in what the loss does not depend on."""
+        for leaf_index in leaf_indices:
+            zeros = torch.zeros_like(self.leaves[leaf_index], requires_grad=False)
+            self.buffers.add_leaf(leaf_index, zeros, weight)
 
     def release(self) -> None:
         """Takes the accumulators from the leaves, so that the buffers alone hold them.
 
         Raises FuncgaError if a parameter, or its `.grad`, was written to during the window.
         """
-        if sum(map(_private.version, self.inputs)) != self._written:
+        if sum(map(_private.version, self.inputs)) != self.versions:
             raise FuncgaError(
                 "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of "
                 "its micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the "
                 "parameters when the window is done."
             )
-        self._check_grads()
-        self.held, reduced = [], self.buffers.reduced
+        if not self.accumulators or any(map(operator.is_not, map(_GRAD, self.inputs), self.accumulators)):
+            self._check_grads()
         for leaf in self.inputs:
             leaf.grad = None
+        self.accumulators, reduced = [], self.buffers.reduced
+        # Sums that no loss depends on.
         for leaf, k, _ in () if self.begun else self.sums:
-            if reduced[k] is None:  # nothing depends on it
+            if reduced[k] is None:
                 reduced[k] = torch.zeros_like(leaf, requires_grad=False)
-        for i in self.routes.placed:
-            k = self.buffers.layout.places[i]
-            if self.buffers.reduced[k] is None:
+        for leaf_index in self.routes.dtensors:
+            k = self.buffers.layout.reduced_index[leaf_index]
+            if reduced[k] is None:
                 dtype = self.buffers.folds[k].accumulator_dtype
-                self.buffers.reduced[k] = torch.zeros_like(self.leaves[i], dtype=dtype, requires_grad=False)
+                reduced[k] = torch.zeros_like(self.leaves[leaf_index], dtype=dtype, requires_grad=False)
+
+    def _check_grads(self) -> None:
+        """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
+        for leaf, k, plain in self.sums:
+            if leaf.grad is not (self.buffers.reduced[k] if self.attached or plain else None):
+                raise FuncgaError(
+                    "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for instance, and what was "
+                    "accumulated in it. Leave that line out: gradients are returned, not kept in the module."
+                )
 
 
-def _after(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Any:
-    return leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+def _after(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+    return handle
 
 
-def _announce(leaf: torch.Tensor, k: int, ready: _Ready) -> Any:
-    return _after(leaf, lambda _: ready(k))
+def _tell(ready: Callable[[int], None], k: int, _: torch.Tensor) -> None:
+    ready(k)
 
 
-def check_no_backward(leaves: Sequence[torch.Tensor | None]) -> None:
-    """Raises FuncgaError if leaves that were just made have a `.grad`."""
-    if any(leaf is not None and leaf.grad is not None for leaf in leaves):
-        raise _ran_backward()
-
-
-def _ran_backward() -> FuncgaError:
+def ran_backward() -> FuncgaError:
+    """The error for a loss that runs a backward pass into its own parameters."""
     return FuncgaError(
         "loss_fn called .backward(): the gradients that it leaves in the parameters would be added to those of the "
         "loss. Return the loss and leave that to funcga; for a gradient inside of the loss use torch.autograd.grad or "
@@ -289,8 +323,9 @@ def _ran_backward() -> FuncgaError:
 def is_alone(gradient: torch.Tensor) -> bool:
     """Whether nobody else holds the memory of a gradient, nor it more than it needs."""
     storage = gradient.untyped_storage()
-    alone = _private.holders(storage) == 2 and storage.nbytes() == gradient.nbytes
-    return alone and storage.resizable()  # which memory that is not torch's, as that of a NumPy array, is not
+    # the gradient itself and `storage` hold it
+    alone = _private.use_count(storage._cdata) == 2 and storage.nbytes() == gradient.nbytes
+    return alone and storage.resizable()  # memory that is not torch's, as that of a NumPy array, is not
 
 
 def holds(dtype: torch.dtype, number: float) -> bool:
@@ -302,5 +337,5 @@ def autocasting(devices: Iterable[str]) -> list[str]:
     """The types of device, the host's and these, that autocast is on for."""
     if not _private.is_any_autocast_enabled():  # as usual
         return []
-    found = {"cpu", *devices}
-    return [d for d in found if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
+    types = {"cpu", *devices}
+    return [type for type in types if torch.amp.is_autocast_available(type) and torch.is_autocast_enabled(type)]

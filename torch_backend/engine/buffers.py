@@ -1,93 +1,98 @@
-"""The accumulators of one call, updated in place: what funcga's mathematics says, in one kernel for all leaves.
+"""The accumulators of one window, updated in place: what funcga's mathematics says, in one kernel for all leaves.
 
 Only torch has this file: XLA updates the carry of a loop in place by itself.
+
+Indices: a `leaf_index` counts the leaves of grad_fn's output, an index of `reduced` those of them that are reduced.
 """
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from funcga._fold import tally
-from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
-from torch_backend import arrays
+from funcga._types import Reduced, Scalar, Tree
+from torch_backend import arrays, sums
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
+
+
+class Quotients(NamedTuple):
+    """Sums that are divided by one number in the end: by the total weight, or by the number of micro-batches."""
+
+    indices: list[int]
+    by: str  # "weight" or "steps"
+    weighted: bool  # whether the sums are in units of weight
 
 
 class Layout:
     """What becomes of each leaf of an output: sums are added in place, every other fold is combined leaf by leaf.
 
-    Places in it are those in `outputs.reduced`. The leaves `given`, places in the output, are left to the caller.
+    `kinds[k]` says how the k-th reduced leaf is added in place: "weighted", "plain", or None if it is not. The leaves
+    `in_backward`, by their leaf indices, are added in the backward pass; all others are `own`, added by `Buffers.add`.
+    `pure`: whether nothing may be written to, so that what is computed can be differentiated and vmapped.
     """
 
-    def __init__(self, outputs: Outputs, given: Collection[int] = ()):
-        self.outputs = outputs
-        self.folds = outputs.reduced_folds
-        self.pure = arrays.in_transform()  # there nothing is written to, so that it can be differentiated and vmapped
-        self.kinds = kinds = [None] * len(self.folds) if self.pure else _kinds(outputs)
-        self.scaled = [k for k, kind in enumerate(kinds) if kind == "weighted"]
-        self.plain = [k for k, kind in enumerate(kinds) if kind == "plain"]
+    def __init__(self, outputs: Outputs, in_backward: Collection[int] = (), pure: bool | None = None):
+        self.outputs, self.folds = outputs, outputs.reduced_folds
+        self.pure = arrays.in_transform() if pure is None else pure
+        self.reduced_index = {leaf_index: k for k, leaf_index in enumerate(outputs.reduced)}
+        # how each is folded
+        self.kinds = [None if self.pure else _kind(outputs, leaf_index) for leaf_index in outputs.reduced]
+        self.scaled = [k for k, kind in enumerate(self.kinds) if kind == "weighted"]
+        self.plain = [k for k, kind in enumerate(self.kinds) if kind == "plain"]
         self.sums = {*self.scaled, *self.plain}
-        self.places = {i: k for k, i in enumerate(outputs.reduced)}
-        self.own = [k for i, k in self.places.items() if i not in given]
-        self.adds = [[k for k in self.own if kinds[k] == kind] for kind in ("weighted", "plain")]
-        self.combines = [k for k in self.own if kinds[k] is None]
-        self.collects = [i for i in outputs.collected if i not in given]
-        # one sum and nothing else, as the loss is beside gradients that are added elsewhere
-        self.single = len(self.own) == 1 and self.adds[0] == self.own and not (self.collects or outputs.threads)
-        given_kinds = {i: kinds[k] for i, k in self.places.items() if i in given}
-        self.given_scaled = [i for i, kind in given_kinds.items() if kind == "weighted"]
-        self.given_plain = [i for i, kind in given_kinds.items() if kind == "plain"]
-        self.given_others = [i for i in given if given_kinds.get(i) is None and outputs.folds[i] is not None]
-        self.means = [self._normalized(places, "weight") for places in (self.scaled, self.plain)]
+        # who adds to it: those of the backward pass by their leaf indices
+        kinds = {leaf_index: self.kinds[k] for leaf_index, k in self.reduced_index.items() if leaf_index in in_backward}
+        self.weighted_in_backward = [leaf_index for leaf_index, kind in kinds.items() if kind == "weighted"]
+        self.plain_in_backward = [leaf_index for leaf_index, kind in kinds.items() if kind == "plain"]
+        sums_in_backward = {*self.weighted_in_backward, *self.plain_in_backward}
+        folded = [leaf_index for leaf_index in in_backward if outputs.folds[leaf_index] is not None]
+        self.others_in_backward = [leaf_index for leaf_index in folded if leaf_index not in sums_in_backward]
+        self.own = [k for leaf_index, k in self.reduced_index.items() if leaf_index not in in_backward]
+        self.own_weighted = [k for k in self.own if self.kinds[k] == "weighted"]
+        self.own_plain = [k for k in self.own if self.kinds[k] == "plain"]
+        self.own_others = [k for k in self.own if self.kinds[k] is None]
+        self.own_collected = [leaf_index for leaf_index in outputs.collected if leaf_index not in in_backward]
+        # what the end does
+        self.quotients: list[Quotients] = []
+        for summed, weighted in ((self.scaled, True), (self.plain, False)):
+            for by in ("weight", "steps"):
+                indices = [k for k in summed if self.folds[k].fold.normalizer.divides_by == by]
+                if indices:
+                    self.quotients.append(Quotients(indices, by, weighted))
         self.cast = [k for k, fold in enumerate(self.folds) if fold.accumulator_dtype != fold.result_dtype]
-        self.averages = [self._normalized(places, "steps") for places in (self.scaled, self.plain)]
-
-    def _normalized(self, places: list[int], by: str) -> list[int]:
-        """Those of these places that are divided by the total weight, or by the steps."""
-        return [k for k in places if self.folds[k].fold.normalizer.divides_by == by]
 
 
-def _kinds(outputs: Outputs) -> list[str | None]:
-    """For each reduced leaf how it adds in place, "weighted" or "plain"; None if it does not."""
-    known: dict[tuple[int, torch.dtype], str | None] = {}
-    found = []
-    for fold, i in zip(outputs.reduced_folds, outputs.reduced, strict=True):
-        kind = (id(fold), outputs.dtypes[i])
-        if kind not in known:
-            known[kind] = _kind(fold, outputs.dtypes[i])
-        found.append(known[kind])
-    return found
-
-
-def _kind(fold: LeafFold, dtype: torch.dtype) -> str | None:
-    reducer = fold.fold.reducer
-    halves = (torch.bfloat16, torch.float16) if fold.accumulator_dtype.is_floating_point else ()
-    if not reducer.additive or dtype not in (fold.accumulator_dtype, *halves):
-        return None
-    return "weighted" if reducer.linear else "plain"
+def _kind(outputs: Outputs, leaf_index: int) -> Literal["weighted", "plain"] | None:
+    """How a reduced leaf is added in place; None if its fold is no sum, or its sum in a dtype of another kind."""
+    fold, dtype = outputs.folds[leaf_index], outputs.dtypes[leaf_index]
+    assert fold is not None
+    is_half = dtype in (torch.bfloat16, torch.float16) and fold.accumulator_dtype.is_floating_point
+    return fold.adds if is_half or dtype == fold.accumulator_dtype else None
 
 
 class Buffers:
-    """What one call has folded so far. It is made by the call, owned by it and emptied into the result.
+    """What one window has folded so far. It is made by the window, owned by it and emptied into the result.
 
     `reduced[k]` is what the k-th reduced leaf of the output has come to; None before the first micro-batch.
     """
 
     def __init__(self, layout: Layout):
         self.layout, self.outputs, self.folds, self.pure = layout, layout.outputs, layout.folds, layout.pure
-        self.weight: Any = 0  # what the host has counted, and in `counted` what the device has
+        self.weight: Scalar = 0  # what the host has counted, and in `counted` what the device has
         self.steps = 0
         self.counted: tally.Tally | None = None
         self.unit: float | None = None
         self.unit_is_fixed = False
-        self.reduced: list[Any] = [None] * len(self.folds)
+        self.reduced: list[Reduced] = [None] * len(self.folds)
         self.passed: dict[int, torch.Tensor] = {}
-        self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in self.outputs.collected}
+        self.collected: dict[int, list[torch.Tensor]] = {leaf_index: [] for leaf_index in self.outputs.collected}
 
-    def share(self, weight: Any) -> float | None:
+    # --- the unit of weighted sums
+
+    def share(self, weight: Scalar) -> float | None:
         """A weight in the unit that weighted sums are held in, 1 at most; None if only the device knows it.
 
         The unit is the first weight, so that micro-batches alike are added as they are, whatever they weigh. When one
@@ -95,36 +100,141 @@ class Buffers:
         heavier one comes the unit grows, as a share may be what a backward pass in float16 begins with. A unit that
         is fixed stays, and shares may be more than 1.
         """
-        if self.unit is None and (isinstance(weight, torch.Tensor) or torch.compiler.is_compiling()):
-            self.unit = 1.0
         if isinstance(weight, torch.Tensor):
+            self.unit = self.unit or 1.0
             return None
         if not weight:
             return 0.0
         if self.unit is None:
-            self.unit = float(weight)
+            self.unit = 1.0 if torch.compiler.is_compiling() else float(weight)
         if weight == self.unit:
             return 1.0
-        if self.unit_is_fixed:
-            return float(weight / self.unit)
-        grows = weight > self.unit or not _is_power_of_two(weight / self.unit)
-        if grows and not torch.compiler.is_compiling():
-            self._rescale(_power_above(max(float(weight), self.unit)))
+        stays = self.unit_is_fixed or torch.compiler.is_compiling()
+        if not stays and (weight > self.unit or not sums.is_power_of_two(weight / self.unit)):
+            self.hold_in(_power_above(max(float(weight), self.unit)))
         return float(weight / self.unit)
-
-    def _rescale(self, unit: float) -> None:
-        """Takes another unit."""
-        assert self.unit is not None
-        held = [self.reduced[k] for k in self.layout.scaled if self.reduced[k] is not None]
-        if held and unit != self.unit:
-            torch._foreach_mul_(local_tensors(held), self.unit / unit)
-        self.unit = unit
 
     def hold_in(self, unit: float) -> None:
         """Lets weighted sums be held in this unit, whatever they are held in now."""
-        if self.unit is None:
-            self.unit = unit
-        self._rescale(unit)
+        begun = [self.reduced[k] for k in self.layout.scaled if self.reduced[k] is not None]
+        if begun and self.unit is not None and unit != self.unit:
+            torch._foreach_mul_(local_tensors(begun), self.unit / unit)
+        self.unit = unit
+
+    # --- a micro-batch
+
+    def add(self, leaves: Sequence[Any], weight: Scalar) -> list[Any]:
+        """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
+        layout, share = self.layout, self.share(weight)
+        values = {k: _strided(leaves[self.outputs.reduced[k]]) for k in layout.own}
+        self._add_sums(layout.own_plain, values, 1)
+        if share is None:
+            self._add_masked(layout.own_weighted, values, weight)
+        else:
+            self._add_sums(layout.own_weighted, values, share)
+        for k in layout.own_others:
+            self._combine(k, values[k], weight)
+        for leaf_index in layout.own_collected:
+            # a copy, as grad_fn may use its buffer again, as a captured CUDA graph does
+            self.collected[leaf_index].append(_strided(leaves[leaf_index]).clone())
+        self._count(weight)
+        state = [self.passed.pop(leaf_index, leaves[leaf_index]) for leaf_index in self.outputs.threads]
+        # a copy, as it may be a view of the micro-batch, or of a buffer that grad_fn uses again
+        return state if self.pure else [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
+
+    def add_value(self, value: torch.Tensor, weight: Scalar, share: float) -> None:
+        """The same where one weighted sum is all that is added here, as the loss beside its gradients usually is."""
+        (k,) = self.layout.own_weighted
+        if self.reduced[k] is not None:
+            if share:  # a weight of 0 adds nothing, not even a NaN
+                self.reduced[k].add_(value, alpha=share)
+        elif share:
+            self.reduced[k] = value.to(self.folds[k].accumulator_dtype, copy=True).mul_(share)
+        else:
+            self.reduced[k] = torch.zeros_like(value, dtype=self.folds[k].accumulator_dtype)
+        self.weight += weight
+        self.steps += 1
+
+    def add_leaf(self, leaf_index: int, value: torch.Tensor, weight: Scalar) -> None:
+        """Folds in one leaf of the backward pass, whose memory is from now on the buffers' own."""
+        value = _strided(value)
+        if leaf_index in self.outputs.threads:
+            self.passed[leaf_index] = value
+        elif leaf_index in self.collected:
+            self.collected[leaf_index].append(value)
+        else:
+            k = self.layout.reduced_index[leaf_index]
+            share = self.share(weight)
+            if self.layout.kinds[k] is None:
+                self._combine(k, value, weight)
+            elif self.layout.kinds[k] == "plain":
+                self._add_sums([k], {k: value}, 1)
+            elif share is None:
+                self._add_masked([k], {k: value}, weight)
+            else:
+                self._add_sums([k], {k: value}, share)
+
+    def _count(self, weight: Scalar) -> None:
+        self.steps += 1
+        if not isinstance(weight, torch.Tensor):
+            self.weight += weight
+            return
+        more = tally.of(weight, arrays, steps=0)
+        self.counted = more if self.counted is None else tally.merge(self.counted, more)
+
+    def _combine(self, k: int, value: torch.Tensor, weight: Scalar) -> None:
+        fold = self.folds[k]
+        before = fold.identity(value) if self.reduced[k] is None else self.reduced[k]
+        combined = fold.combine(before, fold.lift(value, weight))
+        # a monoid of the user's may return what it was given, which is not the buffers' own
+        self.reduced[k] = combined.clone() if combined is value else combined
+
+    def _add_sums(self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float) -> None:
+        """Adds factor * value to each of these sums."""
+        begun = [k for k in indices if self.reduced[k] is not None]
+        if begun and factor:
+            accumulators = [self.reduced[k] for k in begun]
+            more = [redistributed(values[k], self.reduced[k]) for k in begun]
+            sums.add_scaled(local_tensors(accumulators), local_tensors(more), factor, donate=True)
+        # some may have begun already: those with memory in a bucket that will be sent
+        first = indices if not begun else [k for k in indices if self.reduced[k] is None]
+        if first:
+            self._begin_sums(first, values, factor)
+
+    def _begin_sums(self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float) -> None:
+        """Makes accumulators of factor * value, in memory of their own."""
+        dtypes = [self.folds[k].accumulator_dtype for k in indices]
+        local_values = local_tensors([values[k] for k in indices])
+        if factor and len(indices) > 1 and dtypes == [value.dtype for value in local_values]:
+            accumulators = [*torch._foreach_mul(local_values, factor)]  # one kernel, where there would be two
+        else:
+            accumulators = [value.to(dtype, copy=True) for value, dtype in zip(local_values, dtypes, strict=True)]
+            if not factor:
+                torch._foreach_zero_(accumulators)
+            elif factor != 1:
+                torch._foreach_mul_(accumulators, factor)
+        for k, accumulator in zip(indices, accumulators, strict=True):
+            self.reduced[k] = as_dtensor(accumulator, values[k])
+
+    def _add_masked(self, indices: list[int], values: Mapping[int, torch.Tensor], weight: torch.Tensor) -> None:
+        """The same for a weight that the host does not see: leaf by leaf, so that one masked leaf lives at a time."""
+        # The weight on each device that leaves are on, in each dtype, and whether it is not 0.
+        factors: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        for k in indices:
+            value, dtype = values[k], self.folds[k].accumulator_dtype
+            kind = value.device, dtype
+            if kind not in factors:
+                here = weight.to(value.device)
+                factors[kind] = here.to(dtype) / (self.unit or 1.0), here != 0
+            factor, counts = factors[kind]
+            if self.reduced[k] is None:
+                product = torch.where(counts, local(value).to(dtype), 0).mul_(factor)
+                self.reduced[k] = as_dtensor(product, value)
+            else:
+                accumulator, more = local_tensors([self.reduced[k], redistributed(value, self.reduced[k])])
+                accumulator.addcmul_(torch.where(counts, more.to(dtype), 0), factor)
+
+    # --- the end of the window
 
     @property
     def tally(self) -> tally.Tally:
@@ -132,171 +242,61 @@ class Buffers:
         host = tally.of(self.weight, arrays, steps=self.steps)
         return host if self.counted is None else tally.merge(host, self.counted)
 
-    def add(self, leaves: list[Any], weight: Any) -> list[Any]:
-        """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
-        own, places, share = self.layout.own, self.outputs.reduced, self.share(weight)
-        if self.layout.single and share is not None and self.reduced[own[0]] is not None:
-            value = leaves[places[own[0]]]
-            if share and type(value) is torch.Tensor:
-                self.reduced[own[0]].add_(value, alpha=share)
-            elif share:
-                self._add_all(own, {own[0]: value}, share)
-            self._count(weight)
-            return []
-        values = {k: _strided(leaves[places[k]]) for k in own}
-        scaled, plain = self.layout.adds
-        if plain:
-            self._add_all(plain, values, 1)
-        if scaled:
-            self._add_scaled(scaled, values, share, weight)
-        for k in self.layout.combines:
-            self._combine(k, values[k], weight)
-        for i in self.layout.collects:
-            # grad_fn may use its buffer again, as a captured CUDA graph does
-            self.collected[i].append(_strided(leaves[i]).clone())
-        self._count(weight)
-        state = [self.passed.pop(i, leaves[i]) for i in self.outputs.threads]
-        # a copy, as it may be a view of the micro-batch, or of a buffer that grad_fn uses again
-        return state if self.pure else [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
-
-    def _count(self, weight: Any) -> None:
-        if isinstance(weight, torch.Tensor):
-            more = tally.of(weight, arrays, steps=0)
-            self.counted = more if self.counted is None else tally.merge(self.counted, more)
-        else:
-            self.weight += weight
-        self.steps += 1
-
-    def add_leaf(self, i: int, value: torch.Tensor, weight: Any) -> None:
-        """Folds in one of the given leaves of one micro-batch, whose memory is from now on the buffers' own."""
-        value = _strided(value)
-        if i in self.outputs.threads:
-            self.passed[i] = value
-            return
-        if i in self.collected:
-            self.collected[i].append(value)
-            return
-        k = self.layout.places[i]
-        kind = self.layout.kinds[k]
-        if kind == "weighted":
-            self._add_scaled([k], {k: value}, self.share(weight), weight)
-        elif kind == "plain":
-            self._add_all([k], {k: value}, 1)
-        else:
-            self._combine(k, value, weight)
-
-    def _combine(self, k: int, value: torch.Tensor, weight: Any) -> None:
-        fold, before = self.folds[k], self.reduced[k]
-        before = fold.identity(value) if before is None else before
-        combined = fold.combine(before, fold.lift(value, weight))
-        # a monoid of the user's may return what it was given, which is not the buffers' own
-        self.reduced[k] = combined.clone() if combined is value else combined
-
-    def _add_scaled(self, places: list[int], values: dict[int, torch.Tensor], share: float | None, weight: Any) -> None:
-        if share is None:
-            self._add_masked(places, values, weight)
-        else:
-            self._add_all(places, values, share)
-
-    def _add_all(self, places: list[int], values: dict[int, torch.Tensor], factor: Any) -> None:
-        """Adds factor * value to the accumulators at these places, all at once."""
-        fresh = [k for k in places if self.reduced[k] is None]
-        if fresh and len(fresh) < len(places):  # as where some have a place in what will be sent
-            self._add_all(fresh, values, factor)
-            places = [k for k in places if k not in {*fresh}]
-        chosen = [values[k] for k in places]
-        if self.reduced[places[0]] is not None:
-            if factor:  # a weight of 0 adds nothing, not even a NaN
-                held = [self.reduced[k] for k in places]
-                chosen = local_tensors(list(map(redistributed, chosen, held)))
-                torch._foreach_add_(local_tensors(held), chosen, alpha=factor)
-            return
-        raw = local_tensors(chosen)
-        if factor and len(raw) > 1 and all(self.folds[k].accumulator_dtype == values[k].dtype for k in places):
-            own = list(torch._foreach_mul(raw, factor))
-        else:
-            own = [v.to(self.folds[k].accumulator_dtype, copy=True) for k, v in zip(places, raw, strict=True)]
-            if factor != 1:
-                torch._foreach_mul_(own, factor) if factor else torch._foreach_zero_(own)
-        for k, accumulator, like in zip(places, own, chosen, strict=True):
-            self.reduced[k] = as_dtensor(accumulator, like)
-
-    def _add_masked(self, places: list[int], values: dict[int, torch.Tensor], weight: torch.Tensor) -> None:
-        """The same for a weight that the host does not see: leaf by leaf, so that one masked leaf lives at a time."""
-        factors: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        for k in places:
-            value, dtype = values[k], self.folds[k].accumulator_dtype
-            if (value.device, dtype) not in factors:
-                own = weight.to(value.device)
-                factors[value.device, dtype] = own.to(dtype) / (self.unit or 1.0), own != 0
-            factor, counts = factors[value.device, dtype]
-            if self.reduced[k] is None:
-                self.reduced[k] = as_dtensor(torch.where(counts, local(value).to(dtype), 0).mul_(factor), value)
-            else:
-                held, more = local_tensors([self.reduced[k], redistributed(value, self.reduced[k])])
-                held.addcmul_(torch.where(counts, more.to(dtype), 0), factor)
-
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces what lies on the devices of a mesh as sums that are not done yet, to where `likes` of outputs lie."""
-        if {*map(type, self.reduced)} != {torch.Tensor}:  # as usual
-            for k, value in enumerate(self.reduced):
+        for k, value in enumerate(self.reduced):
+            if type(value) is not torch.Tensor:
                 self.reduced[k] = without_partials(value, likes.get(self.outputs.reduced[k]))
 
-    def result(self, state: list[Any]) -> Any:
+    def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
-        reduced, counted = self.reduced, self.tally
-        total, unit = tally.total(counted), self.unit or 1.0
-        scaled_means, plain_means = self.layout.means
-        scaled_averages, plain_averages = self.layout.averages
-        done = {*self._divide(scaled_means, total / unit), *self._divide(scaled_averages, counted.steps / unit),
-                *self._divide(plain_averages, counted.steps)}  # fmt: skip
-        if not isinstance(total, torch.Tensor):
-            done.update(self._divide(plain_means, total))
-        if unit != 1:
-            for k in {*self.layout.scaled} - done:
-                local(reduced[k]).mul_(unit)
-        results, self.reduced = reduced, [None] * len(reduced)
-        for k in self.layout.cast if len(done) == len(reduced) else range(len(reduced)):
-            fold = self.folds[k]
-            results[k] = results[k].to(fold.result_dtype) if k in done else fold.normalize(results[k], counted)
+        done, folded = self._divide(), None
+        results, self.reduced = self.reduced, [None] * len(self.reduced)
+        # What was not divided in place is normalised leaf by leaf, and what was may be in another dtype than asked for.
+        for k in self.layout.cast if len(done) == len(results) else range(len(results)):
+            if k in done:
+                results[k] = results[k].to(self.folds[k].result_dtype)
+            else:
+                folded = folded or self.tally
+                results[k] = self.folds[k].normalize(results[k], folded)
         collected = []
         for fold, chunks in zip(self.outputs.collected_folds, self.collected.values(), strict=True):
             collected.append(torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype))
             chunks.clear()
         return self.outputs.join(results, collected, state)
 
-    def _divide(self, places: list[int], total: Any) -> list[int]:
-        """Divides the sums at these places in place, and returns them."""
-        if isinstance(total, torch.Tensor):
-            # Of a total of 0 the host knows nothing, but then nothing was added to a weighted sum: it is zeros already.
-            safe = torch.where(total != 0, total, 1)
-            for k in places:
-                local(self.reduced[k]).div_(safe.to(self.reduced[k].device, self.reduced[k].dtype))
-        elif places and total:
-            _divide_all(local_tensors([self.reduced[k] for k in places]), float(total))
-        elif places:
-            torch._foreach_zero_(local_tensors([self.reduced[k] for k in places]))
-        return places
+    def _divide(self) -> set[int]:
+        """Divides means in place, and takes other weighted sums out of their unit. Returns which are divided."""
+        total, steps, unit = self.weight, self.steps, self.unit or 1.0
+        if self.counted is not None:
+            folded = self.tally
+            total, steps = tally.total(folded), folded.steps
+        done: set[int] = set()
+        for indices, by, weighted in self.layout.quotients:
+            divisor = total if by == "weight" else steps
+            sums_here = local_tensors([self.reduced[k] for k in indices])
+            if not isinstance(divisor, torch.Tensor):
+                if divisor:
+                    sums.divide(sums_here, float(divisor / unit if weighted else divisor))
+                else:
+                    torch._foreach_zero_(sums_here)
+            elif weighted or by == "steps":
+                # Of a divisor of 0 the host knows nothing, but then nothing was added: the sums are zeros already.
+                divisor = torch.where(divisor != 0, divisor / unit if weighted else divisor, 1)
+                for accumulator in sums_here:
+                    accumulator.div_(divisor.to(accumulator.device, accumulator.dtype))
+            else:
+                continue  # a plain sum may be something where the total weight is 0: the normalizer selects
+            done.update(indices)
+        if unit != 1:
+            for k in {*self.layout.scaled} - done:
+                local(self.reduced[k]).mul_(unit)
+        return done
 
 
-def _divide_all(held: list[torch.Tensor], total: float) -> None:
-    """Divides in place; on the CPU by a tensor, where torch would make one of the number for each of them."""
-    dtype = held[0].dtype
-    alike = not torch.compiler.is_compiling() and all(t.is_cpu and t.dtype is dtype for t in held)
-    if not (alike and dtype in (torch.float32, torch.float64)):
-        torch._foreach_div_(held, total)
-    elif 1 <= total <= _MOST and _is_power_of_two(total):  # to multiply is faster, and then the same
-        torch._foreach_mul_(held, torch.tensor(1 / total, dtype=dtype, device="cpu"))
-    else:
-        torch._foreach_div_(held, torch.tensor(total, dtype=dtype, device="cpu"))
-
-
-def _strided(value: Any) -> Any:
+def _strided(value: torch.Tensor) -> torch.Tensor:
     """The value with all of its zeros: the gradient of an embedding may be sparse, the sum of a few no longer is."""
     return value if value.layout is torch.strided else value.to_dense()
-
-
-_MOST = 2.0**64  # of which a float32 holds the inverse
 
 
 def power_below(number: float) -> float:
@@ -306,8 +306,4 @@ def power_below(number: float) -> float:
 
 def _power_above(number: float) -> float:
     """The smallest power of two that is not below a positive number."""
-    return number if _is_power_of_two(number) else 2 * power_below(number)
-
-
-def _is_power_of_two(ratio: float) -> bool:
-    return math.frexp(ratio)[0] == 0.5
+    return number if sums.is_power_of_two(number) else 2 * power_below(number)

@@ -140,7 +140,6 @@ class Surroundings:
         self, originals: list[object], paths: Callable[[], list[str]], gradient: GradientFunction, in_module: bool
     ):
         self.originals, self.paths, self.gradient, self.in_module = originals, paths, gradient, in_module
-        self.since = last_applied()  # before anything of this window was
 
     @functools.cached_property
     def objects(self) -> list[torch.Tensor | nn.Module]:

@@ -8,12 +8,14 @@ custom functions, compiled losses.
 """
 
 import operator
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._backend.protocols import Backend
@@ -22,51 +24,48 @@ from funcga._call.program import Program
 from funcga._call.scales import scaled_loss
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, evaluations
-from funcga._types import Tree
+from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays, trees
-from torch_backend.engine.backward import Backward, Routes, autocasting, check_no_backward
+from torch_backend import _private, arrays, trees
+from torch_backend.engine.backward import Backward, Routes, autocasting, ran_backward
 from torch_backend.engine.buffers import Buffers, Layout
-from torch_backend.engine.hooks import put_hooks
-from torch_backend.engine.others import GradsWatch, Surroundings
+from torch_backend.engine.others import GradsWatch, Surroundings, last_applied
 from torch_backend.engine.recording import is_constant, recording_loss, switched_off
+from torch_backend.gradients import are_plain, put_hooks
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.modules.pure_loss import PureLoss
 from torch_backend.modules.visits import own_parameters
 from torch_backend.reduce.channel import Listener
 from torch_backend.reduce.reduction import Reduction
 
+_NOTHING = nullcontext()
+
 
 class Engine:
     """One window of a program whose grad_fn is a GradientFunction: `fold` each micro-batch, then take the `result`."""
 
     records = True
+    inference: AbstractContextManager[object] = _NOTHING  # in which tensors can be recorded
 
     def __init__(self, program: Program, gradient: GradientFunction, backend: Backend, reduction: Reduction | None):
         self.program, self.gradient, self.backend, self.reduction = program, gradient, backend, reduction
         self.looks_ahead = self.may_be_short = reduction is not None
-        self.whole: dict[int, _Leaves] = {}  # what is differentiated and the same for every micro-batch, by argument
-        self.places: tuple[int, ...] = ()  # of all arguments that are differentiated
-        self.arity = 0  # how many arguments a call has
-        self.first = 0  # the first argument that loss_fn takes
-        self.inference: Any = _NOTHING
-        # what the loss is called in: for a pure_loss, while the parameters are in its module
-        self.visit: Any = nullcontext(gradient.loss_fn)
-        self.watch, self.hooked = GradsWatch(()), False
+        self.kept = program.keep(Kept)
+        self.backward: Backward | None = None  # None before the first loss
+        self.hooked = False  # whether a parameter has hooks
+        self.watch: GradsWatch | None = None
         self.unreached = False  # whether a loss came to no leaf that should have
+        # Losses may call collectives themselves: of any group, and of the one that gradients may travel over.
+        self.any_group: Listener | None = None
+        self.given_group: Listener | None = None
 
-    def detached(self, args: tuple[Any, ...], leading: bool = False) -> tuple[Any, ...]:
-        """The arguments, or the leading ones of a stream, without graphs, but for those that leaves are made of."""
-        argnums = self.gradient.argnums
-        found = argnums if isinstance(argnums, tuple) else (argnums,)
-        found = found if leading else self.gradient.places(len(args))
-        return tuple([arg if i in found else detached(arg, recorded=True) for i, arg in enumerate(args)])
-
-    def __enter__(self) -> "Engine":
-        self.any_group = Listener()
-        self.given_group = Listener(None if self.reduction is None else self.reduction.replicas.group)
+    def __enter__(self) -> Self:
+        if dist.is_available() and dist.is_initialized():
+            self.any_group = Listener()
+            if self.reduction is not None:
+                self.given_group = Listener(self.reduction.replicas.group)
         if torch.is_inference_mode_enabled():
-            self.inference = torch.inference_mode(False)  # what is made in it has no gradient
+            self.inference = torch.inference_mode(False)  # what is made in inference mode has no gradient
             self.inference.__enter__()
         return self
 
@@ -74,93 +73,238 @@ class Engine:
         self.inference.__exit__(*error)
         if error[0] is not None and self.reduction is not None:
             self.reduction.give_up()
-        self.watch.changed()  # what an exception leaves behind is put right too
-        if autocasting(("cuda",)):
+        if self.watch is not None:
+            self.watch.changed()  # what an exception leaves behind is put right too
+        if _private.is_any_autocast_enabled() and autocasting(("cuda",)):
             torch.clear_autocast_cache()  # of the casts of leaves that nobody will see again
 
+    def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
+        """The arguments, or the leading ones of a stream, without graphs, but for those that leaves are made of."""
+        if leading:
+            entries = self.gradient.argnums
+            argnums = entries if isinstance(entries, tuple) else (entries,)
+        else:
+            argnums = self._argnums(len(args))
+        return tuple([arg if k in argnums else detached(arg, recorded=True) for k, arg in enumerate(args)])
+
+    def _argnums(self, count: int) -> tuple[int, ...]:
+        """The arguments that are differentiated, of so many."""
+        argnums = self.kept.argnums.get(count)
+        if argnums is None:
+            argnums = self.kept.argnums[count] = self.gradient.places(count)
+        return argnums
+
+    # --- a micro-batch
+
     def fold(
-        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any, last: bool
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        begins, before = not self.places, evaluations()
-        if begins:
-            self._enter(arguments, args)
-        found, moving = self.whole, _NO_LEAVES
-        if len(found) < len(self.places):
-            found = {i: found[i] if i in found else self._leafy(args[i], i) for i in self.places}
-            moving = [leaf for i in found if i not in self.whole for leaf in found[i].leaves if leaf is not None]
-        called = [found[i].tree if i in found else arg for i, arg in enumerate(args)][self.first :]
-        scale = None
-        if kwargs or self.gradient.scaled:
-            scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
+        if self.backward is None:
+            self._begin(arguments, args)
+        leaves, moving = (self.leaves, ()) if self.is_whole else self._with_those_of(args)
+        called = [leaves[k].tree if k in leaves else arg for k, arg in enumerate(args)][self.first :]
+        arrivals = None if self.gradient.reached else _Arrivals(self.gradient, leaves)
+
         with self.visit as loss_fn:
-            with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-                loss, aux = self.gradient.split(loss_fn(*called, **kwargs), self.backend)
-                differentiated = scaled_loss(loss, scale, arrays)
-            if self.gradient.has_aux:
-                aux = detached(aux)
-            if begins:
-                self._bind(loss.detach(), aux, found, arguments, weight)
-            else:
-                self.backward.check_untouched()
-            ready = None
-            self._listen()
-            if last and self.reduction is not None and self.reduction.overlaps:
-                self.reduction.announce(weight, steps=1)
-                ready = self.reduction.ready
-            try:
-                arrivals = None if self.gradient.reached else self._arrivals(found)
-                with recording_loss():  # as checkpoints run parts of the loss again, with the parameters in the module
-                    self.backward(differentiated, weight, moving, ready, self.any_group.heard)
-            except RuntimeError as error:
-                leaves = [leaf for own in found.values() for leaf in own.leaves if leaf is not None]
-                if all(leaf.requires_grad for leaf in leaves):
-                    raise
-                raise switched_off() from error
-        if arrivals is not None and not arrivals():
-            self.unreached |= self._should_reach(loss, weight, evaluations() == before)
-        state = self.buffers.add(self._leaves(loss.detach(), aux, found), weight)
-        self.backward.settle()
+            loss, aux, differentiated = self._evaluate(loss_fn, called, kwargs)
+            if self.backward is None:
+                self.backward = self._bind(loss.detach(), aux, leaves, arguments)
+            announce, communicates = (None, False) if self.any_group is None else self._listen(weight, last)
+            with recording_loss():  # as checkpoints run parts of the loss again, with the parameters in the module
+                try:
+                    share = self.backward(differentiated, weight, moving, announce, communicates)
+                except RuntimeError as error:
+                    if all(leaf.requires_grad for leaf in _tensors(leaves)):
+                        raise
+                    raise switched_off() from error
+
+        if arrivals is not None:
+            self.unreached |= arrivals.are_missed(loss, weight, alone=self.reduction is None)
+        loss, state = loss.detach(), list[Any]()
+        if share is not None and self.plan.loss_alone == (type(loss), loss.dtype):
+            self.buffers.add_value(loss, weight, share)
+        else:
+            state = self.buffers.add(self._own_leaves(loss, aux, leaves), weight)
+        if self.reduction is not None:
+            self.backward.settle()  # in a bucket all sums are views of one memory, which the loss was written to
         return state
 
-    def _listen(self) -> None:
+    def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
+        """Makes leaves of what is differentiated and the same for the whole window."""
+        self.since = last_applied()
+        self.arity, self.argnums = len(args), self._argnums(len(args))
+        self.whole_args = {k: args[k] for k in self.argnums if not arguments.parts[k].axes}
+        self.is_whole = len(self.whole_args) == len(self.argnums)
+        self.leaves = {k: self._leaves_of(arg, k) for k, arg in self.whole_args.items()}
+        watched = [leaf for leaf in self._originals() if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        self.watch = GradsWatch(watched) if watched else None
+        # What the loss is called in, and its first argument: the parameters of a pure_loss are in its module.
+        self.visit: AbstractContextManager[Callable[..., Any]] = nullcontext(self.gradient.loss_fn)
+        self.first = 0
+        if isinstance(self.gradient.loss_fn, PureLoss) and not arguments.parts[0].axes:
+            params = self.leaves[0].tree if 0 in self.leaves else args[0]
+            self.visit, self.first = self.gradient.loss_fn.entered(params, recorded=True), 1
+
+    def _originals(self) -> list[Any]:
+        """What the leaves of the whole window are made of."""
+        return [original for leaves in self.leaves.values() for original in leaves.originals]
+
+    def _with_those_of(self, args: tuple[Tree, ...]) -> "tuple[dict[int, _Leaves], list[torch.Tensor]]":
+        """All leaves, and those that are a micro-batch's own: the backward pass leaves their gradients in them."""
+        own = {k: self._leaves_of(args[k], k) for k in self.argnums if k not in self.leaves}
+        return {k: own[k] if k in own else self.leaves[k] for k in self.argnums}, _tensors(own)
+
+    def _leaves_of(self, tree: Tree, argnum: int) -> "_Leaves":
+        originals, structure = trees.flatten(tree)
+        is_plain = are_plain(originals)
+        if not is_plain:
+            originals = own_parameters(originals)
+            check_unfrozen(originals, tree, self.gradient, argnum)
+        try:
+            leaves = [leaf if leaf is None else leaf.detach().requires_grad_() for leaf in originals]
+        except (RuntimeError, AttributeError, ValueError):  # numbers, integers, or tensors of inference mode
+            self.gradient.check_leaves(tree, argnum, self.backend)
+            copies = [leaf if leaf is None else torch.as_tensor(leaf).detach().clone() for leaf in originals]
+            leaves = [leaf if leaf is None else leaf.requires_grad_() for leaf in copies]
+        if not is_plain:
+            self.hooked |= put_hooks(originals, leaves, lambda: self._paths(tree, argnum))
+        return _Leaves(trees.unflatten(structure, leaves), leaves, structure, originals)
+
+    def _paths(self, tree: Tree, argnum: int) -> list[str]:
+        return leaf_paths(tree, trees, argument_names(self.gradient.loss_fn, argnum + 1)[argnum])
+
+    def _evaluate(
+        self, loss_fn: Callable[..., Any], args: list[Tree], kwargs: dict[str, Tree]
+    ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
+        """The loss, its aux without a graph, and what is differentiated: the loss times its scale."""
+        scale, gradient = None, self.gradient
+        if kwargs or gradient.scaled:
+            scale, kwargs = gradient.read_scale(kwargs, self.backend)
+        with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+            loss, aux = loss_fn(*args, **kwargs), None
+            is_real_scalar = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
+            if gradient.has_aux or not is_real_scalar:
+                loss, aux = gradient.split(loss, self.backend)
+            differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
+        return loss, detached(aux) if gradient.has_aux else None, differentiated
+
+    def _listen(self, weight: Scalar, last: bool) -> "tuple[Callable[[], Callable[[int], None]] | None, bool]":
+        """What announces the window before its last backward pass, and whether the loss called any collective."""
+        assert self.any_group is not None
+        announce = None
+        if self.reduction is not None:
+            self._note_collectives()
+            if last and self.reduction.overlaps:
+                announce = partial(self._announce, self.reduction, weight)
+        return announce, self.any_group.heard
+
+    def _announce(self, reduction: Reduction, weight: Scalar) -> Callable[[int], None]:
+        reduction.announce(weight, steps=1)
+        return reduction.ready
+
+    def _note_collectives(self) -> None:
         """Remembers a loss that calls collectives of the group that gradients may travel over."""
-        if self.reduction is not None and self.given_group.heard:
+        if self.reduction is not None and self.given_group is not None and self.given_group.heard:
             self.reduction.history.communicates = True
 
-    def _arrivals(self, found: "dict[int, _Leaves]") -> Callable[[], bool]:
-        """A function that says, after the next backward pass, whether a gradient came to a leaf, or there is none."""
-        leaves = [leaf for leaves in found.values() for leaf in leaves.leaves if leaf is not None]
-        note: Any = lambda _: self.gradient.reached.add(True)
-        hooks = [leaf.register_hook(note) for leaf in leaves]  # type: ignore[no-untyped-call]
+    def _own_leaves(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]") -> list[Any]:
+        """The leaves of what grad_fn returns, None where the gradient is added already."""
+        rest = [() if k in self.leaves else leaves[k].gradients() for k in self.argnums]
+        value = self.gradient.compose(loss, aux, rest)
+        which = f"micro-batch {self.buffers.steps + 1}"
+        own: list[Any] = [None] * len(self.plan.layout.outputs.folds)
+        for leaf_index, leaf in zip(self.plan.own, self.plan.head.leaves(value, which), strict=True):
+            own[leaf_index] = leaf
+        return own
 
-        def arrived() -> bool:
-            for hook in hooks:
-                hook.remove()
-            return bool(self.gradient.reached) or not leaves
+    # --- what becomes of the output
 
-        return arrived
+    def _bind(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]", arguments: Arguments) -> Backward:
+        """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
+        if any(leaf.grad is not None for leaf in _tensors(leaves)):
+            raise ran_backward()
+        key = None
+        if self.is_whole and not (self.gradient.has_aux or arguments.state):
+            # Then the output is known by what is differentiated, and so is a plan made for it before.
+            key = type(loss), loss.dtype, [(own.structure, own.kinds()) for own in leaves.values()]
+        plan = self.kept.plan
+        if key is None or plan is None or plan.key != key:
+            plan = self.kept.plan = self._planned(key, loss, aux, leaves, arguments)
+        self.plan: Plan = plan
+        self.buffers = Buffers(plan.layout)
+        if self.reduction is not None:
+            if self.any_group is not None and self.any_group.heard:
+                # cotangents meet in the backward pass, and have to be in one unit on all replicas
+                self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
+            value = self.gradient.compose(loss, aux, [leaves[k].tree for k in self.argnums])
+            self.reduction.begin(self.buffers, trees.flatten(value)[0])
+        in_backward = self._by_leaf_index(plan.in_backward)
+        seeds = not self.hooked
+        return Backward(self.buffers, in_backward, plan.routes, lambda: self.around, self.since, seeds)
 
-    def _should_reach(self, loss: torch.Tensor, weight: Any, alone: bool) -> bool:
-        """Whether a loss that came to no leaf is wrong: it has a graph, or is a constant that nothing explains.
+    def _planned(
+        self, key: object, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]", arguments: Arguments
+    ) -> "Plan":
+        compose = self.gradient.compose
+        for argnum, own_leaves in leaves.items():
+            self._check_dense(own_leaves, argnum)
+        outputs, values = self.program.bind(compose(loss, aux, [leaves[k].tree for k in self.argnums]), arguments)
+        # The gradients are the last of what grad_fn returns, or the first.
+        counts = {k: len(leaves[k].leaves) for k in self.argnums}
+        start = len(values) - sum(counts.values()) if self.gradient.with_value else 0
+        in_backward: list[int] = []
+        for argnum, count in counts.items():
+            if argnum in self.leaves:
+                in_backward += range(start, start + count)
+            start += count
+        layout = Layout(outputs, in_backward, pure=False)
+        own = [k for k in range(len(values)) if k not in {*in_backward}]
+        rest = [() if k in self.leaves else leaves[k].tree for k in self.argnums]
+        head = outputs.part(own, trees.flatten(compose(loss, aux, rest))[1])
+        routes = Routes(layout, self._by_leaf_index(in_backward), self.gradient.scaled)
+        is_sum = (
+            own == [0] and layout.own_weighted == layout.own and self.gradient.with_value and type(loss) is torch.Tensor
+        )
+        loss_alone = (type(loss), loss.dtype) if is_sum and not outputs.threads else None
+        return Plan(key, layout, routes, in_backward, own, head, loss_alone)
 
-        A constant is right where all is masked, 0; where another gradient is inside, as that of a linear function, so
-        that the loss is not `alone`; and where other replicas have more.
-        """
-        if not float(weight):
-            return False
-        return loss.requires_grad or (alone and self.reduction is None and is_constant(loss))
+    def _by_leaf_index(self, leaf_indices: Sequence[int]) -> dict[int, torch.Tensor]:
+        """The leaves of the whole window, but for those that are None, by their indices in the output."""
+        leaves = [leaf for leaves in self.leaves.values() for leaf in leaves.leaves]
+        return {index: leaf for index, leaf in zip(leaf_indices, leaves, strict=True) if leaf is not None}
 
-    def result(self, state: list[Any]) -> Any:
+    def _check_dense(self, leaves: "_Leaves", argnum: int) -> None:
+        """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
+        for position, leaf in enumerate(leaves.leaves):
+            if leaf is not None and leaf.layout is not torch.strided:
+                path = self._paths(trees.unflatten(leaves.structure, leaves.leaves), argnum)[position]
+                raise FuncgaError(
+                    f"`{path}` is a sparse tensor {arrays.describe(leaf)}, and sums of gradients are dense, as "
+                    f"parameters have to be. Let the values be the parameter, and make the sparse tensor of them in "
+                    f"loss_fn: torch.sparse_coo_tensor(indices, values, shape)."
+                )
+
+    @cached_property
+    def around(self) -> Surroundings:
+        """What functions of the loss may write to in backward passes of their own."""
+        paths = lambda: [path for k, tree in self.whole_args.items() for path in self._paths(tree, k)]
+        return Surroundings(self._originals(), paths, self.gradient, in_module=self.first == 1)
+
+    # --- the end of the window
+
+    def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
+        assert self.backward is not None
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.arity, self.backend)
         self.backward.release()
-        self.watch.check()
+        if self.watch is not None:
+            self.watch.check()
         self.buffers.settle(self.backward.leaves)
         if self.reduction is not None:
             if not self.reduction.sums.sent:
-                self._listen()  # to the last backward pass too
+                self._note_collectives()  # of the last backward pass too
             state = self.reduction.finish(state)
         return self.buffers.result(state)
 
@@ -168,153 +312,6 @@ class Engine:
         """The result of the other replicas."""
         assert self.reduction is not None
         return result_of_others(self.program, self.reduction, arguments, state)
-
-    def _enter(self, arguments: Arguments, args: tuple[Any, ...]) -> None:
-        """Makes leaves of what is differentiated, the same for the whole window where the argument is."""
-        self.arity, self.places = len(args), self.gradient.places(len(args))
-        whole = [not part.axes for part in arguments.parts]
-        self.whole = {i: self._leafy(args[i], i) for i in self.places if whole[i]}
-        watched = [p for leaves in self.whole.values() for p in leaves.originals]
-        self.watch = GradsWatch(watched)
-        loss_fn = self.gradient.loss_fn
-        in_module = isinstance(loss_fn, PureLoss) and whole[0]
-        trees = {i: args[i] for i in self.whole}  # and not the micro-batch, which is not to be kept
-        paths = lambda: [path for i, tree in trees.items() for path in self._paths(tree, i)]
-        self.around = Surroundings(watched, paths, self.gradient, in_module)
-        if isinstance(loss_fn, PureLoss) and in_module:
-            params = self.whole[0].tree if 0 in self.whole else args[0]
-            self.visit, self.first = loss_fn.entered(params, recorded=True), 1
-
-    def _leafy(self, tree: Any, i: int) -> "_Leaves":
-        leaves, structure = self.backend.trees.flatten(tree)
-        leaves = own_parameters(leaves)
-        check_unfrozen(leaves, tree, self.gradient, i)
-        try:
-            made = [leaf if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
-        except (RuntimeError, AttributeError, ValueError):  # numbers, integers, or tensors of inference mode
-            self.gradient.check_leaves(tree, i, self.backend)
-            made = [
-                leaf if leaf is None else torch.as_tensor(leaf).detach().clone().requires_grad_() for leaf in leaves
-            ]
-        self.hooked |= put_hooks(leaves, made, lambda: self._paths(tree, i))
-        return _Leaves(self.backend.trees.unflatten(structure, made), made, structure, leaves)
-
-    def _paths(self, tree: Any, i: int) -> list[str]:
-        return leaf_paths(tree, self.backend.trees, argument_names(self.gradient.loss_fn, i + 1)[i])
-
-    def _bind(self, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments, weight: Any) -> None:
-        """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
-        check_no_backward([leaf for leaves in found.values() for leaf in leaves.leaves])
-        kept, key = self.program.keep(Plans), None
-        if not self.gradient.has_aux and len(self.whole) == len(self.places) and not arguments.carried():
-            # then the output is known by what is differentiated, and so is a plan made for it before
-            key = loss.dtype, [(leaves.structure, leaves.kinds()) for leaves in found.values()]
-        plan = kept.plan
-        if key is None or plan is None or plan.key != key:
-            plan = kept.plan = self._planned(key, loss, aux, found, arguments)
-        self.plan: _Plan = plan
-        self.buffers = Buffers(self.plan.layout)
-        if self.reduction is not None:
-            leaves = self.gradient.compose(loss, aux, [found[i].tree for i in self.places])
-            if self.any_group.heard:
-                # cotangents meet in the backward pass, and have to be in one unit on all replicas
-                self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
-            self.reduction.begin(self.buffers, trees.flatten(leaves)[0])
-        leaves = self._given(plan.given)
-        self.backward = Backward(self.buffers, leaves, plan.routes, self.around, seeds=not self.hooked)
-
-    def _given(self, places: Iterable[int]) -> dict[int, torch.Tensor]:
-        """The leaves whose gradients autograd adds, by these places in the output; but for those that are None."""
-        leaves = [leaf for leaves in self.whole.values() for leaf in leaves.leaves]
-        return {k: leaf for k, leaf in zip(places, leaves, strict=True) if leaf is not None}
-
-    def _planned(self, key: Any, loss: Any, aux: Any, found: "dict[int, _Leaves]", arguments: Arguments) -> "_Plan":
-        compose, trees = self.gradient.compose, self.backend.trees
-        for i in self.places:
-            self._check_dense(found[i], i)
-        outputs, leaves = self.program.bind(compose(loss, aux, [found[i].tree for i in self.places]), arguments)
-        # the gradients are the last of what grad_fn returns, or the first
-        place = len(leaves) - sum(len(found[i].leaves) for i in self.places) if self.gradient.with_value else 0
-        given: dict[int, None] = {}  # in order
-        for i in self.places:
-            if i in self.whole:
-                given.update(dict.fromkeys(range(place, place + len(found[i].leaves))))
-            place += len(found[i].leaves)
-        own = [k for k in range(len(leaves)) if k not in given]
-        rest = [() if i in self.whole else found[i].tree for i in self.places]
-        head = outputs.part(own, trees.flatten(compose(loss, aux, rest))[1])
-        layout = Layout(outputs, given)
-        return _Plan(key, layout, Routes(layout, self._given(given), self.gradient.scaled), [*given], own, head)
-
-    def _check_dense(self, leaves: "_Leaves", i: int) -> None:
-        """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
-        for place, leaf in enumerate(leaves.leaves):
-            if leaf is not None and leaf.layout is not torch.strided:
-                path = self._paths(self.backend.trees.unflatten(leaves.structure, leaves.leaves), i)[place]
-                raise FuncgaError(
-                    f"`{path}` is a sparse tensor {arrays.describe(leaf)}, and sums of gradients are dense, as "
-                    f"parameters have to be. Let the values be the parameter, and make the sparse tensor of them in "
-                    f"loss_fn: torch.sparse_coo_tensor(indices, values, shape)."
-                )
-
-    def _leaves(self, loss: Any, aux: Any, found: "dict[int, _Leaves]") -> list[Any]:
-        """The leaves of what grad_fn returns, None where the gradient is added already."""
-        leaves: list[Any] = [None] * len(self.plan.layout.outputs.folds)
-        alone = self.gradient.with_value and not self.gradient.has_aux and self.plan.own == [0]
-        if alone and self.plan.head.dtypes[0] == loss.dtype:
-            leaves[0] = loss  # nothing else, as usual
-            return leaves
-        rest = [() if i in self.whole else found[i].gradients(self.backend) for i in self.places]
-        value = self.gradient.compose(loss, aux, rest)
-        which = f"micro-batch {self.buffers.steps + 1}"
-        for k, leaf in zip(self.plan.own, self.plan.head.leaves(value, which), strict=True):
-            leaves[k] = leaf
-        return leaves
-
-
-class _Plan(NamedTuple):
-    """What becomes of each leaf of an output: `given`, whose gradients autograd adds, and `own`, which are returned."""
-
-    key: Any
-    layout: Layout
-    routes: Routes
-    given: list[int]
-    own: list[int]
-    head: Outputs  # of `own` alone
-
-
-@dataclass(eq=False)
-class Plans:
-    """The plan of a step's last window, for the next one with outputs of the same kinds."""
-
-    plan: _Plan | None = None
-
-
-class _Leaves(NamedTuple):
-    """One argument that is differentiated: its tree, made of leaves that autograd records; None is none of them."""
-
-    tree: Any
-    leaves: list[torch.Tensor | None]
-    structure: Any
-    originals: list[Any]
-
-    def kinds(self) -> list[Any]:
-        """What a fold sees of each leaf."""
-        if {*map(type, self.leaves)} == {torch.Tensor}:  # as usual
-            return [*map(_KIND, self.leaves)]
-        return [None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None)) for leaf in self.leaves]
-
-    def gradients(self, backend: Backend) -> Any:
-        """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
-        grads = [
-            None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves
-        ]
-        return detached(backend.trees.unflatten(self.structure, grads))
-
-
-_KIND = operator.attrgetter("shape", "dtype", "layout")
-_NOTHING = nullcontext()
-_NO_LEAVES: list[torch.Tensor] = []
 
 
 def result_of_others(program: Program, reduction: Reduction, arguments: Arguments, state: list[Any]) -> Tree:
@@ -326,18 +323,98 @@ def result_of_others(program: Program, reduction: Reduction, arguments: Argument
     return reduction.buffers.result(state)
 
 
-def detached(tree: Any, recorded: bool = False) -> Any:
-    """The tree without the graphs of its tensors, and for autograd to record without those made in inference mode."""
-    if arrays.in_transform():
+class Plan(NamedTuple):
+    """What becomes of each leaf of an output: those `in_backward`, which autograd adds, and its `own`, by leaf index.
+
+    `head` are the Outputs of `own`. `loss_alone`: the type and the dtype of a loss that is a weighted sum, and all that
+    is added beside the gradients; None where there is more.
+    """
+
+    key: object
+    layout: Layout
+    routes: Routes
+    in_backward: list[int]
+    own: list[int]
+    head: Outputs
+    loss_alone: tuple[type, torch.dtype] | None
+
+
+@dataclass(eq=False)
+class Kept:
+    """What the engine keeps of a step: the plan of its last window, and what is differentiated of so many arguments."""
+
+    plan: Plan | None = None
+    argnums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+_KIND = operator.attrgetter("shape", "dtype", "layout")
+
+
+class _Leaves(NamedTuple):
+    """One argument that is differentiated: its tree, made of leaves that autograd records; None is none of them."""
+
+    tree: Tree
+    leaves: list[torch.Tensor | None]
+    structure: Structure
+    originals: list[Any]
+
+    def kinds(self) -> list[Any]:
+        """What a fold sees of each leaf."""
+        if {*map(type, self.leaves)} == {torch.Tensor}:  # as usual
+            return [*map(_KIND, self.leaves)]
+        return [None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None)) for leaf in self.leaves]
+
+    def gradients(self) -> Tree:
+        """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
+        grads = [
+            None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves
+        ]
+        return detached(trees.unflatten(self.structure, grads))
+
+
+def _tensors(leaves: dict[int, _Leaves]) -> list[torch.Tensor]:
+    return [leaf for own in leaves.values() for leaf in own.leaves if leaf is not None]
+
+
+class _Arrivals:
+    """Notes, in the gradient function, whether the next backward pass comes to one of these leaves."""
+
+    def __init__(self, gradient: GradientFunction, leaves: dict[int, _Leaves]):
+        self.gradient, self.evaluations = gradient, evaluations()
+        note = lambda _: gradient.reached.add(True)
+        self.hooks = [leaf.register_hook(note) for leaf in _tensors(leaves)]  # type: ignore[no-untyped-call]
+
+    def are_missed(self, loss: torch.Tensor, weight: Scalar, alone: bool) -> bool:
+        """Whether a loss that came to no leaf is wrong: it has a graph, or is a constant that nothing explains.
+
+        A constant is right where all is masked, 0; where another gradient is inside, as that of a linear function; and
+        where other replicas have more, so that this one is not `alone`.
+        """
+        for hook in self.hooks:
+            hook.remove()
+        if self.gradient.reached or not self.hooks or not float(weight):
+            return False
+        return loss.requires_grad or (alone and evaluations() == self.evaluations and is_constant(loss))
+
+
+def detached(tree: Tree, recorded: bool = False) -> Tree:
+    """The tree without the graphs of its tensors.
+
+    `recorded`: for autograd to record, outside of every transform, and so without tensors made in inference mode.
+    """
+    if not recorded and arrays.in_transform():
         return tree
-    if isinstance(tree, torch.Tensor):
-        if recorded and tree.is_inference():
-            with torch.inference_mode(False):
-                return tree.clone()
-        return tree.detach() if tree.requires_grad else tree
     leaves, structure = trees.flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not any(leaf.requires_grad or (recorded and leaf.is_inference()) for leaf in tensors):
         return tree
-    made = [detached(leaf, recorded) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return trees.unflatten(structure, made)
+    return trees.unflatten(structure, [_without_graph(leaf, recorded) for leaf in leaves])
+
+
+def _without_graph(leaf: Any, recorded: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if recorded and leaf.is_inference():
+        with torch.inference_mode(False):
+            return leaf.clone()
+    return leaf.detach() if leaf.requires_grad else leaf

@@ -13,7 +13,7 @@ from torch import nn
 from funcga._types import LossFn
 from funcga.errors import FuncgaError, similar
 from torch_backend import _private, arrays
-from torch_backend.engine.hooks import check_hooks_known
+from torch_backend.gradients import check_hooks_known
 from torch_backend.modules.checks import (
     ModuleLoss,
     check_module_and_loss,

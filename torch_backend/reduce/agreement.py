@@ -97,7 +97,7 @@ def proposed(
     known = [known for known in history.agreements if known.key == key]
     if known:
         return known[-1]
-    summed_by_autograd = {*layout.given_scaled, *layout.given_plain}
+    summed_by_autograd = {*layout.weighted_in_backward, *layout.plain_in_backward}
     likes = [
         None if fold is None or leaf is None else _like(leaf, leaf_index in summed_by_autograd)
         for leaf_index, (fold, leaf) in enumerate(zip(outputs.folds, leaves, strict=True))
