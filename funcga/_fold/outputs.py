@@ -5,7 +5,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from funcga._backend.prefixes import PathError, Placed, PrefixError, broadcast, leaf_paths, leaves_in_order, outline
+from funcga._backend.prefixes import (
+    PathError,
+    Placed,
+    PrefixError,
+    broadcast,
+    leaf_paths,
+    leaves_in_order,
+    outline,
+    paths_apart,
+)
 from funcga._backend.protocols import Backend
 from funcga._fold.leaf import LeafFold, bind, check_shape
 from funcga._types import Array, Dtype, Structure, Tree
@@ -162,17 +171,19 @@ def sort_outputs(
     if carried and not threaded:  # before the folds that stand there instead are found not to fit
         raise _unmatched([root for root, _ in carried], [])
     outputs = _bind(value, leaves, structure, placed, backend)
-    folds = [(leaf_index, fold) for leaf_index, fold in enumerate(outputs.folds) if fold is not None]
-    collected = [leaf_index for leaf_index, fold in folds if fold.fold.reducer.monoid.axis is not None]
+    collected = [
+        leaf_index
+        for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
+        if fold.fold.reducer.monoid.axis is not None
+    ]
     if not (carried or threaded or collected):
         return outputs, leaves
-    paths = outputs.paths if threaded else []
-    returned = {paths[leaf_index]: (placed[leaf_index].root, leaf_index) for leaf_index in threaded}
+    others = {*threaded, *collected}
     return replace(
         outputs,
-        reduced=tuple(leaf_index for leaf_index in outputs.reduced if leaf_index not in {*threaded, *collected}),
+        reduced=tuple([leaf_index for leaf_index in outputs.reduced if leaf_index not in others]),
         collected=tuple(collected),
-        threads=_threads(returned, carried),
+        threads=_threads(outputs.paths, [(placed[leaf_index].root, leaf_index) for leaf_index in threaded], carried),
     ), leaves
 
 
@@ -207,32 +218,41 @@ def _bind(
     shaped: bool = True,
     name: str = "output",
 ) -> Outputs:
-    """The Outputs; replaces the numbers among the leaves by arrays."""
-    folds: list[LeafFold | None] = [None] * len(leaves)
-    bound: dict[tuple[int, Dtype], LeafFold] = {}  # there are few kinds of leaves, and many of each
-    for leaf_index, ((fold, _), leaf) in enumerate(zip(placed, leaves, strict=True)):
-        where = partial(leaf_path, value, leaf_index, backend, name)
-        if not backend.arrays.is_array(leaf):
-            if leaf is None or fold.reducer.carries:
-                continue  # what is carried may be any object; what is folded must be an array
-            leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
-        kind = (id(fold), leaf.dtype)
-        if kind not in bound:
-            bound[kind] = bind(fold, leaf, where, backend.arrays, name)
-        folds[leaf_index] = bound[kind]
-        if shaped and (fold.reducer.monoid.axis is not None or fold.reducer.stacked is not None):
-            check_shape(fold, leaf, where, backend.arrays)
-    present = [(leaf, fold is not None) for leaf, fold in zip(leaves, folds, strict=True)]
+    """The Outputs, every leaf of them reduced; replaces the numbers among the leaves by arrays."""
+    folds = _leaf_folds(value, leaves, placed, backend, shaped, name)
+    folded = [None if fold is None else leaf for fold, leaf in zip(folds, leaves, strict=True)]
     return Outputs(
         structure=structure,
         folds=tuple(folds),
-        shapes=tuple([leaf.shape if shaped and is_folded else None for leaf, is_folded in present]),
-        dtypes=tuple([leaf.dtype if is_folded else None for leaf, is_folded in present]),
-        reduced=tuple([leaf_index for leaf_index, fold in enumerate(folds) if fold is not None]),
+        shapes=tuple([leaf.shape if shaped and leaf is not None else None for leaf in folded]),
+        dtypes=tuple([None if leaf is None else leaf.dtype for leaf in folded]),
+        reduced=tuple([leaf_index for leaf_index, leaf in enumerate(folded) if leaf is not None]),
         collected=(),
         threads=(),
         backend=backend,
     )
+
+
+def _leaf_folds(
+    value: Tree, leaves: list[Any], placed: list[Placed], backend: Backend, shaped: bool, name: str
+) -> list[LeafFold | None]:
+    """The fold of every leaf, None for a leaf that is none; replaces the numbers among the leaves by arrays."""
+    folds: list[LeafFold | None] = []
+    bound: dict[tuple[int, Dtype], LeafFold] = {}  # there are few kinds of leaves, and many of each
+    for leaf_index, (fold, _) in enumerate(placed):
+        leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
+        if not backend.arrays.is_array(leaf):
+            if leaf is None or fold.reducer.carries:
+                folds.append(None)  # what is carried may be any object; what is folded must be an array
+                continue
+            leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
+        kind = (id(fold), leaf.dtype)
+        if kind not in bound:
+            bound[kind] = bind(fold, leaf, where, backend.arrays, name)
+        folds.append(bound[kind])
+        if shaped and (fold.reducer.monoid.axis is not None or fold.reducer.stacked is not None):
+            check_shape(fold, leaf, where, backend.arrays)
+    return folds
 
 
 def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Array:
@@ -251,26 +271,27 @@ def leaf_path(value: Tree, leaf_index: int, backend: Backend, name: str = "outpu
     return leaf_paths(value, backend.trees, name)[leaf_index]
 
 
-def _threads(returned: dict[str, tuple[str, int]], carried: list[tuple[str, str]]) -> tuple[int, ...]:
+def _threads(paths: list[str], returned: list[tuple[str, int]], carried: list[tuple[str, str]]) -> tuple[int, ...]:
     """For every carried leaf, the output leaf that replaces it: k-th CARRY to k-th carry(), below it by path.
 
-    `returned` has (root, index) of every leaf of carry(), by its path; `carried` has (root, path) of the CARRY leaves.
+    `paths` are those of all output leaves; `returned` has (root, index) of the leaves of carry(), and `carried` has
+    (root, path) of the CARRY leaves.
     """
+    index_of = {paths[leaf_index]: leaf_index for _, leaf_index in returned}
     inputs = _by_root(carried)
-    outputs = _by_root([(root, path) for path, (root, _) in returned.items()])
+    outputs = _by_root([(root, paths[leaf_index]) for root, leaf_index in returned])
     if len(inputs) != len(outputs):
         raise _unmatched(inputs, outputs)
     threads = []
     for (in_root, below), (out_root, out_below) in zip(inputs.items(), outputs.items(), strict=True):
-        if {*below} != {*out_below}:
-            missing = [in_root + path for path in below if path not in out_below]
-            new = [out_root + path for path in out_below if path not in below]
+        missing, new = paths_apart(below, out_below)
+        if missing or new:
             raise FuncgaError(
                 f"the carried argument `{in_root}` and what grad_fn returns for it, `{out_root}`, have different "
-                f"structures: missing {_listed(missing)}, new {_listed(new)}. Return the state in the structure it "
-                f"came in."
+                f"structures: missing {_listed([in_root + path for path in missing])}, new "
+                f"{_listed([out_root + path for path in new])}. Return the state in the structure it came in."
             )
-        threads += [returned[out_root + path][1] for path in below]
+        threads += [index_of[out_root + path] for path in below]
     return tuple(threads)
 
 
