@@ -7,16 +7,25 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from funcga._backend.dispatch import backend_of
+from funcga._types import Across, Tree
 
 
-def check_replicas(params: Any, across: Any) -> None:
-    """Raises FuncgaError, which names the leaf and the replicas, if params are not bit by bit the same on all of them.
+def check_replicas(params: Tree, across: Across) -> None:
+    """Checks that params are bitwise identical on all replicas.
 
-    params: a tree of arrays. across: as in `accumulate`; every replica has to call it. In torch each array is hashed on
-    the host, and its 16 bytes are sent, after those of the structure. In JAX it is called outside of jit, on arrays
-    that lie on the devices of a mesh; the copies of a leaf along the axis are compared.
+    In torch each array is hashed on the host, and its 16 bytes are sent, after those of the structure. In JAX it is
+    called outside of jit, on arrays that lie on the devices of a mesh; the copies of a leaf along the axis are
+    compared.
 
-    >>> funcga.check_replicas(params, dist.group.WORLD)
+    Args:
+        params: a tree of arrays.
+        across: as in `accumulate`; every replica has to call it.
+
+    Raises:
+        FuncgaError: if an array differs. It names the leaf and the replicas.
+
+    Example:
+        >>> funcga.check_replicas(params, dist.group.WORLD)
     """
     backend_of([params], lambda: ["params"]).replicas.check_replicas(params, across)
 
@@ -51,11 +60,8 @@ def step_of(function: Any) -> Step:
     inner = getattr(inner, "func", getattr(inner, "loss_fn", inner))  # of a functools.partial, or a pure_loss
     code = getattr(inner, "__code__", None)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    name = (
-        f"`{name}`"
-        if code is None
-        else f"`{name}` in line {code.co_firstlineno} of {os.path.basename(code.co_filename)}"
-    )
+    where = "" if code is None else f" in line {code.co_firstlineno} of {os.path.basename(code.co_filename)}"
+    name = f"`{name}`{where}"
     _MADE[name] += 1
     return Step(name, _MADE[name] - 1)
 

@@ -10,6 +10,11 @@ class FuncgaError(ValueError):
 
     Every refusal of bad input is one of these, raised before any work is done wherever that is possible; a call that
     fails has changed nothing. Errors that your own functions raise pass through untouched.
+
+    Example:
+        >>> funcga.accumulate(gradient, 0)
+        Traceback (most recent call last):
+        funcga.errors.FuncgaError: n is 0: it must be at least 1. Write n=1 for one micro-batch.
     """
 
 
@@ -17,7 +22,7 @@ class TooFewRowsError(FuncgaError):
     """A FuncgaError about a loss that cannot take a micro-batch of so few rows; with more of them it can."""
 
 
-def similar(name: Any, known: Iterable[str]) -> str:
+def similar(name: object, known: Iterable[str]) -> str:
     """A hint at the known name that is most like this one, " (`name`?)", to stand behind it; "" if none is."""
     import difflib  # slow to import, and rarely needed
 
@@ -30,7 +35,7 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "") or "nothing"
 
 
-def check_callable(function: Any, name: str, like: str) -> None:
+def check_callable(function: object, name: str, like: str) -> None:
     """Raises FuncgaError if it cannot be called."""
     if not callable(function):
         raise FuncgaError(f"{name} is {function!r}, which is no function. Pass one, such as {like}")

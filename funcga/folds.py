@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from funcga import normalizers, reducers
+from funcga._types import Dtype
 from funcga.errors import FuncgaError
 from funcga.normalizers import Normalizer
 from funcga.reducers import Reducer
@@ -14,8 +15,16 @@ from funcga.reducers import Reducer
 class Fold:
     """What is accumulated over micro-batches, and how the sum of it becomes the result.
 
-    >>> from funcga import Fold, normalizers, reducers
-    >>> every_microbatch_alike = Fold(reducers.sum, normalizers.by_steps)
+    Args:
+        reducer: one of funcga.reducers, or your own.
+        normalizer: one of funcga.normalizers, or your own.
+
+    Raises:
+        FuncgaError: for anything else.
+
+    Example:
+        >>> from funcga import Fold, normalizers, reducers
+        >>> every_microbatch_alike = Fold(reducers.sum, normalizers.by_steps)
     """
 
     reducer: Reducer
@@ -61,75 +70,134 @@ def _named(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def mean(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
-    """The weighted mean: `sum(w * v) / sum(w)`. For a loss that is a **mean** over its micro-batch (the default).
+def mean(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
+    """The weighted mean, `sum(w * v) / sum(w)`. For a loss that is a **mean** over its micro-batch (the default).
 
-    dtype: of the accumulator (default: the leaf's own, float32 for floats of less than 32 bits).
-    out_dtype: of the result (default: the leaf's own). Both may be given by name, "float32".
+    Args:
+        dtype: of the accumulator. By default the leaf's own, with floats of less than 32 bits in float32.
+        out_dtype: of the result. By default the leaf's own. Both may be given by name, "float32".
+
+    Returns:
+        A Fold.
+
+    Example:
+        >>> step = funcga.accumulate(funcga.grad(mean_loss), 8, fold=funcga.mean(dtype="float32"))
     """
     return Fold(replace(reducers.weighted, dtype=dtype), replace(normalizers.by_weight, dtype=out_dtype))
 
 
-def per_weight(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
-    """The sum over the total weight: `sum(v) / sum(w)`. For a loss that is a **sum** over its items, weighed by them.
+def per_weight(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
+    """The sum over the total weight, `sum(v) / sum(w)`. For a loss that is a **sum** over its items, weighed by them.
 
-    dtype, out_dtype: of the accumulator and of the result, as for `mean`.
+    Args:
+        dtype: of the accumulator, as for `mean`.
+        out_dtype: of the result, as for `mean`.
+
+    Returns:
+        A Fold.
+
+    Example:
+        >>> tokens = lambda batch: (batch["labels"] != -100).sum()
+        >>> step = funcga.accumulate(funcga.grad(sum_loss), 8, fold=funcga.per_weight(), weight=tokens)
     """
     return Fold(replace(reducers.sum, dtype=dtype), replace(normalizers.by_weight, dtype=out_dtype))
 
 
-def sum(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
-    """The plain sum: `sum(v)`. Bools are counted; integers keep their dtype, so that an int8 result can overflow.
+def sum(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
+    """The plain sum, `sum(v)`. Bools are counted; integers keep their dtype, so that an int8 result can overflow.
 
-    dtype, out_dtype: of the accumulator and of the result, as for `mean`.
+    Args:
+        dtype: of the accumulator, as for `mean`.
+        out_dtype: of the result, as for `mean`.
+
+    Returns:
+        A Fold.
+
+    Example:
+        >>> fold = ((funcga.mean(), funcga.sum()), funcga.mean())  # of ((loss, correct), grads)
     """
     return Fold(replace(reducers.sum, dtype=dtype), replace(normalizers.identity, dtype=out_dtype))
 
 
-def ratio(*, out_dtype: Any = None) -> Fold:
+def ratio(*, out_dtype: Dtype = None) -> Fold:
     """`sum(v[0]) / sum(v[1])`: a metric with a denominator of its own, such as accuracy, [correct, counted].
 
     A leaf has numerator and denominator along its axis 0, [2, ...], and the result is of shape [...]. As integers they
     are summed exactly, up to 2**47. The weight of the micro-batch has no part in it; a denominator of 0 gives 0.
 
-    out_dtype: of the result (default: the leaf's own, float32 for integers and floats of less than 32 bits).
+    Args:
+        out_dtype: of the result. By default the leaf's own, float32 for integers and floats of less than 32 bits.
 
-    >>> loss, {"accuracy": jnp.stack([correct.sum(), correct.size])}
+    Returns:
+        A Fold.
+
+    Example:
+        >>> loss, {"accuracy": jnp.stack([correct.sum(), correct.size])}
     """
     return Fold(reducers.pairs, replace(normalizers.ratio, dtype=out_dtype))
 
 
 def max() -> Fold:
-    """The elementwise maximum over micro-batches; NaN if any of them is."""
+    """The elementwise maximum over micro-batches; NaN if any of them is.
+
+    Returns:
+        A Fold.
+
+    Example:
+        >>> fold = ((funcga.mean(), {"largest": funcga.max()}), funcga.mean())
+    """
     return Fold(reducers.max, normalizers.identity)
 
 
 def min() -> Fold:
-    """The elementwise minimum over micro-batches; NaN if any of them is."""
+    """The elementwise minimum over micro-batches; NaN if any of them is.
+
+    Returns:
+        A Fold.
+
+    Example:
+        >>> fold = ((funcga.mean(), {"smallest": funcga.min()}), funcga.mean())
+    """
     return Fold(reducers.min, normalizers.identity)
 
 
-def moments(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
+def moments(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
     """`Moments(mean, variance)`: weighted mean and population variance over micro-batches, for every leaf.
 
-    dtype, out_dtype: of the accumulator and of the result, as for `mean`.
     Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+
+    Args:
+        dtype: of the accumulator, as for `mean`.
+        out_dtype: of the result, as for `mean`.
+
+    Returns:
+        A Fold.
+
+    Example:
+        >>> step = funcga.accumulate(funcga.grad(loss_fn), 8, fold=funcga.moments())
+        >>> noise = step(params, batch)["w"].variance
     """
     return Fold(replace(reducers.moments, dtype=dtype), replace(normalizers.moments, dtype=out_dtype))
 
 
-def pooled(*, dtype: Any = None, out_dtype: Any = None) -> Fold:
+def pooled(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
     """`Pooled(count, mean, variance)` of all items of the micro-batches together, as if they had been one batch.
 
     For leaves [3, ...]: the count, mean and population variance of one micro-batch, stacked on axis 0 as
     `batch_moments` does. The counts are the weights, `weight=` has none here; a count of 0 adds nothing, not even a
     NaN. In float32 a count is exact up to 2**24; beyond that it is rounded, as the mean is.
 
-    dtype, out_dtype: of the accumulator, as for `mean`, and of the result (default: the same, as a count in float16
-    would end at 65,504).
     Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
 
-    >>> leaf = torch.stack((torch.full((3,), float(len(x))), x.mean(0), x.var(0, correction=0)))
+    Args:
+        dtype: of the accumulator, as for `mean`.
+        out_dtype: of the result. By default that of the accumulator, as a count in float16 would end at 65,504.
+
+    Returns:
+        A Fold.
+
+    Example:
+        >>> leaf = torch.stack((torch.full((3,), float(len(x))), x.mean(0), x.var(0, correction=0)))
     """
     return Fold(replace(reducers.pooled, dtype=dtype), replace(normalizers.pooled, dtype=out_dtype))
 
@@ -138,10 +206,27 @@ def concat(axis: int = 0) -> Fold:
     """The values of all micro-batches along `axis`, in the order of the batch. For per-example outputs.
 
     In an `Accumulator` its state grows with every update, so it does not pass through lax.scan.
+
+    Args:
+        axis: the axis of the examples.
+
+    Returns:
+        A Fold.
+
+    Example:
+        >>> fold = ((funcga.mean(), funcga.concat()), funcga.mean())  # of ((loss, logits), grads)
     """
     return Fold(reducers.concat(axis), normalizers.identity)
 
 
 def carry() -> Fold:
-    """State that grad_fn returns and gets back with the next micro-batch: the argument that `in_axes` calls CARRY."""
+    """State that grad_fn returns and gets back with the next micro-batch: the argument that `in_axes` calls CARRY.
+
+    Returns:
+        A Fold.
+
+    Example:
+        >>> step = funcga.accumulate(f, 8, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))
+        >>> grads, state = step(params, state, batch)
+    """
     return Fold(reducers.carry, normalizers.carry)

@@ -1,14 +1,20 @@
 """A monoid: the associative operation that joins what micro-batches, or replicas, have contributed.
 
-`combine(identity, x) = x`, and `combine(a, combine(b, c)) = combine(combine(a, b), c)`. All but `last` and `concat`,
-which keep the order, are commutative too. Operands are what a reducer lifts from one leaf: one array, or a tuple of
-arrays; `sum`, `max` and `min` work on each array of it.
+Its laws, up to rounding:
+
+    combine(identity, x) = x = combine(x, identity)
+    combine(a, combine(b, c)) = combine(combine(a, b), c)
+
+So micro-batches may be grouped in any way. All but `last` and `concat`, which keep the order, are commutative too.
+Operands are what a reducer lifts from one leaf: one array, or a tuple of arrays; `sum`, `max` and `min` work on each
+array of it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from funcga._types import Array, Namespace, Reduced
 from funcga.errors import FuncgaError
 
 
@@ -16,15 +22,26 @@ from funcga.errors import FuncgaError
 class Monoid:
     """`identity(xp, like)` and `combine(xp, a, b)`, pure functions on what a reducer lifts from one leaf.
 
-    `xp` is the array namespace, `torch` or `jax.numpy`. `like` has the shapes and dtypes of the operands.
-    `widens` says that operands of less than 32 bits are held in 32. `axis` is that of a monoid whose values grow along
-    an axis: loops collect such values and join them once. `ordered` says that the order of the operands counts.
-    `collective` names the reduction, "sum", "max" or "min", that is `combine` over replicas; where there is none they
-    are gathered, and combined in their order.
+    Args:
+        identity: the neutral element. `xp` is the array namespace, `torch` or `jax.numpy`; `like` has the shapes and
+            dtypes of the operands.
+        combine: the operation.
+        widens: whether operands of less than 32 bits are held in 32.
+        axis: the axis that values grow along, as in a concatenation: loops collect such values and join them once.
+        collective: the reduction over replicas that is `combine`, "sum", "max" or "min". Without one, what the replicas
+            have is gathered, and combined in their order.
+        ordered: whether the order of the operands counts.
+
+    Raises:
+        FuncgaError: for another collective.
+
+    Example:
+        >>> product = Monoid(lambda xp, like: xp.ones_like(like), lambda xp, a, b: a * b)
+        >>> fold = funcga.Fold(Reducer(lambda xp, value, weight: value, product), normalizers.identity)
     """
 
-    identity: Callable[[Any, Any], Any]
-    combine: Callable[[Any, Any, Any], Any]
+    identity: Callable[[Namespace, Reduced], Reduced]
+    combine: Callable[[Namespace, Reduced, Reduced], Reduced]
     widens: bool = True
     axis: int | None = None
     collective: str | None = None
@@ -38,8 +55,10 @@ class Monoid:
             )
 
 
-def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def on_each(xp: Any, *operands: Any) -> Any:
+def _each(operation: Callable[..., Array]) -> Callable[..., Reduced]:
+    """The operation on each array of what is lifted."""
+
+    def on_each(xp: Namespace, *operands: Reduced) -> Reduced:
         if isinstance(operands[0], tuple):
             return tuple(operation(xp, *parts) for parts in zip(*operands, strict=True))
         return operation(xp, *operands)
@@ -47,15 +66,13 @@ def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
     return on_each
 
 
-def _lowest(xp: Any, like: Any) -> Any:
-    return xp.full_like(like, _extreme(xp, like, lowest=True))
+# sum: a + b, and its identity is 0.
+_zeros = _each(lambda xp, like: xp.zeros_like(like))
+sum = Monoid(_zeros, _each(lambda xp, a, b: a + b), collective="sum")
 
 
-def _highest(xp: Any, like: Any) -> Any:
-    return xp.full_like(like, _extreme(xp, like, lowest=False))
-
-
-def _extreme(xp: Any, like: Any, lowest: bool) -> Any:
+def _extreme(xp: Namespace, like: Array, lowest: bool) -> Any:
+    """The lowest, or the highest, number of a dtype."""
     if "float" in str(like.dtype):  # the one test of a dtype that both namespaces and torch.compile understand
         return float("-inf") if lowest else float("inf")
     if like.dtype == xp.bool:
@@ -63,41 +80,59 @@ def _extreme(xp: Any, like: Any, lowest: bool) -> Any:
     return xp.iinfo(like.dtype).min if lowest else xp.iinfo(like.dtype).max
 
 
-def _merge_moments(xp: Any, a: tuple[Any, Any, Any], b: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """Chan, Golub and LeVeque (1979): the moments of a union, without the cancellation of a sum of squares."""
+def _lowest(xp: Namespace, like: Array) -> Array:
+    return xp.full_like(like, _extreme(xp, like, lowest=True))
+
+
+def _highest(xp: Namespace, like: Array) -> Array:
+    return xp.full_like(like, _extreme(xp, like, lowest=False))
+
+
+# max: the larger of both, elementwise. No number is below the lowest one, which so is the identity. min alike.
+max = Monoid(_each(_lowest), _each(lambda xp, a, b: xp.maximum(a, b)), collective="max")
+min = Monoid(_each(_highest), _each(lambda xp, a, b: xp.minimum(a, b)), collective="min")
+
+
+def _add_counts(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
+    if not isinstance(a, tuple):
+        return a + b
+    # What the low halves exceed 16 bits by is carried over to the high ones.
+    low = a[1] + b[1]
+    return a[0] + b[0] + (low >> 16), low & 0xFFFF
+
+
+# counts: the sum of integers as (high, low) with value = 2**16 * high + low and 0 <= low < 2**16; of floats the sum.
+counts = Monoid(_zeros, _add_counts)
+
+
+def _merge_moments(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
+    # With weights A and B, means m and n, and d = n - m, of the union
+    #     weight = A + B,   mean = m + d B / (A + B),   deviation = S + T + d**2 A B / (A + B),
+    # where S and T are the weighted sums of squared deviations (Chan, Golub and LeVeque, 1979). There is no difference
+    # of large sums of squares in it, which would cancel.
     weight = a[0] + b[0]
     share = b[0] / xp.where(weight > 0, weight, 1)
     delta = b[1] - a[1]
     return weight, a[1] + delta * share, a[2] + b[2] + delta * delta * (a[0] * share)
 
 
-def _add_counts(xp: Any, a: Any, b: Any) -> Any:
-    """Of (high, low), integers in two halves, whose low one has 16 bits; of floats the sum."""
-    if not isinstance(a, tuple):
-        return a + b
-    low = a[1] + b[1]
-    return a[0] + b[0] + (low >> 16), low & 0xFFFF
+# moments: (total weight, weighted mean, weighted sum of squared deviations from it), and of nothing (0, 0, 0).
+moments = Monoid(_zeros, _merge_moments)
 
 
-def _latest(xp: Any, a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+def _latest(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
     return xp.where(b[1], b[0], a[0]), a[1] | b[1]
 
 
-def _empty(axis: int) -> Callable[[Any, Any], Any]:
+# last: of (value, is there one) the right operand, if it has a value. Associative, and not commutative.
+last = Monoid(_zeros, _latest, widens=False, ordered=True)
+
+
+def _empty(axis: int) -> Callable[[Namespace, Array], Array]:
     return lambda xp, like: like[(slice(None),) * (axis % like.ndim) + (slice(0, 0),)]
 
 
 def concat(axis: int) -> Monoid:
-    """Concatenation along an axis: what came first stays first."""
+    """Concatenation along an axis: what came first stays first. Its identity has no rows."""
     join = lambda xp, a, b: xp.concatenate((a, b), axis=axis)
     return Monoid(_empty(axis), join, widens=False, axis=axis, ordered=True)
-
-
-_zeros = _each(lambda xp, like: xp.zeros_like(like))
-
-sum = Monoid(_zeros, _each(lambda xp, a, b: a + b), collective="sum")
-max = Monoid(_each(_lowest), _each(lambda xp, a, b: xp.maximum(a, b)), collective="max")
-min = Monoid(_each(_highest), _each(lambda xp, a, b: xp.minimum(a, b)), collective="min")
-counts = Monoid(_zeros, _add_counts)
-moments = Monoid(_zeros, _merge_moments)
-last = Monoid(_zeros, _latest, widens=False, ordered=True)

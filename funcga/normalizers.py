@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from funcga._types import Array, Dtype, Namespace, Reduced, Scalar
+
 _ANY = ("bool", "int", "float", "complex", "other")
 
 
@@ -14,14 +16,20 @@ _ANY = ("bool", "int", "float", "complex", "other")
 class Normalizer:
     """`apply(xp, reduced, tally)`: the result of a leaf from what was reduced, and how much of it there was.
 
-    `tally.weight` and `tally.steps` are numbers, or 0-d arrays of the reduced dtype. `dtype` is that of the result;
-    None keeps the leaf's own. `kinds` are the kinds of accumulator dtype that it accepts. `wide` says that the
-    result is in the dtype of the accumulator, and of integers a float32. `divides_by` says that all it does is divide
-    by the tally's "weight" or "steps", which a backend may do in place.
+    Args:
+        apply: the function. `tally.weight` and `tally.steps` are numbers, or 0-d arrays of the reduced dtype.
+        dtype: of the result; by default the leaf's own.
+        kinds: the kinds of accumulator dtype that it accepts: "bool", "int", "float", "complex", "other".
+        wide: whether the result is in the dtype of the accumulator, and of integers a float32.
+        divides_by: "weight" or "steps" if all it does is divide by the tally's, which a backend may do in place.
+
+    Example:
+        >>> root = Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced), kinds=("float",))
+        >>> norm = funcga.Fold(squares, root)
     """
 
-    apply: Callable[[Any, Any, Any], Any]
-    dtype: Any = None
+    apply: Callable[[Namespace, Reduced, Any], Any]
+    dtype: Dtype = None
     kinds: tuple[str, ...] = _ANY
     wide: bool = False
     divides_by: str | None = None
@@ -30,19 +38,20 @@ class Normalizer:
 class Moments(NamedTuple):
     """Weighted mean and (population) variance over micro-batches: two arrays of the leaf's shape and dtype."""
 
-    mean: Any
-    variance: Any
+    mean: Array
+    variance: Array
 
 
 class Pooled(NamedTuple):
     """Count, mean and population variance, sum((x - mean)**2) / count, of all that was counted: arrays of one shape."""
 
-    count: Any
-    mean: Any
-    variance: Any
+    count: Array
+    mean: Array
+    variance: Array
 
 
-def _divide(xp: Any, reduced: Any, total: Any) -> Any:
+def _divide(xp: Namespace, reduced: Reduced, total: Scalar) -> Reduced:
+    """Reduced / total, and 0 for a total of 0."""
     if isinstance(reduced, tuple):
         return tuple(_divide(xp, part, total) for part in reduced)
     if isinstance(total, int | float):
@@ -50,40 +59,42 @@ def _divide(xp: Any, reduced: Any, total: Any) -> Any:
     return xp.where(total != 0, reduced / xp.where(total != 0, total, 1), 0)
 
 
-def _quotient(xp: Any, reduced: Any, tally: Any) -> Any:
+# The mean: reduced / sum(w).
+by_weight = Normalizer(
+    lambda xp, reduced, tally: _divide(xp, reduced, tally.weight), kinds=("float", "complex"), divides_by="weight"
+)
+# reduced / n: every micro-batch counts alike, whatever its weight.
+by_steps = Normalizer(
+    lambda xp, reduced, tally: _divide(xp, reduced, tally.steps), kinds=("float", "complex"), divides_by="steps"
+)
+# The reduced value itself.
+identity = Normalizer(lambda xp, reduced, tally: reduced)
+
+
+def _quotient(xp: Namespace, reduced: Reduced, tally: Any) -> Array:
     if isinstance(reduced, tuple):  # the halves of integers, which division makes floats
         high, low = reduced
         reduced = high / 1 * 65536.0 + low / 1
     return _divide(xp, reduced[0], reduced[1])
 
 
-def _spread(xp: Any, reduced: Any, tally: Any) -> Moments:
+# The first of a pair by the second: sum(v[0]) / sum(v[1]).
+ratio = Normalizer(_quotient, kinds=("int", "float"), wide=True)
+
+
+def _spread(xp: Namespace, reduced: Reduced, tally: Any) -> Moments:
     weight, mean, deviation = reduced
     return Moments(mean, deviation / xp.where(weight > 0, weight, 1))
 
 
-def _pool(xp: Any, reduced: Any, tally: Any) -> Pooled:
+def _pool(xp: Namespace, reduced: Reduced, tally: Any) -> Pooled:
     count, mean, deviation = reduced
     return Pooled(count, mean, deviation / xp.where(count > 0, count, 1))
 
 
-def _first(xp: Any, reduced: Any, tally: Any) -> Any:
-    return reduced[0]
-
-
-# By the total weight; zeros if that is 0.
-by_weight = Normalizer(
-    lambda xp, reduced, tally: _divide(xp, reduced, tally.weight), kinds=("float", "complex"), divides_by="weight"
-)
-# By the number of micro-batches, whatever their weights.
-by_steps = Normalizer(
-    lambda xp, reduced, tally: _divide(xp, reduced, tally.steps), kinds=("float", "complex"), divides_by="steps"
-)
-# The first of a pair by the second.
-ratio = Normalizer(_quotient, kinds=("int", "float"), wide=True)
-# Nothing: the reduced value itself.
-identity = Normalizer(lambda xp, reduced, tally: reduced)
-# `Moments` of what reducers.moments holds, `Pooled` of reducers.pooled, and the value of what reducers.carry holds.
+# Of (weight, mean, deviation) the mean and the variance, deviation / weight.
 moments = Normalizer(_spread)
+# The same with the count.
 pooled = Normalizer(_pool, wide=True)
-carry = Normalizer(_first)
+# Of (value, is there one) the value.
+carry = Normalizer(lambda xp, reduced, tally: reduced[0])

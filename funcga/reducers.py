@@ -1,14 +1,15 @@
-"""A reducer: how one micro-batch's value enters the monoid.
+"""A reducer: how one micro-batch's value enters the monoid, `reducer = (lift, monoid)`.
 
-`reducer = (lift, monoid)`. Lift is where weights enter: with `weighted`, a micro-batch of weight 0 contributes
-nothing, whatever its value, so a fully masked micro-batch whose mean is NaN does no harm.
+What a window holds is combine(lift(v1, w1), combine(lift(v2, w2), ...)), of values v and weights w. Weights enter by
+`lift` alone: with `weighted`, a micro-batch of weight 0 contributes nothing, whatever its value, so a fully masked
+micro-batch whose mean is NaN does no harm.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from funcga import monoids
+from funcga._types import Array, Dtype, Namespace, Reduced, Scalar
 from funcga.monoids import Monoid
 
 _NUMBERS = ("bool", "int", "float", "complex")
@@ -18,16 +19,26 @@ _NUMBERS = ("bool", "int", "float", "complex")
 class Reducer:
     """`lift(xp, value, weight)` into a monoid: one array, or a tuple of arrays, for a leaf of one micro-batch.
 
-    `value` comes in the dtype of the accumulator: `dtype`, or that of the leaf with floats of less than 32 bits in
-    float32. `weight` is a number, or a 0-d array of that dtype. `kinds` are the kinds of dtype that it accepts:
-    'bool', 'int', 'float', 'complex', 'other'. `linear` says that lift(v, w) = w * v in the monoid of sums, so that a
-    weight which all micro-batches share can be taken out of the loop; `unweighted`, that lift(v, w) = v. `stacked` is
-    the length that axis 0 of a leaf must have, where a leaf is several arrays, stacked.
+    Args:
+        lift: what a micro-batch contributes. `value` comes in the dtype of the accumulator; `weight` is a number, or a
+            0-d array of that dtype.
+        monoid: how contributions combine.
+        dtype: of the accumulator. By default that of the leaf, with floats of less than 32 bits in float32.
+        kinds: the kinds of dtype that it accepts: "bool", "int", "float", "complex", "other".
+        linear: whether lift(v, w) = w * v in the monoid of sums, so that a weight which all micro-batches share can be
+            taken out of the loop.
+        stacked: the length that axis 0 of a leaf must have, where a leaf is several arrays, stacked.
+        unweighted: whether lift(v, w) = v.
+        over_steps: whether the result depends on how the rows are split, as statistics over micro-batches do.
+
+    Example:
+        >>> squares = Reducer(lambda xp, value, weight: value * value, monoids.sum, kinds=("float",))
+        >>> fold = funcga.Fold(squares, normalizers.by_steps)
     """
 
-    lift: Callable[[Any, Any, Any], Any]
+    lift: Callable[[Namespace, Array, Scalar], Reduced]
     monoid: Monoid
-    dtype: Any = None
+    dtype: Dtype = None
     kinds: tuple[str, ...] = _NUMBERS
     linear: bool = False
     stacked: int | None = None
@@ -50,52 +61,62 @@ class Reducer:
         return self.monoid.ordered and self.monoid.axis is None
 
 
-def _scale(xp: Any, value: Any, weight: Any) -> Any:
+def _scale(xp: Namespace, value: Array, weight: Scalar) -> Array:
+    # 0 * NaN is NaN, so a weight of 0 selects zeros.
     if isinstance(weight, int | float):
         return xp.zeros_like(value) if weight == 0 else value if weight == 1 else value * weight
     return xp.where(weight != 0, value * weight, 0)
 
 
-def _keep(xp: Any, value: Any, weight: Any) -> Any:
+# The weighted sum: lift(v, w) = w v, and 0 for w = 0.
+weighted = Reducer(_scale, monoids.sum, kinds=("float", "complex"), linear=True)
+
+
+def _keep(xp: Namespace, value: Array, weight: Scalar) -> Array:
     return value
 
 
-def _halves(xp: Any, value: Any, weight: Any) -> Any:
-    return (value >> 16, value & 0xFFFF) if "int" in str(value.dtype) else value
-
-
-def _moments(xp: Any, value: Any, weight: Any) -> tuple[Any, Any, Any]:
-    zeros = xp.zeros_like(value)
-    filled = zeros.sum() + weight  # made of the value, so that it is where and what the value is
-    return filled, xp.where(filled > 0, value, 0), zeros
-
-
-def _unstack(xp: Any, value: Any, weight: Any) -> tuple[Any, Any, Any]:
-    count, mean, variance = value[0], value[1], value[2]
-    return count, xp.where(count > 0, mean, 0), xp.where(count > 0, variance * count, 0)
-
-
-def _mark(xp: Any, value: Any, weight: Any) -> tuple[Any, Any]:
-    return value, xp.ones_like(value, dtype=xp.bool)
-
-
-# The weighted sum, `sum(w * v)`; a micro-batch of weight 0 is left out.
-weighted = Reducer(_scale, monoids.sum, kinds=("float", "complex"), linear=True)
-# The sum, `sum(v)`, whatever the weights.
+# The sum, the maximum and the minimum: lift(v, w) = v.
 sum = Reducer(_keep, monoids.sum, unweighted=True)
-# The same of pairs, [2, ...]; integers in two halves, which 2**47 do not overflow.
-pairs = Reducer(_halves, monoids.counts, kinds=("int", "float"), stacked=2)
-# The elementwise maximum and minimum.
 max = Reducer(_keep, monoids.max, kinds=("bool", "int", "float"), unweighted=True)
 min = Reducer(_keep, monoids.min, kinds=("bool", "int", "float"), unweighted=True)
-# (total weight, weighted mean, weighted sum of squared deviations from it).
-moments = Reducer(_moments, monoids.moments, kinds=("float",), over_steps=True)
-# (count, mean, sum of squared deviations from it), of leaves [3, ...] = (count, mean, variance); no weights.
-pooled = Reducer(_unstack, monoids.moments, kinds=("float",), stacked=3)
-# The last value.
-carry = Reducer(_mark, monoids.last, kinds=(*_NUMBERS, "other"))
 
 
 def concat(axis: int = 0) -> Reducer:
     """Collects the values of all micro-batches along an axis, in their order."""
     return Reducer(_keep, monoids.concat(axis), kinds=(*_NUMBERS, "other"), unweighted=True)
+
+
+def _halves(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
+    return (value >> 16, value & 0xFFFF) if "int" in str(value.dtype) else value
+
+
+# The sum of pairs, [2, ...]; integers in two halves, v = 2**16 high + low, whose sums 2**47 does not overflow.
+pairs = Reducer(_halves, monoids.counts, kinds=("int", "float"), stacked=2)
+
+
+def _moments(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
+    zeros = xp.zeros_like(value)
+    filled = zeros.sum() + weight  # made of the value, so that it is where and what the value is
+    return filled, xp.where(filled > 0, value, 0), zeros
+
+
+# One value of weight w has the moments (w, v, 0).
+moments = Reducer(_moments, monoids.moments, kinds=("float",), over_steps=True)
+
+
+def _unstack(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
+    count, mean, variance = value[0], value[1], value[2]
+    return count, xp.where(count > 0, mean, 0), xp.where(count > 0, variance * count, 0)
+
+
+# Items with these count, mean and variance, [3, ...], have the moments (count, mean, count * variance); no weights.
+pooled = Reducer(_unstack, monoids.moments, kinds=("float",), stacked=3)
+
+
+def _mark(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
+    return value, xp.ones_like(value, dtype=xp.bool)
+
+
+# The last value.
+carry = Reducer(_mark, monoids.last, kinds=(*_NUMBERS, "other"))
