@@ -6,26 +6,33 @@ Statistics are nested dicts in which each layer is {"mean": array, "var": array}
 import numbers
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeGuard
 
 from funcga._backend.dispatch import backend_of
 from funcga._backend.protocols import Arrays
 from funcga._fold.tally import is_quantity
-from funcga._types import Array, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
 
 
-def batch_moments(statistics: Tree, count: Any) -> Tree:
+def batch_moments(statistics: Tree, count: Scalar) -> Tree:
     """One leaf [3, ...] for each layer, (count, mean, variance) stacked on axis 0: what the fold `pooled()` takes.
 
-    statistics: the mean and the population variance, of one micro-batch: {"mean": array, "var": array}, or nested dicts
-        of these. Floats; those of less than 32 bits become float32, which a count needs.
-    count: how many items they are of, a number >= 0 or a 0-d array. Only the ratios of micro-batches matter for the
-        mean and the variance, so the rows will do for layers that see as many values of each row.
-    Raises FuncgaError for other counts, and for means and variances that differ in shape or dtype.
+    Args:
+        statistics: The mean and the population variance of one micro-batch: {"mean": array, "var": array}, or nested
+            dicts of these. Floats; those of less than 32 bits become float32, which a count needs.
+        count: How many items they are of, a number >= 0 or a 0-d array. Only the ratios of micro-batches matter for the
+            mean and the variance, so the rows will do for layers that see as many values of each row.
 
-    >>> leaf = funcga.batch_moments({"mean": x.mean(0), "var": x.var(0)}, len(x))
+    Returns:
+        The nested dicts with one array in the place of each layer's statistics.
+
+    Raises:
+        FuncgaError: The count is no number, or a mean and its variance differ in shape or dtype.
+
+    Example:
+        >>> leaf = funcga.batch_moments({"mean": x.mean(0), "var": x.var(0)}, len(x))
     """
     arrays = backend_of([statistics], lambda: ["statistics"]).arrays
     _check_number(count, "count", "how many items a micro-batch has, at least 0", arrays)
@@ -43,22 +50,30 @@ def batch_moments(statistics: Tree, count: Any) -> Tree:
     return _each_layer(stacked, "statistics", statistics)
 
 
-def running_statistics(statistics: Tree, pooled: Tree, *, share: Any, unbiased: bool) -> Tree:
+def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiased: bool) -> Tree:
     """The running statistics after one more batch: `(1 - share) * old + share * new`, in the structure of the old.
 
-    statistics: the running ones, {"mean": array, "var": array} or nested dicts of these. The result has their dtypes.
-    pooled: the same with a `Pooled` for each layer, as the fold `pooled()` gives. Where its count is 0 they stay.
-    share: of the new statistics, a number from 0 to 1 or a 0-d array. The momentum of torch is this share, that of
-        flax is the share of the old: 1 - momentum.
-    unbiased: whether the variance is multiplied by count / (count - 1), as torch does; flax does not.
-    Raises FuncgaError for other shares, and for trees that do not match.
+    Args:
+        statistics: The running ones, {"mean": array, "var": array} or nested dicts of these.
+        pooled: The same with a `Pooled` for each layer, as the fold `pooled()` gives. Where its count is 0 the old
+            statistics stay.
+        share: The share of the new statistics, a number from 0 to 1 or a 0-d array. The momentum of torch is this
+            share, that of flax is the share of the old: 1 - momentum.
+        unbiased: Whether the variance is multiplied by count / (count - 1), as torch does; flax does not.
 
-    >>> batch_stats = funcga.running_statistics(batch_stats, pooled, share=0.01, unbiased=False)  # flax's defaults
+    Returns:
+        Statistics in the structure and dtypes of the old ones.
+
+    Raises:
+        FuncgaError: The share is out of its range, or the trees do not match.
+
+    Example:
+        >>> batch_stats = funcga.running_statistics(batch_stats, pooled, share=0.01, unbiased=False)  # flax's defaults
     """
     arrays = backend_of([statistics, pooled], lambda: ["statistics", "pooled"]).arrays
     _check_number(share, "share", "the part of the new statistics, from 0 to 1", arrays, most=1)
 
-    def updated(path: str, mean: Array, variance: Array, new: Any) -> dict[str, Array]:
+    def updated(path: str, mean: Array, variance: Array, new: object) -> dict[str, Array]:
         if not fits(new, mean):
             raise FuncgaError(
                 f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are {described(new, arrays)}. "
@@ -69,12 +84,12 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Any, unbiased: 
     return _each_layer(updated, "statistics", statistics, pooled)
 
 
-def fits(pooled: Any, mean: Array) -> bool:
+def fits(pooled: object, mean: Array) -> TypeGuard[Pooled]:
     """Whether these are pooled statistics of a layer with this running mean."""
     return isinstance(pooled, Pooled) and all(getattr(part, "shape", None) == mean.shape for part in pooled)
 
 
-def described(pooled: Any, arrays: Arrays) -> str:
+def described(pooled: object, arrays: Arrays) -> str:
     """What was given for pooled statistics: each of their parts, if they are some."""
     if not isinstance(pooled, Pooled):
         return arrays.describe(pooled)
@@ -82,7 +97,7 @@ def described(pooled: Any, arrays: Arrays) -> str:
 
 
 def update(
-    mean: Array, variance: Array, pooled: Pooled, share: Any, unbiased: bool, arrays: Arrays
+    mean: Array, variance: Array, pooled: Pooled, share: Scalar, unbiased: bool, arrays: Arrays
 ) -> tuple[Array, Array]:
     """The running mean and variance of one layer after one more batch."""
     xp, dtype = arrays.xp, arrays.accumulator_dtype(mean.dtype)
@@ -98,7 +113,7 @@ def update(
     return moved(mean, new_mean), moved(variance, new_variance)
 
 
-def _check_number(number: Any, name: str, meaning: str, arrays: Arrays, most: float = sys.float_info.max) -> None:
+def _check_number(number: Scalar, name: str, meaning: str, arrays: Arrays, most: float = sys.float_info.max) -> None:
     if arrays.is_array(number) and number.shape == () and arrays.kind(number.dtype) in ("int", "float"):
         return  # its value may be on a device, or not known yet
     if not (is_quantity(number, 0, most) or (isinstance(number, numbers.Real) and number == 0)):
@@ -106,13 +121,13 @@ def _check_number(number: Any, name: str, meaning: str, arrays: Arrays, most: fl
         raise FuncgaError(f"{name} is {found}: it is {meaning}, a finite number or a 0-d array.")
 
 
-def _widened(array: Any, path: str, arrays: Arrays) -> Array:
+def _widened(array: Array, path: str, arrays: Arrays) -> Array:
     if not arrays.is_array(array) or arrays.kind(array.dtype) != "float":
         raise FuncgaError(f"`{path}` is {arrays.describe(array)}; means and variances are arrays of floats.")
     return arrays.cast(array, arrays.accumulator_dtype(array.dtype))
 
 
-def _each_layer(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> Any:
+def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: Tree) -> Tree:
     """The nested dicts with each {"mean", "var"} replaced; others have something else there."""
     if isinstance(tree, Mapping) and {*tree} == {"mean", "var"}:
         return function(path, tree["mean"], tree["var"], *others)

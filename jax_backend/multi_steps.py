@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,24 +96,27 @@ def _branch(
     )
     branch = jax.custom_jvp(partial(_looped, closed, updates))
     branch.defjvp(lambda primals, tangents: jax.jvp(partial(_branched, closed, updates), primals, tangents))
-    return branch(predicate, state, arguments)  # type: ignore[no-any-return]
+    return branch(predicate, state, arguments)
 
 
-def _closed(run: Callable[..., Any], state: Any, given: list[Any]) -> tuple[Callable[..., Any], Any, list[Any], Any]:
+def _closed(
+    run: Callable[..., tuple[Tree, Tree]], state: Tree, arguments: list[Array]
+) -> tuple[Callable[..., tuple[Tree, Tree]], Tree, list[Tree], Tree]:
     """The function with what it captures, such as a learning rate to be differentiated, among its operands.
 
     With it the state, marked as varying as it comes back; the operands; and the types of the updates.
     """
-    closed, captured = jax.closure_convert(run, state, given)
-    traced, made = jax.make_jaxpr(closed, return_shape=True)(state, given, *captured)
-    updates, after = jax.tree.unflatten(jax.tree.structure(made), traced.out_avals)
+    closed, captured = jax.closure_convert(run, state, arguments)
+    traced, result = jax.make_jaxpr(closed, return_shape=True)(state, arguments, *captured)
+    updates, after = jax.tree.unflatten(jax.tree.structure(result), traced.out_avals)
     typed = _typed(state, after)
+    # What is marked as varying may let more come back as varying: again, until nothing changes.
     if any(a is not b for a, b in zip(jax.tree.leaves(typed), jax.tree.leaves(state), strict=True)):
-        return _closed(run, typed, given)
-    return closed, state, [given, *captured], updates
+        return _closed(run, typed, arguments)
+    return closed, state, [arguments, *captured], updates
 
 
-def _nothing(emit: Callable[..., Any], state: Any, operands: Any, like: Any) -> Any:
+def _nothing(emit: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree, like: Tree) -> Tree:
     """Updates of zeros, like those that `emit` returns; they lie where others of their shapes lie."""
     types = jax.eval_shape(lambda state: emit(state, operands)[0], state)
     if trees.flatten(types)[1] != trees.flatten(like)[1]:
@@ -122,34 +124,42 @@ def _nothing(emit: Callable[..., Any], state: Any, operands: Any, like: Any) -> 
     return jax.tree.map(lambda a, b: jnp.zeros_like(b if jnp.shape(b) == a.shape else a, dtype=a.dtype), types, like)
 
 
-def _strong(leaf: Any) -> Any:
+def _strong(leaf: Array) -> Array:
+    """The leaf without a weak type, which would be another after an update. A random key has no weak type."""
     leaf = arrays.as_array(leaf)
     return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else lax.convert_element_type(leaf, leaf.dtype)
 
 
-def _looped(run: Callable[..., Any], updates: Any, predicate: Any, state: Any, operands: list[Any]) -> Any:
+def _looped(
+    run: Callable[..., tuple[Tree, Tree]], updates: Tree, predicate: jax.Array, state: Tree, operands: list[Tree]
+) -> tuple[Tree, Tree]:
     """The branch as a loop of at most one turn: XLA lets its body write into what came in, where a cond would copy."""
 
-    def body(carry: Any) -> Any:
+    def body(carry: tuple[jax.Array, Tree, Tree]) -> tuple[jax.Array, Tree, Tree]:
         return jnp.zeros_like(carry[0]), *_typed(run(carry[2], *operands), carry[1:])
 
-    return lax.while_loop(lambda carry: carry[0], body, (predicate, _zeros(updates), state))[1:]
+    _, updates, state = lax.while_loop(lambda carry: carry[0], body, (predicate, _zeros(updates), state))
+    return updates, state
 
 
-def _branched(run: Callable[..., Any], updates: Any, predicate: Any, state: Any, operands: list[Any]) -> Any:
+def _branched(
+    run: Callable[..., tuple[Tree, Tree]], updates: Tree, predicate: jax.Array, state: Tree, operands: list[Tree]
+) -> tuple[Tree, Tree]:
     """The same as a cond, which can be differentiated in reverse."""
     untaken = _zeros(updates), state
-    return lax.cond(predicate, lambda state: _typed(run(state, *operands), untaken), lambda state: untaken, state)
+    taken = lambda state: _typed(run(state, *operands), untaken)
+    updates, state = lax.cond(predicate, taken, lambda state: untaken, state)
+    return updates, state
 
 
-def _zeros(types: Any) -> Any:
+def _zeros(types: Tree) -> Tree:
     return jax.tree.map(arrays.zeros, types)
 
 
-def _typed(found: Any, like: Any) -> Any:
-    """The trees sharded and varying as others are, or as types say."""
+def _typed(tree: Tree, like: Tree) -> Tree:
+    """The tree sharded and varying as another one is, or as types say."""
     types = jax.tree.map(lambda b: jax.typeof(b) if isinstance(b, jax.Array) else b, like)
-    return jax.tree.map(arrays.typed, found, types)
+    return jax.tree.map(arrays.typed, tree, types)
 
 
 def finite(leaves: Sequence[Array]) -> jax.Array:
@@ -212,12 +222,14 @@ def in_order(windows: Sequence[Window]) -> list[Window]:
 
 def rejoined(windows: Sequence[Window]) -> Window:
     """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *windows)  # type: ignore[no-any-return]
+    stacked: Window = jax.tree.map(lambda *parts: jnp.stack(parts), *windows)
+    return stacked
 
 
-def parted(window: Window, replicas: Replicas, is_empty: bool) -> Any:
+def parted(window: Window, replicas: Replicas, is_empty: bool) -> Window:
     """A window as a state has it where replicas fold apart."""
-    return jax.tree.map(lambda leaf: as_varying(leaf, replicas.names)[None], window)
+    with_axis: Window = jax.tree.map(lambda leaf: as_varying(leaf, replicas.names)[None], window)
+    return with_axis
 
 
 def state_specs(tx: MultiSteps) -> MultiStepsState:
@@ -226,8 +238,18 @@ def state_specs(tx: MultiSteps) -> MultiStepsState:
     What replicas fold apart has a leading axis, which lies over the axes that `across` names; all else is the same on
     every device.
 
-    >>> specs = jax_backend.state_specs(tx)
-    >>> state = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(params)
+    Args:
+        tx: What `multi_steps(..., across=)` returned.
+
+    Returns:
+        A MultiStepsState of PartitionSpecs.
+
+    Raises:
+        FuncgaError: The transform merges over no replicas.
+
+    Example:
+        >>> specs = jax_backend.state_specs(tx)
+        >>> state = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(params)
     """
     if not isinstance(tx, MultiSteps) or tx.across is None:
         raise FuncgaError(
@@ -235,6 +257,6 @@ def state_specs(tx: MultiSteps) -> MultiStepsState:
             "Without across= it is the same on every device: jax.sharding.PartitionSpec()."
         )
     replicas = tx.across if isinstance(tx.across, Replicas) else Replicas(tx.across)
-    make: Any = PartitionSpec
-    whole, window = make(), make(replicas.names)
+    spec: Callable[..., Tree] = PartitionSpec
+    whole, window = spec(), spec(replicas.names)
     return MultiStepsState(whole, window, whole, whole, whole, Dropped(whole, whole))

@@ -46,7 +46,19 @@ __all__ = [
 
 BACKEND = Backend("torch", trees, arrays, dlpack, gradients, loop, replicas, sums, transforms)
 
-# States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
+# States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True. Each type is also known
+# by the module that it has in states that were saved before the modules were moved.
+_SAVED_IN = {
+    AccumulatorState: "funcga.accumulator",
+    Dropped: "funcga.window",
+    LossScaledState: "funcga.loss_scaling",
+    MultiStepsState: "funcga.window",
+    Number: "torch_backend.slots",
+    OptimizerState: "torch_backend.optimizer_state",
+    Parts: "funcga.window",
+    Tally: "funcga.tally",
+    Window: "funcga.window",
+}
 torch.serialization.add_safe_globals(
-    [AccumulatorState, Dropped, LossScaledState, MultiStepsState, Number, OptimizerState, Parts, Tally, Window]
+    [*_SAVED_IN, *((kind, f"{module}.{kind.__name__}") for kind, module in _SAVED_IN.items())]
 )

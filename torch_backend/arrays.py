@@ -113,7 +113,7 @@ _TRACES_DEPTH = torch.__version__ >= "2.13"
 
 def scalar(weight: Scalar) -> Scalar:
     """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
-    if is_dtensor(weight):
+    if type(weight) is not torch.Tensor and is_dtensor(weight):
         weight = weight.full_tensor()
     plain = type(weight) is torch.Tensor and weight.device.type == "cpu"
     if not plain or torch.compiler.is_compiling() or in_transform():

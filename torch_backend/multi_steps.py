@@ -36,7 +36,7 @@ def _wide(leaf: object, tracked: bool) -> object:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = leaf if tracked or not leaf.requires_grad else leaf.detach()
-    return leaf.to(_dtype_of_update(leaf))
+    return leaf if leaf.dtype is torch.float32 else leaf.to(_dtype_of_update(leaf))
 
 
 def when(

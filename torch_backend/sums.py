@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -17,53 +16,52 @@ from torch_backend.dtensor import local
 donates = True  # a call may write to memory that it is given
 
 
-def _untracked(pure: bool) -> AbstractContextManager[object]:
-    """A context that records no graph; but in a transform of torch.func, which would then see nothing, a `pure` one."""
-    return nullcontext() if pure else torch.no_grad()
+def _tracked(pure: bool) -> bool:
+    """Whether autograd may record: in a transform of torch.func, which sees nothing else, as it does already."""
+    return pure and torch.is_grad_enabled()
 
 
 def add(
     folds: Sequence[LeafFold | None], held: Sequence[Reduced], leaves: Sequence[Array], weight: Scalar, donate: bool
 ) -> tuple[list[Reduced], bool]:
     """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
-    _check_devices(held, leaves)
     pure = arrays.in_transform()
     # Sums are added in one kernel for all leaves of a kind. Every other fold is combined leaf by leaf, and so is a sum
     # with a weight on a device, which has to select: of a micro-batch of weight 0 it adds nothing, not even a NaN.
     factors: dict[str, float] = {} if pure else {"plain": 1}
     if not (pure or isinstance(weight, torch.Tensor)):
         factors["weighted"] = weight
-    places: dict[str, list[int]] = {kind: [] for kind in factors}
+    in_one_kernel: dict[str, list[int]] = {kind: [] for kind in factors}
     added: list[Reduced] = [None] * len(held)
     owned = True
-    with _untracked(pure):
+    with torch.set_grad_enabled(_tracked(pure)):
         for leaf_index, (fold, own, leaf) in enumerate(zip(folds, held, leaves, strict=True)):
             if fold is None:
                 continue
-            if fold.adds in factors and _adds_in_place(own, leaf):
-                places[fold.adds].append(leaf_index)
+            if type(own) is torch.Tensor and isinstance(leaf, torch.Tensor) and own.device != leaf.device:
+                raise _elsewhere(own, leaf)
+            if fold.adds in factors and _is_addend(own, leaf):
+                in_one_kernel[fold.adds].append(leaf_index)
                 continue
             # A monoid may return what it was given, which the caller may have too.
-            added[leaf_index], owned = fold.combine(own, fold.lift(leaf, weight)), False
-        for kind, factor in factors.items():
-            chosen = places[kind]
-            sums = add_scaled([held[k] for k in chosen], [leaves[k] for k in chosen], factor, donate)
-            owned = owned and bool(factor or not chosen)
+            value = leaf if pure or not isinstance(leaf, torch.Tensor) else leaf.detach()
+            added[leaf_index], owned = fold.combine(own, fold.lift(value, weight)), False
+        for kind, chosen in in_one_kernel.items():
+            sums = add_scaled([held[k] for k in chosen], [leaves[k] for k in chosen], factors[kind], donate)
+            owned = owned and bool(factors[kind] or not chosen)
             for leaf_index, own in zip(chosen, sums, strict=True):
                 added[leaf_index] = own
     return added, donate or owned
 
 
-def _check_devices(held: Sequence[Reduced], leaves: Sequence[Array]) -> None:
-    for own, leaf in zip(held, leaves, strict=True):
-        if type(own) is torch.Tensor and isinstance(leaf, torch.Tensor) and own.device != leaf.device:
-            raise FuncgaError(
-                f"a gradient, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made for params on "
-                f"{own.device}. Move it: grad.to({str(own.device)!r}); or make a state where the params are now."
-            )
+def _elsewhere(own: torch.Tensor, leaf: torch.Tensor) -> FuncgaError:
+    return FuncgaError(
+        f"a gradient, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made for params on "
+        f"{own.device}. Move it: grad.to({str(own.device)!r}); or make a state where the params are now."
+    )
 
 
-def _adds_in_place(own: Reduced, leaf: Array) -> bool:
+def _is_addend(own: Reduced, leaf: Array) -> bool:
     """Whether a leaf can be added to this accumulator by torch itself, without another dtype or layout."""
     if type(own) is type(leaf) is torch.Tensor and leaf.layout is torch.strided:
         return own.dtype is leaf.dtype or torch.promote_types(own.dtype, leaf.dtype) is own.dtype
@@ -90,11 +88,12 @@ def finish(folds: Sequence[LeafFold | None], held: Sequence[Reduced], tally: Tal
     known = len(tally.weight) == 1 and isinstance(total, int | float) and not pure
     finished: list[Reduced] = [None] * len(held)
     quotients = []
-    with _untracked(pure):
+    with torch.set_grad_enabled(_tracked(pure)):
         for leaf_index, (fold, own) in enumerate(zip(folds, held, strict=True)):
             if fold is None:
                 continue
-            if known and _divides(fold, own):
+            divides = known and fold.fold.normalizer.divides_by == "weight" and type(own) is torch.Tensor
+            if divides and own.dtype is fold.result_dtype:
                 quotients.append(leaf_index)
             else:
                 finished[leaf_index] = fold.result(own, tally)
@@ -102,12 +101,6 @@ def finish(folds: Sequence[LeafFold | None], held: Sequence[Reduced], tally: Tal
     for leaf_index, quotient in zip(quotients, divided, strict=True):
         finished[leaf_index] = quotient
     return finished
-
-
-def _divides(fold: LeafFold, own: Reduced) -> bool:
-    """Whether all that the fold does in the end is to divide this array by the total weight."""
-    by_weight = fold.fold.normalizer.divides_by == "weight"
-    return by_weight and type(own) is torch.Tensor and own.dtype is fold.result_dtype
 
 
 def _quotients(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence[torch.Tensor]:
@@ -143,7 +136,7 @@ def is_power_of_two(number: float) -> bool:
 def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
     """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
     pure = arrays.in_transform()
-    with _untracked(pure):
+    with torch.set_grad_enabled(_tracked(pure)):
         wide = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
         if donate and not pure:
             wide = without_overlap(wide)
@@ -161,7 +154,7 @@ def emptied(folds: Sequence[LeafFold | None], held: Sequence[Reduced], donate: b
     kept = set(_storages(taken)) if donate and not pure else set()
     empty: list[Reduced] = [None] * len(held)
     zeroed = []
-    with _untracked(pure):
+    with torch.set_grad_enabled(_tracked(pure)):
         for leaf_index, (fold, own) in enumerate(zip(folds, held, strict=True)):
             if fold is None:
                 continue

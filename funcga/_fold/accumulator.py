@@ -7,7 +7,6 @@ from typing import NamedTuple
 from funcga._backend.dispatch import backend_of
 from funcga._backend.protocols import Backend
 from funcga._fold import tally
-from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._fold.tally import Tally, check_narrow, check_weight
 from funcga._types import Array, Reduced, Scalar, Tree
@@ -28,26 +27,16 @@ class Accumulation(NamedTuple):
     rejected: Scalar = 0
     owned: bool = False
 
-    @property
-    def folds(self) -> tuple[LeafFold | None, ...]:
-        """The fold of each leaf; None for a leaf that is None."""
-        return self.outputs.folds
-
-    @property
-    def backend(self) -> Backend:
-        """The framework that the leaves belong to."""
-        return self.outputs.backend
-
     def add(self, leaves: Sequence[Array], weight: Scalar, donate: bool = False) -> "Accumulation":
         """With one more micro-batch of this weight; in the same memory if that is donated."""
-        arrays = self.backend.arrays
-        held, owned = self.backend.sums.add(self.folds, self.held, leaves, weight, donate)
-        more = Tally(self._addends(weight), arrays.count(1))
-        return self._replace(held=held, tally=_merge_tallies(self.tally, more, self.backend), owned=owned)
+        backend = self.outputs.backend
+        held, owned = backend.sums.add(self.outputs.folds, self.held, leaves, weight, donate)
+        more = Tally(self._addends(weight), backend.arrays.count(1))
+        return self._replace(held=held, tally=_merge_tallies(self.tally, more, backend), owned=owned)
 
     def _addends(self, weight: Scalar) -> tuple[Scalar, ...]:
         """The weight as addends, of as many bits as the tally is counted in."""
-        arrays, counted = self.backend.arrays, self.tally.weight
+        arrays, counted = self.outputs.backend.arrays, self.tally.weight
         if len(counted) == 2:
             return arrays.addends(weight, wide=False)
         # An array goes into two addends, which a framework without 64-bit types can take over; but into a 64-bit
@@ -59,20 +48,20 @@ class Accumulation(NamedTuple):
     @property
     def is_narrow(self) -> bool:
         """Whether a leaf is accumulated in float32, whose range is smaller than that of the weights."""
-        return any(fold.is_narrow for fold in self.folds if fold is not None)
+        return any(fold.is_narrow for fold in self.outputs.folds if fold is not None)
 
     def merge(self, other: "Accumulation") -> "Accumulation":
         """What both have folded; this one comes first."""
         held = [
             None if fold is None else fold.combine(own, more)
-            for fold, own, more in zip(self.folds, self.held, other.held, strict=True)
+            for fold, own, more in zip(self.outputs.folds, self.held, other.held, strict=True)
         ]
-        total = _merge_tallies(self.tally, other.tally, self.backend)
+        total = _merge_tallies(self.tally, other.tally, self.outputs.backend)
         return Accumulation(self.outputs, held, total, self.rejected + other.rejected)
 
     def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
         """What this one holds where a condition is true that the host does not see, else what the other one does."""
-        xp = self.backend.arrays.xp
+        xp = self.outputs.backend.arrays.xp
 
         def select(own: Reduced, less: Reduced) -> Reduced:
             if isinstance(own, tuple):
@@ -171,12 +160,12 @@ class Accumulator:
             FuncgaError: The value has another structure, shape or dtype, or the weight is negative.
         """
         window = self._opened(state, backend_of([state, value], lambda: ["state", "value"]))
-        weight = check_weight(weight, window.backend.arrays)
+        weight = check_weight(weight, window.outputs.backend.arrays)
         if window.is_narrow:
             check_narrow(weight)
         leaves = window.outputs.leaves(value, "this update")
         for leaf_index, leaf in enumerate(leaves):
-            fold, own = window.folds[leaf_index], window.held[leaf_index]
+            fold, own = window.outputs.folds[leaf_index], window.held[leaf_index]
             if fold is not None and not fold.takes(leaf, own):
                 _check_shapes(window, leaf_index, fold.lift(leaf, weight))
         return self._closed(window.add(leaves, weight), state)
@@ -210,7 +199,7 @@ class Accumulator:
             The values, normalised by the weights and steps in the state, in their structure and dtypes.
         """
         window = self._opened(state, backend_of([state], lambda: ["state"]))
-        leaves = window.backend.sums.finish(window.folds, window.held, window.tally, donate=False)
+        leaves = window.outputs.backend.sums.finish(window.outputs.folds, window.held, window.tally, donate=False)
         return window.outputs.structure_of(leaves)
 
     def _opened(self, state: AccumulatorState, backend: Backend) -> Accumulation:
@@ -227,10 +216,10 @@ class Accumulator:
 
 def _check_shapes(window: Accumulation, leaf_index: int, more: Reduced) -> None:
     """Raises FuncgaError if what is to be combined with what is held of a leaf would be broadcast."""
-    fold, own = window.folds[leaf_index], window.held[leaf_index]
+    fold, own = window.outputs.folds[leaf_index], window.held[leaf_index]
     if fold is None or fold.fold.reducer.monoid.axis is not None:
         return
-    describe = window.backend.arrays.describe
+    describe = window.outputs.backend.arrays.describe
     for x, y in zip(*(parts if isinstance(parts, tuple) else (parts,) for parts in (own, more)), strict=True):
         if x.shape != y.shape:
             raise FuncgaError(

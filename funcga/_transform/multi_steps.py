@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
-from funcga._backend.protocols import Backend
+from funcga._backend.protocols import Arrays, Backend
 from funcga._fold import tally
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.leaf import LeafFold
@@ -384,21 +384,23 @@ class MultiStepsUpdate(UpdateFunction):
 
     def _read(self, window: Window, backend: Backend) -> Accumulation:
         leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
-        held = [leaf.parts if type(leaf) is Parts else leaf for leaf in leaves]
-        outputs = self._bound([_largest(own) for own in held], structure, backend)
+        held = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
+        likes = [_largest(own) if isinstance(own, tuple) else own for own in held]
+        outputs = self._bound(likes, structure, backend)
         return Accumulation(outputs, held, window.tally, window.rejected)
 
     def _closed(self, window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
         """The window as a state has it; `is_empty` if nothing is folded."""
         leaves = [Parts(own) if isinstance(own, tuple) else own for own in window.held]
         closed = Window(window.outputs.structure_of(leaves), window.tally, window.rejected)
-        return closed if replicas is None else window.backend.transforms.parted(closed, replicas, is_empty)
+        return closed if replicas is None else window.outputs.backend.transforms.parted(closed, replicas, is_empty)
 
     def _added(
         self, grads: Tree, window: Accumulation, state: MultiStepsState, weight: Scalar, replicas: Any
     ) -> tuple[Accumulation, MultiStepsState]:
         """The window with one more micro-batch, and the state with what else has changed."""
-        backend, arrays = window.backend, window.backend.arrays
+        backend = window.outputs.backend
+        arrays = backend.arrays
         leaves = matched_grads(grads, window)
         backend.transforms.check_merged(leaves, partial(paths_below, "grads", window), replicas)
         weight = check_weight(weight, arrays)
@@ -434,7 +436,7 @@ class MultiStepsUpdate(UpdateFunction):
             if replicas is not None:  # what each of them rejected is known only now
                 dropped = dropped._replace(microbatches=dropped.microbatches + merged.rejected)
             dropped = self.dropping.counted(dropped, keep, total.steps, merged.rejected, arrays)
-        folds = [_result_fold(fold, like, backend) for fold, like in zip(merged.folds, likes, strict=True)]
+        folds = _result_folds(merged.outputs.folds, likes, arrays)
         gradients = backend.sums.finish(folds, merged.held, total, owned or replicas is not None)
         grads = window.outputs.structure_of(gradients)
         run = partial(self._run, backend)
@@ -450,10 +452,11 @@ class MultiStepsUpdate(UpdateFunction):
 
     def _merged(self, window: Accumulation, replicas: Any) -> Accumulation:
         """The window of all replicas. What they have rejected is summed with the gradients, as one more leaf."""
-        backend, memory = window.backend, self.memory
+        backend, memory = window.outputs.backend, self.memory
         if memory.counted is None:
-            largest = window.outputs.structure_of([_largest(own) for own in window.held])
-            memory.counted = bind_outputs((self.fold, sum()), (largest, window.rejected), backend)
+            likes = [_largest(own) if isinstance(own, tuple) else own for own in window.held]
+            pair = window.outputs.structure_of(likes), window.rejected
+            memory.counted = bind_outputs((self.fold, sum()), pair, backend)
         held = [*window.held, window.rejected]
         held, total = backend.transforms.merged(memory.counted, held, window.tally, replicas, memory.merging)
         return window._replace(held=held[:-1], rejected=held[-1], tally=total)
@@ -469,22 +472,22 @@ def _is_parts(node: object) -> bool:
     return type(node) is Parts
 
 
-def _largest(own: Reduced) -> Array:
-    """Of what is held of a leaf, the array that has its shape."""
-    return max(own, key=lambda part: len(part.shape)) if isinstance(own, tuple) else own
+def _largest(parts: tuple[Array, ...]) -> Array:
+    """Of the arrays that are held of a leaf, the one that has its shape."""
+    return max(parts, key=lambda part: len(part.shape))
 
 
 def _emptied(window: Accumulation, owned: bool, taken: Tree) -> Accumulation:
     """The empty window; in the same memory if that is owned, and not `taken` by what was made of it."""
-    arrays = window.backend.arrays
+    arrays = window.outputs.backend.arrays
     zero = Tally(arrays.addends(0, wide=len(window.tally.weight) == 1), arrays.integer(0))
-    held = window.backend.sums.emptied(window.folds, window.held, owned, taken)
+    held = window.outputs.backend.sums.emptied(window.outputs.folds, window.held, owned, taken)
     return Accumulation(window.outputs, held, zero, arrays.integer(0))
 
 
 def _seen(window: Accumulation) -> Tally:
     """What has been folded, as a normalizer takes it: as numbers where the host sees them."""
-    arrays = window.backend.arrays
+    arrays = window.outputs.backend.arrays
     steps, *addends = (arrays.scalar(amount) for amount in (window.tally.steps, *window.tally.weight))
     if any(map(arrays.is_array, addends)):
         return Tally(window.tally.weight, steps)
@@ -494,15 +497,20 @@ def _seen(window: Accumulation) -> Tally:
 def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
     """The weight of the window so far, on all replicas."""
     total = tally.total(_seen(window))
-    return total if replicas is None else window.backend.transforms.summed(total, window.held, replicas)
+    return total if replicas is None else window.outputs.backend.transforms.summed(total, window.held, replicas)
 
 
-def _result_fold(fold: LeafFold | None, param: Array, backend: Backend) -> LeafFold | None:
-    """The fold of a gradient, whose result is in the dtype that the wrapped transform sees of this param."""
-    dtype = getattr(param, "dtype", None)
-    if fold is None or dtype is None or dtype == fold.result_dtype or fold.fold.normalizer.dtype is not None:
-        return fold
-    return replace(fold, result_dtype=backend.arrays.accumulator_dtype(dtype))
+def _result_folds(
+    folds: Sequence[LeafFold | None], params: Sequence[Array], arrays: Arrays
+) -> Sequence[LeafFold | None]:
+    """The folds of the gradients, with results in the dtypes that the wrapped transform sees of these params."""
+    results = [*folds]
+    for leaf_index, (fold, param) in enumerate(zip(folds, params, strict=True)):
+        dtype = getattr(param, "dtype", None)
+        if fold is None or dtype is None or dtype == fold.result_dtype or fold.fold.normalizer.dtype is not None:
+            continue
+        results[leaf_index] = replace(fold, result_dtype=arrays.accumulator_dtype(dtype))
+    return results
 
 
 def _restore(window: Accumulation, gradients: Sequence[Reduced], total: Tally) -> None:
@@ -510,11 +518,11 @@ def _restore(window: Accumulation, gradients: Sequence[Reduced], total: Tally) -
     weight = tally.total(total)
     divided = [
         own
-        for fold, own, gradient in zip(window.folds, window.held, gradients, strict=True)
+        for fold, own, gradient in zip(window.outputs.folds, window.held, gradients, strict=True)
         if fold is not None and gradient is own and fold.fold.normalizer.divides_by == "weight"
     ]
-    if divided and not window.backend.arrays.is_array(weight) and weight:
-        window.backend.sums.scaled(divided, float(weight), donate=True)
+    if divided and not window.outputs.backend.arrays.is_array(weight) and weight:
+        window.outputs.backend.sums.scaled(divided, float(weight), donate=True)
 
 
 def _check_extra(extra: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
 
     Raises FuncgaError, which names the leaves, if their structure, or a shape or kind of dtype, is another.
     """
-    backend = window.backend
+    backend = window.outputs.backend
     leaves, structure = backend.trees.flatten(grads)
     if structure != window.outputs.structure:
         by_path = dict(zip(leaf_paths(grads, backend.trees, "grads"), leaves, strict=True))
@@ -88,7 +88,7 @@ def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
 
 def _check_grad(leaf_index: int, leaf: object, own: Reduced, window: Accumulation) -> None:
     """Raises FuncgaError if a gradient has another shape or kind of dtype than what is held of it."""
-    arrays, parts = window.backend.arrays, own if isinstance(own, tuple) else (own,)
+    arrays, parts = window.outputs.backend.arrays, own if isinstance(own, tuple) else (own,)
     if own is None or not arrays.is_array(leaf):
         fits = own is None and leaf is None
     else:
@@ -104,7 +104,7 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
 
     The leaves are in the order of what is held. Raises FuncgaError if params have another structure or shapes.
     """
-    trees = window.backend.trees
+    trees = window.outputs.backend.trees
     if params is None:
         return params, [None] * len(window.held)
     leaves, structure = trees.flatten(params)
@@ -119,7 +119,7 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
     for leaf_index, (leaf, own) in enumerate(zip(leaves, window.held, strict=True)):
         if own is None or (type(leaf) is type(own) and leaf.shape == own.shape):
             continue  # as usual
-        if not _is_param_of(leaf, own, window.backend.arrays):
+        if not _is_param_of(leaf, own, window.outputs.backend.arrays):
             raise _unfit("params", leaf_index, leaf, window)
     return params, leaves
 
@@ -151,7 +151,7 @@ def _check_paths(what: str, paths: list[str], expected: list[str]) -> None:
 
 
 def _unfit(name: str, leaf_index: int, leaf: object, window: Accumulation) -> FuncgaError:
-    describe, own = window.backend.arrays.describe, window.held[leaf_index]
+    describe, own = window.outputs.backend.arrays.describe, window.held[leaf_index]
     before = describe(max(own, key=lambda part: part.ndim) if isinstance(own, tuple) else own)
     return FuncgaError(
         f"{paths_below(name, window)[leaf_index]} is {describe(leaf)}, and the state was made for params where it is "
