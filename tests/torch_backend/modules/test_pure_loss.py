@@ -708,13 +708,13 @@ def test_a_loss_that_joins_a_thread_that_steps_the_same_module(monkeypatch):
     not hasattr(time, "pthread_getcpuclockid"), reason="the system does not say how much a thread works"
 )
 def test_a_thread_that_works_for_long_is_waited_for(monkeypatch):
-    monkeypatch.setattr(visits, "_PATIENCE", 0.2)
+    monkeypatch.setattr(visits, "_PATIENCE", 0.5)
     module, (x, y) = net(), batch()
     inside, results = threading.Event(), []
 
     def works(module, x, y):
         inside.set()
-        until = time.thread_time() + 0.6
+        until = time.thread_time() + 1.2
         while time.thread_time() < until:
             pass
         return mse(module, x, y)

@@ -1,0 +1,185 @@
+"""Private names of modules, DDP and FSDP: each is taken away, and the numbers are right still, or an error says so."""
+
+import importlib
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import funcga
+from tests.processes import Failed, processes
+from tests.torch_backend.wrapped.test_wrapped import (
+    WRAPPERS,
+    closing_over,
+    ddp,
+    errors,
+    made,
+    mean_square,
+    rows_of,
+    whole_rows,
+)
+from torch_backend import _private, module_value_and_grad, pure_loss, running_buffers
+
+
+def hidden(function):
+    """A function of a DDP which sees a reducer without any private name, as DDP itself needs them."""
+    seen = lambda ddp: SimpleNamespace(reducer=None, find_unused_parameters=ddp.find_unused_parameters)
+    return lambda ddp, *args: function(seen(ddp), *args)
+
+
+def step_without(group, wrapper):
+    """The errors of two windows, between which a loss raises an error in the first of its micro-batches."""
+    module = WRAPPERS[wrapper](group, made())
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("is_finished", "reset_ddp"):
+            patch.setattr(_private, name, hidden(getattr(_private, name)))
+        own = rows_of(group.rank(), torch.float32)
+        step = funcga.accumulate(module_value_and_grad(module, mean_square), 2)
+        first = step(*own)
+        with pytest.raises(ZeroDivisionError):
+            funcga.accumulate(module_value_and_grad(module, lambda module, x, y: 1 / 0), 2)(*own)
+        expected = whole_rows(group.size(), torch.float32)
+        return [max(errors(module, result, *expected)) for result in (first, step(*own))]
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp_unused", "replicated"])
+def test_the_reducer_of_ddp(wrapper):
+    for found in processes(2).run(step_without, wrapper):
+        assert max(found) <= 1e-6
+
+
+class Branches(nn.Module):
+    """A module of which one part is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def unused_without(group):
+    module = ddp(group, Branches())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_private, "is_finished", hidden(_private.is_finished))
+        funcga.accumulate(module_value_and_grad(module, mean_square), 2)(*rows_of(group.rank(), torch.float32))
+
+
+def test_a_pass_that_does_not_synchronise_is_refused_without_the_reducer():
+    with pytest.raises(Failed) as failed:
+        processes(2).run(unused_without)
+    for kind, text in failed.value.errors:
+        assert kind == "FuncgaError"
+        assert "no gradient for `module.unused.weight`, `module.unused.bias`, so that Distributed" in text
+
+
+def refused_without(group, wrapper, owner, name):
+    module = WRAPPERS[wrapper](group, made())
+    with pytest.MonkeyPatch.context() as patch:
+        if owner is None:
+            for part in module.modules():
+                part.__dict__.pop(name, None)
+        else:
+            patch.delattr(owner, name)
+        module_value_and_grad(module, mean_square)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "owner", "name", "label"),
+    [
+        ("fsdp1", None, "_handle", "FullyShardedDataParallel"),
+        ("fsdp2", FSDPModule, "_get_fsdp_state", "fully_shard"),
+    ],
+)
+def test_what_fsdp_is_not_told_about_is_refused(wrapper, owner, name, label):
+    with pytest.raises(Failed) as failed:
+        processes(2).run(refused_without, wrapper, owner, name)
+    for kind, text in failed.value.errors:
+        assert (kind, text) == (
+            "FuncgaError",
+            f"{label} of torch {torch.__version__} has no `{name}`, without which its gradients cannot be summed over "
+            f"a window. Use torch 2.11 to 2.13; or let funcga reduce: accumulate(funcga.value_and_grad("
+            f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped.",
+        )
+
+
+def of_others(group, wrapper):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_private, "nodes_made", lambda: math.nan)
+        return closing_over(group, wrapper, "adversarial")
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
+def test_without_a_count_of_nodes_every_graph_is_looked_at(wrapper):
+    for kept, error in processes(2).run(of_others, wrapper):
+        assert kept
+        assert error <= 1e-12
+
+
+@pytest.fixture
+def reloaded(monkeypatch):
+    """Loads the file of private names again, without one of them."""
+
+    def reload(owner, name):
+        with monkeypatch.context() as taken:
+            taken.delattr(owner, name)
+            importlib.reload(_private)
+
+    yield reload
+    importlib.reload(_private)
+
+
+def statistics():
+    torch.manual_seed(0)
+    module, x, y = (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+        torch.randn(12, 3),
+        torch.ones(12, 2),
+    )
+    gradient = funcga.value_and_grad(pure_loss(module, mean_square, statistics=True), has_aux=True)
+    fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
+    result = funcga.accumulate(gradient, 3, fold=fold)(dict(module.named_parameters()), x, y)
+    return result, running_buffers(module, result[0][1])
+
+
+def test_what_all_batch_norms_are(reloaded, monkeypatch):
+    want = statistics()
+    base = nn.modules.batchnorm._BatchNorm
+    reloaded(nn.modules.batchnorm, "_BatchNorm")
+    assert _private.BatchNorm is not base
+    funcga.compare(want, statistics(), rtol=0, atol=0).assert_close()
+
+
+def test_a_layer_that_is_not_found_leaves_torch_s_own_error(monkeypatch):
+    module = nn.BatchNorm1d(3)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, lambda module, x: module(x).sum())), 2)
+    with pytest.raises(funcga.FuncgaError, match="BatchNorm layer"):
+        step(dict(module.named_parameters()), torch.ones(2, 3))
+    monkeypatch.setattr(_private, "layer_and_input_of", lambda error: (None, None))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        step(dict(module.named_parameters()), torch.ones(2, 3))
+
+
+def test_what_a_compiler_is_asked(reloaded):
+    reloaded(torch._C._dynamo.eval_frame, "get_eval_frame_callback")
+    assert _private.compiling() is None
+    module = made()
+    value, grads = funcga.accumulate(module_value_and_grad(module, mean_square), 3)(*rows_of(0, torch.float32))
+    assert max(errors(module, (value, grads), *whole_rows(1, torch.float32))) <= 1e-6
+
+
+def test_what_ddp_does_not_tell():
+    assert not _private.is_in_join(SimpleNamespace())
+    assert _private.has_comm_hooks(SimpleNamespace())
+
+
+def test_memory_is_known_by_its_address_without_a_key(monkeypatch):
+    whole = torch.zeros(4)
+    stub = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(data_ptr=whole.untyped_storage().data_ptr))
+    other = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(data_ptr=whole[1:].untyped_storage().data_ptr))
+    assert _private.storage_key(stub) == _private.storage_key(other)
+    assert _private.storage_key(whole) == _private.storage_key(whole[1:]) != _private.storage_key(torch.zeros(4))
