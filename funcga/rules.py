@@ -102,10 +102,12 @@ def pairs(lefts: Iterable[str], rights: Iterable[str], rules: Sequence[Rule]) ->
 
 def _pair(left: str, rights: set[str], rules: Sequence[Rule]) -> Pair | None:
     """The Pair of a left path; None if a rule leaves it out."""
+    # The first spelling that the right tree has wins: they come in the order of preference.
     spellings = _spellings(left, rules)
     for path, used in spellings.items():
         if path in rights:
             return Pair(left, path, used)
+    # A path that a rule leaves out may still match by another rule, which was looked for first.
     omitting = [rule for rule in rules if rule.replacement is None]
     is_left_out = any(re.fullmatch(rule.pattern, path) for path in spellings for rule in omitting)
     return None if is_left_out else Pair(left, left, ())
@@ -140,6 +142,7 @@ def permuted(array: Array, pair: Pair) -> Array:
 
     Raises FuncgaError if it has not the axes that a rule permutes, or the rule's function fails or makes no array.
     """
+    # Each rule permutes what those before it have made.
     for rule in pair.rules:
         if callable(rule.axes):
             array = _called(rule.axes, array, rule, pair)

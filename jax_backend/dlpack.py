@@ -41,6 +41,7 @@ def devices() -> list[str]:
 def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
     """The array as others import it: by DLPack, if it lies on one of their platforms, else as NumPy's."""
     _check_exportable(leaf)
+    # A sharded array is gathered on the host; others have no name for one that lies on several devices.
     devices = leaf.devices()
     if len(devices) > 1:
         return Transfer(
@@ -50,6 +51,7 @@ def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
     if platform in platforms:
         return Transfer(jax.block_until_ready(leaf) if platform == "cpu" else leaf)  # type: ignore[no-untyped-call]
     if platform == "cpu":
+        # NumPy takes the memory as it is, unless its strides or dtype are JAX's own.
         array = np.asarray(leaf)
         shared = not array.size or _address(array) == _private.address(leaf)
         return Transfer(array, None if shared else "NumPy has no such dtype or layout; x.astype('int8') it has, say")
@@ -166,9 +168,11 @@ def _placed(imports: list[Transfer], device: Place | None) -> list[Transfer]:
 
 def _copy_reason(old: Array, new: jax.Array) -> str | None:
     """Why the new array is not in the memory of the old one; None if it is."""
+    # One of JAX's moves only if it was asked to.
     if isinstance(old, jax.Array):
         here, there = old.sharding, new.sharding
         return None if here == there else f"it lies on {old.device}, and device= is {new.device}; leave that out"
+    # NumPy's is shared if the new array begins at its address.
     single = isinstance(new.sharding, jax.sharding.SingleDeviceSharding)
     if not old.size or (single and _address(old) == _private.address(new)):
         return None

@@ -35,6 +35,8 @@ def as_array(leaf: object) -> torch.Tensor:
 
 def moved_like(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The array on the devices of another one of its shape."""
+    if like.is_meta:  # it stands for a tensor, and lies nowhere
+        return array
     if is_dtensor(like) and not is_dtensor(array):
         from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -40,6 +40,7 @@ def export_array(leaf: torch.Tensor, platforms: set[str]) -> Transfer:
         copied = (
             "it is conjugated, or negated, only when it is read; x.resolve_conj().resolve_neg() is what it reads as"
         )
+    # CUDA and ROCm are both "gpu" to JAX.
     platform = "gpu" if leaf.is_cuda else leaf.device.type
     if platform in platforms:
         # JAX does not import strides by DLPack.
@@ -133,6 +134,7 @@ def _imported(export: Transfer) -> Transfer:
         return Transfer(array.detach(), copied)
     if not isinstance(array, np.ndarray):
         return Transfer(dlpack.from_dlpack(array), copied)
+    # From here on it is NumPy's. torch wants memory that it may write to, and strides in whole, positive elements.
     if not array.flags.writeable:
         array, copied = array.copy(), copied or "it is read-only, which no tensor is; x.copy() is not"
     elif any(stride < 0 or stride % array.itemsize for stride in array.strides):
@@ -176,6 +178,7 @@ def _extent(tensor: torch.Tensor) -> list[Extent]:
         return []
     if storage.device.type == "meta" or not tensor.numel():
         return []
+    # Not tensor.data_ptr(), which fake and functional tensors refuse.
     start = storage.data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
     strides = [int(stride) * tensor.itemsize for stride in tensor.stride()]
     return [extent(start, tensor.shape, strides, tensor.itemsize)]

@@ -140,6 +140,7 @@ def converted(
     walk = _walk(tree, target, name)
 
     def export(leaf: Array, owner: Backend | None) -> Transfer:
+        # NumPy's arrays belong to no framework, and every one takes them.
         if owner is None:
             exported = _export_numpy(leaf)
         else:
@@ -177,6 +178,7 @@ def is_numpy(leaf: object) -> bool:
 
 
 def _is_class_of_numpy(leaf: object, *names: str) -> bool:
+    # By name, as this package does not import NumPy.
     bases = type(leaf).__mro__
     return any(base.__name__ in names and base.__module__.split(".")[0] == "numpy" for base in bases)
 
@@ -209,6 +211,7 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
         >>> funcga.shares_memory(params, funcga.to_jax(params, copy=None))
         {"['w']": True, "['b']": True}
     """
+    # Trees of two frameworks have their leaves in different orders, so these are matched by path.
     lefts, rights = _extents(left), _extents(right)
     missing, new = paths_apart([*lefts], [*rights])
     if missing or new:
@@ -296,6 +299,7 @@ def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
             return walk
         walks.append(walk)
 
+    # Most arrays count first; then that they are the walker's own, and that it is the one to convert to.
     def fitness(walk: _Walk) -> tuple[int, bool, bool]:
         return len(walk.owners), walk.walker in walk.owners.values(), walk.walker is target
 
@@ -314,3 +318,8 @@ def _owners(leaves: list[object], backends: list[Backend]) -> dict[int, Backend 
         if owner is not None or is_numpy(leaf):
             owners[index] = owner
     return owners
+
+
+def owner_of(leaf: object) -> Backend | None:
+    """The framework, of those that are imported, that an array belongs to; None for NumPy's, and for what is none."""
+    return next((backend for backend in load_imported() if backend.arrays.owns(leaf)), None)

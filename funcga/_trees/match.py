@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths, paths_apart
 from funcga._backend.protocols import Backend
-from funcga._trees.interop import any_backend, converted, is_numpy
+from funcga._trees.interop import any_backend, converted, is_numpy, owner_of
 from funcga._trees.paths import as_numpy, by_path, paths_and_leaves
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, listed
@@ -33,11 +33,12 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
     Example:
         >>> params = funcga.match(module.state_dict(), model.init(key, x), rules=funcga.rules.torch_to_flax)
     """
+    # Which paths there must be, which there are, and which goes to which.
     likes = by_path(like, "like")
     target = _framework_of(like, likes)
     is_array = target.arrays.is_array if target else is_numpy
     expected = {path: leaf for path, leaf in likes.items() if is_array(leaf)}
-    arrays = {path: leaf for path, leaf in by_path(tree, "tree").items() if hasattr(leaf, "shape")}
+    arrays = {path: leaf for path, leaf in by_path(tree, "tree").items() if is_numpy(leaf) or owner_of(leaf)}
     matches = _matches(arrays, expected, as_rules(rules))
     filled = {pair.right: _filled(arrays[pair.left], pair, expected[pair.right], target) for pair in matches}
     # Not by `likes`, which leaves out what is no array.
@@ -48,8 +49,7 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
 
 def _framework_of(like: Tree, leaves: Mapping[str, Array]) -> Backend | None:
     """The framework whose arrays a tree holds; None for a tree of NumPy's."""
-    is_owned = any(backend.arrays.owns(leaf) for backend in load_imported() for leaf in leaves.values())
-    if not is_owned and any(map(is_numpy, leaves.values())):
+    if any(map(is_numpy, leaves.values())) and not any(map(owner_of, leaves.values())):
         return None
     return backend_of([like], lambda: ["like"])
 
@@ -87,11 +87,11 @@ def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Arr
         )
     if target is None:
         return array.copy()
-    copied = converted(array, target, copy=True)
-    return copied if getattr(like, "is_meta", False) else target.arrays.moved_like(copied, like)
+    return target.arrays.moved_like(converted(array, target, copy=True), like)
 
 
 def _advice(pair: Pair, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    # A shape that fits when it is transposed is most likely a weight of the other library.
     for axes, permute in AXES.items():
         if len(shape) > 1 and tuple(shape[axis] for axis in permute(len(shape))) == wanted:
             rule = f"funcga.Rule(r'{re.escape(pair.left)}', r'{pair.right}', axes='{axes}')"
@@ -144,6 +144,7 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
             f"state_dict is of type {type(state_dict).__name__}; it is a dict of path to array, as "
             f"funcga.to_state_dict(state) returns it."
         )
+    # None has a path, too, but is in no state dict.
     backend = backend_of([like], lambda: ["like"])
     likes, structure = backend.trees.flatten(like)
     paths = leaf_paths(like, backend.trees)
@@ -168,7 +169,7 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
 def _restored(path: str, array: Array, like: Array, backend: Backend) -> Array:
     arrays = backend.arrays
     if not arrays.is_array(like):
-        return type(like)(array.item()) if hasattr(array, "item") else array
+        return type(like)(array) if isinstance(like, int | float | complex | str) else array
     if arrays.describe(arrays.stored(array)) != arrays.describe(arrays.stored(arrays.as_array(like))):
         raise FuncgaError(
             f"{path} is {arrays.describe(array)} in the state dict and {arrays.describe(like)} in the tree to fill. "

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, MappingView
 
 from funcga._backend.dispatch import load_imported
 from funcga._backend.protocols import ExportError
+from funcga._trees.interop import owner_of
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 
@@ -38,11 +39,13 @@ def _children_in(tree: Tree) -> Children:
 
     Unlike in a fold, a tree may hold arrays of several frameworks, or of NumPy alone: it is only looked at.
     """
+    # The framework that owns an array knows the containers best; without arrays any one is asked.
     loaded = load_imported()
     owners = [b for b in loaded if any(map(b.arrays.owns, b.trees.flatten(tree, _is_pathless)[0]))]
     backend = [*loaded, *owners][-1] if loaded else None
 
     def children(node: Tree) -> list[tuple[str, Tree]] | None:
+        # JAX would sort the keys of a dict, and NumPy's trees need no framework.
         if isinstance(node, Mapping):
             return [(f"[{key!r}]", child) for key, child in node.items()]
         if isinstance(node, tuple | list):
@@ -84,6 +87,7 @@ def paths_and_leaves(tree: Tree, children: Children, path: str = "") -> list[tup
     below = children(tree)
     if below is None:
         return [(path, tree)]
+    # A box such as flax's Param has one child, and its path is the box's own.
     if [key for key, _ in below] == [".value"]:
         return paths_and_leaves(below[0][1], children, path)
     leaves = []
@@ -105,7 +109,7 @@ def as_numpy(leaf: Array, path: str) -> Array:
 
     Raises FuncgaError, which calls the array by its path, for one without numbers that NumPy could have.
     """
-    owner = next((backend for backend in load_imported() if backend.arrays.owns(leaf)), None)
+    owner = owner_of(leaf)
     if owner is None:
         return leaf
     try:

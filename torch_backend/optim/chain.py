@@ -1,7 +1,7 @@
 """Transforms in a chain: each is given what the one before it made of the gradients."""
 
 import inspect
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from funcga._transform.transform import DonatingTransform, Transform, UpdateFunction, is_scaled, read_transform
 from funcga._types import Tree
@@ -30,6 +30,7 @@ def chain(*transforms: object) -> DonatingTransform:
         >>> tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
         >>> updates, state = tx.update(grads, tx.init(params), params)
     """
+    # Pairs of functions become transforms. What is wrong with a link is said with its position.
     links = [read_transform(tx, f"transforms[{index}]") for index, tx in enumerate(transforms)]
     for index, link in enumerate(links):
         if type(link).__module__.split(".")[0] == "optax":
@@ -45,31 +46,15 @@ def chain(*transforms: object) -> DonatingTransform:
             )
     if not links:
         raise FuncgaError("chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx).")
-    return Chain(links)
+    functions = _Chain(tuple(links))
+    return DonatingTransform(functions.init, functions, functions.donated)
 
 
-class Chain(DonatingTransform):
-    """The transform of some others, its links, one after the other."""
-
-    links: Sequence[Transform]
-
-    def __new__(cls, links: Sequence[Transform]) -> "Chain":
-        """The transform of these links."""
-        functions = _Functions(links)
-        chained = super().__new__(cls, functions.init, functions, functions.donated)
-        chained.links = links
-        return chained
-
-    def __reduce__(self) -> tuple[type["Chain"], tuple[Sequence[Transform]]]:
-        """How it is copied."""
-        return type(self), (self.links,)
-
-
-class _Functions(UpdateFunction):
+@dataclass(frozen=True)
+class _Chain(UpdateFunction):
     """The `update` of a chain, with its links and its other functions."""
 
-    def __init__(self, links: Sequence[Transform]):
-        self.links = links
+    links: tuple[Transform, ...]
 
     @property
     def scales(self) -> bool:
@@ -96,6 +81,7 @@ class _Functions(UpdateFunction):
                 f"state is not the tuple of {len(self.links)} that this chain has: state = tx.init(params); "
                 f"updates, state = tx.update(grads, state, params)."
             )
+        # The first link gets the caller's gradients, the others what nobody else looks at any more.
         states, owns_state, owns_grads = [], owned, owned
         for link, before in zip(self.links, state, strict=True):
             # A link may write to the gradients if nobody else has their memory, and it has no state that is another's.
@@ -120,4 +106,5 @@ def _accepted(link: Transform, extra: dict[str, object]) -> dict[str, object]:
 
 def _returns_new_memory(link: Transform) -> bool:
     """Whether nobody else has the memory of what it returns; others may return what they were given, or keep it."""
-    return _returns_new_memory(link.links[-1]) if isinstance(link, Chain) else isinstance(link, DonatingTransform)
+    update: object = link.update
+    return _returns_new_memory(update.links[-1]) if isinstance(update, _Chain) else isinstance(link, DonatingTransform)

@@ -77,6 +77,7 @@ def _check_limit(name: str, limit: object) -> None:
 
 
 def _check_norm(norm_type: object) -> None:
+    # "inf" is a number to float() and to torch; NaN is none, as it is not equal to itself.
     try:
         is_number = not isinstance(norm_type, bool) and float(norm_type) == float(norm_type)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -116,6 +117,7 @@ class _Functions:
             _check_gradient(leaf, index, grads)
         plain = [None if leaf is None else leaf.detach() for leaf in leaves]
         clipped = without_overlap(plain) if owned else [None if grad is None else grad.clone() for grad in plain]
+        # torch clips the `.grad`s of parameters in place, so each copy is the `.grad` of a tensor made for it.
         self.clip([_holder(grad) for grad in clipped if grad is not None])
         return trees.unflatten(structure, clipped)
 

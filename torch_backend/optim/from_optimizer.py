@@ -127,6 +127,7 @@ class _Functions:
 
     def _zeros(self, copy: torch.Tensor, optimizer: Optimizer) -> Slot:
         """Zeros for what the optimizer of a copy keeps for it, as one step shows."""
+        # Gradients of zeros leave zeros in momenta and averages, and any other state is set to zeros below.
         copy.grad = torch.zeros_like(copy)
         before = Shared.of(optimizer)
         try:
@@ -154,6 +155,7 @@ class _Functions:
         optimizer = self.options.build(copies, arguments.params, int(arguments.state.count))
         if isinstance(optimizer, torch.optim.SparseAdam):
             _check_sparse(arguments)
+        # The gradients are set last: a closure replaces them when the step calls it.
         closure = _constant(optimizer) if self.needs_closure and function is None else None
         if function is not None:
             closure = _evaluating(function, arguments, copies)
@@ -167,6 +169,7 @@ class _Functions:
         _step_from(arguments, optimizer, closure)
         before.check_kept(optimizer)
         slots = [self._slot(optimizer, copy) for copy in copies]
+        # A step that adds a key to a slot in use did not find what it looks for: the state is another optimizer's.
         if self.is_stock and not self.needs_closure:  # LBFGS keeps more with its second update, and others do not
             arguments.check_keys(slots, type(optimizer).__name__)
         return arguments.result(copies, slots, owned)
@@ -181,6 +184,7 @@ class _Functions:
             return laid
         if owned:
             return without_overlap(laid)
+        # Copied are those that the caller still has; with other strides they are copies already.
         for index, grad in enumerate(grads):
             if laid[index] is grad and grad is not None:
                 laid[index] = grad.clone()

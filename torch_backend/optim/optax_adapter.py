@@ -66,6 +66,7 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
             f"tx is {tx!r}, which is no transform of optax. Pass one, such as optax.adamw(1e-3); a transform of torch "
             f"functions is one here as it is, and one of torch.optim is made by torch_backend.from_optimizer."
         )
+    # With extra arguments a transform that takes none ignores them.
     functions = _Functions(*_compiled(optax.with_extra_args_support(tx)))
     return Transform(functions.init, functions.update)
 
@@ -132,6 +133,7 @@ def _compiled(tx: "optax.GradientTransformationExtraArgs") -> tuple[Callable[...
     def update(arguments: dict[str, Tree], functions: tuple[tuple[str, object], ...]) -> tuple[Tree, Tree]:
         grads, params = arguments["grads"], arguments["params"]
         state = with_keys(arguments["state"], grads if params is None else params)
+        # A tuple of pairs can be hashed, as static arguments must be.
         updates, after = tx.update(grads, state, params, **arguments["extra"], **dict(functions))
         return updates, without_keys(after)
 

@@ -31,8 +31,10 @@ class Options:
 
     def build(self, tensors: Sequence[torch.Tensor], params: Tree, count: int) -> Optimizer:
         """The optimizer of the tensors that stand for these parameters after `count` updates, its state empty."""
+        # A group of one's own options overrides the options for all, as torch's param_groups do.
         grouped = tensors if self.groups is None else self._grouped(tensors, params, count)
         optimizer = self.optimizer(grouped, **_at(self.options, count))
+        # A scheduler has the last word: it began with the options above.
         if self.schedule is not None:
             for group, options in zip(optimizer.param_groups, self.schedule(optimizer, count), strict=True):
                 group.update(options)
@@ -43,6 +45,7 @@ class Options:
         optimizer = self.build(tensors, params, 0)
         group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
         for tensor in tensors:
+            # Only one copy is there at a time.
             copy = tensor.clone().requires_grad_()
             yield copy, self.optimizer([{**group_of[id(tensor)], "params": [copy]}], **_at(self.options, 0))
 
@@ -54,6 +57,7 @@ class Options:
         for tensor, name in zip(tensors, names, strict=True):
             options = self.groups(name)
             self._check_group(options, name)
+            # Options are compared, not hashed: they may be tensors or lists.
             members = next((members for others, members in groups if others == options), None)
             if members is None:
                 groups.append((options, [tensor]))
@@ -127,6 +131,7 @@ class Schedule:
         """The options of each group, `params` left out."""
         options = [_without_params(group) for group in optimizer.param_groups]
         with self.lock:
+            # A scheduler cannot go back. Another one begins for an earlier count, and for groups of other options.
             if self.running is None or self.running.count > count or self.running.began_with != options:
                 self.running = _Running(self.make, optimizer.defaults, options)
             try:
@@ -166,6 +171,7 @@ class _Running:
                     f"total_steps=epochs * math.ceil(len(loader) / n)."
                 ) from error
             self.count += 1
+        # Schedulers add options of their own, such as initial_lr, which the optimizer does not know.
         groups = zip(self.optimizer.param_groups, self.began_with, strict=True)
         return [_cloned({name: group[name] for name in began}) for group, began in groups]
 
@@ -210,6 +216,7 @@ class Shared(NamedTuple):
             for index, group in enumerate(optimizer.param_groups)
             for name, value in _without_params(group).items()
         }
+        # State under a key that is no parameter is lost, too; that it appears is what shows.
         options |= {f"state[{key!r}]": None for key in optimizer.state if not isinstance(key, torch.Tensor)}
         numbers = {k: v for k, v in vars(optimizer).items() if type(v) in (int, float, torch.Tensor)}
         return cls(options, {name: _snapshot(value) for name, value in numbers.items()})

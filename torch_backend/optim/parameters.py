@@ -47,6 +47,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
                 f"tensor of its parameter's shape, or None: updates, state = tx.update(grads, state, params), of "
                 f"these params."
             )
+    # Inside of a loss that is differentiated, the sum is a part of it.
     with nullcontext() if arrays.in_transform() else torch.no_grad():
         return trees.unflatten(structure, _sums(leaves, additions))
 
@@ -98,6 +99,7 @@ def assign_grads(params: Tree, grads: Tree) -> None:
         >>> optimizer.step()
         >>> scheduler.step()
     """
+    # The three lists go together: the path of each parameter, the parameter, and its gradient.
     if isinstance(params, nn.Module):
         paths, parameters, gradients = _of_module(params, grads)
     else:
@@ -105,6 +107,7 @@ def assign_grads(params: Tree, grads: Tree) -> None:
         grads = list(grads) if isinstance(params, list) and isinstance(grads, tuple) else grads
         paths, parameters = leaf_paths(params, trees), trees.flatten(params)[0]
         gradients = matched(grads, params, "grads")
+    # All is checked before the first gradient is set.
     for path, parameter, grad in zip(paths, parameters, gradients, strict=True):
         if parameter is not None or grad is not None:
             _check_settable(path, parameter, grad)
@@ -124,6 +127,7 @@ def _of_module(module: nn.Module, grads: Tree) -> tuple[list[str], list[Array], 
             f"grads are {arrays.describe(grads)}, and those of a module are {{name: gradient}}, as they come from "
             f"step(dict(module.named_parameters()), ...). Give params in the structure of grads instead of a module."
         )
+    # Frozen parameters need no gradient; every gradient needs a parameter.
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     missing, _ = paths_apart(trained, [*grads])
     _, unknown = paths_apart([*parameters], [*grads])
@@ -192,6 +196,7 @@ def matched(tree: Tree, like: Tree, name: str, like_name: str = "params") -> lis
 
 
 def _mismatch(error: PrefixError, name: str, like_name: str) -> str:
+    # A leaf in the place of a container has no keys to compare.
     branches, wanted = trees.children(error.tree), [key for key, _ in trees.children(error.prefix) or ()]
     missing, unexpected = paths_apart(wanted, [key for key, _ in branches or ()])
     problems = [f"`{name}{error.path}{key}` is missing" for key in missing]

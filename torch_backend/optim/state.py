@@ -130,6 +130,7 @@ class Arguments:
         check_parameters(self.leaves, params)
         gradients, slots = self.gradients(grads), matched(state.slots, params, "state.slots")
         _check_slots(slots, params)
+        # Parameters that are None have slots and flags, too, so that positions are those of the leaves.
         started = _by_leaf(state.started.tolist(), params)
         self.entries = [
             Entry(index, parameter, gradients[index], slots[index], started[index])
@@ -174,6 +175,7 @@ class Arguments:
             started[entry.leaf_index] = has_started
             if not has_started:
                 slots[position] = entry.slot if owned else on_tensors(torch.clone, entry.slot)
+        # Flags are kept in the order of the paths: a file may return dicts in another order.
         flags = torch.tensor(_by_path(started, self.params), dtype=torch.bool)
         state = OptimizerState(self.state.count + 1, self.tree(slots, {}), flags)
         return self.tree(_added(copies, [entry.parameter for entry in self.entries], skipped)), state
@@ -213,6 +215,7 @@ def _dtype_advice(grad: torch.Tensor, parameter: torch.Tensor) -> str | None:
 
 def _by_leaf(flags: list[bool], params: Tree) -> list[bool]:
     """In the order of the leaves what is in that of their paths."""
+    # Usually all are alike, and no path is needed.
     if len({*flags}) < 2:
         return flags
     return [flag for _, flag in sorted(zip(_path_order(params), flags, strict=True))]
@@ -231,6 +234,7 @@ def _path_order(params: Tree) -> list[int]:
 
 def _added(copies: list[torch.Tensor], parameters: list[torch.Tensor], skipped: list[bool]) -> list[torch.Tensor]:
     """The copies less the parameters, in the memory of the copies."""
+    # The copies become the updates, so that no memory is needed for these.
     for copy in copies:
         copy.grad = None
         copy.requires_grad_(False)
