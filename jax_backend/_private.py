@@ -118,8 +118,8 @@ try:
 except AttributeError:
     LITERAL, AS_FUNCTION = (), None
 
-# What a scan is described by: 0.9 and earlier have neither ft_in nor ft_out, but names that are not in this list. A
-# scan that is described by anything else is left as it is.
+# What a scan is described by: num_consts and num_carry in 0.10, ft_in and ft_out in 0.11. One that is described by
+# anything else is left as it is.
 SCAN_PARAMETERS = {"jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry", "ft_in", "ft_out"}
 
 

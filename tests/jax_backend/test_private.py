@@ -74,7 +74,7 @@ def test_without_a_way_to_repeat_an_operation_scans_are_left_as_they_are(attribu
     assert check_right() == []
 
 
-@pytest.mark.parametrize("parameter", ["ft_in", "ft_out", "jaxpr"])
+@pytest.mark.parametrize("parameter", ["reverse", "jaxpr"])
 def test_a_scan_that_is_described_in_another_way_is_left_as_it_is(parameter, monkeypatch):
     monkeypatch.setattr(_private, "SCAN_PARAMETERS", _private.SCAN_PARAMETERS - {parameter})
     assert check_right() == []
