@@ -90,6 +90,7 @@ def proposed(
 
     `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced elsewhere.
     """
+    # The engine has one Outputs for all windows of a structure; any other gradient function makes a new one each time.
     known = [known for known in history.agreements if known.outputs is outputs]
     if known:
         return known[-1]
@@ -227,10 +228,12 @@ def agreed(
     `mine` is what this replica proposes; None if it has nothing to fold. `rebuild` then makes what the others propose.
     Raises FuncgaError on every replica if two of them take different steps, or fold different structures.
     """
+    # Usually the headers have said everything, and nothing more is sent.
     steps = [report.step for report in reports]
     known = _known(history, mine, reports)
     if known is not None and known.steps == steps:
         return known
+    # Else all replicas come here, as all of them have the same reports.
     said: list[_Said] = replicas.channel.gathered(_said_of(history.step, mine, reports))
     if known is not None or _are_mixed_up(said):
         spelled = "; ".join(f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8]))
@@ -265,6 +268,7 @@ def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -
 
 def _are_mixed_up(said: list[_Said]) -> bool:
     """Whether two replicas take different steps of which both have made both."""
+    # A step that only one of two replicas has made is no mistake: each may have a loss of its own.
     taken = [(each.step, each.steps_made) for each in said if each.step is not None]
     return any(
         here != there and made_here.get(there.name, 0) > there.number and made_there.get(here.name, 0) > here.number
@@ -281,7 +285,7 @@ def _pickled(mine: Agreement) -> bytes | str:
     if mine.specs:
         return "it lies on the devices of a mesh"
     try:
-        # a tree of numbers, as a tree's structure alone does not pickle well
+        # A tree of numbers, as a tree's structure alone does not pickle well.
         data = pickle.dumps((mine.outputs.structure_of(range(len(mine.likes))), mine.likes))
         pickle.loads(data)
     except Exception as error:  # whatever the user's class raises

@@ -51,6 +51,7 @@ class Channel:
     def gathered(self, mine: object) -> list[Any]:
         """What each replica says, in their order: any objects that can be pickled."""
         with explained():
+            # The lengths come first, as an all_gather takes tensors of one shape.
             data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
             lengths = [int(length) for length in all_gathered(self.group, torch.tensor([data.numel()]))]
             padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -66,8 +67,10 @@ def all_gathered(group: dist.ProcessGroup, mine: torch.Tensor) -> Sequence[torch
     return tensors
 
 
-_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()  # a channel goes with its group
-atexit.register(_CHANNELS.clear)  # threads of gloo that outlive the interpreter may end the process with an abort
+# A channel goes with its group.
+_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+# Threads of gloo that outlive the interpreter may end the process with an abort.
+atexit.register(_CHANNELS.clear)
 
 
 def channel_if_any(group: dist.ProcessGroup) -> Channel | None:
@@ -110,6 +113,7 @@ class Header:
     """
 
     def __init__(self, channel: Channel, mine: Report):
+        # The tensors are kept as long as they are under way.
         self._sent = torch.tensor(mine, dtype=torch.float64)
         self._rows = torch.zeros(channel.count, len(mine), dtype=torch.float64)
         self._work = channel.group.allgather([[*self._rows]], [self._sent])

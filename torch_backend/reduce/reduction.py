@@ -21,14 +21,7 @@ from funcga.errors import FuncgaError
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
 from torch_backend.engine.buffers import Buffers, Layout, power_below
 from torch_backend.reduce.agreement import Agreement, Progress, agreed, proposed, rebuilt
-from torch_backend.reduce.channel import (
-    Header,
-    Report,
-    channel_if_any,
-    check_in_step,
-    digest_of,
-    explained,
-)
+from torch_backend.reduce.channel import Header, Report, channel_if_any, check_in_step, digest_of, explained
 from torch_backend.reduce.wire import Sums, Wire, carried, gather
 from torch_backend.replicas import Replicas
 
@@ -47,6 +40,7 @@ class Reduction:
 
     def __init__(self, progress: Progress, replicas: Replicas):
         self.history, self.replicas = progress.over(replicas.group), replicas
+        # Every window counts, whether or not it is merged: that is how replicas which are out of step find it out.
         self.history.begun += 1
         self.window = self.history.begun
         self.header: Header | None = None
@@ -76,6 +70,7 @@ class Reduction:
         """Lets sums of which there is nothing yet be accumulated in the buckets."""
         self.agreement, self.buffers, self.sums = agreement, buffers, Sums(agreement.plan)
         self.scaled = {*buffers.layout.scaled}
+        # An accumulator that is a view of its bucket need not be copied when the bucket is sent.
         for leaf, view in self.sums.views.items():
             is_added_in_place = buffers.layout.kinds[leaf] is not None and leaf not in agreement.specs
             if is_added_in_place and buffers.reduced[leaf] is None:
@@ -146,7 +141,7 @@ class Reduction:
     def ready(self, leaf: int) -> None:
         """Says that nothing more will be added to a leaf, and sends the buckets that are complete by that."""
         self.sums.complete(leaf)
-        # where the others are not as far yet they cannot take what is sent, and nothing is lost
+        # Where the others are not as far yet they cannot take what is sent, so that nothing is lost by not waiting.
         if self.header is None or not self.header.done or not self._agrees():
             return
         with explained():
@@ -178,6 +173,8 @@ class Reduction:
             raise
         if self.rebuild is not None:
             self._hold(agreement, Buffers(Layout(agreement.outputs)))
+        # Where all replicas have one unit, as with equal weights, nothing is rescaled. Else the unit is a power of two:
+        # then a sum is rounded once at most.
         units = {report.unit for report in reports} - {0.0}
         self.unit = units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0
 
@@ -208,6 +205,7 @@ class Reduction:
 
     def give_up(self) -> None:
         """Sends what the others still wait for, with the mark of an error; owes it to them if they are not as far."""
+        # To make a channel here would be a collective that no other replica takes part in.
         channel = channel_if_any(self.replicas.group)
         if self.is_over or channel is None or isinstance(self.problem, FuncgaError):
             return
@@ -224,7 +222,7 @@ class Reduction:
             return
         try:
             self._agree()
-            if self.sums.left:
+            if self.sums.left:  # else the others have everything already, and the next header says the rest
                 self.sums.mark.fill_(1)
             self._send_rest()
         except (FuncgaError, RuntimeError):  # then the others have raised it too, and wait for nothing
@@ -266,7 +264,7 @@ class Reduction:
                 "leave this window out on every rank."
             )
         self._count(reports)
-        # a view would keep its whole bucket alive as long as the caller keeps a loss
+        # A view would keep its whole bucket alive as long as the caller keeps a loss.
         for leaf in buffers.layout.own:
             if leaf in self.sums.views and self.sums.views[leaf].nbytes <= _SMALL:
                 buffers.reduced[leaf] = self.sums.views[leaf].clone()
@@ -285,7 +283,7 @@ class Reduction:
             work.wait()
             buffers.counted = tally.Tally((counts[0],), counts[1].to(torch.int64))
         if not mark.is_cpu:
-            # the weight is NaN where a replica has given up: to ask for the mark would make the host wait
+            # The weight is NaN where a replica has given up, and so is every mean of the window.
             spoilt = torch.where(mark != 0, float("nan"), 0.0).to(torch.float64)
             nothing = tally.Tally((spoilt,), torch.zeros((), dtype=torch.int64, device=mark.device))
             buffers.counted = nothing if buffers.counted is None else tally.merge(buffers.counted, nothing)

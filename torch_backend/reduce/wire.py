@@ -104,6 +104,7 @@ def _accumulator(fold: LeafFold, like: torch.Tensor) -> torch.Tensor:
 
 def _cut(accumulators: Mapping[int, torch.Tensor], bucket_bytes: int) -> Iterator[tuple[tuple[Slot, ...], int]]:
     """The slots and the length of each bucket: as many leaves as go into so many bytes, one at least."""
+    # A leaf that does not fit begins a bucket of its own, however large it is.
     slots: list[Slot] = []
     end = 0
     for leaf, accumulator in accumulators.items():
@@ -167,6 +168,7 @@ class Sums:
         Sums that are `scaled` are multiplied by the factor.
         """
         bucket, memory = self.buckets[self.sent], self._memory[self.sent]
+        # Whatever was accumulated elsewhere comes into the bucket; a leaf without any value is 0 there.
         views = {slot.leaf: self.views[slot.leaf] for slot in bucket.slots}
         for leaf, view in views.items():
             accumulated = local(reduced[leaf])
@@ -212,9 +214,11 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire) -> None:
         if mine[leaf] is None:  # nothing was folded here
             dtype = outputs.dtypes[outputs.reduced[leaf]]
             mine[leaf] = buffers.folds[leaf].identity(torch.zeros(shape, dtype=dtype, device=wire.device))
+    # First what this replica has, in an order that is the same on all of them.
     arrays = [part for lifted in mine.values() for part in (lifted if isinstance(lifted, tuple) else (lifted,))]
     axes = {leaf_index: _axis(outputs, leaf_index) for leaf_index in outputs.collected}
     arrays += [_rows(buffers, leaf_index, axis, wire.device) for leaf_index, axis in axes.items()]
+    # Then what each replica has, taken one by one in that order.
     arrays_of_ranks = [iter(arrays) for arrays in _gathered(arrays, bool(axes), wire)]
     for leaf, lifted in mine.items():
         lifted_of_ranks = [
@@ -244,6 +248,7 @@ def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> li
     """The arrays of each replica, in one all_gather. Where they `have_rows`, shapes may differ between replicas."""
     kinds = [(tuple(array.shape), array.dtype) for array in arrays]
     kinds_of_ranks: list[list[Kind]] = wire.channel.gathered(kinds) if have_rows else [kinds] * wire.channel.count
+    # One all_gather takes as many bytes of each replica: those of the longest.
     packed = pack(arrays, wire.device)
     padded = packed.new_zeros(max(map(nbytes, kinds_of_ranks)))
     padded[: packed.numel()] = packed
@@ -290,7 +295,7 @@ def nbytes(kinds: Sequence[Kind]) -> int:
 def as_bytes(array: torch.Tensor) -> torch.Tensor:
     """The elements of an array as uint8[nbytes], in its own memory if that is contiguous."""
     whole = array.detach().resolve_conj().resolve_neg().contiguous()
-    # torch calls an array of one element contiguous, or of none, whatever its strides
+    # Torch calls an array of one element contiguous, or of none, whatever its strides.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
@@ -305,7 +310,7 @@ def unpack(data: torch.Tensor, kinds: Sequence[Kind]) -> list[torch.Tensor]:
     for kind in kinds:
         end = start + nbytes([kind])
         shape, dtype = kind
-        # a copy begins where elements of any size may begin
+        # A copy begins where elements of any size may begin.
         arrays.append(data[start:end].clone().view(dtype).view(shape))
         start = end
     return arrays
