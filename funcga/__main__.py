@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from funcga._cli.information import check_installed
-from funcga._cli.loading import blamed
+from funcga._loading import blamed
+from funcga._versions import check_installed
 from funcga.errors import FuncgaError
 
 PROBLEMS = ("digits", "cnn", "text", "batchnorm", "mixed")
@@ -151,7 +151,7 @@ def _picture(text: str) -> Path:
 
 def _parity(options: argparse.Namespace) -> int:
     check_installed("numpy", "rich")
-    from funcga._parity.command import Outputs, parity
+    from funcga._cli.parity import Outputs, parity
     from funcga._parity.problems import choices
     from funcga._parity.run import Plan
 
@@ -171,7 +171,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _info(options: argparse.Namespace) -> int:
     check_installed("rich")
-    from funcga._cli.information import show
+    from funcga._versions import show
 
     show()
     return 0

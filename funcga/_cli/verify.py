@@ -8,8 +8,8 @@ from typing import NamedTuple
 from rich.console import Console
 
 from funcga import folds
-from funcga._cli.loading import Loaded, load_object
-from funcga._parity.command import write_file
+from funcga._cli.parity import write_file
+from funcga._loading import Loaded, load_object
 from funcga._parity.problem import Problem
 from funcga._parity.sides import Side
 from funcga._types import Tree

@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from funcga._cli.information import versions
 from funcga._compare.report import Report
 from funcga._parity import report as tables
 from funcga._parity.run import CAUSES, Compared, Findings
 from funcga._parity.verdict import verdict
+from funcga._versions import versions
 
 
 def page(every: Sequence[Findings]) -> str:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from funcga import rules
-from funcga._cli.information import check_installed
-from funcga._cli.loading import load_object
+from funcga._loading import load_object
 from funcga._parity.problem import OPTIMIZERS, Problem
 from funcga._types import Array, Tree
+from funcga._versions import check_installed
 from funcga.errors import FuncgaError
 from funcga.folds import per_weight
 

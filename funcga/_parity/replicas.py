@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from funcga._accumulate import accumulate
-from funcga._cli.loading import blamed
+from funcga._loading import blamed
 from funcga._parity.problems import Choice, chosen
 from funcga._parity.sides import Result, Side
 from funcga._types import Array

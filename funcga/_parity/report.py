@@ -8,12 +8,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from funcga._cli.information import versions
 from funcga._compare.report import Report
 from funcga._compare.report import figure as figure
 from funcga._parity.run import CAUSES, Compared, Findings
 from funcga._parity.training import Trajectory
 from funcga._parity.verdict import verdict
+from funcga._versions import versions
 
 WIDTH = 100
 """The columns that the tables need."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import Progress
 
-from funcga._cli.information import versions
 from funcga._parity import report
 from funcga._parity.problems import Choice, chosen
 from funcga._parity.run import Findings, Plan, run
+from funcga._versions import versions
 from funcga.errors import FuncgaError
 
 
