@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any, Protocol, Self
 
 import torch
+import torch.distributed as dist
 
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, groups, starts
@@ -77,12 +78,14 @@ def _window_of(program: Program, backend: Backend) -> Window:
     grad_fn = program.grad_fn
     if program.across is not None and arrays.in_transform():
         raise _differentiated_across()
-    if _NotWrapped not in program.kept and check_no_wrapped_module_in(grad_fn):
+    may_be_wrapped = dist.is_available() and dist.is_initialized() and _NotWrapped not in program.kept
+    if may_be_wrapped and check_no_wrapped_module_in(grad_fn):
         program.keep(_NotWrapped)
     if isinstance(grad_fn, ModuleGradient):
         return ModuleWindow(program, grad_fn, backend)
-    replicas = program.replicas(backend)
-    reduction = None if replicas is None else Reduction(program.keep(Progress, program.step), replicas)
+    reduction = None
+    if program.across is not None:
+        reduction = Reduction(program.keep(Progress, program.step), program.replicas(backend))
     if isinstance(grad_fn, GradientFunction):
         if not (torch.compiler.is_compiling() or arrays.in_transform()):
             return Engine(program, grad_fn, backend, reduction)
@@ -117,10 +120,19 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         with _window_of(program, backend) as window:
-            args, kwargs = window.detached(args), detached(kwargs, window.records)
+            args, kwargs = window.detached(args), detached(kwargs, window.records) if kwargs else kwargs
             arguments = program.read(args, backend)
-            rows, devices = arguments.rows(may_be_empty=window.may_be_short), _devices(program, arguments)
-            microbatches = _cut(program, arguments, rows // devices, devices, window.may_be_short)
+            rows = arguments.rows(may_be_empty=window.may_be_short)
+            # Of a DTensor a micro-batch has as many rows of each device.
+            is_plain = all(type(leaf) is torch.Tensor for part in arguments.parts for leaf in part.leaves)
+            devices = 1 if is_plain else _devices(program, arguments)
+            n, size, rows = program.n, program.microbatch_size, rows // devices
+            if window.may_be_short and n is not None:
+                n = min(n, rows)
+            if size is not None:
+                size = max(1, size // devices)
+            cuts = starts(groups(rows, n, size)) if rows else ()
+            microbatches = iter([(arguments, start, count) for start, count in cuts])
             return _folded(program, window, microbatches, lambda: arguments, kwargs, devices)
 
     return fold if program.across is None else _untraced(fold)
@@ -129,8 +141,6 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 def _devices(program: Program, arguments: Arguments) -> int:
     """How many devices micro-batches take rows of at once; 1 where it matters which rows are together."""
     devices = devices_of_rows(arguments)
-    if devices == 1:
-        return 1
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
     # sums and extremes alone do not show that other rows are together
     if arguments.state or any(fold.reducer.monoid.collective is None for fold in folds):
@@ -138,25 +148,15 @@ def _devices(program: Program, arguments: Arguments) -> int:
     return devices
 
 
-def _cut(program: Program, arguments: Arguments, rows: int, devices: int, may_be_short: bool) -> Iterator[_Microbatch]:
-    """The micro-batches of a batch that has so many rows on each of the devices."""
-    if not rows:
-        return iter(())
-    size = program.microbatch_size
-    if size is not None:
-        size = max(1, size // devices)
-    n = program.n
-    if n is not None and may_be_short:
-        n = min(n, rows)
-    return iter([(arguments, start, count) for start, count in starts(groups(rows, n, size))])
-
-
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
 
     def fold(leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]) -> Tree:
         with _window_of(program, backend) as window:
-            leading, kwargs = window.detached(leading, leading=True), detached(kwargs, window.records)
+            leading, kwargs = (
+                window.detached(leading, leading=True),
+                detached(kwargs, window.records) if kwargs else kwargs,
+            )
             count = len(program.in_axes) if isinstance(program.in_axes, tuple | list) else len(leading)
             without = lambda: program.read((*leading, *[None] * (count - len(leading))), backend)
             microbatches = _read(program, window, leading, items, backend)
@@ -236,7 +236,8 @@ def _folded(
     while microbatch is not None:
         arguments, start, size = microbatch
         microbatch = next(microbatches, None) if window.looks_ahead else None
-        state = _initial(arguments) if state is None else state
+        if state is None:
+            state = _initial(arguments) if arguments.state else []
         args = arguments.cut(start, size, state, None if devices == 1 else local_rows)
         weight = program.weigh(arguments, args, None if size is None else size * devices)
         state = window.fold(arguments, args, kwargs, weight, last=window.looks_ahead and microbatch is None)

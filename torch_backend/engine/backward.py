@@ -103,7 +103,7 @@ class Backward:
         )
         self.on_host = all(leaf.is_cpu for leaf in self.inputs)
         self._survey()
-        self.settle()
+        self.writes = self._count_writes()
 
     def settle(self) -> None:
         """What was written to accumulators until now is right."""
@@ -207,11 +207,14 @@ class Backward:
             self._run_by_hand(loss, seed, inputs, others)
             for leaf_index in [index for index in waiting if self.leaves[index].grad is not None]:
                 self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
+        elif not (waiting or ready):
+            self._run(loss, seed, inputs)
         else:
             self._run_hooked(loss, seed, inputs, weight, waiting, ready)
         if not self.begun:
             self._adopt()
-        self._add_zeros(waiting.intersection(routes.others), weight)
+        if routes.others:
+            self._add_zeros(waiting.intersection(routes.others), weight)
 
     def _run_by_hand(
         self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], others: list[torch.Tensor]

@@ -247,8 +247,7 @@ class Engine:
         self, key: object, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]", arguments: Arguments
     ) -> "Plan":
         compose = self.gradient.compose
-        for argnum, own_leaves in leaves.items():
-            self._check_dense(own_leaves, argnum)
+        self._check_dense(leaves)
         outputs, values = self.program.bind(compose(loss, aux, [leaves[k].tree for k in self.argnums]), arguments)
         # The gradients are the last of what grad_fn returns, or the first.
         counts = {k: len(leaves[k].leaves) for k in self.argnums}
@@ -274,11 +273,11 @@ class Engine:
         leaves = [leaf for leaves in self.leaves.values() for leaf in leaves.leaves]
         return {index: leaf for index, leaf in zip(leaf_indices, leaves, strict=True) if leaf is not None}
 
-    def _check_dense(self, leaves: "_Leaves", argnum: int) -> None:
+    def _check_dense(self, leaves: "dict[int, _Leaves]") -> None:
         """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
-        for position, leaf in enumerate(leaves.leaves):
+        for argnum, position, leaf in [(k, at, leaf) for k in leaves for at, leaf in enumerate(leaves[k].leaves)]:
             if leaf is not None and leaf.layout is not torch.strided:
-                path = self._paths(trees.unflatten(leaves.structure, leaves.leaves), argnum)[position]
+                path = self._paths(leaves[argnum].tree, argnum)[position]
                 raise FuncgaError(
                     f"`{path}` is a sparse tensor {arrays.describe(leaf)}, and sums of gradients are dense, as "
                     f"parameters have to be. Let the values be the parameter, and make the sparse tensor of them in "
