@@ -122,7 +122,7 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
         return (jnp.asarray(weight, dtype=jnp.float64),)
     if is_symbolic_dim(weight):
         weight = jnp.asarray(weight)
-    if not isinstance(weight, jax.Array):
+    if not isinstance(weight, jax.Array):  # a Python number, in whose arithmetic the rest is exact
         high = np.float32(weight)
         return jnp.asarray(high), jnp.asarray(np.float32(weight - float(high)))
     if not jnp.issubdtype(weight.dtype, jnp.integer):
@@ -130,6 +130,7 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
         if weight.dtype.itemsize <= 4:
             return rounded, jnp.zeros_like(rounded)
         return rounded, (weight - rounded.astype(weight.dtype)).astype(jnp.float32)
+    # An integer of more than 24 bits is the sum of its lower 16 bits and the rest, each exact in float32.
     low = weight & jnp.asarray(0xFFFF, dtype=weight.dtype) if weight.dtype.itemsize > 2 else jnp.zeros_like(weight)
     return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
 

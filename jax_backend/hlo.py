@@ -75,11 +75,16 @@ def _collectives(text: str) -> Iterator[Collective]:
     for computation, instructions in computations.items():
         types = {instruction.name: instruction.type for instruction in instructions}
         for instruction in instructions:
+            # What runs asynchronously is two instructions, "-start" and "-done": the first has the operands.
             kind = instruction.operation.removesuffix("-start")
             if kind in _KINDS and computation in depths:
                 operands = re.findall(r"%([\w.\-]+)", instruction.operands)
                 size = sum(_bytes(types.get(name, "")) for name in operands)
                 yield Collective(kind, depths[computation], size)
+
+
+# The text is a list of computations, "name (parameters) -> type {", with a line for each instruction,
+# "name = type operation(operands), attributes", of which some call other computations.
 
 
 def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
@@ -117,6 +122,7 @@ def _closing(text: str, opening: int) -> int:
 
 def _depths(entry: str, computations: dict[str, list[_Instruction]]) -> dict[str, int]:
     """How many loops each computation that runs is in, at most."""
+    # From the entry on, so that a computation that nothing calls has no depth.
     depths: dict[str, int] = {}
     waiting = [(entry, 0)]
     while waiting:

@@ -102,13 +102,14 @@ def _fold(
         trees.check_unshared((args, kwargs))
     arguments = program.read(args, backend)
     sizes = groups(_check_rows(program, arguments.rows()), program.n, program.microbatch_size)
+    # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
     narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
     # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place.
     is_shared = program.weight is None and len(sizes) == 1
     carry: Carry | None = None
     chunks: list[list[jax.Array]] = []
     first = 0
-    for count, size in sizes:
+    for count, size in sizes:  # one or two sizes, and a scan for each
         one = _Microbatch(program, arguments, kwargs, size, narrow)
         # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
         evaluate, weigh = jax.jit(one.evaluate, inline=True), jax.jit(one.weigh, inline=True)
@@ -116,11 +117,13 @@ def _fold(
         traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
         if carry is None:
             outputs, _ = program.bind(value, arguments)
+            # Only now it shows whether the result would be the same with other rows together.
             if narrow is not None and not sharding.keeps_result(outputs, size):
                 return _fold(program, backend, replicas, replace(spread, blocks=1), args, kwargs)
             carry = _pinned(spread, outputs, Carry(*_nothing(outputs, traced.out_avals), state))
         step = _Step(outputs, in_place(partial(gradient, outputs, evaluate), traced, outputs, value), weigh)
         if program.weight is None:
+            # Known before the loop: a Python number, with which XLA multiplies in the operation that adds.
             weight = jnp.asarray(size) if is_symbolic_dim(size) else size
             left = [is_shared and fold.adds == "weighted" for fold in outputs.reduced_folds]
             step = step._replace(weights=[1 if is_left else weight for is_left in left])
@@ -166,6 +169,7 @@ class _Microbatch:
             check_unchanged()
         else:
             value = self.program.grad_fn(*args, **kwargs)
+        # Here, as jit would say nothing of funcga about a leaf that is no array.
         for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
             if not isinstance(leaf, jax.Array):
                 backend = self.arguments.backend
@@ -212,7 +216,7 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
 def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
     """A tally for each leaf that is reduced: NaN where a float32 cannot hold the weight, so that no 0 comes of it."""
     weight = tally.total(total)
-    # What a float32 can multiply with and divide by
+    # A float32 of this range can be multiplied with and divided by, and its reciprocal is one as well.
     fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
     narrowed = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
     return [Tally((narrowed,), total.steps) if fold.is_narrow else total for fold in outputs.reduced_folds]
@@ -237,12 +241,13 @@ def _scan(
 ) -> tuple[Carry, list[jax.Array]]:
     """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
     total = carry.total
+    # Weights that are known need no tally in the loop.
     if step.weights is not None and total is not None:
         total = tally.merge(total, tally.of(count * size, arrays, steps=count))
         carry = carry._replace(total=None)
     body = partial(_add, step)
     starts = first + size * jnp.arange(count, dtype=jnp.int32)
-    # What is sharded or varies can make more so. Without a mesh nothing does.
+    # A carry keeps its type, and what is sharded or varies can make more so. Without a mesh nothing does.
     types = (*traced.in_avals, *map(jax.typeof, traced.consts), *traced.out_avals)
     if not (jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types)):
         carry = _typed(body, carry, starts[0])
@@ -283,6 +288,7 @@ def _finish(
     """
     reduced, total, state = carry
     assert total is not None
+    # Collected values were never cast: the result's dtype is theirs, or what the fold asks for.
     collected = [
         jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
@@ -337,6 +343,7 @@ class _Stream:
     def _fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs, replicas: Replicas | None) -> Tree:
         outputs: Outputs | None = None
         chunks = []
+        # What is the same for all micro-batches is split once. Micro-batches of one shape share a program.
         whole, arrays_whole = split((leading, kwargs))
         device = None if self.program.device is None else dlpack.device(self.program.device)
         add = self._add if is_tracing() else self.add
@@ -385,6 +392,7 @@ class _Stream:
     def _begin(self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args) -> Carry:
         state = [_strong(leaf) for leaf in self._read(leading, item).state]
         types = jax.make_jaxpr(partial(self.evaluate, leading, kwargs, item))(state).out_avals
+        # The carry is donated to each step, and the caller keeps the state that came in.
         copies = [jnp.array(leaf, copy=True) for leaf in state]
         return _pinned(spread, outputs, Carry(*_nothing(outputs, types), copies))
 

@@ -37,6 +37,7 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
 
     Raises FuncgaError for a leaf that cannot be scattered.
     """
+    # First everything is handed to the collectives, then they run, and then each result is made of what they return.
     collectives = _Collectives(replicas.names)
     scatter = _scatter_axes(outputs, folded.reduced, replicas)
     reduced = [
@@ -71,6 +72,7 @@ def _merge_leaf(collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatt
 def _merge_tally(collectives: "_Collectives", total: tally.Tally) -> Callable[[], tally.Tally]:
     """The tally of all replicas. Its counts travel as floats, with the gradients, as addends that are exact."""
     limbs = len(total.weight)
+    # As float32 a count would be exact up to 2**24 alone; as two addends it is as exact as the weight.
     numbers = jnp.stack([*total.weight, *arrays.addends(total.steps, wide=limbs == 1)])
     gathered = collectives.gather(numbers)
 
@@ -91,6 +93,7 @@ def _each(send: "Callable[[jax.Array], Later]", tree: Tree) -> Callable[[], Tree
 
 def _in_order(combine: Callable[[Tree, Tree], Tree], gathered: Tree) -> Tree:
     """The combination of what stands along the first axis, [replicas, ...], from the first to the last."""
+    # Unrolled, as there are few replicas: a loop on the device would wait for each turn.
     first, rest = jax.tree.map(lambda leaf: leaf[0], gathered), jax.tree.map(lambda leaf: leaf[1:], gathered)
     return lax.scan(lambda before, more: (combine(before, more), None), first, rest, unroll=16)[0]
 
@@ -192,6 +195,7 @@ class _Collectives:
 
     def last(self, array: jax.Array) -> Later:
         """The array of the last replica."""
+        # `where`, not a product with 0: the others' NaN is none of the last one's.
         numbers, back = _as_numbers(as_varying(array, self.names))
         chosen = self.sum(jnp.where(self.index == self.replicas - 1, numbers, _neutral(numbers)))
         return lambda: back(chosen())
@@ -201,6 +205,7 @@ class _Collectives:
         if self._has_room(array):
             gathered = self._in_rows(array)
             return lambda: (jnp.max if which == "max" else jnp.min)(gathered(), axis=0)
+        # Too large to gather: reduced as integers in the order of the numbers.
         ranks, back = _as_ranks(as_varying(array, self.names), which)
         extreme = (lax.pmax if which == "max" else lax.pmin)(ranks, self.names)  # type: ignore[no-untyped-call]
         return lambda: back(extreme)
@@ -228,6 +233,7 @@ class _Collectives:
 
     def _all_gather(self, array: jax.Array, axis: int, tiled: bool) -> Later:
         numbers, back = _as_numbers(as_varying(array, self.names))
+        # Along an axis of vmap nothing varies, and JAX refuses to say so.
         to = "invarying" if {*self.names} <= arrays.manual_axes() else "varying"
         gathered = lax.all_gather(numbers, self.names, axis=axis, tiled=tiled, to=to)
         return lambda: back(gathered)
@@ -242,6 +248,7 @@ def _as_numbers(array: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.
     if jnp.issubdtype(dtype, jnp.complexfloating):
         # As real numbers they are parts of the all-reduce of these.
         return jnp.stack([array.real, array.imag], axis=-1), lambda parts: lax.complex(parts[..., 0], parts[..., 1])
+    # Bools and numbers of 8 bits, which not every device can sum.
     if dtype.itemsize < 2:
         wide = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
         return array.astype(wide), lambda numbers: numbers.astype(dtype)

@@ -112,7 +112,7 @@ def replicas_of(across: Across | None) -> Replicas | None:
         return None
     replicas = across if isinstance(across, Replicas) else Replicas(across)
     for name in replicas.names:
-        try:
+        try:  # whether the axis has a name here, in shard_map or vmap
             lax.axis_size(name)
         except NameError:
             raise _unbound(name) from None
@@ -163,6 +163,7 @@ def varying(tree: Tree, replicas: Replicas | None) -> Tree:
     if replicas is None:
         return tree
 
+    # Where parameters are the same on all devices, JAX's gradient has a sum over these in every micro-batch.
     def mark(leaf: Array) -> Array:
         if isinstance(leaf, float | complex) or (
             isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -219,6 +220,7 @@ def _differences(leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str,
     devices = {device for _, leaf in arrays for device in leaf.devices()} if alone else jax.devices()
     columns = {device: column for column, device in enumerate(devices)}
     digests = np.zeros((len(arrays), len(columns), 2), np.uint32)
+    # A column for each device, of which a process fills those that are its own.
     for (_, leaf), row in zip(arrays, digests, strict=True):
         for shard in leaf.addressable_shards:
             row[columns[shard.device]] = np.frombuffer(_digest(shard.data), np.uint32)
@@ -248,6 +250,7 @@ def _difference(
         # Every process has an array of its own, which is compared if it is whole.
         copies = [("", device) for device, digest in digests.items() if any(digest) and leaf.is_fully_replicated]
         coordinates = {}
+    # Copies of the same part of the array, at the same coordinates, are compared with the first of them.
     for index, device in copies:
         one = first.setdefault((index, coordinates.get(device)), device)
         if digests[one] != digests[device]:

@@ -69,6 +69,7 @@ def replicated(
         _check_rows(args, specs, mesh, step)
         leaves, structure = trees.flatten((args, kwargs))
         specs += [partition_spec()] * (len(leaves) - len(specs))
+        # Only arrays go through shard_map. All else is closed over, as it is the same on every device.
         array_indices = [leaf_index for leaf_index, leaf in enumerate(leaves) if arrays.is_array(leaf)]
 
         def on_each_device(local_arrays: list[Tree]) -> Tree:
@@ -128,6 +129,7 @@ def _specs(
     """The PartitionSpec of every leaf of the positional arguments."""
     cut = names[0] if len(names) == 1 else names
     program = getattr(step, "program", None)
+    # A step of funcga's says what it splits.
     if in_specs is None and isinstance(program, Program):
         return _as_split(program, args, cut)
     if in_specs is None:
@@ -214,6 +216,7 @@ def _in(arg: Tree) -> bool:
 
 def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Tree:
     """The array, resharded where the axis is an Explicit one and the types would have to agree."""
+    # Over Auto axes shard_map itself reshards; over Explicit ones the types have to agree before.
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
     names = tuple(name for name in names if name in explicit)
     if not names:
@@ -238,6 +241,7 @@ def _explained(mapped: Callable[..., Tree], moved: list[Tree], names: tuple[str,
         return mapped(moved)
     except FuncgaError:
         raise
+    # JAX has no types for these errors, so they are told by their words; others pass as they are.
     except ValueError as error:
         if "require replication" not in str(error):
             raise

@@ -147,6 +147,7 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
         return {}
     stacks: dict[Var, _Stack] = {}
     reads = _reads(jaxpr)
+    # Along the program, as what a scan stacks may be cast before it is an output.
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("scan", "jit"):
             stacks |= {v: _Stack(v, ()) for v in _stacked(equation)}
@@ -238,6 +239,7 @@ def _evaluate(
         stacks[leaf_index].variable: part._replace(casts=(*stacks[leaf_index].casts, *part.casts))
         for leaf_index, part in into.items()
     }
+    # Operation by operation, as JAX would: but for those that make what an accumulator takes.
     for equation in jaxpr.eqns:
         operands = [read(v) for v in equation.invars]
         inside = {k: parts[v] for k, v in enumerate(equation.outvars) if v in parts}
@@ -246,7 +248,7 @@ def _evaluate(
                 results = _private.repeated(equation, operands)
             elif equation.primitive.name == "scan":
                 results = _scan(equation, operands, inside)
-            else:
+            else:  # a call of a jitted function, whose program stands in its place
                 inner = equation.params["jaxpr"]
                 results = _evaluate(inner.jaxpr, inner.consts, operands, inside)
         values.update(zip(equation.outvars, results, strict=True))
@@ -266,6 +268,7 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
     consts, scanned = operands[: first_scanned - carried], operands[first_scanned:]
     init = operands[first_scanned - carried : first_scanned]
 
+    # What the scan carried, with the accumulators beside it; what else it stacks, it stacks still.
     def step(carry: Tree, layer: Tree) -> tuple[Tree, Tree]:
         before, accumulators = carry
         layer_index, cut = layer
@@ -278,6 +281,7 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
     accumulators = [_marked_as_combined(part, body.out_avals[k]) for k, part in into.items()]
     layers = jnp.arange(length, dtype=jnp.int32), scanned
     options = {name: scan.params[name] for name in ("reverse", "unroll")}
+    # The name is how `folded_in_place` finds it again.
     with jax.named_scope(f"folded in place<{_BETWEEN.join(part.path for part in into.values())}>"):
         (after, added), rest = lax.scan(step, (init, accumulators), layers, length, **options)
     outputs = dict(enumerate(after)) | rest | dict(zip(into, added, strict=True))
@@ -286,6 +290,7 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
 
 def _marked_as_combined(part: _Part, layer: "ShapedArray") -> jax.Array:
     """The accumulator marked as varying as it will, once a layer of this type is combined with it."""
+    # In a loop a carry keeps its type. A layer that varies over mesh axes makes the accumulator vary.
     row = partial(lax.index_in_dim, index=0, keepdims=False)
     after = jax.eval_shape(lambda accumulator, value: part.combine(row(accumulator), value), part.accumulator, layer)
     return as_varying(part.accumulator, varying_axes(after))

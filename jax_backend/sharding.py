@@ -63,6 +63,7 @@ class Spread:
     def _like(self, path: KeyPath, shape: Shape) -> NamedSharding | None:
         """How the argument lies whose path is the end of this one: `w` in {"w": ...} for `w` in (loss, {"w": ...})."""
         arguments = dict(self.arguments)
+        # The gradient's path in grad_fn's output begins with what is above it; the longest end that matches is first.
         ends = ((path[start:], shape) for start in range(len(path) + 1))
         return next((arguments[end] for end in ends if end in arguments), None)
 
@@ -96,6 +97,7 @@ def _left_to_the_compiler(leaf: object) -> NamedSharding | None:
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
         return None
     mesh = sharding.mesh
+    # Over Explicit axes types say how gradients lie, and over Manual ones arrays are whole.
     free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto}
     kept = [tuple(name for name in axis_names(entry) if name in free) or None for entry in sharding.spec]
     return NamedSharding(mesh, partition_spec(*kept)) if free else None
@@ -109,6 +111,7 @@ def _blocks_of(arguments: Arguments) -> int:
     """
     if arguments.state:
         return 1
+    # All split arrays lie in as many blocks, or the rows of one example would be on several devices.
     counts = {_blocks(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and isinstance(leaf, jax.Array)}
     return counts.pop() if len(counts) == 1 else 1
 
@@ -143,6 +146,7 @@ def rows_of_blocks(blocks: int, array: Array, axis: int, start: Scalar, size: in
     """`size` rows along an axis: as many of each block, in the order of the blocks, from its row start / blocks on."""
     array = jnp.asarray(array)
     axis %= array.ndim
+    # [blocks, rows of each]: a slice of the second axis moves nothing between devices.
     apart = _reshaped(array, axis, (blocks, array.shape[axis] // blocks))
     cut = lax.dynamic_slice_in_dim(apart, start // blocks, size // blocks, axis + 1)
     return cut.reshape(*array.shape[:axis], size, *array.shape[axis + 1 :])
@@ -171,6 +175,7 @@ def joined(array: jax.Array, axis: int) -> jax.Array:
     sharding = jax.typeof(array).sharding
     if not any(sharding.spec):
         return array.reshape(sizes)
+    # JAX does not guess how a joined axis is sharded: as the next one was.
     entries = partition_spec(*sharding.spec[:axis], *sharding.spec[axis + 1 :])
     return lax.reshape(array, sizes, out_sharding=NamedSharding(sharding.mesh, entries))
 

@@ -72,9 +72,10 @@ def split(tree: Tree) -> tuple[Static, list[Array]]:
     """
     leaves, structure = flatten(tree)
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
+    # One array in two places is allowed; one variable of nnx is not.
     if len({*map(id, arrays)}) < len(arrays):
         check_unshared(tree)
-    if len(arrays) == len(leaves):
+    if len(arrays) == len(leaves):  # as usual
         return Static(structure, ()), arrays
     others = tuple(
         (place, type(leaf), leaf)
