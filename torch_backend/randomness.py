@@ -1,58 +1,81 @@
-"""Randomness that belongs to an example, and not to the micro-batch that it happens to be in."""
+"""Randomness that belongs to an example, and not to the micro-batch that it happens to be in.
+
+The keys are those of SplitMix: Steele, Lea and Flood (2014), "Fast splittable pseudorandom number generators".
+"""
 
 import functools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
+from funcga._types import Array, R, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.modules.pure_loss import PureLoss
 
+# The step from one number of a stream to the next, and the factors of the mix: of 64 bits. As sums and products wrap
+# around, they may as well be negative.
+_GAMMA, _FIRST, _SECOND = (
+    number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
-def example_keys(key: Any, indices: Any) -> torch.Tensor:
+
+def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
     """A random key for each example, made of one key and the example's index: an argument that is split like any other.
 
-    key: an int, or a 0-d tensor of one, such as another key: `example_keys(seed, epoch)` is that of an epoch, without
-    which an example has the same noise in each. indices: integers [rows], where the examples are in the dataset, on any
-    device; or a number, for one key. Returns int64 of that shape: seeds. As they do not depend on n, what is drawn from
-    them does not either.
+    As the keys do not depend on n, what is drawn from them does not either.
 
-    Raises FuncgaError for a key or indices that are no integers.
-    Source: Steele, Lea and Flood (2014), "Fast splittable pseudorandom number generators": the finalizer of SplitMix.
+    Args:
+        key: an int, or a 0-d tensor of one, such as another key: `example_keys(seed, epoch)` is that of an epoch,
+            without which an example has the same noise in each.
+        indices: integers [rows], where the examples are in the dataset, on any device; or a number, for one key.
 
-    >>> keys = torch_backend.example_keys(torch_backend.example_keys(seed, epoch), indices)
-    >>> loss, grads = step(params, keys, x, y)
+    Returns:
+        int64 in the shape of the indices: seeds.
+
+    Raises:
+        FuncgaError: for a key or indices that are no integers.
+
+    Example:
+        >>> keys = torch_backend.example_keys(torch_backend.example_keys(seed, epoch), indices)
+        >>> loss, grads = step(params, keys, x, y)
     """
     _check_integers("key", key, "example_keys(0, indices)")
     _check_integers("indices", indices, "torch.arange(len(x))")
-    if getattr(key, "shape", ()) != ():
+    if not isinstance(key, int) and key.shape != ():
         raise FuncgaError(
             f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell apart. Write "
             f"torch_backend.example_keys(0, indices)."
         )
-    place = _integers(indices, None)
-    start = _mixed(_integers(key, place.device) + _GAMMA)  # the first number of the stream that begins at the key
-    return _mixed(start + (place + 1) * _GAMMA)
+    places = _integers(indices, None)
+    # The key is mixed to the start of a stream, of which an example has the number that its index says.
+    start = _mixed(_integers(key, places.device) + _GAMMA)
+    return _mixed(start + (places + 1) * _GAMMA)
 
 
-def _integers(given: Any, device: torch.device | None) -> torch.Tensor:
+def _check_integers(name: str, value: Array, example: str) -> None:
+    if isinstance(value, torch.Tensor):
+        is_integer = arrays.kind(value.dtype) == "int"
+    elif hasattr(value, "dtype"):  # of NumPy
+        is_integer = value.dtype.kind in ("i", "u")
+    else:
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer:
+        raise FuncgaError(f"{name} is {arrays.describe(value)}: it must be an integer, or a tensor of some: {example}.")
+
+
+def _integers(value: Array, device: torch.device | None) -> torch.Tensor:
     """As int64, of whatever 64 bits a number has."""
-    if isinstance(given, torch.Tensor):
-        return given.to(device or given.device, torch.int64)
-    if getattr(given, "shape", ()) != ():
-        return torch.as_tensor(given, dtype=torch.int64, device=device)  # of NumPy
-    number = operator.index(given)
+    if isinstance(value, torch.Tensor):
+        return value.to(device or value.device, torch.int64)
+    if not isinstance(value, int) and value.shape != ():
+        return torch.as_tensor(value, dtype=torch.int64, device=device)  # of NumPy
+    number = operator.index(value)
     return torch.tensor((number + 2**63) % 2**64 - 2**63, device=device)
-
-
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as the sums wrap around, a number of 64 bits may as well be negative
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
@@ -66,28 +89,28 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # zeros come in from the left, where torch would repeat the sign
 
 
-def _check_integers(name: str, given: Any, example: str) -> None:
-    if isinstance(given, torch.Tensor):
-        good = arrays.kind(given.dtype) == "int"
-    elif hasattr(given, "dtype"):
-        good = getattr(given.dtype, "kind", "") in ("i", "u")  # of NumPy
-    else:
-        good = isinstance(given, int) and not isinstance(given, bool)
-    if not good:
-        raise FuncgaError(f"{name} is {arrays.describe(given)}: it must be an integer, or a tensor of some: {example}.")
-
-
-def sampled(sampler: Callable[..., Any], keys: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
+def sampled(sampler: Callable[..., torch.Tensor], keys: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
     """Noise [rows, *shape], each row drawn with the key of its example: the same in every split of a batch.
 
-    sampler: `sampler(shape, generator=..., device=...)`, as torch.rand or torch.randn. keys: of `example_keys`. Every
-    row has a generator of its own, so a loop goes over the rows, and a CUDA device is waited for: for noise of a whole
-    micro-batch at once see `seeded`. (Torch's generators on the CPU take 32 bits of a seed: of a million examples some
-    hundred pairs draw the same.) Raises FuncgaError for keys that are no int64 [rows].
+    Every row has a generator of its own, so a loop goes over the rows, and a CUDA device is waited for: for noise of a
+    whole micro-batch at once see `seeded`. (Torch's generators on the CPU take 32 bits of a seed: of a million examples
+    some hundred pairs draw the same.)
 
-    >>> kept = torch_backend.sampled(torch.rand, keys, (16,)) < 0.9
+    Args:
+        sampler: `sampler(shape, generator=..., device=...)`, as torch.rand or torch.randn.
+        keys: int64 [rows], of `example_keys`.
+        shape: that of the noise of one example.
+
+    Returns:
+        What the sampler has drawn, stacked.
+
+    Raises:
+        FuncgaError: for keys that are no int64 [rows].
+
+    Example:
+        >>> kept = torch_backend.sampled(torch.rand, keys, (16,)) < 0.9
     """
-    if not isinstance(keys, torch.Tensor) or keys.dtype != torch.int64 or keys.ndim != 1:
+    if not _are_keys(keys):
         raise FuncgaError(
             f"keys are {arrays.describe(keys)}: there must be one for each row, int64[rows]. Make them where the batch "
             f"is made, keys = torch_backend.example_keys(0, indices), and pass them with it."
@@ -97,20 +120,36 @@ def sampled(sampler: Callable[..., Any], keys: torch.Tensor, shape: tuple[int, .
     return torch.stack(rows) if rows else sampler((0, *shape), device=keys.device)
 
 
-def seeded(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _are_keys(keys: Array) -> bool:
+    return isinstance(keys, torch.Tensor) and keys.dtype == torch.int64 and keys.ndim == 1
+
+
+# The generators are global: one thread at a time seeds them.
+_SEEDING = threading.RLock()
+
+
+def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
     """`loss(params, keys, *batch)`: loss_fn(params, *batch) with torch's random numbers seeded by the keys.
 
     So what dropout and everything else in a loss draws from torch's global generators is a pure function of the keys
     of the micro-batch: other noise in each micro-batch, the same in each run, and the generators are as before. It is
     that of the first of its examples, so it changes with n; noise that does not is `sampled`. One thread at a time runs
-    in it, as the generators are global.
+    in it, as the generators are global. It is not for torch.compile, which seeds by itself, nor for torch.func.vmap.
 
-    loss_fn: of parameters, or of a module, for `pure_loss`. keys: int64 [rows] of `example_keys`, on the CPU, or the
-    host waits for them. Raises FuncgaError for other keys, and for keys that are not as many as the rows. Not in
-    torch.compile, which seeds by itself, nor in torch.func.vmap.
+    Args:
+        loss_fn: of parameters, or of a module, for `pure_loss`.
 
-    >>> loss_fn = torch_backend.pure_loss(module, torch_backend.seeded(lambda module, x, y: mse_loss(module(x), y)))
-    >>> loss, grads = funcga.accumulate(funcga.value_and_grad(loss_fn), 8)(params, keys, x, y)
+    Returns:
+        A function with one argument more, after the first: int64 [rows] of `example_keys`, on the CPU, or the host
+        waits for them.
+
+    Raises:
+        FuncgaError: for other keys, and for keys that are not as many as the rows.
+
+    Example:
+        >>> loss_fn = torch_backend.seeded(lambda module, x, y: mse_loss(module(x), y))
+        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), 8)
+        >>> loss, grads = step(params, keys, x, y)
     """
     if isinstance(loss_fn, PureLoss):
         raise FuncgaError(
@@ -119,8 +158,8 @@ def seeded(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     @functools.wraps(loss_fn, updated=())
-    def loss(params: Any, keys: Any, *batch: Any, **kwargs: Any) -> Any:
-        with _SEEDED, _seeded(_seed(keys, batch), (params, *batch)):
+    def loss(params: Tree, keys: torch.Tensor, *batch: Tree, **kwargs: Tree) -> R:
+        with _SEEDING, _seeded(_seed(keys, batch), (params, *batch)):
             return loss_fn(params, *batch, **kwargs)
 
     del loss.__wrapped__  # it has one parameter more
@@ -128,11 +167,8 @@ def seeded(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
-_SEEDED = threading.RLock()
-
-
-def _seed(keys: Any, batch: Any) -> int:
-    if not isinstance(keys, torch.Tensor) or keys.dtype != torch.int64 or keys.ndim != 1 or not len(keys):
+def _seed(keys: torch.Tensor, batch: tuple[Tree, ...]) -> int:
+    if not _are_keys(keys) or not len(keys):
         raise FuncgaError(
             f"keys are {arrays.describe(keys)}, and stand before the batch: int64[rows], one for each row. Call it as "
             f"loss(params, torch_backend.example_keys(0, indices), *batch)."
@@ -147,13 +183,14 @@ def _seed(keys: Any, batch: Any) -> int:
 
 
 @contextmanager
-def _seeded(seed: int, args: Any) -> Any:
+def _seeded(seed: int, args: tuple[Tree, ...]) -> Iterator[None]:
+    """A context in which the global generators, of the host and of the devices of the arguments, begin at a seed."""
     devices = {leaf.device for leaf in trees.flatten(args)[0] if isinstance(leaf, torch.Tensor)}
     devices |= {p.device for module in args if isinstance(module, nn.Module) for p in module.parameters()}
-    found = [device for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(devices=found):
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=on_cuda):
         torch.default_generator.manual_seed(seed)
-        for device in found:
+        for device in on_cuda:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
