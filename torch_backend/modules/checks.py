@@ -121,6 +121,7 @@ class ModuleLoss:
 
 def modules_in(function: object) -> Iterator[nn.Module]:
     """The modules that a function closes over, as far as they can be seen from outside."""
+    # Functions name others, and these others: after a few steps they are not the loss any more.
     waiting, seen = [(function, 0)], set()
     while waiting:
         value, depth = waiting.pop()
@@ -157,6 +158,7 @@ def closed_over(function: types.FunctionType) -> list[object]:
     """What a function can name beside its arguments and builtins; nothing for those of libraries."""
     if (function.__module__ or "").startswith(_LIBRARIES):
         return []
+    # Cells are variables of enclosing functions; names are looked up among the globals, attributes' names among them.
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
     return [*cells, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -183,6 +185,7 @@ def check_none_frozen(params: Mapping[str, torch.Tensor], own: Mapping[str, torc
 
     own: what the module has. One that freezes all is a mere frame for parameters from elsewhere.
     """
+    # Either all is trained, as usual, or nothing is, as in a mere frame: then none is an oversight.
     trained = [tensor.requires_grad for tensor in own.values()]
     if all(trained) or not any(trained):
         return

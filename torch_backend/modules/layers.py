@@ -66,7 +66,9 @@ def _tracks(layer: nn.Module) -> TypeGuard[nn.BatchNorm1d]:
 
 def _after_one_more(name: str, layer: nn.BatchNorm1d, pooled: Pooled) -> dict[str, torch.Tensor]:
     """The buffers of a layer after one more batch. Raises FuncgaError for anything that is not pooled."""
-    mean, variance, count = (getattr(layer, key) for key in _STATISTICS)
+    mean, variance, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    assert mean is not None
+    assert variance is not None
     if not fits(pooled, mean):
         raise FuncgaError(
             f"the statistics of `{name}` are {described(pooled, arrays)}, and the layer's are "
@@ -76,6 +78,7 @@ def _after_one_more(name: str, layer: nn.BatchNorm1d, pooled: Pooled) -> dict[st
         )
     after: dict[str, torch.Tensor] = {}
     share: float | torch.Tensor | None = layer.momentum
+    # A layer that has seen nothing has had no batch.
     if count is not None:
         after["num_batches_tracked"] = count + (pooled.count > 0).any().to(torch.int64)
     if share is None:  # the average over all batches
@@ -104,6 +107,7 @@ class Watch:
         hooks = []
         try:
             for name, layer in self.layers.items():
+                # The running ones are then those of the batch alone.
                 layer.momentum = 1.0
                 hooks.append(layer.register_forward_pre_hook(partial(self._count, name), with_kwargs=True))
             yield
@@ -148,15 +152,17 @@ class Watch:
         return {name: self._leaf(name, layer) for name, layer in self.layers.items()}
 
     def _leaf(self, name: str, layer: nn.BatchNorm1d) -> torch.Tensor:
-        running_mean, running_var, batches = (getattr(layer, key) for key in _STATISTICS)
+        running_mean, running_var, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
+        assert running_mean is not None
+        assert running_var is not None
         ran = name in self.counts
         # The kernel's own writes do not count as versions; only the layer's forward() adds to the number of batches.
-        is_told = batches is not None and not batches.is_inference()
-        if is_told and ran != (_private.version(batches) > 0):
+        if batches is not None and not batches.is_inference() and ran != (_private.version(batches) > 0):
             raise _unknown(name, ran)
         dtype = arrays.accumulator_dtype(running_mean.dtype)
         mean, variance = running_mean.detach().to(dtype), running_var.detach().to(dtype)
         count = self.counts.get(name, 0)
+        # Torch writes the unbiased variance; a fold needs that of the population.
         biased = variance * ((count - 1) / count) if count else variance
         return torch.stack((torch.full_like(mean, count), mean, biased))
 
@@ -245,6 +251,7 @@ def _looked_up(
     max_norm, weight = layer.max_norm, layer.weight.detach()
     assert max_norm is not None
     rows = weight[args[0] if args else kwargs["input"]]
+    # As torch would find them, with some room for rows that it has just shortened.
     norms = torch.linalg.vector_norm(rows, layer.norm_type, dim=-1)
     if bool((norms > max_norm * (1 + 2 * torch.finfo(weight.dtype).eps)).any()):
         raise FuncgaError(
@@ -253,6 +260,7 @@ def _looked_up(
             f"the rows between two steps, in torch.no_grad(): "
             f"embedding.weight.renorm_({layer.norm_type}, 0, {max_norm})."
         )
+    # Nothing is to be shortened: without a norm, torch does not look either, and does not write.
     layer.max_norm = None
     try:
         return forward(*args, **kwargs)

@@ -179,6 +179,7 @@ class PureLoss(ModuleLoss):
             threaded, args = args[0], args[1:]  # type: ignore[assignment]
             _by_what_they_replace(threaded, named(parts, _private.BUFFERS), "buffers")
             buffers.update(threaded)
+        # Copies of the buffers, as functional_call lets the module write to those that it is given.
         tensors = {f"module.{name}": tensor for name, tensor in params.items()}
         tensors |= {f"module.{name}": tensor.clone() for name, tensor in buffers.items()}
         output, after = torch.func.functional_call(self.calling, tensors, (self.loss_fn, *args), kwargs)
@@ -214,11 +215,13 @@ class Entered:
     def _chosen(self, own: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         replaced = _by_what_they_replace(self.params, own, "parameters")
         check_none_frozen(self.params, own)
+        # Autograd calls the hooks of a parameter, to whose leaf the engine hands them on; torch.func does not.
         if _private.transforms():
             check_hooks_known(self.params, own)
         return replaced
 
     def __enter__(self) -> "Entered":
+        # As usual there is nothing to watch, and no stack to pay for in each micro-batch.
         if not (self.loss.statistics or self.embeddings):
             self.visit.__enter__()
             return self
@@ -267,6 +270,7 @@ def _by_what_they_replace(tensors: Tensors, own: Tensors, what: str) -> dict[int
             f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of name to tensor, such "
             f"as dict(module.named_{what}())."
         )
+    # As usual all fit, which is seen at a glance; what is wrong is looked for afterwards.
     if own.keys() >= tensors.keys():
         replaced = [own[name] for name in tensors]
         by_id = dict(zip(map(id, replaced), tensors.values(), strict=True))

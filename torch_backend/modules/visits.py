@@ -105,12 +105,14 @@ class Visit:
         spaces = [owner.__dict__ for _, owner in self.owners]
         self.in_transform = arrays.in_transform()
         chosen = self.choose(named(self.owners, PARAMETERS))
+        # Whole tables are exchanged, in the `__dict__` of each part: the module's own are not written to.
         self.parameters = [
             _Exchange(space, {name: self._stand_in(tensor, chosen) for name, tensor in space[PARAMETERS].items()})
             for space in spaces
             if space[PARAMETERS]
         ]
         self.buffers = [_Exchange(space, {}) for space in spaces if space[BUFFERS]]
+        # What has no buffers has no table to exchange: what is registered there is taken out afterwards.
         self.empty = [space[BUFFERS] for space in spaces if not space[BUFFERS]]
         self.is_prepared = True
 
@@ -126,6 +128,7 @@ class Visit:
         else:
             if self.in_transform and _thread_of(tensor) == self.thread:
                 return tensor
+            # A leaf only if autograd is to record what is not differentiated, as a loop by hand would.
             replacement = tensor.detach()
             if self.recorded and tensor.requires_grad:
                 replacement.requires_grad_()
@@ -153,6 +156,7 @@ def _copies(buffers: list[torch.Tensor | None], values: Mapping[int, torch.Tenso
         if buffer is not None:
             memories.setdefault(_memory(buffer), {})[id(buffer)] = buffer
     copies: dict[int, torch.Tensor] = {}
+    # Most buffers have a memory of their own.
     for sharing in memories.values():
         if len(sharing) == 1:
             copies.update({key: values.get(key, buffer).detach().clone() for key, buffer in sharing.items()})
@@ -198,6 +202,7 @@ def own_parameters(tensors: list[Array]) -> list[Array]:
 
 
 def _original(tensor: Array, thread: int) -> Array:
+    # Visits may be one inside of the other: each stand-in remembers what it stood in for.
     while _thread_of(tensor) not in (None, thread):
         tensor = tensor._stands_in[1]
     return tensor
@@ -242,10 +247,12 @@ class _Register:
 
     def _wait(self, visit: Visit) -> None:
         before, worked_before, since = set[int](), 0.0, 0.0
+        # Woken whenever a visit ends, and now and then, to see whether the others still work.
         while threads := self._threads_inside(visit):
             worked = sum(map(_seconds_worked, threads))
             if threads != before or worked - worked_before > _LITTLE:
                 before, worked_before, since = threads, worked, time.monotonic()
+            # A cycle of visits is seen at once. One through a lock of the user's, or a join, is not: then nobody works.
             if visit.thread in self._awaited_by(threads) or time.monotonic() - since > _PATIENCE:
                 raise _deadlock(visit.owners[0][1])
             self.waits_for[visit.thread] = threads

@@ -190,8 +190,11 @@ class DDP(Wrapper):
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
         """DDP waits for a gradient of every parameter, and says nothing if one does not come."""
         before = {name: mark(p) for name, p in params.items()}
+        # A hook of the user's may reduce in a way of its own, in which nothing is heard.
         listeners = [Listener(ddp.process_group) for ddp in self.modules() if not _private.has_comm_hooks(ddp)]
         yield
+        # Three ways to go wrong: a parameter was not reached, so that a bucket was not sent; none was reached; or all
+        # were, by the module inside of the wrapper, so that nothing was sent.
         missed = [name for name, p in params.items() if mark(p) == before[name]]
         is_finished = all(_private.is_finished(ddp, not missed) for ddp in self.modules())
         if is_finished and listeners and all(listener.is_silent for listener in listeners):
@@ -251,6 +254,7 @@ class Replicate(DDP):
 def assigned(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     """A context in which attributes have other values, given as (object, name, value)."""
     values = [*values]
+    # All are read before one is set, as the setter of one may change another.
     before = [(each, name, getattr(each, name)) for each, name, _ in values]
     for each, name, value in values:
         setattr(each, name, value)

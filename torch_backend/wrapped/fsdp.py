@@ -65,6 +65,7 @@ class FSDP2(Wrapper):
     def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
         """FSDP2 averages, or divides by set_gradient_divide_factor, which each part may have of its own."""
         params = [*params]
+        # A part with a factor of its own is divided by that.
         factors = {
             id(param): factor
             for group in self._groups()
@@ -87,6 +88,7 @@ class FSDP2(Wrapper):
 
         What the user's own backward passes have summed without synchronising is put aside.
         """
+        # All of it is put back when the window ends, also what the setters below change meanwhile.
         groups = self._groups()
         values = [entry for group in groups for entry in _private.values_in_a_window(group)]
         with assigned([*values, *map(_private.last_backward_flag, self.parts)]):

@@ -70,6 +70,7 @@ class FSDP1(Wrapper):
     @contextmanager
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
         """A flat parameter without a gradient in the last micro-batch would keep that of this replica alone."""
+        # With sync="every" each micro-batch was reduced by itself, and nothing waits for the last.
         before = [(flat, mark(flat)) for flat in self.leaves() if sync == "last"]
         try:
             yield

@@ -79,6 +79,7 @@ def module_value_and_grad(
         )
     check_scaled(loss_fn, scaled)
     wrapper = _wrapper_of(module)
+    # These ask the wrapper for most of what it keeps to itself: a version of torch without that is found out here.
     try:
         wrapper.check(sync)
         _check_covered(module, wrapper)
@@ -100,6 +101,7 @@ def _wrapper_of(module: nn.Module) -> Wrapper:
             f"ways. Wrap all of it in one of them."
         )
     for kind in kinds.values():
+        # The file of a wrapper is not loaded before there is one: its imports take time.
         file, name = kind.wrapper.split(":")
         made: Wrapper = vars(import_module(f"torch_backend.wrapped.{file}"))[name](module, wrapped, kind.name)
         return made
@@ -148,6 +150,7 @@ class ModuleGradient(WrappedLoss):
         window = ModuleWindow(self._alone, self, backend, alone=True)
         arguments = Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self, backend)
         args, kwargs = window.detached(args), dict(zip(kwargs, window.detached(tuple(kwargs.values())), strict=True))
+        # Without in_axes the rows of the first tensor are those of the batch.
         rows = [len(leaf) for leaf in backend.trees.flatten(args)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
         with window:
             return window.result(window.fold(arguments, args, kwargs, rows[0] if rows else 1, last=True))

@@ -109,6 +109,7 @@ class ModuleWindow:
             stack.enter_context(self.wrapper.window())
             self.params = self.wrapper.params()
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
+            # Until the last micro-batch is known to be the last, no pass synchronises.
             self.waiting.enter_context(self.wrapper.waiting(self.gradient.sync))
             self.stack = stack.pop_all()
         return self
@@ -123,6 +124,7 @@ class ModuleWindow:
                     self.wrapper.recover()
                 if self.wrapper.name and is_of_a_collective(error):
                     error.add_note(COULD_NOT_MERGE)
+                # Other replicas may wait for this one in the merge.
                 if self.reduction is not None:
                     self.reduction.give_up()
         if autocasting(("cuda",)):
@@ -138,6 +140,7 @@ class ModuleWindow:
         if last:
             self._begin_last(args, kwargs)
         loss, aux, differentiated = self._forward(args, kwargs, weight, scale)
+        # The first loss tells what becomes of every leaf. The cotangent depends on that.
         if self.buffers is None:
             self._make_room(self._planned(loss.detach(), aux, arguments))
         assert self.buffers is not None
@@ -147,6 +150,7 @@ class ModuleWindow:
     def _begin_last(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         """Keeps step with replicas that have more micro-batches; then no pass waits any more."""
         n, is_wrapped = self.program.n, bool(self.wrapper.name)
+        # Passes of the wrapper communicate: one that other replicas run and this one does not would never end there.
         if n is not None and is_wrapped and (self.wrapper.in_step or self.gradient.sync != "last"):
             for _ in range(n - 1 - (0 if self.buffers is None else self.buffers.steps)):
                 self._keep_step(args, kwargs)
@@ -158,6 +162,7 @@ class ModuleWindow:
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that is not folded."""
         self.has_begun = True
+        # 0 times a gradient that is NaN would be NaN. A weight that is on the device may be 0.
         masks = isinstance(weight, torch.Tensor) or not weight
         module, nodes = self.gradient.module, _private.nodes_made()
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
@@ -271,6 +276,7 @@ class ModuleWindow:
                 "stand in for the missing ones would count in the statistics of all replicas. Give every replica "
                 "equally many micro-batches."
             )
+        # Running statistics, for instance, know nothing of rows that stand in for others.
         before = [(buffer, buffer.clone()) for buffer in module.buffers()]
         loss, aux, _ = self._forward(args, kwargs, None, None)
         self._backward(loss, torch.zeros_like(loss, requires_grad=False))
@@ -319,6 +325,8 @@ class ModuleWindow:
         with torch.no_grad():
             gradients = [_taken(p, self.wrapper.fresh) for p in self.params.values()]
             sums = local_tensors(gradients)  # of a DTensor it is the shard that is divided
+            # The wrapper has divided the weighted sum by a scale, most often the number of replicas: the sum is what
+            # the buffers call one in units of that scale.
             scale = _rescaled(sums, self.wrapper.scales(self.params.values()))
             buffers.hold_in(1.0)
             # What a wrapper has reduced is put beside the rest when that is reduced, too.
@@ -334,6 +342,7 @@ class ModuleWindow:
                 buffers.hold_in(scale)
                 self._put(sums)
             value, folded = buffers.result(state)
+        # A shard was divided in place, in the DTensor that it is of, unless its result has another dtype.
         named = zip(self.params, gradients, sums, strict=True)
         return value, {
             name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
@@ -374,6 +383,7 @@ class ModuleWindow:
 
     def _planned(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> "_Plan":
         """What becomes of every leaf of the output. Raises FuncgaError for what a wrapper cannot fold."""
+        # In a step without aux or threaded state a dtype and the parameters tell everything about the output.
         plans = self.program.keep(_Plans)
         key = loss.dtype, [(name, p.shape, p.dtype) for name, p in self.params.items()]
         if plans.last is not None and plans.last.key == key:
@@ -429,6 +439,7 @@ class _Plan(NamedTuple):
     gradients: list[int]
     head: Outputs
     is_weighted: bool
+    # Tensors without memory of their own, which tell the replicas what is folded beside the gradients.
     likes: list[torch.Tensor | None]  # of the shape, dtype and device of the others
 
 
@@ -467,7 +478,7 @@ def _taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
     """The gradient of a parameter, in memory that nobody else holds; zeros if it has none."""
     gradient = p.grad
     if gradient is None:
-        return torch.zeros_like(p, requires_grad=False)
+        return torch.zeros_like(p, requires_grad=False)  # the loss does not depend on it
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
     return gradient if fresh or is_alone(gradient) else gradient.clone()
