@@ -45,7 +45,8 @@ class Seen(NamedTuple):
         """The largest relative difference of two calls, each leaf relative to itself; infinite for other programs."""
         if self.program != other.program or len(self.values) != len(other.values):
             return float("inf")
-        return max(limit._replace(share=0.0).differences(self.values, other.values), default=0.0)
+        # NaN in one of the two is no rounding, and np.max keeps it.
+        return float(np.max(limit._replace(share=0.0).differences(self.values, other.values), initial=0.0))
 
 
 def impurities(probe: Probe) -> tuple[Seen, list[Cause]]:

@@ -280,6 +280,18 @@ def test_hooks_on_parameters_are_no_wrong_gradient():
     assert "wrong gradient" not in {cause.name for cause in verdict.causes}
 
 
+def test_a_value_that_becomes_nan_is_state():
+    calls = []
+
+    def gradient(params, x, y):
+        calls.append(1)
+        value, grads = funcga.value_and_grad(mistakes.regression)(params, x, y)
+        return (value, value * (float("nan") if len(calls) > 2 else 1)), grads
+
+    verdict = funcga.verify(gradient, *regress()[1])
+    assert [cause.name for cause in verdict.causes] == ["state"], str(verdict)
+
+
 def test_batch_norm_comes_first_only_where_there_is_one():
     with_one, without = (verified(TORCH, mistakes.MISTAKES[name][1]) for name in ("BatchNorm1d", "load balancing"))
     assert [verdict.causes[0].fix.startswith("module.eval()") for verdict in (with_one, without)] == [True, False]
