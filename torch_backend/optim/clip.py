@@ -109,9 +109,12 @@ class _Functions:
         """The same in the memory of the gradients."""
         return self._clipped(grads, owned=True), state
 
-    @torch.no_grad()
     def _clipped(self, grads: Tree, owned: bool) -> Tree:
-        check_not_differentiated("clipping", grads)
+        check_not_differentiated("clipping", grads)  # before graphs are switched off, which would hide a loss around it
+        with torch.no_grad():
+            return self._clipped_in_place(grads, owned)
+
+    def _clipped_in_place(self, grads: Tree, owned: bool) -> Tree:
         leaves, structure = trees.flatten(grads)
         for index, leaf in enumerate(leaves):
             _check_gradient(leaf, index, grads)
