@@ -49,6 +49,7 @@ class Reduction:
         self.rebuild: Callable[[Structure], tuple[Outputs, list[Any]]] | None = None
         self.is_over = False
         self.counted: tuple[dist.Work, torch.Tensor] | None = None
+        self.combine: Callable[[], None] | None = None  # waits for leaves in no bucket, and combines them
 
     def __enter__(self) -> "Reduction":
         return self
@@ -229,12 +230,15 @@ class Reduction:
             return
 
     def _send_rest(self) -> None:
-        """Begins all collectives that are left, but for those of leaves that are no sums."""
+        """Begins all collectives that are left, but for those before which the replicas have to talk."""
         assert self.header is not None
         while self.sums.left:
             self._send()
         if self.counted is None and any(report.on_device for report in self.header.reports()):
             self.counted = self._count_on_device()
+        plan = self.agreement.plan
+        if self.combine is None and plan.gathered and not self.buffers.outputs.collected:
+            self.combine = gather(self.buffers, plan, self._wire)
 
     def _send(self) -> None:
         factor = (self.buffers.unit or self.unit) / self.unit
@@ -252,12 +256,12 @@ class Reduction:
     def _receive(self, state: list[Any]) -> list[Any]:
         """Waits for everything, and takes in what the others have folded. Returns the state."""
         assert self.header is not None
-        reports, buffers, plan = self.header.reports(), self.buffers, self.agreement.plan
+        reports, buffers = self.header.reports(), self.buffers
         self.sums.wait()
-        gathers = bool(plan.gathered or buffers.outputs.collected)
         # To ask a device for the mark would make the host wait: `_count` makes the weight NaN there. But no replica may
-        # begin a collective that one which has given up does not take part in.
-        if (self.sums.mark.is_cpu or gathers or state) and self.sums.mark != 0:
+        # begin to talk where one has given up and says nothing.
+        talks = bool(buffers.outputs.collected or state)
+        if (self.sums.mark.is_cpu or talks) and self.sums.mark != 0:
             raise FuncgaError(
                 "another replica has raised an error, or was interrupted, when the others had begun to merge this "
                 "window: nothing of it can be used. See what that process says, and let the error end all of them; or "
@@ -268,8 +272,10 @@ class Reduction:
         for leaf in buffers.layout.own:
             if leaf in self.sums.views and self.sums.views[leaf].nbytes <= _SMALL:
                 buffers.reduced[leaf] = self.sums.views[leaf].clone()
-        if gathers:
-            gather(buffers, plan, self._wire)
+        if buffers.outputs.collected:
+            self.combine = gather(buffers, self.agreement.plan, self._wire)
+        if self.combine is not None:
+            self.combine()
         folded = [rank for rank, report in enumerate(reports) if report.steps]
         return carried(state, folded[-1], self._wire) if state and folded else state
 

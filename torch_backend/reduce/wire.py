@@ -5,7 +5,7 @@ no sums, such as moments or collected rows, are gathered, and combined in the or
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
 from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers
-from torch_backend.reduce.channel import Channel, all_gathered
+from torch_backend.reduce.channel import Channel
 
 _FEW = 8  # elements that are worth no bucket of their own
 _ALIGNED = 16  # elements: each leaf begins at a multiple of these, as kernels like it
@@ -60,22 +60,16 @@ class Plan(NamedTuple):
         return self.buckets[-1].device
 
 
+# The dtype and the device of accumulators, and the dtype that they are sent as.
+_Group = tuple[torch.dtype, torch.device, torch.dtype]
+
+
 def planned(
     folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], sums: Collection[int], bucket_bytes: int,
     wire_dtype: torch.dtype | None,
 ) -> Plan:  # fmt: skip
-    """The Plan for leaves like these, of which `sums` are merged by adding them.
-
-    Autograd has the gradients of the last layer first, so that is the order. Scalars, such as the loss, come last: no
-    bucket of gradients waits for them. Scalars and counts are never rounded.
-    """
-    groups: dict[tuple[torch.dtype, torch.device, torch.dtype], list[int]] = {}
-    for leaf in sorted(sums, key=lambda leaf: (likes[leaf].ndim == 0, -leaf)):
-        dtype: torch.dtype = folds[leaf].accumulator_dtype
-        dtype = dtype.to_real() if dtype.is_complex else dtype
-        is_exact = likes[leaf].ndim == 0 or not dtype.is_floating_point
-        wire = dtype if wire_dtype is None or is_exact else wire_dtype
-        groups.setdefault((dtype, likes[leaf].device, wire), []).append(leaf)
+    """The Plan for leaves like these, of which `sums` are merged by adding them."""
+    groups = _groups(folds, likes, sums, wire_dtype)
     if len(sums) < len(likes):
         # A few counts in a dtype of their own go with what is gathered anyway: a bucket is one collective more.
         groups = {group: leaves for group, leaves in groups.items() if not _are_few_counts(leaves, folds, likes)}
@@ -89,6 +83,24 @@ def planned(
         buckets = [Bucket(torch.float32, device, torch.float32, (), 0)]
     in_buckets = {slot.leaf for bucket in buckets for slot in bucket.slots}
     return Plan(tuple(buckets), {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in in_buckets})
+
+
+def _groups(
+    folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], sums: Collection[int], wire_dtype: torch.dtype | None
+) -> dict[_Group, list[int]]:
+    """The leaves that can share a bucket, in the order in which they are sent.
+
+    Autograd has the gradients of the last layer first, so that is the order. Scalars, such as the loss, come last: no
+    bucket of gradients waits for them. Scalars and counts are never rounded.
+    """
+    groups: dict[_Group, list[int]] = {}
+    for leaf in sorted(sums, key=lambda leaf: (likes[leaf].ndim == 0, -leaf)):
+        dtype: torch.dtype = folds[leaf].accumulator_dtype
+        dtype = dtype.to_real() if dtype.is_complex else dtype
+        is_exact = likes[leaf].ndim == 0 or not dtype.is_floating_point
+        wire = dtype if wire_dtype is None or is_exact else wire_dtype
+        groups.setdefault((dtype, likes[leaf].device, wire), []).append(leaf)
+    return groups
 
 
 def _are_few_counts(leaves: list[int], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor]) -> bool:
@@ -206,8 +218,11 @@ class Wire(NamedTuple):
     channel: Channel
 
 
-def gather(buffers: Buffers, plan: Plan, wire: Wire) -> None:
-    """Combines the leaves that are in no bucket, and joins collected rows, in the order of the replicas."""
+def gather(buffers: Buffers, plan: Plan, wire: Wire) -> Callable[[], None]:
+    """Begins to gather the leaves that are in no bucket, and collected rows.
+
+    The function that it returns waits for them, and combines and joins them in the order of the replicas.
+    """
     outputs, mine = buffers.outputs, {}
     for leaf, shape in plan.gathered.items():
         mine[leaf] = local(buffers.reduced[leaf])
@@ -218,16 +233,21 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire) -> None:
     arrays = [part for lifted in mine.values() for part in (lifted if isinstance(lifted, tuple) else (lifted,))]
     axes = {leaf_index: _axis(outputs, leaf_index) for leaf_index in outputs.collected}
     arrays += [_rows(buffers, leaf_index, axis, wire.device) for leaf_index, axis in axes.items()]
-    # Then what each replica has, taken one by one in that order.
-    arrays_of_ranks = [iter(arrays) for arrays in _gathered(arrays, bool(axes), wire)]
-    for leaf, lifted in mine.items():
-        lifted_of_ranks = [
-            tuple([next(arrays) for _ in lifted]) if isinstance(lifted, tuple) else next(arrays)
-            for arrays in arrays_of_ranks
-        ]
-        buffers.reduced[leaf] = reduce(buffers.folds[leaf].combine, lifted_of_ranks)
-    for leaf_index in axes:
-        buffers.collected[leaf_index] = [next(arrays) for arrays in arrays_of_ranks]
+    received = _gathered(arrays, bool(axes), wire)
+
+    def combine() -> None:
+        # Then what each replica has, taken one by one in that order.
+        arrays_of_ranks = [iter(arrays) for arrays in received()]
+        for leaf, lifted in mine.items():
+            lifted_of_ranks = [
+                tuple([next(arrays) for _ in lifted]) if isinstance(lifted, tuple) else next(arrays)
+                for arrays in arrays_of_ranks
+            ]
+            buffers.reduced[leaf] = reduce(buffers.folds[leaf].combine, lifted_of_ranks)
+        for leaf_index in axes:
+            buffers.collected[leaf_index] = [next(arrays) for arrays in arrays_of_ranks]
+
+    return combine
 
 
 def _axis(outputs: Outputs, leaf_index: int) -> int:
@@ -244,16 +264,25 @@ def _rows(buffers: Buffers, leaf_index: int, axis: int, device: torch.device) ->
     return torch.cat([empty, *buffers.collected[leaf_index]], dim=axis)
 
 
-def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> list[list[torch.Tensor]]:
-    """The arrays of each replica, in one all_gather. Where they `have_rows`, shapes may differ between replicas."""
+def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> Callable[[], list[list[torch.Tensor]]]:
+    """Begins one all_gather, and returns a function that waits for the arrays of each replica.
+
+    Where they `have_rows`, shapes may differ between replicas, which first tell each other their own.
+    """
     kinds = [(tuple(array.shape), array.dtype) for array in arrays]
     kinds_of_ranks: list[list[Kind]] = wire.channel.gathered(kinds) if have_rows else [kinds] * wire.channel.count
     # One all_gather takes as many bytes of each replica: those of the longest.
     packed = pack(arrays, wire.device)
     padded = packed.new_zeros(max(map(nbytes, kinds_of_ranks)))
     padded[: packed.numel()] = packed
-    data_of_ranks = all_gathered(wire.carrier, padded)
-    return [unpack(data, kinds) for data, kinds in zip(data_of_ranks, kinds_of_ranks, strict=True)]
+    data_of_ranks = [torch.empty_like(padded) for _ in kinds_of_ranks]
+    work = wire.carrier.allgather([data_of_ranks], [padded])
+
+    def received() -> list[list[torch.Tensor]]:
+        work.wait()
+        return [unpack(data, kinds) for data, kinds in zip(data_of_ranks, kinds_of_ranks, strict=True)]
+
+    return received
 
 
 def carried(state: list[Any], source: int, wire: Wire) -> list[Any]:
