@@ -40,10 +40,11 @@ class Search:
             return backend.loop.finished(backend.loop.accumulate(program, backend)(args, kwargs))
 
         n, result = smallest(run, rows, backend.loop.is_out_of_memory, self.fitted.get(key))
+        # A dict keeps its order: the shapes used latest stand last, and the first is forgotten.
         self.fitted.pop(key, None)
-        self.fitted[key] = n  # the last, as the latest
+        self.fitted[key] = n
         if len(self.fitted) > _SHAPES:
-            del self.fitted[next(iter(self.fitted))]  # which was used longest ago
+            del self.fitted[next(iter(self.fitted))]
         return result
 
 
@@ -69,12 +70,15 @@ def smallest(
 
     n, too_few = (1, 0) if known is None else (min(known, most), known - 1)
     fits, result = attempt(n)
+    # Invariant: `too_few` micro-batches are taken not to fit. Double until something fits, ...
     while not fits:
         too_few, n = n, min(2 * n, most)
         fits, result = attempt(n)
+    # ... then halve the gap below it.
     while n - too_few > 1:
         middle = (n + too_few) // 2
         result = None  # it would take room from the next attempt
         fits, result = attempt(middle)
         n, too_few = (middle, too_few) if fits else (n, middle)
+    # The last attempt need not be the one that fitted, and its result is gone: run that n again.
     return (n, result) if fits else smallest(run, most, is_out_of_memory, n)

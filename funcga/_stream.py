@@ -94,6 +94,7 @@ def _iterate(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Iterator[tuple[Any
             f"microbatches is of type {type(microbatches).__name__}, which cannot be iterated over. Pass a DataLoader, "
             f"a generator or a list of micro-batches; for one batch to be split, use funcga.accumulate(grad_fn, n)."
         ) from None
+    # These can be iterated over, and one item of them is no micro-batch.
     if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
         raise FuncgaError(
             f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of micro-batches. "

@@ -71,13 +71,14 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
     """
     loaded = [_LOADED[framework] for framework in _imported_frameworks()]
+    # First what only one framework can have made; then NumPy's arrays, which JAX takes as they are.
     for test in ("owns", "is_array"):
         for backend in loaded:
             leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
             is_own = backend.arrays.owns if test == "owns" else backend.arrays.is_array
             if not any(map(is_own, leaves)) or (test == "is_array" and backend.name != "jax"):
                 continue
-            # by the name of the type, as torch.compile cannot look into another framework
+            # By the name of the type, as torch.compile cannot look into another framework.
             if any(_framework(leaf) not in (None, backend.name) for leaf in leaves if not is_own(leaf)):
                 raise _mixed(trees, names(), loaded)
             return backend

@@ -68,10 +68,12 @@ def broadcast(
     branches, children = trees.children(prefix), trees.children(tree)
     if branches is None or children is None:
         raise PrefixError(path, prefix, tree)
+    # torch has no child for a field that is None, and the prefix has one.
     if len(branches) > len(children):
         branches = _without_absent(branches, tree, {key for key, _ in children})
     if len(branches) != len(children):
         raise PrefixError(path, prefix, tree)
+    # A plain tuple or list stands for any sequence, a NamedTuple too: by position. All else is matched by key.
     if type(prefix) in (tuple, list) and isinstance(tree, tuple | list):
         matched = dict(zip((key for key, _ in children), (branch for _, branch in branches), strict=True))
     else:

@@ -59,6 +59,7 @@ class Arguments:
 
         Raises FuncgaError if they differ, if there are none, unless it `may_be_empty`, or if a leaf has no such axis.
         """
+        # By the index of the leaf, so that an error can name it.
         sizes = {
             leaf_index: _row_count(self, leaf_index, leaf, axis)
             for leaf_index, (leaf, axis) in enumerate(self)
@@ -89,6 +90,7 @@ class Arguments:
         state: what stands for the leaves that are CARRY. narrow: `narrow(array, axis, start, size)` takes the rows;
         by default those that follow `start`.
         """
+        # The k-th leaf that is CARRY takes the k-th of the state.
         threaded = iter(state)
         narrow, unflatten = narrow or self.backend.arrays.slice, self.backend.trees.unflatten
         args = []
@@ -149,6 +151,7 @@ def read_arguments(
     Raises FuncgaError if in_axes is no tree prefix of the arguments.
     """
     count, parts, state = len(args), [], []
+    # One entry an argument, and then one axis a leaf.
     each = (None, *[0] * (count - 1))[:count] if in_axes is None else _per_argument(in_axes, count)
     for arg_index, (arg, axis) in enumerate(zip(args, each, strict=True)):
         if axis is None:
@@ -309,6 +312,7 @@ def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[
                 f"n={rows} or less, or say how large one is: microbatch_size=1."
             )
         size, longer = rows // n, rows % n  # not divmod, which torch.compile lacks for symbolic sizes
+        # The first ones are longer by a row, as in numpy.array_split.
         sizes = [(longer, size + 1), (n - longer, size)]
     return [(count, size) for count, size in sizes if count and size]
 

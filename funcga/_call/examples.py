@@ -29,10 +29,12 @@ def find_examples(args: Mapping[str, Tree], rows: int, even: bool, backend: Back
     if not any(_has_list(arg, backend.trees) for arg in args.values()):
         return None
     lists = [each for name, arg in args.items() for each in _lists(arg, backend, name, False)]
-    if not even:  # of two arrays, inputs and labels, one may just be too short
+    # Lists are why the numbers of rows differ; but of two arrays, inputs and labels, one may just be too short.
+    if not even:
         return next((each for each in lists if each.named or len(each.entries) > 2), None)
+    # Another array has as many rows, so axis 0 is the rows in the lists too.
     if _has_others(args, lists, backend):
-        return None  # another array has as many rows: so they are rows
+        return None
     return next((each for each in lists if each.named or _is_long(each, rows, backend)), None)
 
 

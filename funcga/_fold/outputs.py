@@ -167,6 +167,7 @@ def sort_outputs(
     """
     leaves, structure = backend.trees.flatten(value)
     placed = place(fold, value, len(leaves), backend)
+    # Threaded leaves go to the next micro-batch, collected ones are joined after the loop, the rest is reduced in it.
     threaded = [leaf_index for leaf_index, (leaf_fold, _) in enumerate(placed) if leaf_fold.reducer.carries]
     if carried and not threaded:  # before the folds that stand there instead are found not to fit
         raise _unmatched([root for root, _ in carried], [])
