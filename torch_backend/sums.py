@@ -26,43 +26,49 @@ def add(
 ) -> tuple[list[Reduced], bool]:
     """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
     pure = arrays.in_transform()
-    # Sums are added in one kernel for all leaves of a kind. Every other fold is combined leaf by leaf, and so is a sum
-    # with a weight on a device, which has to select: of a micro-batch of weight 0 it adds nothing, not even a NaN.
-    factors: dict[str, float] = {} if pure else {"plain": 1}
-    if not (pure or isinstance(weight, torch.Tensor)):
-        factors["weighted"] = weight
-    in_one_kernel: dict[str, list[int]] = {kind: [] for kind in factors}
-    added: list[Reduced] = [None] * len(held)
-    owned = True
+    # Sums are added in one kernel for all leaves of a kind; every other fold is combined leaf by leaf.
+    factors = {} if pure else _factors(weight)
+    groups: dict[str, list[int]] = {}
+    others: list[tuple[int, LeafFold]] = []
+    for leaf_index, (fold, own, leaf) in enumerate(zip(folds, held, leaves, strict=True)):
+        if fold is None:
+            continue
+        if _is_addend(own, leaf) and fold.adds in factors:
+            groups.setdefault(fold.adds, []).append(leaf_index)
+        else:
+            others.append((leaf_index, fold))
+    added = [*held]
     with torch.set_grad_enabled(_tracked(pure)):
-        for leaf_index, (fold, own, leaf) in enumerate(zip(folds, held, leaves, strict=True)):
-            if fold is None:
-                continue
-            if type(own) is torch.Tensor and isinstance(leaf, torch.Tensor) and own.device != leaf.device:
-                raise _elsewhere(own, leaf)
-            if fold.adds in factors and _is_addend(own, leaf):
-                in_one_kernel[fold.adds].append(leaf_index)
-                continue
-            # A monoid may return what it was given, which the caller may have too.
-            value = leaf if pure or not isinstance(leaf, torch.Tensor) else leaf.detach()
-            added[leaf_index], owned = fold.combine(own, fold.lift(value, weight)), False
-        for kind, chosen in in_one_kernel.items():
+        for leaf_index, fold in others:
+            value = leaves[leaf_index] if pure else leaves[leaf_index].detach()
+            added[leaf_index] = fold.combine(held[leaf_index], fold.lift(value, weight))
+        for kind, chosen in groups.items():
             sums = add_scaled([held[k] for k in chosen], [leaves[k] for k in chosen], factors[kind], donate)
-            owned = owned and bool(factors[kind] or not chosen)
             for leaf_index, own in zip(chosen, sums, strict=True):
                 added[leaf_index] = own
+    # The caller may have what a monoid returns as it was given, and a sum that nothing was added to.
+    owned = not others and all(factors[kind] for kind in groups)
     return added, donate or owned
 
 
-def _elsewhere(own: torch.Tensor, leaf: torch.Tensor) -> FuncgaError:
-    return FuncgaError(
-        f"a gradient, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made for params on "
-        f"{own.device}. Move it: grad.to({str(own.device)!r}); or make a state where the params are now."
-    )
+def _factors(weight: Scalar) -> dict[str, float]:
+    """What the leaves of each kind of sum are multiplied by, where the host knows it.
+
+    A weighted sum with a weight on a device has to select: of a micro-batch of weight 0 it adds nothing, not even NaN.
+    """
+    return {"plain": 1} if isinstance(weight, torch.Tensor) else {"plain": 1, "weighted": weight}
 
 
-def _is_addend(own: Reduced, leaf: Array) -> bool:
-    """Whether a leaf can be added to this accumulator by torch itself, without another dtype or layout."""
+def _is_addend(own: Reduced, leaf: torch.Tensor) -> bool:
+    """Whether a leaf can be added to this accumulator by torch itself, without another dtype or layout.
+
+    Raises FuncgaError if it lies on another device.
+    """
+    if type(own) is torch.Tensor and own.device != leaf.device:
+        raise FuncgaError(
+            f"a gradient, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made for params on "
+            f"{own.device}. Move it: grad.to({str(own.device)!r}); or make a state where the params are now."
+        )
     if type(own) is type(leaf) is torch.Tensor and leaf.layout is torch.strided:
         return own.dtype is leaf.dtype or torch.promote_types(own.dtype, leaf.dtype) is own.dtype
     return False
