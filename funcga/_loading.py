@@ -32,9 +32,9 @@ def load_object(where: str, default: str) -> Loaded:
     if not path.is_file():
         raise FuncgaError(f"{where}: there is no file {path}. Write FILE.py:{default}, a path from the current folder.")
     module = _module(path)
-    if not hasattr(module, name):
+    if name not in vars(module):
         raise FuncgaError(f"{where}: {path} has no `{name}`. {_there(module, name, path)}")
-    return Loaded(getattr(module, name), name, module)
+    return Loaded(vars(module)[name], name, module)
 
 
 def _there(module: ModuleType, name: str, path: Path) -> str:
@@ -68,7 +68,7 @@ def blamed(error: BaseException) -> str:
     files = {module.__file__ for name, module in sys.modules.items() if name.startswith(_PREFIX)}
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     where = f" (line {own[-1].lineno} of {own[-1].filename})" if own else ""
-    text, line = " ".join(str(error).split()), getattr(error, "lineno", None)
+    text = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
-        text, where = str(error.msg), f" (line {line} of {error.filename})"
+        text, where = str(error.msg), f" (line {error.lineno} of {error.filename})"
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"

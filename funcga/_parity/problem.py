@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from funcga._types import Tree
+from funcga._types import LossFn, Tree
 from funcga.folds import Fold, mean
 from funcga.rules import Rule
 
@@ -58,6 +58,12 @@ class Problem:
     about: str = ""
 
     @property
+    def losses(self) -> dict[str, LossFn]:
+        """The losses that it has, by framework: 'torch', 'jax' or both."""
+        losses = {"torch": self.torch_loss, "jax": self.jax_loss}
+        return {framework: loss for framework, loss in losses.items() if loss is not None}
+
+    @property
     def frameworks(self) -> list[str]:
-        """The frameworks that it has a loss for: 'torch', 'jax' or both."""
-        return [name for name in ("torch", "jax") if getattr(self, f"{name}_loss") is not None]
+        """The frameworks that it has a loss for."""
+        return list(self.losses)

@@ -122,7 +122,7 @@ def count_targets(tokens: Array) -> Array:
 
 def _problem(name: str, about: str, params: Tree, batch: tuple[Tree, ...], **options: Any) -> Problem:
     torch_loss, jax_loss = (
-        getattr(importlib.import_module(f"funcga._parity.in_{framework}"), f"{name}_loss")
+        vars(importlib.import_module(f"funcga._parity.in_{framework}"))[f"{name}_loss"]
         for framework in ("torch", "jax")
     )
     return Problem(params, batch, torch_loss, jax_loss, name=name, about=about, **options)

@@ -89,8 +89,7 @@ def _work(side: Side, n: int, count: int) -> Merged | None:
 
 def _write(file: Path, merged: Merged) -> None:
     arrays: dict[str, Array] = {"rows": np.asarray(merged.rows)}
-    for run in ("accumulated", "full"):
-        result: Result = getattr(merged, run)
+    for run, result in (("accumulated", merged.accumulated), ("full", merged.full)):
         arrays[f"{run}/loss"] = result.loss
         arrays |= {f"{run}/g/{path}": leaf for path, leaf in result.gradient.items()}
     np.savez(file, **arrays)

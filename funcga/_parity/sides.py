@@ -104,7 +104,7 @@ class Side:
         random = np.random.default_rng(0)
 
         def moved(leaf: Array) -> Array:
-            if not hasattr(leaf, "dtype") or not is_float(leaf.dtype):
+            if not isinstance(leaf, np.ndarray | np.generic) or not is_float(leaf.dtype):
                 return leaf
             return leaf * (1 + tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)).astype(leaf.dtype)
 
@@ -182,7 +182,7 @@ class Side:
     @property
     def loss(self) -> Callable[..., Tree]:
         """The loss of this framework."""
-        return cast(Callable[..., Tree], getattr(self.problem, f"{self.framework}_loss"))
+        return self.problem.losses[self.framework]
 
     @cached_property
     def gradient(self) -> Callable[..., Tree]:
@@ -335,7 +335,7 @@ def numpy_dtype(dtype: str) -> Dtype:
     except TypeError:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, dtype))
+        return np.dtype(vars(ml_dtypes)[dtype])
 
 
 def is_float(dtype: Dtype) -> bool:
@@ -354,7 +354,8 @@ def _check_finite(named_trees: dict[str, Tree], backend: Backend) -> None:
     """Raises FuncgaError, which says where, for NaN and infinities in the params or the batch."""
     for name, tree in named_trees.items():
         for path, leaf in paths_and_leaves(tree, backend.trees.children, name):
-            if hasattr(leaf, "dtype") and is_float(leaf.dtype):
+            if isinstance(leaf, np.ndarray | np.generic) and is_float(leaf.dtype):
+                leaf = np.asarray(leaf)
                 finite = np.isfinite(leaf.astype(np.float64))
                 if not finite.all():
                     first = tuple(map(int, np.argwhere(~finite)[0]))
