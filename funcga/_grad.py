@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import numbers
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,14 +10,15 @@ from typing import Any, overload
 
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
-from funcga._backend.protocols import Backend
+from funcga._backend.protocols import Arrays, Backend
 from funcga._call.arguments import argument_names
 from funcga._call.program import Program
-from funcga._call.scales import check_loss_scale, scaled_loss
+from funcga._fold.tally import as_number, is_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError
 
 
+# A gradient inside of a loss makes it a gradient of a gradient. Counting the evaluations shows whether there is one.
 class _Evaluations(threading.local):
     count = 0
 
@@ -25,13 +27,13 @@ _EVALUATIONS = _Evaluations()
 
 
 def evaluations() -> int:
-    """How many gradients this thread has begun to compute: whether there is one inside of a loss."""
+    """How many gradients this thread has begun to compute. It grows in a loss that has a gradient inside."""
     return _EVALUATIONS.count
 
 
 @dataclass(frozen=True, eq=False)
 class GradientFunction:
-    """A gradient function that takes the framework of its arguments. Made by `grad` and `value_and_grad`."""
+    """A gradient function in the framework of its arguments. Made by `grad` and `value_and_grad`."""
 
     loss_fn: LossFn
     argnums: int | tuple[int, ...]
@@ -55,23 +57,24 @@ class GradientFunction:
 
         @functools.wraps(self.loss_fn, updated=())  # for the names of its parameters in messages
         def gradient(*args: Any, **kwargs: Any) -> Tree:
-            for arg_index in self.places(len(args)):
+            for arg_index in self.arg_indices(len(args)):
                 self.check_leaves(args[arg_index], arg_index, backend)
-            # Counters of Python's must not be read in what torch.compile traces.
+            # torch.compile must not read a Python counter: it would compile anew for every value.
             counts = not (backend.name == "torch" and backend.loop.is_traced(()))
             if counts:
                 _EVALUATIONS.count += 1
             scale = None
             if self.scaled or "loss_scale" in kwargs:
-                scale, kwargs = self.read_scale(kwargs, backend)  # here, as the transform hides numbers from the host
+                # Read before the transform, inside of which the host no longer sees numbers.
+                scale, kwargs = self.read_scale(kwargs, backend)
 
             @functools.wraps(self.loss_fn, updated=())
             def objective(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, Tree]]:
-                before = _EVALUATIONS.count if counts else 0
+                count_before = _EVALUATIONS.count if counts else 0
                 loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
                 if counts and not self.reached:
-                    self._check_reached(loss, args, _EVALUATIONS.count == before, backend)
-                # The loss comes back twice: as it is differentiated, and as it is.
+                    self._check_reached(loss, args, _EVALUATIONS.count == count_before, backend)
+                # The loss comes back twice: scaled, to be differentiated, and as auxiliary data, as the caller sees it.
                 return scaled_loss(loss, scale, backend.arrays), (loss, aux)
 
             transform = backend.gradients.value_and_grad(objective, self.argnums, True)
@@ -80,7 +83,7 @@ class GradientFunction:
 
         return gradient
 
-    def places(self, count: int) -> tuple[int, ...]:
+    def arg_indices(self, count: int) -> tuple[int, ...]:
         """`argnums` among `count` positional arguments, none negative. Raises FuncgaError for one that is not there."""
         argnums = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         if any(not -count <= argnum < count for argnum in argnums):
@@ -96,6 +99,7 @@ class GradientFunction:
     def check_leaves(self, tree: Tree, arg_index: int, backend: Backend) -> None:
         """Raises FuncgaError if there is no gradient with respect to a leaf of this argument."""
         backend.gradients.check_params(tree)
+        # The path is worked out for the error alone.
         for leaf_index, leaf in enumerate(backend.trees.flatten(tree)[0]):
             if leaf is not None and not _has_gradient(leaf, backend):
                 name = argument_names(self.loss_fn, arg_index + 1)[arg_index]
@@ -114,11 +118,12 @@ class GradientFunction:
                     "as funcga.value_and_grad(loss_fn, scaled=True)."
                 )
             return None, kwargs
-        rest = {name: value for name, value in kwargs.items() if name != "loss_scale"}
-        return check_loss_scale(kwargs.get("loss_scale"), backend.arrays), rest
+        others = {name: value for name, value in kwargs.items() if name != "loss_scale"}
+        return check_loss_scale(kwargs.get("loss_scale"), backend.arrays), others
 
     def split(self, output: Tree, backend: Backend) -> tuple[Array, Tree]:
         """(loss, aux) of what loss_fn returned. Raises FuncgaError if that is no real scalar, or no pair of both."""
+        # First the pair is taken apart. Then the loss must be an array, a scalar and real, in this order of messages.
         loss, aux, arrays = output, None, backend.arrays
         if self.has_aux:
             if not isinstance(output, tuple | list) or len(output) != 2:
@@ -145,6 +150,7 @@ class GradientFunction:
 
     def compose(self, loss: Array, aux: Tree, grads: Sequence[Tree]) -> Tree:
         """What a gradient function returns, from its parts; `grads` has one tree for each of argnums."""
+        # Value before gradient, in both frameworks; aux goes with the value, or with the gradient if there is none.
         value = (loss, aux) if self.has_aux else loss
         gradient = tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
         if self.with_value:
@@ -157,11 +163,12 @@ class GradientFunction:
         alone: whether no other gradient is inside of the loss: such a one may be a constant, as that of a linear
         function is.
         """
+        # A framework cannot always tell, and then `depends` is None. One positive answer settles it for good.
         depends = backend.gradients.depends(loss)
         if depends:
             self.reached.add(True)
         elif depends is False and alone:
-            differentiated = tuple(args[arg_index] for arg_index in self.places(len(args)))
+            differentiated = tuple(args[arg_index] for arg_index in self.arg_indices(len(args)))
             if any(leaf is not None for leaf in backend.trees.flatten(differentiated)[0]):
                 raise self.unreached(len(args), backend)
 
@@ -171,12 +178,47 @@ class GradientFunction:
         instead = "as model.apply(params, x) does"
         if backend.name == "torch":
             instead = "as torch_backend.pure_loss(module, lambda module, x, y: F.mse_loss(module(x), y)) does"
-        of = " or ".join(f"`{names[arg_index]}`" for arg_index in self.places(count))
+        of = " or ".join(f"`{names[arg_index]}`" for arg_index in self.arg_indices(count))
         return FuncgaError(
             f"the loss does not depend on {of}: no gradient reaches an array of it, and nothing would be trained. "
             f"loss_fn uses a module, or arrays, that it closes over, or it detaches what it computes. Compute the loss "
             f"from the argument, {instead}."
         )
+
+
+def check_loss_scale(scale: Scalar | None, arrays: Arrays) -> Scalar:
+    """The loss scale as a Python number where the host can see it, else as the 0-d array that it is.
+
+    Raises FuncgaError if it is no number, no scalar, or seen to be none that can be divided by: it must be finite and
+    above 0.
+    """
+    if scale is None:
+        raise FuncgaError(
+            "the gradient function was made with scaled=True, and the call has no loss_scale. Pass the one of the "
+            "state that divides by it: step(params, batch, loss_scale=state.scale)."
+        )
+    scale = as_number(scale)
+    if arrays.is_array(scale) and scale.shape == () and arrays.kind(scale.dtype) in ("int", "float"):
+        scale = arrays.scalar(scale)
+        if arrays.is_array(scale):
+            return scale
+    if not is_quantity(scale):
+        described = repr(scale) if isinstance(scale, numbers.Number) else arrays.describe(scale)
+        raise FuncgaError(
+            f"loss_scale is {described}: it must be a finite number above 0, or a 0-d array of one, such as the scale "
+            f"of funcga.loss_scaled: loss_scale=state.scale."
+        )
+    return float(scale)
+
+
+def scaled_loss(loss: Array, scale: Scalar | None, arrays: Arrays) -> Array:
+    """The loss times its scale, as at least float32; the loss itself if the scale is None."""
+    if scale is None:
+        return loss
+    # A usual scale, 65,536, is infinite in float16.
+    dtype = arrays.accumulator_dtype(loss.dtype)
+    wide = arrays.cast(loss, dtype)
+    return wide * (arrays.cast(scale, dtype) if arrays.is_array(scale) else scale)
 
 
 def _has_gradient(leaf: Any, backend: Backend) -> bool:
@@ -219,7 +261,8 @@ def _describe(output: Tree, backend: Backend) -> str:
 
 
 def _keywords(loss_fn: LossFn) -> set[str]:
-    """The parameters that a loss can be given by name, with "**" where that is any; of what is made of one, its own."""
+    """The parameters that a loss can be given by name; "**" if it takes any."""
+    # A gradient function, or another wrapper of a loss, takes what its loss takes.
     while hasattr(loss_fn, "loss_fn"):
         loss_fn = loss_fn.loss_fn
     try:
@@ -249,27 +292,27 @@ def grad(
 def grad(
     loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool = False
 ) -> Callable[..., Any]:
-    """A function that returns what loss_fn's gradient is at its arguments, for torch tensors and for JAX arrays.
+    """A function that returns the gradient of loss_fn at its arguments, for torch tensors and for JAX arrays.
 
     It works on its own and in `accumulate`, where arguments after the first are split: if one of them is in argnums,
     say in_axes as well.
 
     Args:
-        loss_fn: returns a real scalar, or (scalar, aux) with has_aux.
-        argnums: the argument to differentiate by, or a tuple of several.
-        has_aux: whether loss_fn returns (scalar, aux).
-        scaled: for float16, whose smallest number is 6e-8. The function then takes one keyword argument more,
+        loss_fn: Returns a real scalar, or (scalar, aux) with has_aux.
+        argnums: The argument to differentiate by, or a tuple of several.
+        has_aux: Whether loss_fn returns (scalar, aux).
+        scaled: For float16, whose smallest number is 6e-8. The function then takes one more keyword argument,
             `loss_scale`, a finite number above 0 or a 0-d array of one. The backward pass begins with the loss times
-            that, and the gradients are those of the product; the value is the loss as it is. `loss_scaled` divides by
-            the scale again.
+            that scale, so the gradients come multiplied by it; the value is the loss as it is. `loss_scaled` divides
+            by the scale again.
 
     Returns:
         A function that returns `grads`, or `(grads, aux)` with has_aux. `grads` has the structure, shapes and dtypes of
         the argument `argnums`; it is a tuple of such for a tuple of argnums.
 
     Raises:
-        FuncgaError: for a loss_fn that is no function and argnums that are no ints. The function that is returned
-            raises it for a loss that is no real scalar, or that depends on no array of what is differentiated.
+        FuncgaError: loss_fn is no function, or argnums are no ints. The function that is returned raises it for a
+            loss that is no real scalar, or that depends on no array of what is differentiated.
 
     Example:
         >>> gradient = funcga.grad(lambda w, x: ((x @ w) ** 2).mean())
@@ -292,20 +335,21 @@ def value_and_grad(
 
     Note that torch.func.grad_and_value returns the gradients first.
 
-    A gradient of a gradient is this function around a loss that has it, or a step of `accumulate`, inside. In torch,
-    `.backward()` on what is computed from the results of `accumulate` or `stream` is first-order: they have no graph.
+    For a gradient of a gradient, call this function, or a step of `accumulate`, inside of a loss, and differentiate
+    that loss with it. In torch, `.backward()` on what is computed from the results of `accumulate` or `stream` is
+    first-order: they have no graph.
 
     Args:
-        loss_fn: as in `grad`.
-        argnums: as in `grad`.
-        has_aux: as in `grad`.
-        scaled: as in `grad`.
+        loss_fn: As in `grad`.
+        argnums: As in `grad`.
+        has_aux: As in `grad`.
+        scaled: As in `grad`.
 
     Returns:
         A function that returns `(value, grads)`, or `((value, aux), grads)` with has_aux.
 
     Raises:
-        FuncgaError: as `grad`.
+        FuncgaError: As in `grad`.
 
     Example:
         >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
@@ -323,12 +367,12 @@ def _gradient_function(
         raise FuncgaError(f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0.")
     if scaled:
         check_scaled(loss_fn, scaled)
-    load_imported()
+    load_imported()  # no import is left for the first call, which torch.compile may be tracing
     return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)
 
 
 def bound(program: Program, backend: Backend) -> Program:
-    """The program with a gradient function of funcga's made the framework's own once, not at every micro-batch."""
+    """The program with the framework's own gradient function, made once instead of at every micro-batch."""
     if isinstance(program.grad_fn, GradientFunction):
         return replace(program, grad_fn=program.grad_fn.bound(backend))
     return program

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from funcga._call.program import OwningGradient, read_program
-from funcga._fold.tally import known_weight
+from funcga._fold.tally import weight_on_host
 from funcga._transform.window_size import TargetWeight
 from funcga._types import Across, R, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count
@@ -165,7 +165,7 @@ def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterat
     total, updates, first = 0.0, 0, True
     target = n.after(updates)
     for item in items:
-        amount = known_weight(weight(*_spread(item)))
+        amount = weight_on_host(weight(*_spread(item)))
         if amount > target and first:
             raise FuncgaError(
                 f"the first micro-batch weighs {amount:g}, and the target is {target:g}: an update cannot be of less "

@@ -108,19 +108,19 @@ def _scatter_axes(outputs: Outputs, reduced: list[Tree], replicas: Replicas) -> 
     count = len(outputs.folds)
     tree = outputs.structure_of(range(count))
     try:
-        placed = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output")
+        leaf_axes = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output")
     except PrefixError as error:
-        there, found = outline(error.prefix, trees, repr), outline(error.tree, trees, lambda leaf: "...")
+        asked, returned = outline(error.prefix, trees, repr), outline(error.tree, trees, lambda leaf: "...")
         raise FuncgaError(
-            f"scatter is no prefix of what grad_fn returns: at {error.path} it has {there}, and grad_fn returned "
-            f"{found}. Write an axis, or None (the whole leaf on every replica), for all that stands below: "
+            f"scatter is no prefix of what grad_fn returns: at {error.path} it has {asked}, and grad_fn returned "
+            f"{returned}. Write an axis, or None (the whole leaf on every replica), for all that stands below: "
             f"scatter=(None, 0)."
         ) from error
     lifted = dict(zip(outputs.reduced, reduced, strict=True))
     return {
-        leaf_index: _check_scatter(outputs, leaf_index, place.value, lifted.get(leaf_index), replicas)
-        for leaf_index, place in enumerate(placed)
-        if place.value is not None
+        leaf_index: _check_scatter(outputs, leaf_index, axis, lifted.get(leaf_index), replicas)
+        for leaf_index, (axis, _) in enumerate(leaf_axes)
+        if axis is not None
     }
 
 
@@ -179,8 +179,8 @@ class _Collectives:
         """The sum over the replicas."""
         numbers, back = _as_numbers(as_varying(array, self.names))
         self.addends.append(numbers)
-        place = len(self.addends) - 1
-        return lambda: back(self.sums[place])
+        addend_index = len(self.addends) - 1
+        return lambda: back(self.sums[addend_index])
 
     def gather(self, array: jax.Array) -> Later:
         """The arrays of all replicas in order, [replicas, ...]."""

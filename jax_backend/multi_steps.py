@@ -187,17 +187,19 @@ def check_merged(leaves: Sequence[Array], paths: Callable[[], list[str]], replic
 
 
 def merged(
-    outputs: Outputs, held: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: MergeMemory
+    outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: MergeMemory
 ) -> tuple[list[Reduced], Tally]:
     """What all replicas hold together."""
-    folded = merge(outputs, Folded([held[leaf_index] for leaf_index in outputs.reduced], tally, [], []), replicas)
-    together = [*held]
+    folded = merge(
+        outputs, Folded([accumulators[leaf_index] for leaf_index in outputs.reduced], tally, [], []), replicas
+    )
+    together = [*accumulators]
     for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
         together[leaf_index] = leaf
     return together, folded.total
 
 
-def summed(number: Scalar, held: Sequence[Reduced], replicas: Replicas) -> Scalar:
+def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which hold these."""
     return lax.psum(as_varying(jnp.asarray(number), replicas.names), replicas.names)  # type: ignore[no-untyped-call]
 

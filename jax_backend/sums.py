@@ -1,4 +1,4 @@
-"""Sums: how what is held of each leaf is added to, scaled, divided and emptied. Nothing is ever written to."""
+"""Sums: how the accumulator of each leaf is added to, scaled, divided and emptied. Nothing is ever written to."""
 
 from collections.abc import Sequence
 
@@ -15,19 +15,28 @@ donates = False  # the program that makes a call says what it gives away, by jax
 
 
 def add(
-    folds: Sequence[LeafFold | None], held: Sequence[Reduced], leaves: Sequence[Array], weight: Scalar, donate: bool
+    folds: Sequence[LeafFold | None],
+    accumulators: Sequence[Reduced],
+    leaves: Sequence[Array],
+    weight: Scalar,
+    donate: bool,
 ) -> tuple[list[Reduced], bool]:
-    """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
-    triples = zip(folds, held, leaves, strict=True)
-    return [None if fold is None else fold.combine(own, fold.lift(leaf, weight)) for fold, own, leaf in triples], True
+    """The accumulators with one more value of this weight, and whether nobody else has their memory."""
+    triples = zip(folds, accumulators, leaves, strict=True)
+    return [
+        None if fold is None else fold.combine(accumulator, fold.lift(leaf, weight))
+        for fold, accumulator, leaf in triples
+    ], True
 
 
-def finish(folds: Sequence[LeafFold | None], held: Sequence[Reduced], tally: Tally, donate: bool) -> list[Reduced]:
+def finish(
+    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
+) -> list[Reduced]:
     """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
-    pairs = zip(folds, held, strict=True)
+    pairs = zip(folds, accumulators, strict=True)
     if donate:
-        return [None if fold is None else fold.normalize(own, tally) for fold, own in pairs]
-    return [None if fold is None else fold.result(own, tally) for fold, own in pairs]
+        return [None if fold is None else fold.normalize(accumulator, tally) for fold, accumulator in pairs]
+    return [None if fold is None else fold.result(accumulator, tally) for fold, accumulator in pairs]
 
 
 def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
@@ -39,16 +48,21 @@ def _wide(leaf: Array) -> Array:
     return leaf.astype(arrays.accumulator_dtype(leaf.dtype))
 
 
-def emptied(folds: Sequence[LeafFold | None], held: Sequence[Reduced], donate: bool, taken: Tree) -> list[Reduced]:
-    """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
-    pairs = zip(folds, held, strict=True)
+def emptied(
+    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
+) -> list[Reduced]:
+    """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
+    pairs = zip(folds, accumulators, strict=True)
     return [
-        None if fold is None else _sharded_as(fold.fold.reducer.monoid.identity(arrays.xp, own), own)
-        for fold, own in pairs
+        None if fold is None else _sharded_as(fold.fold.reducer.monoid.identity(arrays.xp, accumulator), accumulator)
+        for fold, accumulator in pairs
     ]
 
 
 def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
-    """The constant, sharded as what is held: the compiler is free to place a constant, and would give all to each."""
+    """The constant, sharded as the accumulator is.
+
+    The compiler is free to place a constant, and would give each device all of it.
+    """
     never = lax.optimization_barrier(jnp.asarray(False))  # type: ignore[no-untyped-call]
     return jax.tree.map(lambda part, other: jnp.where(never, other, part), constant, like)

@@ -283,7 +283,7 @@ class Calls:
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
         if self.gradient is not None and not leading:
-            for argnum in self.gradient.places(len(args)):
+            for argnum in self.gradient.arg_indices(len(args)):
                 check_unfrozen(trees.flatten(args[argnum])[0], args[argnum], self.gradient, argnum)
         return tuple([detached(arg) for arg in args])
 

@@ -115,15 +115,18 @@ def check_merged(leaves: Sequence[Array], paths: Callable[[], list[str]], replic
 
 
 def merged(
-    outputs: Outputs, held: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: MergeMemory
+    outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: MergeMemory
 ) -> tuple[list[Reduced], Tally]:
     """What all replicas hold together."""
     if not isinstance(memory.progress, Progress):
         memory.progress = Progress(memory.step)
     reduction = Reduction(memory.progress, replicas)
-    leaves = [max(own, key=lambda part: part.ndim) if isinstance(own, tuple) else own for own in held]
+    leaves = [
+        max(accumulator, key=lambda part: part.ndim) if isinstance(accumulator, tuple) else accumulator
+        for accumulator in accumulators
+    ]
     buffers = Buffers(Layout(outputs))
-    buffers.unit, buffers.reduced = 1.0, [_copied(held[leaf_index]) for leaf_index in outputs.reduced]
+    buffers.unit, buffers.reduced = 1.0, [_copied(accumulators[leaf_index]) for leaf_index in outputs.reduced]
     limbs, steps = [arrays.scalar(limb) for limb in tally.weight], arrays.scalar(tally.steps)
     if any(isinstance(part, torch.Tensor) for part in (*limbs, steps)):
         buffers.counted = Tally((sum(limb.to(torch.float64) for limb in tally.weight),), tally.steps)
@@ -131,19 +134,22 @@ def merged(
         buffers.weight, buffers.steps = sum(limbs), steps
     reduction.begin(buffers, leaves)
     reduction.finish([])
-    together = [*held]
+    together = [*accumulators]
     for leaf_index, leaf in zip(outputs.reduced, buffers.reduced, strict=True):
         together[leaf_index] = leaf
     return together, buffers.tally
 
 
-def _copied(own: Reduced) -> Reduced:
-    return tuple(part.clone() for part in own) if isinstance(own, tuple) else own.clone()
+def _copied(accumulator: Reduced) -> Reduced:
+    return tuple(part.clone() for part in accumulator) if isinstance(accumulator, tuple) else accumulator.clone()
 
 
-def summed(number: Scalar, held: Sequence[Reduced], replicas: Replicas) -> Scalar:
+def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which hold these."""
-    device = next((own.device for own in held if isinstance(own, torch.Tensor)), torch.device("cpu"))
+    device = next(
+        (accumulator.device for accumulator in accumulators if isinstance(accumulator, torch.Tensor)),
+        torch.device("cpu"),
+    )
     total = torch.as_tensor(number, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=replicas.group)
     return arrays.scalar(total)

@@ -1,4 +1,4 @@
-"""Sums: how what is held of each leaf is added to, scaled, divided and emptied, in place where memory is donated."""
+"""Sums: how the accumulator of each leaf is added to, scaled, divided and emptied, in place where memory is donated."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,30 +22,34 @@ def _tracked(pure: bool) -> bool:
 
 
 def add(
-    folds: Sequence[LeafFold | None], held: Sequence[Reduced], leaves: Sequence[Array], weight: Scalar, donate: bool
+    folds: Sequence[LeafFold | None],
+    accumulators: Sequence[Reduced],
+    leaves: Sequence[Array],
+    weight: Scalar,
+    donate: bool,
 ) -> tuple[list[Reduced], bool]:
-    """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
+    """The accumulators with one more value of this weight, and whether nobody else has their memory."""
     pure = arrays.in_transform()
     # Sums are added in one kernel for all leaves of a kind; every other fold is combined leaf by leaf.
     factors = {} if pure else _factors(weight)
     groups: dict[str, list[int]] = {}
     others: list[tuple[int, LeafFold]] = []
-    for leaf_index, (fold, own, leaf) in enumerate(zip(folds, held, leaves, strict=True)):
+    for leaf_index, (fold, accumulator, leaf) in enumerate(zip(folds, accumulators, leaves, strict=True)):
         if fold is None:
             continue
-        if _is_addend(own, leaf) and fold.adds in factors:
+        if _is_addend(accumulator, leaf) and fold.adds in factors:
             groups.setdefault(fold.adds, []).append(leaf_index)
         else:
             others.append((leaf_index, fold))
-    added = [*held]
+    added = [*accumulators]
     with torch.set_grad_enabled(_tracked(pure)):
         for leaf_index, fold in others:
             value = leaves[leaf_index] if pure else leaves[leaf_index].detach()
-            added[leaf_index] = fold.combine(held[leaf_index], fold.lift(value, weight))
+            added[leaf_index] = fold.combine(accumulators[leaf_index], fold.lift(value, weight))
         for kind, chosen in groups.items():
-            sums = add_scaled([held[k] for k in chosen], [leaves[k] for k in chosen], factors[kind], donate)
-            for leaf_index, own in zip(chosen, sums, strict=True):
-                added[leaf_index] = own
+            sums = add_scaled([accumulators[k] for k in chosen], [leaves[k] for k in chosen], factors[kind], donate)
+            for leaf_index, accumulator in zip(chosen, sums, strict=True):
+                added[leaf_index] = accumulator
     # The caller may have what a monoid returns as it was given, and a sum that nothing was added to.
     owned = not others and all(factors[kind] for kind in groups)
     return added, donate or owned
@@ -59,51 +63,56 @@ def _factors(weight: Scalar) -> dict[str, float]:
     return {"plain": 1} if isinstance(weight, torch.Tensor) else {"plain": 1, "weighted": weight}
 
 
-def _is_addend(own: Reduced, leaf: torch.Tensor) -> bool:
+def _is_addend(accumulator: Reduced, leaf: torch.Tensor) -> bool:
     """Whether a leaf can be added to this accumulator by torch itself, without another dtype or layout.
 
     Raises FuncgaError if it lies on another device.
     """
-    if type(own) is torch.Tensor and own.device != leaf.device:
+    if type(accumulator) is torch.Tensor and accumulator.device != leaf.device:
         raise FuncgaError(
             f"a gradient, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made for params on "
-            f"{own.device}. Move it: grad.to({str(own.device)!r}); or make a state where the params are now."
+            f"{accumulator.device}. Move it: grad.to({str(accumulator.device)!r}); or make a state where the params "
+            f"are now."
         )
-    if type(own) is type(leaf) is torch.Tensor and leaf.layout is torch.strided:
-        return own.dtype is leaf.dtype or torch.promote_types(own.dtype, leaf.dtype) is own.dtype
+    if type(accumulator) is type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+        return (
+            accumulator.dtype is leaf.dtype or torch.promote_types(accumulator.dtype, leaf.dtype) is accumulator.dtype
+        )
     return False
 
 
 def add_scaled(
-    held: list[torch.Tensor], leaves: list[torch.Tensor], factor: float, donate: bool
+    accumulators: list[torch.Tensor], leaves: list[torch.Tensor], factor: float, donate: bool
 ) -> Sequence[torch.Tensor]:
     """The sums with `factor * leaf` added to each."""
-    if not held or not factor:  # a weight of 0 adds nothing, not even a NaN
-        return held
+    if not accumulators or not factor:  # a weight of 0 adds nothing, not even a NaN
+        return accumulators
     if donate:
-        torch._foreach_add_(held, leaves, alpha=factor)
-        return held
-    more: tuple[torch.Tensor, ...] = torch._foreach_add(held, leaves, alpha=factor)
+        torch._foreach_add_(accumulators, leaves, alpha=factor)
+        return accumulators
+    more: tuple[torch.Tensor, ...] = torch._foreach_add(accumulators, leaves, alpha=factor)
     return more
 
 
-def finish(folds: Sequence[LeafFold | None], held: Sequence[Reduced], tally: Tally, donate: bool) -> list[Reduced]:
+def finish(
+    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
+) -> list[Reduced]:
     """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
     pure = arrays.in_transform()
     total = tally.weight[0]
     known = len(tally.weight) == 1 and isinstance(total, int | float) and not pure
-    finished: list[Reduced] = [None] * len(held)
+    finished: list[Reduced] = [None] * len(accumulators)
     quotients = []
     with torch.set_grad_enabled(_tracked(pure)):
-        for leaf_index, (fold, own) in enumerate(zip(folds, held, strict=True)):
+        for leaf_index, (fold, accumulator) in enumerate(zip(folds, accumulators, strict=True)):
             if fold is None:
                 continue
-            divides = known and fold.fold.normalizer.divides_by == "weight" and type(own) is torch.Tensor
-            if divides and own.dtype is fold.result_dtype:
+            divides = known and fold.fold.normalizer.divides_by == "weight" and type(accumulator) is torch.Tensor
+            if divides and accumulator.dtype is fold.result_dtype:
                 quotients.append(leaf_index)
             else:
-                finished[leaf_index] = fold.result(own, tally)
-        divided = _quotients([held[k] for k in quotients], total, donate) if quotients else []
+                finished[leaf_index] = fold.result(accumulator, tally)
+        divided = _quotients([accumulators[k] for k in quotients], total, donate) if quotients else []
     for leaf_index, quotient in zip(quotients, divided, strict=True):
         finished[leaf_index] = quotient
     return finished
@@ -111,7 +120,7 @@ def finish(folds: Sequence[LeafFold | None], held: Sequence[Reduced], tally: Tal
 
 def _quotients(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence[torch.Tensor]:
     if not total:
-        return [torch.zeros_like(own) for own in sums]
+        return [torch.zeros_like(accumulator) for accumulator in sums]
     if donate:
         divide(sums, float(total))
         return sums
@@ -122,7 +131,9 @@ def _quotients(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence
 def divide(sums: list[torch.Tensor], total: float) -> None:
     """Divides in place; on the CPU by a tensor, where torch would make one of the number for each of them."""
     dtype = sums[0].dtype
-    alike = not torch.compiler.is_compiling() and all(own.is_cpu and own.dtype is dtype for own in sums)
+    alike = not torch.compiler.is_compiling() and all(
+        accumulator.is_cpu and accumulator.dtype is dtype for accumulator in sums
+    )
     if not (alike and dtype in (torch.float32, torch.float64)):
         torch._foreach_div_(sums, total)
     elif 1 <= total <= _MOST and is_power_of_two(total):  # to multiply is faster, and then the same
@@ -154,22 +165,24 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
         return [leaf if leaf is None else next(products) for leaf in wide]
 
 
-def emptied(folds: Sequence[LeafFold | None], held: Sequence[Reduced], donate: bool, taken: Tree) -> list[Reduced]:
-    """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
+def emptied(
+    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
+) -> list[Reduced]:
+    """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
     pure = arrays.in_transform()
     kept = set(_storages(taken)) if donate and not pure else set()
-    empty: list[Reduced] = [None] * len(held)
+    empty: list[Reduced] = [None] * len(accumulators)
     zeroed = []
     with torch.set_grad_enabled(_tracked(pure)):
-        for leaf_index, (fold, own) in enumerate(zip(folds, held, strict=True)):
+        for leaf_index, (fold, accumulator) in enumerate(zip(folds, accumulators, strict=True)):
             if fold is None:
                 continue
-            is_sum = fold.fold.reducer.monoid.collective == "sum" and type(own) is torch.Tensor
-            if donate and not pure and is_sum and _storage(own) not in kept:
-                zeroed.append(own)
-                empty[leaf_index] = own
+            is_sum = fold.fold.reducer.monoid.collective == "sum" and type(accumulator) is torch.Tensor
+            if donate and not pure and is_sum and _storage(accumulator) not in kept:
+                zeroed.append(accumulator)
+                empty[leaf_index] = accumulator
             else:
-                empty[leaf_index] = fold.fold.reducer.monoid.identity(torch, own)
+                empty[leaf_index] = fold.fold.reducer.monoid.identity(torch, accumulator)
         if zeroed:
             torch._foreach_zero_(zeroed)
     return empty

@@ -7,7 +7,7 @@ from funcga._backend.protocols import Trees
 from funcga._types import Tree
 
 
-class Placed(NamedTuple):
+class PrefixValue(NamedTuple):
     """A prefix's value at one leaf of the tree that it covers, and the path at which the prefix says so."""
 
     value: Any
@@ -27,13 +27,13 @@ def leaf_paths(tree: Tree, trees: Trees, path: str = "") -> list[str]:
     children = trees.children(tree)
     if children is None:
         return [path]
-    return [p for key, child in children for p in leaf_paths(child, trees, path + key)]
+    return [leaf_path for key, child in children for leaf_path in leaf_paths(child, trees, path + key)]
 
 
 def paths_apart(expected: Sequence[str], paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """The expected paths that are missing, and the paths that are new, each in its order."""
-    wanted, there = {*expected}, {*paths}
-    return [path for path in expected if path not in there], [path for path in paths if path not in wanted]
+    expected_set, path_set = {*expected}, {*paths}
+    return [path for path in expected if path not in path_set], [path for path in paths if path not in expected_set]
 
 
 class PathError(Exception):
@@ -58,36 +58,37 @@ def leaves_in_order(tree: Tree, paths: Sequence[str], trees: Trees, root: str = 
 
 def broadcast(
     prefix: Tree, tree: Tree, leaves: int, is_value: Callable[[Any], bool], trees: Trees, path: str = ""
-) -> list[Placed]:
+) -> list[PrefixValue]:
     """The prefix's value for every one of the tree's `leaves`, in the order of `trees.flatten`.
 
     Children are matched by key, so the order of a dict does not matter. Raises PrefixError where they don't match.
     """
+    # A value of the prefix holds for all leaves below it.
     if is_value(prefix):
-        return [Placed(prefix, path)] * leaves
+        return [PrefixValue(prefix, path)] * leaves
     branches, children = trees.children(prefix), trees.children(tree)
     if branches is None or children is None:
         raise PrefixError(path, prefix, tree)
-    # torch has no child for a field that is None, and the prefix has one.
+    # In a dataclass torch has no child for a field that is None, where the prefix may have one.
     if len(branches) > len(children):
         branches = _without_absent(branches, tree, {key for key, _ in children})
     if len(branches) != len(children):
         raise PrefixError(path, prefix, tree)
-    # A plain tuple or list stands for any sequence, a NamedTuple too: by position. All else is matched by key.
+    # A plain tuple or list stands for any sequence, by position, also for a NamedTuple. All else is matched by key.
     if type(prefix) in (tuple, list) and isinstance(tree, tuple | list):
         matched = dict(zip((key for key, _ in children), (branch for _, branch in branches), strict=True))
     else:
         matched = dict(branches)
-    placed = []
+    values = []
     for key, child in children:
         if key not in matched:
             raise PrefixError(path, prefix, tree)
-        placed += broadcast(matched[key], child, len(trees.flatten(child)[0]), is_value, trees, path + key)
-    return placed
+        values += broadcast(matched[key], child, len(trees.flatten(child)[0]), is_value, trees, path + key)
+    return values
 
 
 def _without_absent(branches: list[tuple[str, Any]], tree: Tree, keys: set[str]) -> list[tuple[str, Any]]:
-    """The branches but for those of the tree's fields that are None: a dataclass of torch has no child there."""
+    """The branches without those for fields of the tree that are None."""
     return [
         (key, branch)
         for key, branch in branches
@@ -102,6 +103,7 @@ def outline(tree: Tree, trees: Trees, leaf: Callable[[Any], str], depth: int = 2
         return leaf(tree)
     if depth == 0:
         return "..."
+    # Four keys are enough to see which container it is.
     shown = [f"{key}: {outline(child, trees, leaf, depth - 1)}" for key, child in children[:4]]
     if len(children) > 4:
         shown.append(f"... {len(children) - 4} more")

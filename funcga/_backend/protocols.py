@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from funcga._types import Array, Dtype, Reduced, Scalar, Tree
 
-# A program, the leaf folds, outputs and tallies are types of rooms above this one; here they only pass through.
+# These types belong to rooms that import this one, so naming them would be a cycle. Here they only pass through.
 Program = Any
 LeafFold = Any
 Outputs = Any
@@ -214,7 +214,7 @@ class Replicas(Protocol):
 
 
 class Sums(Protocol):
-    """How a framework adds to what is held of the leaves of a window, scales, divides and empties it.
+    """How a framework adds to the accumulators of a window, scales, divides and empties them.
 
     What is donated may be written to, and what comes back may lie in its memory.
     """
@@ -224,16 +224,16 @@ class Sums(Protocol):
     def add(
         self,
         folds: Sequence[LeafFold | None],
-        held: Sequence[Reduced],
+        accumulators: Sequence[Reduced],
         leaves: Sequence[Array],
         weight: Scalar,
         donate: bool,
     ) -> tuple[list[Reduced], bool]:
-        """What is held of each leaf with one more value of this weight, and whether nobody else has that memory."""
+        """The accumulators with one more value of this weight, and whether nobody else has their memory."""
         ...
 
     def finish(
-        self, folds: Sequence[LeafFold | None], held: Sequence[Reduced], tally: Tally, donate: bool
+        self, folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
     ) -> list[Reduced]:
         """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
         ...
@@ -243,9 +243,9 @@ class Sums(Protocol):
         ...
 
     def emptied(
-        self, folds: Sequence[LeafFold | None], held: Sequence[Reduced], donate: bool, taken: Tree
+        self, folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
     ) -> list[Reduced]:
-        """What is held of each leaf when nothing is folded; in the same memory if that is donated and not taken."""
+        """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
         ...
 
 
@@ -280,12 +280,12 @@ class Transforms(Protocol):
         ...
 
     def merged(
-        self, outputs: Outputs, held: Sequence[Reduced], tally: Tally, replicas: Any, memory: MergeMemory
+        self, outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Any, memory: MergeMemory
     ) -> tuple[list[Reduced], Tally]:
         """What all replicas hold together."""
         ...
 
-    def summed(self, number: Scalar, held: Sequence[Reduced], replicas: Any) -> Scalar:
+    def summed(self, number: Scalar, accumulators: Sequence[Reduced], replicas: Any) -> Scalar:
         """The sum of a scalar over the replicas, which hold these."""
         ...
 

@@ -15,32 +15,34 @@ from funcga.folds import FoldTree, mean
 
 
 class Accumulation(NamedTuple):
-    """A window as it is worked on: what is held of each leaf, and how much has been folded.
+    """A window as it is worked on: an accumulator for each leaf, and how much has been folded.
 
     `Accumulator` and `multi_steps` open their states as one. `rejected` counts the micro-batches that were not folded.
-    `owned` says that nobody else has the memory that is held.
+    `owned` says that nobody else has the memory of the accumulators.
     """
 
     outputs: Outputs
-    held: Sequence[Reduced]
+    accumulators: Sequence[Reduced]
     tally: Tally
     rejected: Scalar = 0
     owned: bool = False
 
     def add(self, leaves: Sequence[Array], weight: Scalar, donate: bool = False) -> "Accumulation":
-        """With one more micro-batch of this weight; in the same memory if that is donated."""
+        """The window with one more micro-batch of this weight; in the same memory if that is donated."""
         backend = self.outputs.backend
-        held, owned = backend.sums.add(self.outputs.folds, self.held, leaves, weight, donate)
-        more = Tally(self._addends(weight), backend.arrays.count(1))
-        return self._replace(held=held, tally=_merge_tallies(self.tally, more, backend), owned=owned)
+        accumulators, owned = backend.sums.add(self.outputs.folds, self.accumulators, leaves, weight, donate)
+        of_microbatch = Tally(self._addends(weight), backend.arrays.count(1))
+        counted = _merge_tallies(self.tally, of_microbatch, backend)
+        return self._replace(accumulators=accumulators, tally=counted, owned=owned)
 
     def _addends(self, weight: Scalar) -> tuple[Scalar, ...]:
-        """The weight as addends, of as many bits as the tally is counted in."""
+        """The weight as addends of as many bits as the tally has."""
         arrays, counted = self.outputs.backend.arrays, self.tally.weight
         if len(counted) == 2:
             return arrays.addends(weight, wide=False)
-        # An array goes into two addends, which a framework without 64-bit types can take over; but into a 64-bit
-        # count that there is already, and beside sums in 64 bits, as it is.
+        # The tally is one Python number so far, or one 64-bit array. The first weight that is an array turns a Python
+        # number into two addends, which a framework without 64-bit types can take over. It stays one scalar beside a
+        # 64-bit count, and beside sums in 64 bits.
         if arrays.is_array(weight) and not arrays.is_array(counted[0]) and self.is_narrow:
             return arrays.addends(weight, wide=False)
         return arrays.limbs(weight)
@@ -51,40 +53,41 @@ class Accumulation(NamedTuple):
         return any(fold.is_narrow for fold in self.outputs.folds if fold is not None)
 
     def merge(self, other: "Accumulation") -> "Accumulation":
-        """What both have folded; this one comes first."""
-        held = [
-            None if fold is None else fold.combine(own, more)
-            for fold, own, more in zip(self.outputs.folds, self.held, other.held, strict=True)
+        """What both have folded; this one comes first, for folds that keep the order."""
+        accumulators = [
+            None if fold is None else fold.combine(first, second)
+            for fold, first, second in zip(self.outputs.folds, self.accumulators, other.accumulators, strict=True)
         ]
         total = _merge_tallies(self.tally, other.tally, self.outputs.backend)
-        return Accumulation(self.outputs, held, total, self.rejected + other.rejected)
+        return Accumulation(self.outputs, accumulators, total, self.rejected + other.rejected)
 
     def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
-        """What this one holds where a condition is true that the host does not see, else what the other one does."""
+        """Itself where the condition is true, else the other window. The host need not see the condition."""
         xp = self.outputs.backend.arrays.xp
 
-        def select(own: Reduced, less: Reduced) -> Reduced:
-            if isinstance(own, tuple):
-                return tuple(select(*parts) for parts in zip(own, less, strict=True))
-            return None if own is None else xp.where(condition, own, less)
+        # `where`, not a product with 0 or 1: 0 * NaN is NaN, and what is not chosen may be NaN.
+        def select(chosen: Reduced, otherwise: Reduced) -> Reduced:
+            if isinstance(chosen, tuple):
+                return tuple(select(*parts) for parts in zip(chosen, otherwise, strict=True))
+            return None if chosen is None else xp.where(condition, chosen, otherwise)
 
-        held = [select(own, less) for own, less in zip(self.held, other.held, strict=True)]
+        accumulators = [select(*pair) for pair in zip(self.accumulators, other.accumulators, strict=True)]
         total = Tally(select(self.tally.weight, other.tally.weight), select(self.tally.steps, other.tally.steps))
-        return Accumulation(self.outputs, held, total, select(self.rejected, other.rejected), owned=True)
+        return Accumulation(self.outputs, accumulators, total, select(self.rejected, other.rejected), owned=True)
 
 
 def _merge_tallies(a: Tally, b: Tally, backend: Backend) -> Tally:
-    """The tally of both, of which one may be a Python number, as in torch, and the other two addends."""
+    """The tally of both. In torch one may count in a Python number, and the other in two addends."""
     if len(a.weight) != len(b.weight):
-        a, b = (_in_two(counted, backend) for counted in (a, b))
+        a, b = (_in_two_addends(counted, backend) for counted in (a, b))
     return tally.merge(a, b)
 
 
-def _in_two(counted: Tally, backend: Backend) -> Tally:
+def _in_two_addends(counted: Tally, backend: Backend) -> Tally:
     number = counted.weight[0]
-    return (
-        Tally(backend.arrays.addends(number, wide=False), counted.steps) if isinstance(number, int | float) else counted
-    )
+    if not isinstance(number, int | float):
+        return counted
+    return Tally(backend.arrays.addends(number, wide=False), counted.steps)
 
 
 class AccumulatorState(NamedTuple):
@@ -136,11 +139,13 @@ class Accumulator:
         backend = backend_of([like], lambda: ["like"])
         outputs = bind_outputs(self.fold, like, backend)
         xp, as_array = backend.arrays.xp, backend.arrays.as_array
-        pairs = list(zip(outputs.folds, backend.trees.flatten(like)[0], strict=True))
+        pairs = zip(outputs.folds, backend.trees.flatten(like)[0], strict=True)
         arrays = [None if fold is None else as_array(leaf) for fold, leaf in pairs]
-        marks = [None if array is None else xp.zeros((), dtype=array.dtype) for array in arrays]
-        held = [None if fold is None else fold.identity(leaf) for fold, leaf in zip(outputs.folds, arrays, strict=True)]
-        return AccumulatorState(tuple(held), outputs.structure_of(marks), tally.empty(backend.arrays))
+        # The state remembers dtypes and structure as 0-d arrays: unlike a dtype, an array passes through jit.
+        dtype_marks = [None if array is None else xp.zeros((), dtype=array.dtype) for array in arrays]
+        pairs = zip(outputs.folds, arrays, strict=True)
+        accumulators = [None if fold is None else fold.identity(array) for fold, array in pairs]
+        return AccumulatorState(tuple(accumulators), outputs.structure_of(dtype_marks), tally.empty(backend.arrays))
 
     def update(self, state: AccumulatorState, value: Tree, weight: Scalar = 1) -> AccumulatorState:
         """The state with one more value.
@@ -164,9 +169,10 @@ class Accumulator:
         if window.is_narrow:
             check_narrow(weight)
         leaves = window.outputs.leaves(value, "this update")
+        # `like` in the state has no shapes, so these are compared here, before broadcasting could hide a difference.
         for leaf_index, leaf in enumerate(leaves):
-            fold, own = window.outputs.folds[leaf_index], window.held[leaf_index]
-            if fold is not None and not fold.takes(leaf, own):
+            fold, accumulator = window.outputs.folds[leaf_index], window.accumulators[leaf_index]
+            if fold is not None and not fold.takes(leaf, accumulator):
                 _check_shapes(window, leaf_index, fold.lift(leaf, weight))
         return self._closed(window.add(leaves, weight), state)
 
@@ -185,8 +191,8 @@ class Accumulator:
         """
         window = self._opened(a, backend_of([a, b], lambda: ["a", "b"]))
         window.outputs.leaves(b.like, "the second state")
-        for leaf_index, more in enumerate(b.leaves):
-            _check_shapes(window, leaf_index, more)
+        for leaf_index, second in enumerate(b.leaves):
+            _check_shapes(window, leaf_index, second)
         return self._closed(window.merge(Accumulation(window.outputs, b.leaves, b.tally)), a)
 
     def finalize(self, state: AccumulatorState) -> Tree:
@@ -199,7 +205,9 @@ class Accumulator:
             The values, normalised by the weights and steps in the state, in their structure and dtypes.
         """
         window = self._opened(state, backend_of([state], lambda: ["state"]))
-        leaves = window.outputs.backend.sums.finish(window.outputs.folds, window.held, window.tally, donate=False)
+        leaves = window.outputs.backend.sums.finish(
+            window.outputs.folds, window.accumulators, window.tally, donate=False
+        )
         return window.outputs.structure_of(leaves)
 
     def _opened(self, state: AccumulatorState, backend: Backend) -> Accumulation:
@@ -211,19 +219,20 @@ class Accumulator:
         return Accumulation(bind_outputs(self.fold, state.like, backend, shaped=False), state.leaves, state.tally)
 
     def _closed(self, window: Accumulation, state: AccumulatorState) -> AccumulatorState:
-        return AccumulatorState(tuple(window.held), state.like, window.tally)
+        return AccumulatorState(tuple(window.accumulators), state.like, window.tally)
 
 
-def _check_shapes(window: Accumulation, leaf_index: int, more: Reduced) -> None:
-    """Raises FuncgaError if what is to be combined with what is held of a leaf would be broadcast."""
-    fold, own = window.outputs.folds[leaf_index], window.held[leaf_index]
+def _check_shapes(window: Accumulation, leaf_index: int, contribution: Reduced) -> None:
+    """Raises FuncgaError if what is to be combined with the accumulator of a leaf would be broadcast."""
+    fold, accumulator = window.outputs.folds[leaf_index], window.accumulators[leaf_index]
     if fold is None or fold.fold.reducer.monoid.axis is not None:
         return
     describe = window.outputs.backend.arrays.describe
-    for x, y in zip(*(parts if isinstance(parts, tuple) else (parts,) for parts in (own, more)), strict=True):
-        if x.shape != y.shape:
+    both = [reduced if isinstance(reduced, tuple) else (reduced,) for reduced in (accumulator, contribution)]
+    for before, added in zip(*both, strict=True):
+        if before.shape != added.shape:
             raise FuncgaError(
-                f"{window.outputs.paths[leaf_index]} is {describe(y)}, and the state was made for {describe(x)}: the "
-                f"two cannot be combined. Make a state for each shape, or, if it has a row for each example, fold with "
-                f"funcga.concat()."
+                f"{window.outputs.paths[leaf_index]} is {describe(added)}, and the state was made for "
+                f"{describe(before)}: the two cannot be combined. Make a state for each shape, or, if it has a "
+                f"row for each example, fold with funcga.concat()."
             )

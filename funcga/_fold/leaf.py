@@ -44,6 +44,7 @@ class LeafFold:
     def identity(self, like: Array) -> Reduced:
         """The reduced value of no micro-batch at all; `like` gives the shape."""
         xp = self.arrays.xp
+        # Lifted once, since a reducer may turn a leaf into several arrays, or into one of another shape.
         zeros = xp.zeros_like(like, dtype=self.accumulator_dtype)
         return self.fold.reducer.monoid.identity(xp, self.fold.reducer.lift(xp, zeros, 0))
 
@@ -55,11 +56,13 @@ class LeafFold:
             weight = float(weight)  # JAX takes no int of more than 31 bits as an operand
         return self.fold.reducer.lift(self.arrays.xp, self.arrays.cast(value, self.accumulator_dtype), weight)
 
-    def takes(self, value: Array, held: Reduced) -> bool:
-        """Whether a value is seen to have the shape of what is held, without lifting it."""
+    def takes(self, value: Array, accumulator: Reduced) -> bool:
+        """Whether a value plainly has the shape of its accumulator. It is not lifted for that."""
+        # Arrays that are collected along an axis may differ in their number of rows.
         if self.fold.reducer.monoid.axis is not None:
             return True
-        largest = max(held, key=lambda part: len(part.shape)) if isinstance(held, tuple) else held
+        # Of a tuple, such as a sum and a count, the array with the most axes has the shape of the leaf.
+        largest = max(accumulator, key=lambda part: len(part.shape)) if isinstance(accumulator, tuple) else accumulator
         return bool(value.shape == largest.shape)
 
     def combine(self, a: Reduced, b: Reduced) -> Reduced:
@@ -72,7 +75,7 @@ class LeafFold:
         return _each(self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, scalars))
 
     def result(self, reduced: Reduced, tally: Tally) -> Reduced:
-        """The same in memory of its own: the caller may write to it, or give away that of the reduced value."""
+        """The result in memory of its own: the caller may write to it, or donate the memory of the reduced value."""
         parts = reduced if isinstance(reduced, tuple) else (reduced,)
         return _each(lambda part: self.arrays.owned(part, parts), self.normalize(reduced, tally))
 
@@ -82,7 +85,7 @@ class LeafFold:
     def _cast(self, result: Array) -> Array:
         kinds = [self.arrays.kind(dtype) for dtype in (result.dtype, self.result_dtype)]
         if kinds == ["int", "bool"]:
-            # A maximum of no values at all is the lowest number, and the lowest bool is False.
+            # Bools are compared as ints. The maximum of no values is the lowest int, and the lowest bool is False.
             result = result > 0
         return self.arrays.cast(result, self.result_dtype)
 
@@ -96,35 +99,40 @@ def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:
 
 
 def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree: str = "output") -> LeafFold:
-    """The fold for a leaf of `like`'s dtype, which stands at the path `where()` of an "output" or of "params".
+    """The fold for a leaf of `like`'s dtype, at the path `where()` of an "output" or of "params".
 
     Raises FuncgaError if the fold cannot take that dtype, or asks for one that the framework does not have.
     """
     reducer, normalizer = fold.reducer, fold.normalizer
-    accumulator = like.dtype if reducer.dtype is None else _named(reducer.dtype, arrays)
-    kind = arrays.kind(accumulator)
+    accumulator_dtype = like.dtype if reducer.dtype is None else _named(reducer.dtype, arrays)
+    # Both must be defined for values of this kind: a mean of integers would have to be rounded.
+    kind = arrays.kind(accumulator_dtype)
     if kind not in reducer.kinds or kind not in normalizer.kinds:
         raise _unfit(where(), like, kind, arrays, tree)
+    # A dtype that the caller asks for is taken as it is; else sums get at least 32 bits, and a maximum keeps its own.
     if reducer.dtype is None and reducer.monoid.widens:
-        accumulator = arrays.accumulator_dtype(like.dtype)
+        accumulator_dtype = arrays.accumulator_dtype(like.dtype)
     adds: Literal["weighted", "plain"] | None = None
     if reducer.additive:
         adds = "weighted" if reducer.linear else "plain"
-    return LeafFold(fold, accumulator, _result_dtype(fold, like.dtype, accumulator, arrays), arrays, adds)
+    result_dtype = _result_dtype(fold, like.dtype, accumulator_dtype, arrays)
+    return LeafFold(fold, accumulator_dtype, result_dtype, arrays, adds)
 
 
-def _result_dtype(fold: Fold, own: Dtype, accumulator: Dtype, arrays: Arrays) -> Dtype:
-    """The dtype of the result for leaves of the dtype `own`."""
+def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, arrays: Arrays) -> Dtype:
+    """The dtype of the result for leaves of the dtype `leaf_dtype`."""
     reducer, normalizer = fold.reducer, fold.normalizer
     if normalizer.dtype is not None:
         return _named(normalizer.dtype, arrays)
     if normalizer.wide:
-        return arrays.as_dtype("float32") if arrays.kind(accumulator) == "int" else accumulator
+        return arrays.as_dtype("float32") if arrays.kind(accumulator_dtype) == "int" else accumulator_dtype
     # A maximum of bools is a bool, whereas a sum of them is a number.
     selects = reducer.dtype is None and reducer.unweighted and reducer.monoid.collective != "sum"
-    return own if selects or arrays.kind(own) == arrays.kind(accumulator) else accumulator
+    keeps_kind = arrays.kind(leaf_dtype) == arrays.kind(accumulator_dtype)
+    return leaf_dtype if selects or keeps_kind else accumulator_dtype
 
 
+# For the error: how a leaf comes to be the stack of arrays that a reducer takes.
 _STACKS = {
     reducers.pairs: "{}.stack([correct, counted]) for ratio()",
     reducers.pooled: "funcga.batch_moments makes them for pooled()",

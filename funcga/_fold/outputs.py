@@ -7,8 +7,8 @@ from typing import Any
 
 from funcga._backend.prefixes import (
     PathError,
-    Placed,
     PrefixError,
+    PrefixValue,
     broadcast,
     leaf_paths,
     leaves_in_order,
@@ -27,8 +27,8 @@ class Outputs:
     """The leaves of grad_fn's output, sorted by what becomes of them.
 
     `folds` has a LeafFold for every array leaf and None for a leaf that is None. A leaf of carry() is threaded, one of
-    a growing monoid is collected, every other is reduced in place. `threads[k]` is the leaf that becomes the k-th
-    leaf of the CARRY arguments.
+    a growing monoid is collected, every other is reduced in place. `reduced`, `collected` and `threads` are the indices
+    of such leaves; `threads[k]` is the leaf that becomes the k-th leaf of the CARRY arguments.
     """
 
     structure: Structure
@@ -67,6 +67,7 @@ class Outputs:
 
     def part(self, leaf_indices: Sequence[int], structure: Structure) -> "Outputs":
         """The Outputs of these leaves alone, in a structure of their own: to check values that lack the others."""
+        # A thread is counted by where its leaf stands among the chosen ones.
         return replace(
             self,
             structure=structure,
@@ -75,7 +76,7 @@ class Outputs:
             dtypes=tuple(self.dtypes[leaf_index] for leaf_index in leaf_indices),
             reduced=(),
             collected=(),
-            threads=tuple(k for k, leaf_index in enumerate(leaf_indices) if leaf_index in self.threads),
+            threads=tuple(index for index, leaf_index in enumerate(leaf_indices) if leaf_index in self.threads),
         )
 
     def leaves(self, value: Tree, which: str) -> list[Any]:
@@ -85,6 +86,8 @@ class Outputs:
         """
         leaves, structure = self.backend.trees.flatten(value)
         is_array = self.backend.arrays.is_array
+        # Three cases: another structure, whose leaves may only stand in another order; leaves that plainly are as
+        # before; and leaves to be looked at one by one, such as numbers, None, or collected rows.
         if structure != self.structure:
             try:
                 leaves = leaves_in_order(value, self.paths, self.backend.trees, "output")
@@ -94,12 +97,13 @@ class Outputs:
             is_array(leaf) and leaf.shape == shape and leaf.dtype == dtype
             for leaf, shape, dtype in zip(leaves, self.shapes, self.dtypes, strict=True)
         ):
-            return leaves  # as usual
+            return leaves
         return [self._checked(leaf_index, leaf, which) for leaf_index, leaf in enumerate(leaves)]
 
     def _checked(self, leaf_index: int, leaf: Any, which: str) -> Any:
         """A leaf of another micro-batch as an array. Raises FuncgaError if it cannot be combined with the first."""
-        if self.folds[leaf_index] is None:  # None, or a threaded object of any type
+        # The first one was None, or an object of any type that is threaded.
+        if self.folds[leaf_index] is None:
             if leaf is not None and leaf_index not in self.threads:
                 raise self._changed(leaf_index, leaf, which)
             return leaf
@@ -119,7 +123,8 @@ class Outputs:
         if axis is None or len(leaf.shape) != len(shape):
             return False
         grows = axis % len(shape)
-        return all(a == b or k == grows for k, (a, b) in enumerate(zip(leaf.shape, shape, strict=True)))
+        sizes = enumerate(zip(leaf.shape, shape, strict=True))
+        return all(size == first_size or dimension == grows for dimension, (size, first_size) in sizes)
 
     def _changed(self, leaf_index: int, leaf: Any, which: str) -> FuncgaError:
         before = "None"
@@ -147,31 +152,34 @@ def _listed(paths: list[str]) -> str:
 
 
 def bind_outputs(fold: Tree, value: Tree, backend: Backend, shaped: bool = True, name: str = "output") -> Outputs:
-    """The Outputs for values like this one, every leaf of them reduced, carry() and concat() as the monoids they are.
+    """The Outputs for values like this one. Every leaf is reduced, also one of carry() or concat(), by its monoid.
 
     `value` has arrays, or structs with a shape and a dtype; with `shaped` False only the dtypes count. `name` is what
     errors call it, "output" or "params". Raises FuncgaError for folds that do not fit.
     """
     leaves, structure = backend.trees.flatten(value)
-    placed = place(fold, value, len(leaves), backend, name)
-    return _bind(value, leaves, structure, placed, backend, shaped, name)
+    leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
+    return _bind(value, leaves, structure, leaf_values, backend, shaped, name)
 
 
 def sort_outputs(
     fold: Tree, value: Tree, carried: list[tuple[str, str]], backend: Backend
 ) -> tuple[Outputs, list[Any]]:
-    """The Outputs of a first micro-batch in a loop, which threads what is carried and collects what grows; its leaves.
+    """The Outputs of a first micro-batch in a loop, and its leaves.
+
+    Leaves of carry() are threaded, and those of a growing monoid collected.
 
     `carried` has (root, path) for every leaf of the CARRY arguments. Raises FuncgaError if they do not match the leaves
     of carry(), and for leaves without the axis that concat() collects along.
     """
     leaves, structure = backend.trees.flatten(value)
-    placed = place(fold, value, len(leaves), backend)
+    leaf_values = broadcast_folds(fold, value, len(leaves), backend)
     # Threaded leaves go to the next micro-batch, collected ones are joined after the loop, the rest is reduced in it.
-    threaded = [leaf_index for leaf_index, (leaf_fold, _) in enumerate(placed) if leaf_fold.reducer.carries]
-    if carried and not threaded:  # before the folds that stand there instead are found not to fit
+    threaded = [leaf_index for leaf_index, (leaf_fold, _) in enumerate(leaf_values) if leaf_fold.reducer.carries]
+    # Checked first: the fold that stands where carry() is missing may not fit the state, and that error would mislead.
+    if carried and not threaded:
         raise _unmatched([root for root, _ in carried], [])
-    outputs = _bind(value, leaves, structure, placed, backend)
+    outputs = _bind(value, leaves, structure, leaf_values, backend)
     collected = [
         leaf_index
         for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
@@ -179,23 +187,26 @@ def sort_outputs(
     ]
     if not (carried or threaded or collected):
         return outputs, leaves
-    others = {*threaded, *collected}
+    not_reduced = {*threaded, *collected}
     return replace(
         outputs,
-        reduced=tuple([leaf_index for leaf_index in outputs.reduced if leaf_index not in others]),
+        reduced=tuple([leaf_index for leaf_index in outputs.reduced if leaf_index not in not_reduced]),
         collected=tuple(collected),
-        threads=_threads(outputs.paths, [(placed[leaf_index].root, leaf_index) for leaf_index in threaded], carried),
+        threads=_threads(
+            outputs.paths, [(leaf_values[leaf_index].root, leaf_index) for leaf_index in threaded], carried
+        ),
     ), leaves
 
 
-def place(fold: Tree, value: Tree, leaves: int, backend: Backend, name: str = "output") -> list[Placed]:
+def broadcast_folds(fold: Tree, value: Tree, leaves: int, backend: Backend, name: str = "output") -> list[PrefixValue]:
     """The Fold of every leaf of grad_fn's output, or of another tree of this name, from a tree prefix of Folds.
 
     Raises FuncgaError if the tree of folds is no prefix of it.
     """
     try:
-        return broadcast(fold, value, leaves, lambda f: isinstance(f, Fold), backend.trees, name)
+        return broadcast(fold, value, leaves, lambda node: isinstance(node, Fold), backend.trees, name)
     except PrefixError as error:
+        # Neither a Fold nor a container: not a tree of folds at all.
         if not isinstance(fold, Fold) and backend.trees.children(fold) is None:
             raise FuncgaError(f"fold= is {fold!r}. Pass a Fold, such as funcga.mean(), or a tree of them.") from error
         trees, describe = backend.trees, backend.arrays.describe
@@ -214,13 +225,14 @@ def _bind(
     value: Tree,
     leaves: list[Any],
     structure: Structure,
-    placed: list[Placed],
+    leaf_values: list[PrefixValue],
     backend: Backend,
     shaped: bool = True,
     name: str = "output",
 ) -> Outputs:
     """The Outputs, every leaf of them reduced; replaces the numbers among the leaves by arrays."""
-    folds = _leaf_folds(value, leaves, placed, backend, shaped, name)
+    folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
+    # A leaf without a fold has neither shape nor dtype here: None, or an object that is threaded as it is.
     folded = [None if fold is None else leaf for fold, leaf in zip(folds, leaves, strict=True)]
     return Outputs(
         structure=structure,
@@ -235,16 +247,19 @@ def _bind(
 
 
 def _leaf_folds(
-    value: Tree, leaves: list[Any], placed: list[Placed], backend: Backend, shaped: bool, name: str
+    value: Tree, leaves: list[Any], leaf_values: list[PrefixValue], backend: Backend, shaped: bool, name: str
 ) -> list[LeafFold | None]:
     """The fold of every leaf, None for a leaf that is none; replaces the numbers among the leaves by arrays."""
     folds: list[LeafFold | None] = []
-    bound: dict[tuple[int, Dtype], LeafFold] = {}  # there are few kinds of leaves, and many of each
-    for leaf_index, (fold, _) in enumerate(placed):
+    # A model has many leaves and few kinds of them, so each kind is bound once. The `id` of a fold serves as its key,
+    # since the caller holds the fold meanwhile.
+    bound: dict[tuple[int, Dtype], LeafFold] = {}
+    for leaf_index, (fold, _) in enumerate(leaf_values):
         leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
         if not backend.arrays.is_array(leaf):
+            # What is carried may be any object; what is folded must be an array.
             if leaf is None or fold.reducer.carries:
-                folds.append(None)  # what is carried may be any object; what is folded must be an array
+                folds.append(None)
                 continue
             leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
         kind = (id(fold), leaf.dtype)
@@ -257,7 +272,7 @@ def _leaf_folds(
 
 
 def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Array:
-    """The leaf at the path `where()` as an array. Raises FuncgaError for what is neither an array nor a number."""
+    """The leaf at the path `where()` as an array. Raises FuncgaError if it is neither an array nor a number."""
     try:
         return backend.arrays.as_array(leaf)
     except TypeError as error:
@@ -273,7 +288,10 @@ def leaf_path(value: Tree, leaf_index: int, backend: Backend, name: str = "outpu
 
 
 def _threads(paths: list[str], returned: list[tuple[str, int]], carried: list[tuple[str, str]]) -> tuple[int, ...]:
-    """For every carried leaf, the output leaf that replaces it: k-th CARRY to k-th carry(), below it by path.
+    """For every carried leaf, the output leaf that replaces it.
+
+    The first CARRY argument is matched with the first carry() of the output, the second with the second, and so on.
+    Below these the leaves are matched by path, so the order of a dict does not matter.
 
     `paths` are those of all output leaves; `returned` has (root, index) of the leaves of carry(), and `carried` has
     (root, path) of the CARRY leaves.
@@ -284,24 +302,25 @@ def _threads(paths: list[str], returned: list[tuple[str, int]], carried: list[tu
     if len(inputs) != len(outputs):
         raise _unmatched(inputs, outputs)
     threads = []
-    for (in_root, below), (out_root, out_below) in zip(inputs.items(), outputs.items(), strict=True):
-        missing, new = paths_apart(below, out_below)
+    for (in_root, in_paths), (out_root, out_paths) in zip(inputs.items(), outputs.items(), strict=True):
+        missing, new = paths_apart(in_paths, out_paths)
         if missing or new:
             raise FuncgaError(
                 f"the carried argument `{in_root}` and what grad_fn returns for it, `{out_root}`, have different "
                 f"structures: missing {_listed([in_root + path for path in missing])}, new "
                 f"{_listed([out_root + path for path in new])}. Return the state in the structure it came in."
             )
-        threads += [index_of[out_root + path] for path in below]
+        threads += [index_of[out_root + path] for path in in_paths]
     return tuple(threads)
 
 
 def _by_root(leaves: list[tuple[str, str]]) -> dict[str, list[str]]:
     """The paths below each root, of (root, path) pairs."""
-    roots: dict[str, list[str]] = {}
+    paths_below: dict[str, list[str]] = {}
     for root, path in leaves:
-        roots.setdefault(root, []).append(path[len(root) :])
-    return roots
+        # What follows the root: two trees under different names then have the same paths.
+        paths_below.setdefault(root, []).append(path[len(root) :])
+    return paths_below
 
 
 def _unmatched(inputs: Iterable[str], outputs: Iterable[str]) -> FuncgaError:

@@ -12,7 +12,8 @@ from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError
 
 _MOST = sys.float_info.max
-LEAST32, MOST32 = 2.0**-126, 2.0**126  # where a float32 has all of its bits, and so has its reciprocal
+# Between these a float32 has all of its bits, and so has its reciprocal.
+LEAST32, MOST32 = 2.0**-126, 2.0**126
 
 
 class Tally(NamedTuple):
@@ -51,6 +52,7 @@ def merge(a: Tally, b: Tally) -> Tally:
         )
     if len(a.weight) == 1:
         return Tally((a.weight[0] + b.weight[0],), a.steps + b.steps)
+    # The sum of the high parts loses some low bits. They join the low parts, and a second sum carries them over.
     high, error = two_sum(a.weight[0], b.weight[0])
     return Tally(two_sum(high, error + (a.weight[1] + b.weight[1])), a.steps + b.steps)
 
@@ -72,7 +74,8 @@ def check_weight(weight: object, arrays: Arrays) -> Scalar:
 
     Raises FuncgaError if it is no number, no scalar, or seen to be negative, NaN or infinite.
     """
-    if type(weight) is int and 0 <= weight <= 2**53:  # the usual case
+    # The usual case: a number of rows, which every type that counts can hold.
+    if type(weight) is int and 0 <= weight <= 2**53:
         return weight
     number = as_number(weight)
     if not isinstance(number, numbers.Number):
@@ -82,12 +85,13 @@ def check_weight(weight: object, arrays: Arrays) -> Scalar:
                 f"the weight of a micro-batch is {arrays.describe(number)}; it must be a real number or a 0-d array, "
                 f'such as the number of tokens: weight=lambda batch: (batch["labels"] != -100).sum()'
             )
+        # Where the array is traced, or on a device, it stays one: its value is not waited for.
         number = arrays.scalar(number)
     return _checked(number) if isinstance(number, numbers.Number) else number
 
 
 def check_narrow(weight: Scalar) -> None:
-    """Raises FuncgaError for a number other than 0 that is no weight in float32."""
+    """Raises FuncgaError for a weight that is not 0 and out of the range of a float32."""
     if isinstance(weight, int | float) and weight and not LEAST32 <= weight <= MOST32:
         raise FuncgaError(
             f"the weight of a micro-batch is {weight!r}, which a float32 cannot hold, in which they are counted "
@@ -95,8 +99,8 @@ def check_narrow(weight: Scalar) -> None:
         )
 
 
-def known_weight(weight: Scalar) -> float:
-    """The weight as a Python number, for which a device is waited for.
+def weight_on_host(weight: Scalar) -> float:
+    """The weight as a Python number. If it is on a device, the host waits for it.
 
     Raises FuncgaError if it is no number, or negative, NaN or infinite.
     """

@@ -255,10 +255,12 @@ class MultiStepsUpdate(UpdateFunction):
         arrays, wide = backend.arrays, backend.transforms.widened(params)
         leaves, structure = backend.trees.flatten(wide)
         outputs = self._bound(leaves, structure, backend)
-        held = [None if fold is None else fold.identity(leaf) for fold, leaf in zip(outputs.folds, leaves, strict=True)]
+        accumulators = [
+            None if fold is None else fold.identity(leaf) for fold, leaf in zip(outputs.folds, leaves, strict=True)
+        ]
         in_64_bits = any(fold.is_wide for fold in outputs.folds if fold is not None)
         zero = partial(arrays.integer, 0)  # a new one for each, as one buffer cannot be donated twice
-        empty = Accumulation(outputs, held, Tally(arrays.addends(0, in_64_bits), zero()), zero())
+        empty = Accumulation(outputs, accumulators, Tally(arrays.addends(0, in_64_bits), zero()), zero())
         window = self._closed(empty, self._replicas(backend), is_empty=True)
         return MultiStepsState(
             self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), Dropped(zero(), zero())
@@ -384,14 +386,18 @@ class MultiStepsUpdate(UpdateFunction):
 
     def _read(self, window: Window, backend: Backend) -> Accumulation:
         leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
-        held = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
-        likes = [_largest(own) if isinstance(own, tuple) else own for own in held]
+        accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
+        likes = [
+            _largest(accumulator) if isinstance(accumulator, tuple) else accumulator for accumulator in accumulators
+        ]
         outputs = self._bound(likes, structure, backend)
-        return Accumulation(outputs, held, window.tally, window.rejected)
+        return Accumulation(outputs, accumulators, window.tally, window.rejected)
 
     def _closed(self, window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
         """The window as a state has it; `is_empty` if nothing is folded."""
-        leaves = [Parts(own) if isinstance(own, tuple) else own for own in window.held]
+        leaves = [
+            Parts(accumulator) if isinstance(accumulator, tuple) else accumulator for accumulator in window.accumulators
+        ]
         closed = Window(window.outputs.structure_of(leaves), window.tally, window.rejected)
         return closed if replicas is None else window.outputs.backend.transforms.parted(closed, replicas, is_empty)
 
@@ -437,7 +443,7 @@ class MultiStepsUpdate(UpdateFunction):
                 dropped = dropped._replace(microbatches=dropped.microbatches + merged.rejected)
             dropped = self.dropping.counted(dropped, keep, total.steps, merged.rejected, arrays)
         folds = _result_folds(merged.outputs.folds, likes, arrays)
-        gradients = backend.sums.finish(folds, merged.held, total, owned or replicas is not None)
+        gradients = backend.sums.finish(folds, merged.accumulators, total, owned or replicas is not None)
         grads = window.outputs.structure_of(gradients)
         run = partial(self._run, backend)
         try:
@@ -454,12 +460,17 @@ class MultiStepsUpdate(UpdateFunction):
         """The window of all replicas. What they have rejected is summed with the gradients, as one more leaf."""
         backend, memory = window.outputs.backend, self.memory
         if memory.counted is None:
-            likes = [_largest(own) if isinstance(own, tuple) else own for own in window.held]
+            likes = [
+                _largest(accumulator) if isinstance(accumulator, tuple) else accumulator
+                for accumulator in window.accumulators
+            ]
             pair = window.outputs.structure_of(likes), window.rejected
             memory.counted = bind_outputs((self.fold, sum()), pair, backend)
-        held = [*window.held, window.rejected]
-        held, total = backend.transforms.merged(memory.counted, held, window.tally, replicas, memory.merging)
-        return window._replace(held=held[:-1], rejected=held[-1], tally=total)
+        accumulators = [*window.accumulators, window.rejected]
+        accumulators, total = backend.transforms.merged(
+            memory.counted, accumulators, window.tally, replicas, memory.merging
+        )
+        return window._replace(accumulators=accumulators[:-1], rejected=accumulators[-1], tally=total)
 
     def _run(self, backend: Backend, inner: Tree, operands: tuple[Tree, Tree, dict[str, Any]]) -> tuple[Tree, Tree]:
         """(updates, state) of one update of the wrapped transform."""
@@ -481,8 +492,8 @@ def _emptied(window: Accumulation, owned: bool, taken: Tree) -> Accumulation:
     """The empty window; in the same memory if that is owned, and not `taken` by what was made of it."""
     arrays = window.outputs.backend.arrays
     zero = Tally(arrays.addends(0, wide=len(window.tally.weight) == 1), arrays.integer(0))
-    held = window.outputs.backend.sums.emptied(window.outputs.folds, window.held, owned, taken)
-    return Accumulation(window.outputs, held, zero, arrays.integer(0))
+    accumulators = window.outputs.backend.sums.emptied(window.outputs.folds, window.accumulators, owned, taken)
+    return Accumulation(window.outputs, accumulators, zero, arrays.integer(0))
 
 
 def _seen(window: Accumulation) -> Tally:
@@ -497,7 +508,7 @@ def _seen(window: Accumulation) -> Tally:
 def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
     """The weight of the window so far, on all replicas."""
     total = tally.total(_seen(window))
-    return total if replicas is None else window.outputs.backend.transforms.summed(total, window.held, replicas)
+    return total if replicas is None else window.outputs.backend.transforms.summed(total, window.accumulators, replicas)
 
 
 def _result_folds(
@@ -517,9 +528,9 @@ def _restore(window: Accumulation, gradients: Sequence[Reduced], total: Tally) -
     """Takes back the division by the total weight of sums that were divided in place, to rounding."""
     weight = tally.total(total)
     divided = [
-        own
-        for fold, own, gradient in zip(window.outputs.folds, window.held, gradients, strict=True)
-        if fold is not None and gradient is own and fold.fold.normalizer.divides_by == "weight"
+        accumulator
+        for fold, accumulator, gradient in zip(window.outputs.folds, window.accumulators, gradients, strict=True)
+        if fold is not None and gradient is accumulator and fold.fold.normalizer.divides_by == "weight"
     ]
     if divided and not window.outputs.backend.arrays.is_array(weight) and weight:
         window.outputs.backend.sums.scaled(divided, float(weight), donate=True)

@@ -80,17 +80,22 @@ def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
         expected = paths_below("grads", window)
         _check_paths("gradients", list(by_path), expected)
         leaves = [by_path[path] for path in expected]
-    for leaf_index, (leaf, own) in enumerate(zip(leaves, window.held, strict=True)):
-        if leaf is None or type(leaf) is not type(own) or leaf.dtype != own.dtype or leaf.shape != own.shape:
-            _check_grad(leaf_index, leaf, own, window)  # unless it is as usual
+    for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
+        if (
+            leaf is None
+            or type(leaf) is not type(accumulator)
+            or leaf.dtype != accumulator.dtype
+            or leaf.shape != accumulator.shape
+        ):
+            _check_grad(leaf_index, leaf, accumulator, window)  # unless it is as usual
     return leaves
 
 
-def _check_grad(leaf_index: int, leaf: object, own: Reduced, window: Accumulation) -> None:
+def _check_grad(leaf_index: int, leaf: object, accumulator: Reduced, window: Accumulation) -> None:
     """Raises FuncgaError if a gradient has another shape or kind of dtype than what is held of it."""
-    arrays, parts = window.outputs.backend.arrays, own if isinstance(own, tuple) else (own,)
-    if own is None or not arrays.is_array(leaf):
-        fits = own is None and leaf is None
+    arrays, parts = window.outputs.backend.arrays, accumulator if isinstance(accumulator, tuple) else (accumulator,)
+    if accumulator is None or not arrays.is_array(leaf):
+        fits = accumulator is None and leaf is None
     else:
         array: Array = leaf
         fits = any(part.shape == array.shape for part in parts)
@@ -106,7 +111,7 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
     """
     trees = window.outputs.backend.trees
     if params is None:
-        return params, [None] * len(window.held)
+        return params, [None] * len(window.accumulators)
     leaves, structure = trees.flatten(params)
     if structure != window.outputs.structure:
         paths, expected = leaf_paths(params, trees, "params"), paths_below("params", window)
@@ -116,20 +121,20 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
         if trees.flatten(params)[1] != window.outputs.structure:
             _check_paths("params", paths, expected)
         leaves = [by_path[path] for path in expected]
-    for leaf_index, (leaf, own) in enumerate(zip(leaves, window.held, strict=True)):
-        if own is None or (type(leaf) is type(own) and leaf.shape == own.shape):
+    for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
+        if accumulator is None or (type(leaf) is type(accumulator) and leaf.shape == accumulator.shape):
             continue  # as usual
-        if not _is_param_of(leaf, own, window.outputs.backend.arrays):
+        if not _is_param_of(leaf, accumulator, window.outputs.backend.arrays):
             raise _unfit("params", leaf_index, leaf, window)
     return params, leaves
 
 
-def _is_param_of(leaf: object, own: Reduced, arrays: Arrays) -> bool:
+def _is_param_of(leaf: object, accumulator: Reduced, arrays: Arrays) -> bool:
     """Whether a parameter has the shape of what is held of its gradients."""
     if not arrays.is_array(leaf) and not isinstance(leaf, int | float | complex):
         return False
     shape = getattr(leaf, "shape", ())
-    return any(part.shape == shape for part in (own if isinstance(own, tuple) else (own,)))
+    return any(part.shape == shape for part in (accumulator if isinstance(accumulator, tuple) else (accumulator,)))
 
 
 def paths_below(name: str, window: Accumulation) -> list[str]:
@@ -151,8 +156,8 @@ def _check_paths(what: str, paths: list[str], expected: list[str]) -> None:
 
 
 def _unfit(name: str, leaf_index: int, leaf: object, window: Accumulation) -> FuncgaError:
-    describe, own = window.outputs.backend.arrays.describe, window.held[leaf_index]
-    before = describe(max(own, key=lambda part: part.ndim) if isinstance(own, tuple) else own)
+    describe, accumulator = window.outputs.backend.arrays.describe, window.accumulators[leaf_index]
+    before = describe(max(accumulator, key=lambda part: part.ndim) if isinstance(accumulator, tuple) else accumulator)
     return FuncgaError(
         f"{paths_below(name, window)[leaf_index]} is {describe(leaf)}, and the state was made for params where it is "
         f"{before}: the two cannot be combined. Give what belongs to these params; or make a state for the new ones: "

@@ -21,7 +21,7 @@ from funcga._backend.protocols import Backend
 from funcga._call.arguments import CARRY
 from funcga._call.program import Program
 from funcga._compare.tolerances import epsilon
-from funcga._fold.outputs import place
+from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
 from funcga._trees.interop import to_numpy
 from funcga._types import Array, Namespace, Scalar, Tree, WeightFn
@@ -133,7 +133,7 @@ class Probe:
         `change` makes the new leaves of the old ones. By default it moves every array of floats.
         """
         grad_fn, trees = self.program.grad_fn, self.backend.trees
-        trained = grad_fn.places(len(self.args)) if isinstance(grad_fn, GradientFunction) else (0,)
+        trained = grad_fn.arg_indices(len(self.args)) if isinstance(grad_fn, GradientFunction) else (0,)
         if any(self.arguments.parts[i].axes for i in trained):
             return None
         leaves, structure = trees.flatten(tuple(self.args[i] for i in trained))
@@ -157,7 +157,7 @@ class Probe:
     def folds(self) -> list[Fold]:
         """The Fold of every leaf."""
         leaves = self.backend.trees.flatten(self.output)[0]
-        return [placed.value for placed in place(self.program.fold, self.output, len(leaves), self.backend)]
+        return [at_leaf.value for at_leaf in broadcast_folds(self.program.fold, self.output, len(leaves), self.backend)]
 
     @cached_property
     def paths(self) -> list[str]:

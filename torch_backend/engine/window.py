@@ -21,9 +21,8 @@ from funcga._backend.prefixes import leaf_paths
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, argument_names
 from funcga._call.program import Program
-from funcga._call.scales import scaled_loss
 from funcga._fold.outputs import Outputs
-from funcga._grad import GradientFunction, evaluations
+from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
@@ -91,7 +90,7 @@ class Engine:
         """The arguments that are differentiated, of so many."""
         argnums = self.kept.argnums.get(count)
         if argnums is None:
-            argnums = self.kept.argnums[count] = self.gradient.places(count)
+            argnums = self.kept.argnums[count] = self.gradient.arg_indices(count)
         return argnums
 
     # --- a micro-batch

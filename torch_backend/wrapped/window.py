@@ -21,10 +21,9 @@ from torch import nn
 from funcga._backend.protocols import Backend
 from funcga._call.arguments import CARRY, Arguments
 from funcga._call.program import OwningGradient, Program
-from funcga._call.scales import scaled_loss
 from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs
-from funcga._grad import GradientFunction
+from funcga._grad import GradientFunction, scaled_loss
 from funcga._types import Array, LossFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
