@@ -8,10 +8,10 @@ becomes the accumulator itself, unless somebody else may hold its memory; a floa
 with zeros, and takes each gradient in one mixed addition. A leaf whose fold is no sum has a hook instead, which folds
 its gradient in and frees it at once.
 
-Functions written in Python may run backward passes of their own, as a reentrant checkpoint does. A pass restricted to
-the leaves leaves them out without a word where their inputs lead to no leaf, and some refuse it; a leaf can get its
-gradient in several parts. So a micro-batch whose graph has such a function is run as a loop by hand would run it, and
-what belongs to others has its own `.grad` again afterwards.
+Functions written in Python may run backward passes of their own, as a reentrant checkpoint does. A pass that is
+restricted to the leaves skips such a function silently if none of its inputs leads to a leaf, and some functions refuse
+a restricted pass. A leaf can also get its gradient in several pieces. So where a graph has such a function, the whole
+backward pass is run, as a hand-written loop would run it. Tensors of others get their own `.grad` back afterwards.
 """
 
 import operator
@@ -36,20 +36,20 @@ _GRAD = operator.attrgetter("grad")
 class Routes:
     """How the gradient of each leaf comes to its accumulator: the same for every window with leaves of these kinds.
 
-    `leaves` are by their leaf indices in grad_fn's output. `has_scale`: the loss comes with a scale of its own, which
-    is as much as a backward pass in float16 can begin with: no weight is added.
+    `leaves` are by their leaf indices in grad_fn's output. `has_scale`: the loss comes multiplied by a scale. A
+    backward pass in float16 can begin with no more than that, so the cotangent is not multiplied by a weight as well.
 
-    `sums`: of each leaf that autograd adds, its position among the leaves, its index in `Buffers.reduced`, and whether
-    its sum is plain, so that it is added whatever the weight. `wide`: position, index and dtype of those whose sums are
-    in another dtype than the gradients. `weighted`, `others` and `dtensors` are leaf indices: of weighted sums that
-    autograd adds, of folds that are no sums, and of DTensors, which are added where they lie, and not by autograd.
+    `sums`: for each leaf that autograd adds, its position among the leaves, its index in `Buffers.reduced`, and whether
+    its sum is plain, so that it is added whatever the weight. `wide`: position, index and dtype of those whose sums
+    have another dtype than the gradients. `weighted`, `others` and `dtensors` are leaf indices: of weighted sums that
+    autograd adds, of folds that are no sums, and of DTensors. Those are added on their mesh, and not by autograd.
     """
 
     def __init__(self, layout: Layout, leaves: dict[int, torch.Tensor], has_scale: bool):
         of_sums = [*layout.weighted_in_backward, *layout.plain_in_backward]
         self.dtensors = [leaf_index for leaf_index in of_sums if is_dtensor(leaves.get(leaf_index))]
         self.others = layout.others_in_backward
-        self.weighted = [index for index in layout.weighted_in_backward if index not in self.dtensors]
+        self.weighted = [leaf_index for leaf_index in layout.weighted_in_backward if leaf_index not in self.dtensors]
         plain = {*layout.plain_in_backward}
         added = {*of_sums} - {*self.dtensors}
         self.sums: list[tuple[int, int, bool]] = []
@@ -57,13 +57,14 @@ class Routes:
         dtypes = set()
         for position, (leaf_index, leaf) in enumerate(leaves.items()):
             if leaf_index in added:
-                k = layout.reduced_index[leaf_index]
-                dtype = layout.folds[k].accumulator_dtype
+                index = layout.index_of[leaf_index]
+                dtype = layout.folds[index].accumulator_dtype
                 dtypes.add(leaf.dtype)
-                self.sums.append((position, k, leaf_index in plain))
+                self.sums.append((position, index, leaf_index in plain))
                 if dtype != leaf.dtype:
-                    self.wide.append((position, k, dtype))
-        # Whether all that is done to gradients is to add them with weights, and whether the cotangent may be a weight.
+                    self.wide.append((position, index, dtype))
+        # The cotangent can be a weight only if every gradient is to be multiplied by that weight. In float16, and in
+        # dtypes of 8 bits, a gradient times a weight overflows too early.
         self.only_weighted = not (layout.plain_in_backward or self.others)
         overflows = any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
         self.seeds = self.only_weighted and not (self.dtensors or has_scale or overflows)
@@ -72,9 +73,9 @@ class Routes:
 class Backward:
     """Folds the gradients of a window's leaves into its buffers; `leaves` are by their leaf indices in the output.
 
-    The cotangent is 1 for micro-batches that weigh the same. Else it is the weight, in units of the first one, if every
-    leaf is a weighted sum, the loss's dtype holds that number, and nothing is float16, which would overflow; where it
-    cannot be, the gradients are scaled in a hook, in the accumulator's dtype.
+    The cotangent is 1 for micro-batches of equal weight. Otherwise it is the weight's share, if every leaf is a
+    weighted sum, the loss's dtype holds that number, and nothing is float16, which would overflow. Where it cannot be,
+    a hook scales the gradients in the accumulator's dtype.
 
     `around`: what a function's own backward pass may write to; `since`: what was `last_applied` before the window.
     `seeds`: whether the cotangent may be a weight.
@@ -86,17 +87,20 @@ class Backward:
     ):  # fmt: skip
         self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
         self.routes, self.around, self.since, self.seeds = routes, around, since, seeds and routes.seeds
-        for position, k, dtype in routes.wide:
+        # A sum in a wider dtype begins with zeros: autograd could only begin it in the gradient's own dtype.
+        for position, index, dtype in routes.wide:
             self.inputs[position].grad_dtype = None  # .grad may have another dtype than the leaf
-            if buffers.reduced[k] is None:
-                buffers.reduced[k] = torch.zeros_like(self.inputs[position], dtype=dtype, requires_grad=False)
-        self.sums = [(self.inputs[position], k, plain) for position, k, plain in routes.sums]
-        for leaf, k, _ in self.sums:
-            if buffers.reduced[k] is not None:
-                leaf.grad = buffers.reduced[k]
+            if buffers.reduced[index] is None:
+                buffers.reduced[index] = torch.zeros_like(self.inputs[position], dtype=dtype, requires_grad=False)
+        # From here until `release` buffers and leaves share the accumulators: autograd adds to `leaf.grad` in place.
+        self.sums = [(self.inputs[position], index, plain) for position, index, plain in routes.sums]
+        for leaf, index, _ in self.sums:
+            if buffers.reduced[index] is not None:
+                leaf.grad = buffers.reduced[index]
         self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
         self.begun = False  # whether every sum has an accumulator
         self.accumulators: list[torch.Tensor] = []  # all of them, where every leaf has one as its `.grad`, and no hook
+        # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
         self.versions = sum(map(_private.version, self.inputs))
         self.autocast = (
             autocasting({leaf.device.type for leaf in self.inputs}) if _private.is_any_autocast_enabled() else []
@@ -106,12 +110,12 @@ class Backward:
         self.writes = self._count_writes()
 
     def settle(self) -> None:
-        """What was written to accumulators until now is right."""
+        """Accepts all writes to accumulators so far: funcga itself made them, and not a backward pass of loss_fn."""
         self.writes = self._count_writes()
 
     def _survey(self) -> None:
-        """Looks which accumulators there are."""
-        accumulators = [self.buffers.reduced[k] for _, k, _ in self.sums]
+        """Notes whether every sum has begun, and its accumulators, if all of them are added to by autograd."""
+        accumulators = [self.buffers.reduced[index] for _, index, _ in self.sums]
         self.begun = all(accumulator is not None for accumulator in accumulators)
         hooked = self.routes.others or self.routes.dtensors
         self.accumulators = accumulators if self.begun and self.attached and not hooked else []
@@ -137,11 +141,12 @@ class Backward:
         well, whatever its own weight.
         Returns the share of the weight. Raises FuncgaError if loss_fn ran a backward pass of its own before.
         """
+        # Nothing was added since the last pass, unless loss_fn itself has called .backward().
         if self._count_writes() != self.writes:
             raise ran_backward()
         ready = None if announce is None else announce()
         share = self.buffers.share(weight)
-        # The cotangent, None for no pass at all, and whether what autograd adds has the weight by that.
+        # The cotangent, None for no pass at all; and whether it gives the gradients their weight.
         seed, has_weight = (1.0, True) if share == 1.0 else self._seed(loss, share, bool(moving), communicates)
         if seed is not None:
             if has_weight != self.attached:
@@ -150,7 +155,7 @@ class Backward:
             if not (loss.requires_grad and inputs):
                 self._add_zeros(self.routes.others, weight)
             elif self.accumulators and not (moving or ready or self.autocast) and last_applied() is self.since:
-                # As usual: every sum has begun, and nothing else is to be done.
+                # The usual case, and the cheapest: every sum has begun, and nothing needs a hook.
                 cotangent = torch.full_like(loss, seed, requires_grad=False)
                 _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
             else:
@@ -164,8 +169,9 @@ class Backward:
         """The cotangent for a share that is not 1, and whether autograd is to add what comes of it to weighted sums."""
         if share is None:
             return 1.0, False
-        # It adds nothing then, not even a NaN. But other processes may wait for what the loss communicates in its pass,
-        # and what they send has their weights, and not this one's.
+        # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate in its backward
+        # pass, and other processes wait for that. The gradients that they send here have their weights, so they are
+        # added.
         if self.routes.only_weighted and not moves and share == 0:
             if not (dist.is_available() and dist.is_initialized()):
                 return None, True
@@ -178,8 +184,8 @@ class Backward:
     def _attach(self, has_weight: bool) -> None:
         """Lets autograd add to the accumulators, to those of weighted sums only if gradients come with the weight."""
         self._check_grads()
-        for leaf, k, plain in self.sums:
-            leaf.grad = self.buffers.reduced[k] if has_weight or plain else None
+        for leaf, index, plain in self.sums:
+            leaf.grad = self.buffers.reduced[index] if has_weight or plain else None
         self.attached = has_weight
         self._survey()
 
@@ -197,7 +203,7 @@ class Backward:
     ) -> None:  # fmt: skip
         """A pass in which sums begin, leaves have hooks, or functions written in Python may run passes of their own."""
         routes = self.routes
-        # Leaves whose gradients are taken from them, when they come, and folded in here.
+        # Leaves whose gradients a hook takes out and folds in, as soon as they are there.
         waiting = {*routes.others, *routes.dtensors, *(() if has_weight else routes.weighted)}
         others: list[torch.Tensor] = []
         custom = False
@@ -205,7 +211,9 @@ class Backward:
             others, custom = reach(loss, {*map(id, inputs)})
         if custom:
             self._run_by_hand(loss, seed, inputs, others)
-            for leaf_index in [index for index in waiting if self.leaves[index].grad is not None]:
+            # A leaf may get several gradients in such a pass, so each is taken when the pass is over, without a hook.
+            arrived = [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]
+            for leaf_index in arrived:
                 self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
         elif not (waiting or ready):
             self._run(loss, seed, inputs)
@@ -225,6 +233,7 @@ class Backward:
         for leaf in inputs:
             foreign.pop(id(leaf), None)
         in_graph = {*map(id, others)}
+        # What the whole pass leaves in the `.grad`s of others is read before they get their own back.
         with left_alone([*foreign.values()]):
             self._run(loss, seed, ())
             written = [leaf for key, leaf in foreign.items() if leaf.grad is not None and key not in in_graph]
@@ -235,9 +244,12 @@ class Backward:
         ready: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
         """The pass, with a hook on each leaf `waiting` that takes its gradient."""
-        handles = [_after(self.leaves[index], partial(self._take, index, weight, waiting)) for index in waiting]
+        # The hooks run after autograd has added the gradient to `.grad`, so they find it whole there.
+        handles = [
+            _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting)) for leaf_index in waiting
+        ]
         if ready is not None:
-            handles += [_after(leaf, partial(_tell, ready, k)) for leaf, k, _ in self.sums]
+            handles += [_after(leaf, partial(_tell, ready, index)) for leaf, index, _ in self.sums]
         try:
             self._run(loss, seed, inputs)
         finally:
@@ -254,17 +266,18 @@ class Backward:
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
         reduced = self.buffers.reduced
-        for leaf, k, _ in self.sums:
+        for leaf, index, _ in self.sums:
             gradient = leaf.grad
-            if reduced[k] is None and gradient is not None:
+            if reduced[index] is None and gradient is not None:
+                # Later gradients are added in place, so nobody else may hold this memory.
                 dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-                reduced[k] = dense if is_alone(dense) else dense.clone()
-                if reduced[k] is not gradient:
-                    leaf.grad = reduced[k]
+                reduced[index] = dense if is_alone(dense) else dense.clone()
+                if reduced[index] is not gradient:
+                    leaf.grad = reduced[index]
         self._survey()
 
     def _add_zeros(self, leaf_indices: Iterable[int], weight: Scalar) -> None:
-        """Folds in what the loss does not depend on."""
+        """Folds in zeros for leaves that the loss does not depend on."""
         for leaf_index in leaf_indices:
             zeros = torch.zeros_like(self.leaves[leaf_index], requires_grad=False)
             self.buffers.add_leaf(leaf_index, zeros, weight)
@@ -285,20 +298,20 @@ class Backward:
         for leaf in self.inputs:
             leaf.grad = None
         self.accumulators, reduced = [], self.buffers.reduced
-        # Sums that no loss depends on.
-        for leaf, k, _ in () if self.begun else self.sums:
-            if reduced[k] is None:
-                reduced[k] = torch.zeros_like(leaf, requires_grad=False)
+        # No loss of the window depended on what has no accumulator yet: its sum is 0.
+        for leaf, index, _ in () if self.begun else self.sums:
+            if reduced[index] is None:
+                reduced[index] = torch.zeros_like(leaf, requires_grad=False)
         for leaf_index in self.routes.dtensors:
-            k = self.buffers.layout.reduced_index[leaf_index]
-            if reduced[k] is None:
-                dtype = self.buffers.folds[k].accumulator_dtype
-                reduced[k] = torch.zeros_like(self.leaves[leaf_index], dtype=dtype, requires_grad=False)
+            index = self.buffers.layout.index_of[leaf_index]
+            if reduced[index] is None:
+                dtype = self.buffers.folds[index].accumulator_dtype
+                reduced[index] = torch.zeros_like(self.leaves[leaf_index], dtype=dtype, requires_grad=False)
 
     def _check_grads(self) -> None:
         """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
-        for leaf, k, plain in self.sums:
-            if leaf.grad is not (self.buffers.reduced[k] if self.attached or plain else None):
+        for leaf, index, plain in self.sums:
+            if leaf.grad is not (self.buffers.reduced[index] if self.attached or plain else None):
                 raise FuncgaError(
                     "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for instance, and what was "
                     "accumulated in it. Leave that line out: gradients are returned, not kept in the module."
@@ -310,8 +323,8 @@ def _after(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Removabl
     return handle
 
 
-def _tell(ready: Callable[[int], None], k: int, _: torch.Tensor) -> None:
-    ready(k)
+def _tell(ready: Callable[[int], None], index: int, _: torch.Tensor) -> None:
+    ready(index)
 
 
 def ran_backward() -> FuncgaError:
@@ -324,20 +337,22 @@ def ran_backward() -> FuncgaError:
 
 
 def is_alone(gradient: torch.Tensor) -> bool:
-    """Whether nobody else holds the memory of a gradient, nor it more than it needs."""
+    """Whether nobody else holds the memory of a gradient, and the memory is no larger than the gradient."""
     storage = gradient.untyped_storage()
-    # the gradient itself and `storage` hold it
+    # Two references to the memory are expected: that of the gradient, and `storage` here.
     alone = _private.use_count(storage._cdata) == 2 and storage.nbytes() == gradient.nbytes
-    return alone and storage.resizable()  # memory that is not torch's, as that of a NumPy array, is not
+    # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not count as a
+    # reference.
+    return alone and storage.resizable()
 
 
 def holds(dtype: torch.dtype, number: float) -> bool:
-    """Whether a number loses nothing, beyond what a sum in float32 would, in this dtype."""
+    """Whether this dtype holds a number exactly, or rounds it no more than float32 does."""
     return number == 1 or dtype.itemsize >= 4 or torch.tensor(number, dtype=dtype, device="cpu").item() == number
 
 
 def autocasting(devices: Iterable[str]) -> list[str]:
-    """The types of device, the host's and these, that autocast is on for."""
+    """The device types that autocast is on for, of the CPU and these."""
     if not _private.is_any_autocast_enabled():  # as usual
         return []
     types = {"cpu", *devices}

@@ -2,7 +2,7 @@
 
 Only torch has this file: XLA updates the carry of a loop in place by itself.
 
-Indices: a `leaf_index` counts the leaves of grad_fn's output, an index of `reduced` those of them that are reduced.
+Two indices: a `leaf_index` counts all leaves of grad_fn's output, an `index` only those that are reduced.
 """
 
 import math
@@ -29,40 +29,42 @@ class Quotients(NamedTuple):
 class Layout:
     """What becomes of each leaf of an output: sums are added in place, every other fold is combined leaf by leaf.
 
-    `kinds[k]` says how the k-th reduced leaf is added in place: "weighted", "plain", or None if it is not. The leaves
-    `in_backward`, by their leaf indices, are added in the backward pass; all others are `own`, added by `Buffers.add`.
-    `pure`: whether nothing may be written to, so that what is computed can be differentiated and vmapped.
+    `kinds` says how each reduced leaf is added in place: "weighted", "plain", or None if it is not. The leaves
+    `in_backward`, by their leaf indices, are added in the backward pass. `Buffers.add` adds the `rest`. `pure`: whether
+    nothing may be written to, so that what is computed can be differentiated and vmapped.
     """
 
     def __init__(self, outputs: Outputs, in_backward: Collection[int] = (), pure: bool | None = None):
         self.outputs, self.folds = outputs, outputs.reduced_folds
         self.pure = arrays.in_transform() if pure is None else pure
-        self.reduced_index = {leaf_index: k for k, leaf_index in enumerate(outputs.reduced)}
-        # how each is folded
+        self.index_of = {leaf_index: index for index, leaf_index in enumerate(outputs.reduced)}
+        # First: how each reduced leaf is folded.
         self.kinds = [None if self.pure else _kind(outputs, leaf_index) for leaf_index in outputs.reduced]
-        self.scaled = [k for k, kind in enumerate(self.kinds) if kind == "weighted"]
-        self.plain = [k for k, kind in enumerate(self.kinds) if kind == "plain"]
-        self.sums = {*self.scaled, *self.plain}
-        # who adds to it: those of the backward pass by their leaf indices
-        kinds = {leaf_index: self.kinds[k] for leaf_index, k in self.reduced_index.items() if leaf_index in in_backward}
+        self.weighted = [index for index, kind in enumerate(self.kinds) if kind == "weighted"]
+        self.plain = [index for index, kind in enumerate(self.kinds) if kind == "plain"]
+        self.sums = {*self.weighted, *self.plain}
+        # Second: who adds to it. The backward pass knows its leaves by their leaf indices, the rest is by reduced ones.
+        kinds = {
+            leaf_index: self.kinds[index] for leaf_index, index in self.index_of.items() if leaf_index in in_backward
+        }
         self.weighted_in_backward = [leaf_index for leaf_index, kind in kinds.items() if kind == "weighted"]
         self.plain_in_backward = [leaf_index for leaf_index, kind in kinds.items() if kind == "plain"]
         sums_in_backward = {*self.weighted_in_backward, *self.plain_in_backward}
         folded = [leaf_index for leaf_index in in_backward if outputs.folds[leaf_index] is not None]
         self.others_in_backward = [leaf_index for leaf_index in folded if leaf_index not in sums_in_backward]
-        self.own = [k for leaf_index, k in self.reduced_index.items() if leaf_index not in in_backward]
-        self.own_weighted = [k for k in self.own if self.kinds[k] == "weighted"]
-        self.own_plain = [k for k in self.own if self.kinds[k] == "plain"]
-        self.own_others = [k for k in self.own if self.kinds[k] is None]
-        self.own_collected = [leaf_index for leaf_index in outputs.collected if leaf_index not in in_backward]
-        # what the end does
+        self.rest = [index for leaf_index, index in self.index_of.items() if leaf_index not in in_backward]
+        self.rest_weighted = [index for index in self.rest if self.kinds[index] == "weighted"]
+        self.rest_plain = [index for index in self.rest if self.kinds[index] == "plain"]
+        self.rest_others = [index for index in self.rest if self.kinds[index] is None]
+        self.rest_collected = [leaf_index for leaf_index in outputs.collected if leaf_index not in in_backward]
+        # Third: what the end of the window does. Sums with one divisor are divided in one kernel.
         self.quotients: list[Quotients] = []
-        for summed, weighted in ((self.scaled, True), (self.plain, False)):
+        for summed, weighted in ((self.weighted, True), (self.plain, False)):
             for by in ("weight", "steps"):
-                indices = [k for k in summed if self.folds[k].fold.normalizer.divides_by == by]
+                indices = [index for index in summed if self.folds[index].fold.normalizer.divides_by == by]
                 if indices:
                     self.quotients.append(Quotients(indices, by, weighted))
-        self.cast = [k for k, fold in enumerate(self.folds) if fold.accumulator_dtype != fold.result_dtype]
+        self.cast = [index for index, fold in enumerate(self.folds) if fold.accumulator_dtype != fold.result_dtype]
 
 
 def _kind(outputs: Outputs, leaf_index: int) -> Literal["weighted", "plain"] | None:
@@ -76,14 +78,18 @@ def _kind(outputs: Outputs, leaf_index: int) -> Literal["weighted", "plain"] | N
 class Buffers:
     """What one window has folded so far. It is made by the window, owned by it and emptied into the result.
 
-    `reduced[k]` is what the k-th reduced leaf of the output has come to; None before the first micro-batch.
+    `reduced` has what each reduced leaf of the output has come to; None before the first micro-batch. `passed` has
+    threaded leaves of the backward pass, until `add` returns them. `collected` has the rows of each micro-batch.
     """
 
     def __init__(self, layout: Layout):
         self.layout, self.outputs, self.folds, self.pure = layout, layout.outputs, layout.folds, layout.pure
-        self.weight: Scalar = 0  # what the host has counted, and in `counted` what the device has
+        # The host counts the weights that it can see, and `counted` has those that only a device knows. Nothing waits
+        # for the device before the end.
+        self.weight: Scalar = 0
         self.steps = 0
         self.counted: tally.Tally | None = None
+        # What is held of a weighted sum is the sum divided by the unit. None before the first weight.
         self.unit: float | None = None
         self.unit_is_fixed = False
         self.reduced: list[Reduced] = [None] * len(self.folds)
@@ -95,10 +101,8 @@ class Buffers:
     def share(self, weight: Scalar) -> float | None:
         """A weight in the unit that weighted sums are held in, 1 at most; None if only the device knows it.
 
-        The unit is the first weight, so that micro-batches alike are added as they are, whatever they weigh. When one
-        comes whose share would not be a power of two, the unit becomes one, so that the shares are exact; and when a
-        heavier one comes the unit grows, as a share may be what a backward pass in float16 begins with. A unit that
-        is fixed stays, and shares may be more than 1.
+        The unit is the first weight, so micro-batches of equal weight are added as they are. A unit that is fixed
+        stays, and shares may then be more than 1.
         """
         if isinstance(weight, torch.Tensor):
             self.unit = self.unit or 1.0
@@ -109,14 +113,17 @@ class Buffers:
             self.unit = 1.0 if torch.compiler.is_compiling() else float(weight)
         if weight == self.unit:
             return 1.0
+        # A share that is no power of two may be rounded, as 1/3 is. The unit itself then becomes a power of two:
+        # dividing by that is exact. For a heavier micro-batch the unit grows, because a share can be the cotangent of a
+        # backward pass in float16, which overflows early.
         stays = self.unit_is_fixed or torch.compiler.is_compiling()
         if not stays and (weight > self.unit or not sums.is_power_of_two(weight / self.unit)):
             self.hold_in(_power_above(max(float(weight), self.unit)))
         return float(weight / self.unit)
 
     def hold_in(self, unit: float) -> None:
-        """Lets weighted sums be held in this unit, whatever they are held in now."""
-        begun = [self.reduced[k] for k in self.layout.scaled if self.reduced[k] is not None]
+        """Rescales the weighted sums to this unit."""
+        begun = [self.reduced[index] for index in self.layout.weighted if self.reduced[index] is not None]
         if begun and self.unit is not None and unit != self.unit:
             torch._foreach_mul_(local_tensors(begun), self.unit / unit)
         self.unit = unit
@@ -126,32 +133,33 @@ class Buffers:
     def add(self, leaves: Sequence[Any], weight: Scalar) -> list[Any]:
         """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
         layout, share = self.layout, self.share(weight)
-        values = {k: _strided(leaves[self.outputs.reduced[k]]) for k in layout.own}
-        self._add_sums(layout.own_plain, values, 1)
+        values = {index: _strided(leaves[self.outputs.reduced[index]]) for index in layout.rest}
+        self._add_sums(layout.rest_plain, values, 1)
         if share is None:
-            self._add_masked(layout.own_weighted, values, weight)
+            self._add_masked(layout.rest_weighted, values, weight)
         else:
-            self._add_sums(layout.own_weighted, values, share)
-        for k in layout.own_others:
-            self._combine(k, values[k], weight)
-        for leaf_index in layout.own_collected:
-            # a copy, as grad_fn may use its buffer again, as a captured CUDA graph does
+            self._add_sums(layout.rest_weighted, values, share)
+        for index in layout.rest_others:
+            self._combine(index, values[index], weight)
+        for leaf_index in layout.rest_collected:
+            # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
             self.collected[leaf_index].append(_strided(leaves[leaf_index]).clone())
         self._count(weight)
         state = [self.passed.pop(leaf_index, leaves[leaf_index]) for leaf_index in self.outputs.threads]
-        # a copy, as it may be a view of the micro-batch, or of a buffer that grad_fn uses again
+        # Copied, because state may be a view of the micro-batch, which is freed next, or of a buffer of grad_fn's.
         return state if self.pure else [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
 
     def add_value(self, value: torch.Tensor, weight: Scalar, share: float) -> None:
-        """The same where one weighted sum is all that is added here, as the loss beside its gradients usually is."""
-        (k,) = self.layout.own_weighted
-        if self.reduced[k] is not None:
-            if share:  # a weight of 0 adds nothing, not even a NaN
-                self.reduced[k].add_(value, alpha=share)
+        """`add` where one weighted sum is all that is added: usually the loss, beside gradients that autograd adds."""
+        (index,) = self.layout.rest_weighted
+        # A weight of 0 adds nothing, not even a NaN.
+        if self.reduced[index] is not None:
+            if share:
+                self.reduced[index].add_(value, alpha=share)
         elif share:
-            self.reduced[k] = value.to(self.folds[k].accumulator_dtype, copy=True).mul_(share)
+            self.reduced[index] = value.to(self.folds[index].accumulator_dtype, copy=True).mul_(share)
         else:
-            self.reduced[k] = torch.zeros_like(value, dtype=self.folds[k].accumulator_dtype)
+            self.reduced[index] = torch.zeros_like(value, dtype=self.folds[index].accumulator_dtype)
         self.weight += weight
         self.steps += 1
 
@@ -163,16 +171,16 @@ class Buffers:
         elif leaf_index in self.collected:
             self.collected[leaf_index].append(value)
         else:
-            k = self.layout.reduced_index[leaf_index]
+            index = self.layout.index_of[leaf_index]
             share = self.share(weight)
-            if self.layout.kinds[k] is None:
-                self._combine(k, value, weight)
-            elif self.layout.kinds[k] == "plain":
-                self._add_sums([k], {k: value}, 1)
+            if self.layout.kinds[index] is None:
+                self._combine(index, value, weight)
+            elif self.layout.kinds[index] == "plain":
+                self._add_sums([index], {index: value}, 1)
             elif share is None:
-                self._add_masked([k], {k: value}, weight)
+                self._add_masked([index], {index: value}, weight)
             else:
-                self._add_sums([k], {k: value}, share)
+                self._add_sums([index], {index: value}, share)
 
     def _count(self, weight: Scalar) -> None:
         self.steps += 1
@@ -182,56 +190,58 @@ class Buffers:
         more = tally.of(weight, arrays, steps=0)
         self.counted = more if self.counted is None else tally.merge(self.counted, more)
 
-    def _combine(self, k: int, value: torch.Tensor, weight: Scalar) -> None:
-        fold = self.folds[k]
-        before = fold.identity(value) if self.reduced[k] is None else self.reduced[k]
+    def _combine(self, index: int, value: torch.Tensor, weight: Scalar) -> None:
+        fold = self.folds[index]
+        before = fold.identity(value) if self.reduced[index] is None else self.reduced[index]
         combined = fold.combine(before, fold.lift(value, weight))
-        # a monoid of the user's may return what it was given, which is not the buffers' own
-        self.reduced[k] = combined.clone() if combined is value else combined
+        # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+        self.reduced[index] = combined.clone() if combined is value else combined
 
     def _add_sums(self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float) -> None:
         """Adds factor * value to each of these sums."""
-        begun = [k for k in indices if self.reduced[k] is not None]
+        begun = [index for index in indices if self.reduced[index] is not None]
         if begun and factor:
-            accumulators = [self.reduced[k] for k in begun]
-            more = [redistributed(values[k], self.reduced[k]) for k in begun]
+            accumulators = [self.reduced[index] for index in begun]
+            more = [redistributed(values[index], self.reduced[index]) for index in begun]
             sums.add_scaled(local_tensors(accumulators), local_tensors(more), factor, donate=True)
-        # some may have begun already: those with memory in a bucket that will be sent
-        first = indices if not begun else [k for k in indices if self.reduced[k] is None]
+        # Some sums begin before others: those whose memory is a bucket that will be sent.
+        first = indices if not begun else [index for index in indices if self.reduced[index] is None]
         if first:
             self._begin_sums(first, values, factor)
 
     def _begin_sums(self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float) -> None:
         """Makes accumulators of factor * value, in memory of their own."""
-        dtypes = [self.folds[k].accumulator_dtype for k in indices]
-        local_values = local_tensors([values[k] for k in indices])
+        dtypes = [self.folds[index].accumulator_dtype for index in indices]
+        local_values = local_tensors([values[index] for index in indices])
         if factor and len(indices) > 1 and dtypes == [value.dtype for value in local_values]:
-            accumulators = [*torch._foreach_mul(local_values, factor)]  # one kernel, where there would be two
+            # Copied and scaled in one kernel, where there would be two.
+            accumulators = [*torch._foreach_mul(local_values, factor)]
         else:
             accumulators = [value.to(dtype, copy=True) for value, dtype in zip(local_values, dtypes, strict=True)]
             if not factor:
                 torch._foreach_zero_(accumulators)
             elif factor != 1:
                 torch._foreach_mul_(accumulators, factor)
-        for k, accumulator in zip(indices, accumulators, strict=True):
-            self.reduced[k] = as_dtensor(accumulator, values[k])
+        for index, accumulator in zip(indices, accumulators, strict=True):
+            self.reduced[index] = as_dtensor(accumulator, values[index])
 
     def _add_masked(self, indices: list[int], values: Mapping[int, torch.Tensor], weight: torch.Tensor) -> None:
-        """The same for a weight that the host does not see: leaf by leaf, so that one masked leaf lives at a time."""
+        """Adds weight * value to each sum, for a weight on a device. One leaf at a time, so that one mask is alive."""
         # The weight on each device that leaves are on, in each dtype, and whether it is not 0.
         factors: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
-        for k in indices:
-            value, dtype = values[k], self.folds[k].accumulator_dtype
+        for index in indices:
+            value, dtype = values[index], self.folds[index].accumulator_dtype
             kind = value.device, dtype
             if kind not in factors:
                 here = weight.to(value.device)
                 factors[kind] = here.to(dtype) / (self.unit or 1.0), here != 0
             factor, counts = factors[kind]
-            if self.reduced[k] is None:
+            # `where` selects: of a weight of 0 not even a NaN is added.
+            if self.reduced[index] is None:
                 product = torch.where(counts, local(value).to(dtype), 0).mul_(factor)
-                self.reduced[k] = as_dtensor(product, value)
+                self.reduced[index] = as_dtensor(product, value)
             else:
-                accumulator, more = local_tensors([self.reduced[k], redistributed(value, self.reduced[k])])
+                accumulator, more = local_tensors([self.reduced[index], redistributed(value, self.reduced[index])])
                 accumulator.addcmul_(torch.where(counts, more.to(dtype), 0), factor)
 
     # --- the end of the window
@@ -243,22 +253,23 @@ class Buffers:
         return host if self.counted is None else tally.merge(host, self.counted)
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
-        """Reduces what lies on the devices of a mesh as sums that are not done yet, to where `likes` of outputs lie."""
-        for k, value in enumerate(self.reduced):
+        """Reduces Partial sums of DTensors, to the placements of `likes`, by leaf index."""
+        for index, value in enumerate(self.reduced):
             if type(value) is not torch.Tensor:
-                self.reduced[k] = without_partials(value, likes.get(self.outputs.reduced[k]))
+                self.reduced[index] = without_partials(value, likes.get(self.outputs.reduced[index]))
 
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
         done, folded = self._divide(), None
+        # The result takes the memory over: nothing of it stays here, where a later window could write to it.
         results, self.reduced = self.reduced, [None] * len(self.reduced)
-        # What was not divided in place is normalised leaf by leaf, and what was may be in another dtype than asked for.
-        for k in self.layout.cast if len(done) == len(results) else range(len(results)):
-            if k in done:
-                results[k] = results[k].to(self.folds[k].result_dtype)
+        # Leaves that were divided in place only need their dtype. The others are normalised one by one.
+        for index in self.layout.cast if len(done) == len(results) else range(len(results)):
+            if index in done:
+                results[index] = results[index].to(self.folds[index].result_dtype)
             else:
                 folded = folded or self.tally
-                results[k] = self.folds[k].normalize(results[k], folded)
+                results[index] = self.folds[index].normalize(results[index], folded)
         collected = []
         for fold, chunks in zip(self.outputs.collected_folds, self.collected.values(), strict=True):
             collected.append(torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype))
@@ -274,28 +285,30 @@ class Buffers:
         done: set[int] = set()
         for indices, by, weighted in self.layout.quotients:
             divisor = total if by == "weight" else steps
-            sums_here = local_tensors([self.reduced[k] for k in indices])
+            sums_here = local_tensors([self.reduced[index] for index in indices])
             if not isinstance(divisor, torch.Tensor):
                 if divisor:
                     sums.divide(sums_here, float(divisor / unit if weighted else divisor))
                 else:
                     torch._foreach_zero_(sums_here)
             elif weighted or by == "steps":
-                # Of a divisor of 0 the host knows nothing, but then nothing was added: the sums are zeros already.
+                # The divisor may be 0, which the host does not see. Nothing was added then, so the sums are zeros
+                # already, and any other divisor leaves them so.
                 divisor = torch.where(divisor != 0, divisor / unit if weighted else divisor, 1)
                 for accumulator in sums_here:
                     accumulator.div_(divisor.to(accumulator.device, accumulator.dtype))
             else:
-                continue  # a plain sum may be something where the total weight is 0: the normalizer selects
+                # A plain sum need not be 0 where the total weight is: the normalizer has to select.
+                continue
             done.update(indices)
         if unit != 1:
-            for k in {*self.layout.scaled} - done:
-                local(self.reduced[k]).mul_(unit)
+            for index in {*self.layout.weighted} - done:
+                local(self.reduced[index]).mul_(unit)
         return done
 
 
 def _strided(value: torch.Tensor) -> torch.Tensor:
-    """The value with all of its zeros: the gradient of an embedding may be sparse, the sum of a few no longer is."""
+    """The value as a dense tensor. The gradient of an embedding may be sparse, and a sum of several hardly is."""
     return value if value.layout is torch.strided else value.to_dense()
 
 

@@ -2,9 +2,9 @@
 
 Only torch has this file: XLA fuses the sum into the loop by itself.
 
-Each parameter becomes a leaf of the call's own, `p.detach().requires_grad_()`, which shares its memory. So arguments,
-modules and their `.grad`s are left alone, and everything that autograd can do works: checkpointing, saved-tensor hooks,
-custom functions, compiled losses.
+For each parameter the call makes a leaf of its own, `p.detach().requires_grad_()`, which shares the parameter's memory.
+So arguments, modules and their `.grad`s stay as they are, and everything that autograd can do works: checkpointing,
+saved-tensor hooks, custom functions, compiled losses.
 """
 
 import operator
@@ -53,8 +53,9 @@ class Engine:
         self.backward: Backward | None = None  # None before the first loss
         self.hooked = False  # whether a parameter has hooks
         self.watch: GradsWatch | None = None
-        self.unreached = False  # whether a loss came to no leaf that should have
-        # Losses may call collectives themselves: of any group, and of the one that gradients may travel over.
+        self.unreached = False  # whether a loss reached no leaf, though it should have
+        # Losses may call collectives themselves. One listener hears those of any group, the other only those of the
+        # group that gradients may travel over.
         self.any_group: Listener | None = None
         self.given_group: Listener | None = None
 
@@ -64,7 +65,8 @@ class Engine:
             if self.reduction is not None:
                 self.given_group = Listener(self.reduction.replicas.group)
         if torch.is_inference_mode_enabled():
-            self.inference = torch.inference_mode(False)  # what is made in inference mode has no gradient
+            # Tensors made in inference mode can never have a gradient, so the whole window runs outside of it.
+            self.inference = torch.inference_mode(False)
             self.inference.__enter__()
         return self
 
@@ -73,21 +75,22 @@ class Engine:
         if error[0] is not None and self.reduction is not None:
             self.reduction.give_up()
         if self.watch is not None:
-            self.watch.changed()  # what an exception leaves behind is put right too
+            self.watch.changed()  # restores the `.grad`s after an exception, too
+        # Autocast caches a cast of each leaf. The leaves end with the window, and the casts would outlive them.
         if _private.is_any_autocast_enabled() and autocasting(("cuda",)):
-            torch.clear_autocast_cache()  # of the casts of leaves that nobody will see again
+            torch.clear_autocast_cache()
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
-        """The arguments, or the leading ones of a stream, without graphs, but for those that leaves are made of."""
+        """The arguments without graphs, except those that are differentiated; `leading`: those of a stream."""
         if leading:
             entries = self.gradient.argnums
             argnums = entries if isinstance(entries, tuple) else (entries,)
         else:
             argnums = self._argnums(len(args))
-        return tuple([arg if k in argnums else detached(arg, recorded=True) for k, arg in enumerate(args)])
+        return tuple([arg if argnum in argnums else detached(arg, recorded=True) for argnum, arg in enumerate(args)])
 
     def _argnums(self, count: int) -> tuple[int, ...]:
-        """The arguments that are differentiated, of so many."""
+        """Which of `count` arguments are differentiated."""
         argnums = self.kept.argnums.get(count)
         if argnums is None:
             argnums = self.kept.argnums[count] = self.gradient.arg_indices(count)
@@ -101,16 +104,20 @@ class Engine:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         if self.backward is None:
             self._begin(arguments, args)
+        # `moving` are the leaves of arguments that are split: this micro-batch's own. The others live for the window.
         leaves, moving = (self.leaves, ()) if self.is_whole else self._with_those_of(args)
-        called = [leaves[k].tree if k in leaves else arg for k, arg in enumerate(args)][self.first :]
+        called = [leaves[argnum].tree if argnum in leaves else arg for argnum, arg in enumerate(args)][self.first :]
         arrivals = None if self.gradient.reached else _Arrivals(self.gradient, leaves)
 
         with self.visit as loss_fn:
             loss, aux, differentiated = self._evaluate(loss_fn, called, kwargs)
+            # The first loss shows what becomes of the output. Accumulators have to be there before its backward pass.
             if self.backward is None:
                 self.backward = self._bind(loss.detach(), aux, leaves, arguments)
             announce, communicates = (None, False) if self.any_group is None else self._listen(weight, last)
-            with recording_loss():  # as checkpoints run parts of the loss again, with the parameters in the module
+            # A checkpoint runs parts of the loss again in the backward pass: it needs the parameters in the module
+            # then.
+            with recording_loss():
                 try:
                     share = self.backward(differentiated, weight, moving, announce, communicates)
                 except RuntimeError as error:
@@ -124,21 +131,24 @@ class Engine:
         if share is not None and self.plan.loss_alone == (type(loss), loss.dtype):
             self.buffers.add_value(loss, weight, share)
         else:
-            state = self.buffers.add(self._own_leaves(loss, aux, leaves), weight)
+            state = self.buffers.add(self._leaves_to_add(loss, aux, leaves), weight)
         if self.reduction is not None:
-            self.backward.settle()  # in a bucket all sums are views of one memory, which the loss was written to
+            # In a bucket all sums are views of one memory. Adding the loss has raised the version of every one of them.
+            self.backward.settle()
         return state
 
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
-        """Makes leaves of what is differentiated and the same for the whole window."""
+        """Makes leaves of the arguments that are differentiated and are not split."""
         self.since = last_applied()
         self.arity, self.argnums = len(args), self._argnums(len(args))
-        self.whole_args = {k: args[k] for k in self.argnums if not arguments.parts[k].axes}
+        self.whole_args = {argnum: args[argnum] for argnum in self.argnums if not arguments.parts[argnum].axes}
         self.is_whole = len(self.whole_args) == len(self.argnums)
-        self.leaves = {k: self._leaves_of(arg, k) for k, arg in self.whole_args.items()}
+        self.leaves = {argnum: self._leaves_of(arg, argnum) for argnum, arg in self.whole_args.items()}
+        # A loss that runs .backward() on the parameters themselves would write to their `.grad`s.
         watched = [leaf for leaf in self._originals() if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self.watch = GradsWatch(watched) if watched else None
-        # What the loss is called in, and its first argument: the parameters of a pure_loss are in its module.
+        # The context that the loss is called in, and the first argument that it is given. A pure_loss is given no
+        # parameters: during the visit they are in its module.
         self.visit: AbstractContextManager[Callable[..., Any]] = nullcontext(self.gradient.loss_fn)
         self.first = 0
         if isinstance(self.gradient.loss_fn, PureLoss) and not arguments.parts[0].axes:
@@ -146,13 +156,14 @@ class Engine:
             self.visit, self.first = self.gradient.loss_fn.entered(params, recorded=True), 1
 
     def _originals(self) -> list[Any]:
-        """What the leaves of the whole window are made of."""
+        """The tensors that the leaves of the whole window are made of."""
         return [original for leaves in self.leaves.values() for original in leaves.originals]
 
     def _with_those_of(self, args: tuple[Tree, ...]) -> "tuple[dict[int, _Leaves], list[torch.Tensor]]":
-        """All leaves, and those that are a micro-batch's own: the backward pass leaves their gradients in them."""
-        own = {k: self._leaves_of(args[k], k) for k in self.argnums if k not in self.leaves}
-        return {k: own[k] if k in own else self.leaves[k] for k in self.argnums}, _tensors(own)
+        """All leaves, and the tensors among them that only this micro-batch has: these get their `.grad`."""
+        moving = {argnum: self._leaves_of(args[argnum], argnum) for argnum in self.argnums if argnum not in self.leaves}
+        leaves = {argnum: moving[argnum] if argnum in moving else self.leaves[argnum] for argnum in self.argnums}
+        return leaves, _tensors(moving)
 
     def _leaves_of(self, tree: Tree, argnum: int) -> "_Leaves":
         originals, structure = trees.flatten(tree)
@@ -162,7 +173,9 @@ class Engine:
             check_unfrozen(originals, tree, self.gradient, argnum)
         try:
             leaves = [leaf if leaf is None else leaf.detach().requires_grad_() for leaf in originals]
-        except (RuntimeError, AttributeError, ValueError):  # numbers, integers, or tensors of inference mode
+        except (RuntimeError, AttributeError, ValueError):
+            # Python numbers, integer tensors, or tensors made in inference mode. The check says which cannot be
+            # differentiated at all; the others are copied.
             self.gradient.check_leaves(tree, argnum, self.backend)
             copies = [leaf if leaf is None else torch.as_tensor(leaf).detach().clone() for leaf in originals]
             leaves = [leaf if leaf is None else leaf.requires_grad_() for leaf in copies]
@@ -176,12 +189,13 @@ class Engine:
     def _evaluate(
         self, loss_fn: Callable[..., Any], args: list[Tree], kwargs: dict[str, Tree]
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
-        """The loss, its aux without a graph, and what is differentiated: the loss times its scale."""
+        """(the loss, its aux without a graph, the loss times its scale, which is differentiated)."""
         scale, gradient = None, self.gradient
         if kwargs or gradient.scaled:
             scale, kwargs = gradient.read_scale(kwargs, self.backend)
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             loss, aux = loss_fn(*args, **kwargs), None
+            # The usual output is a plain scalar. Anything else is split, and checked, by the gradient function.
             is_real_scalar = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
             if gradient.has_aux or not is_real_scalar:
                 loss, aux = gradient.split(loss, self.backend)
@@ -189,7 +203,7 @@ class Engine:
         return loss, detached(aux) if gradient.has_aux else None, differentiated
 
     def _listen(self, weight: Scalar, last: bool) -> "tuple[Callable[[], Callable[[int], None]] | None, bool]":
-        """What announces the window before its last backward pass, and whether the loss called any collective."""
+        """(what announces the window before its last backward pass, whether the loss has called any collective)."""
         assert self.any_group is not None
         announce = None
         if self.reduction is not None:
@@ -207,15 +221,15 @@ class Engine:
         if self.reduction is not None and self.given_group is not None and self.given_group.heard:
             self.reduction.history.communicates = True
 
-    def _own_leaves(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]") -> list[Any]:
-        """The leaves of what grad_fn returns, None where the gradient is added already."""
-        rest = [() if k in self.leaves else leaves[k].gradients() for k in self.argnums]
-        value = self.gradient.compose(loss, aux, rest)
+    def _leaves_to_add(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]") -> list[Any]:
+        """The leaves of what grad_fn returns; None for gradients that autograd has added already."""
+        gradients = [() if argnum in self.leaves else leaves[argnum].gradients() for argnum in self.argnums]
+        value = self.gradient.compose(loss, aux, gradients)
         which = f"micro-batch {self.buffers.steps + 1}"
-        own: list[Any] = [None] * len(self.plan.layout.outputs.folds)
-        for leaf_index, leaf in zip(self.plan.own, self.plan.head.leaves(value, which), strict=True):
-            own[leaf_index] = leaf
-        return own
+        to_add: list[Any] = [None] * len(self.plan.layout.outputs.folds)
+        for leaf_index, leaf in zip(self.plan.rest, self.plan.head.leaves(value, which), strict=True):
+            to_add[leaf_index] = leaf
+        return to_add
 
     # --- what becomes of the output
 
@@ -225,8 +239,8 @@ class Engine:
             raise ran_backward()
         key = None
         if self.is_whole and not (self.gradient.has_aux or arguments.state):
-            # Then the output is known by what is differentiated, and so is a plan made for it before.
-            key = type(loss), loss.dtype, [(own.structure, own.kinds()) for own in leaves.values()]
+            # Then the loss and the leaves alone tell what the output is, and the last window's plan may fit.
+            key = type(loss), loss.dtype, [(argument.structure, argument.kinds()) for argument in leaves.values()]
         plan = self.kept.plan
         if key is None or plan is None or plan.key != key:
             plan = self.kept.plan = self._planned(key, loss, aux, leaves, arguments)
@@ -234,11 +248,12 @@ class Engine:
         self.buffers = Buffers(plan.layout)
         if self.reduction is not None:
             if self.any_group is not None and self.any_group.heard:
-                # cotangents meet in the backward pass, and have to be in one unit on all replicas
+                # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
                 self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
-            value = self.gradient.compose(loss, aux, [leaves[k].tree for k in self.argnums])
+            value = self.gradient.compose(loss, aux, [leaves[argnum].tree for argnum in self.argnums])
             self.reduction.begin(self.buffers, trees.flatten(value)[0])
         in_backward = self._by_leaf_index(plan.in_backward)
+        # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
         seeds = not self.hooked
         return Backward(self.buffers, in_backward, plan.routes, lambda: self.around, self.since, seeds)
 
@@ -247,9 +262,11 @@ class Engine:
     ) -> "Plan":
         compose = self.gradient.compose
         self._check_dense(leaves)
-        outputs, values = self.program.bind(compose(loss, aux, [leaves[k].tree for k in self.argnums]), arguments)
-        # The gradients are the last of what grad_fn returns, or the first.
-        counts = {k: len(leaves[k].leaves) for k in self.argnums}
+        # Before the first backward pass there are no gradients. The leaves stand in for them: they are alike.
+        trees_of_leaves = [leaves[argnum].tree for argnum in self.argnums]
+        outputs, values = self.program.bind(compose(loss, aux, trees_of_leaves), arguments)
+        # In the output the gradients follow the value, argument by argument, or come first where there is no value.
+        counts = {argnum: len(leaves[argnum].leaves) for argnum in self.argnums}
         start = len(values) - sum(counts.values()) if self.gradient.with_value else 0
         in_backward: list[int] = []
         for argnum, count in counts.items():
@@ -257,15 +274,19 @@ class Engine:
                 in_backward += range(start, start + count)
             start += count
         layout = Layout(outputs, in_backward, pure=False)
-        own = [k for k in range(len(values)) if k not in {*in_backward}]
-        rest = [() if k in self.leaves else leaves[k].tree for k in self.argnums]
-        head = outputs.part(own, trees.flatten(compose(loss, aux, rest))[1])
+        rest = [leaf_index for leaf_index in range(len(values)) if leaf_index not in {*in_backward}]
+        trees_of_rest = [() if argnum in self.leaves else leaves[argnum].tree for argnum in self.argnums]
+        head = outputs.part(rest, trees.flatten(compose(loss, aux, trees_of_rest))[1])
         routes = Routes(layout, self._by_leaf_index(in_backward), self.gradient.scaled)
+        # Where the loss is all that is added beside the gradients, `fold` takes a shorter way.
         is_sum = (
-            own == [0] and layout.own_weighted == layout.own and self.gradient.with_value and type(loss) is torch.Tensor
+            rest == [0]
+            and layout.rest_weighted == layout.rest
+            and self.gradient.with_value
+            and type(loss) is torch.Tensor
         )
         loss_alone = (type(loss), loss.dtype) if is_sum and not outputs.threads else None
-        return Plan(key, layout, routes, in_backward, own, head, loss_alone)
+        return Plan(key, layout, routes, in_backward, rest, head, loss_alone)
 
     def _by_leaf_index(self, leaf_indices: Sequence[int]) -> dict[int, torch.Tensor]:
         """The leaves of the whole window, but for those that are None, by their indices in the output."""
@@ -274,7 +295,9 @@ class Engine:
 
     def _check_dense(self, leaves: "dict[int, _Leaves]") -> None:
         """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
-        for argnum, position, leaf in [(k, at, leaf) for k in leaves for at, leaf in enumerate(leaves[k].leaves)]:
+        positions = [(argnum, position) for argnum in leaves for position in range(len(leaves[argnum].leaves))]
+        for argnum, position in positions:
+            leaf = leaves[argnum].leaves[position]
             if leaf is not None and leaf.layout is not torch.strided:
                 path = self._paths(leaves[argnum].tree, argnum)[position]
                 raise FuncgaError(
@@ -286,7 +309,7 @@ class Engine:
     @cached_property
     def around(self) -> Surroundings:
         """What functions of the loss may write to in backward passes of their own."""
-        paths = lambda: [path for k, tree in self.whole_args.items() for path in self._paths(tree, k)]
+        paths = lambda: [path for argnum, tree in self.whole_args.items() for path in self._paths(tree, argnum)]
         return Surroundings(self._originals(), paths, self.gradient, in_module=self.first == 1)
 
     # --- the end of the window
@@ -296,18 +319,19 @@ class Engine:
         assert self.backward is not None
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.arity, self.backend)
+        # The leaves give the accumulators back first: from here on only the buffers hold them.
         self.backward.release()
         if self.watch is not None:
             self.watch.check()
         self.buffers.settle(self.backward.leaves)
         if self.reduction is not None:
             if not self.reduction.sums.sent:
-                self._note_collectives()  # of the last backward pass too
+                self._note_collectives()  # those of the last backward pass, too
             state = self.reduction.finish(state)
         return self.buffers.result(state)
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
-        """The result of the other replicas."""
+        """The result on a replica that has nothing to fold."""
         assert self.reduction is not None
         return result_of_others(self.program, self.reduction, arguments, state)
 
@@ -322,24 +346,24 @@ def result_of_others(program: Program, reduction: Reduction, arguments: Argument
 
 
 class Plan(NamedTuple):
-    """What becomes of each leaf of an output: those `in_backward`, which autograd adds, and its `own`, by leaf index.
+    """What becomes of each leaf of an output: autograd adds those `in_backward`, `Buffers.add` adds the `rest`.
 
-    `head` are the Outputs of `own`. `loss_alone`: the type and the dtype of a loss that is a weighted sum, and all that
-    is added beside the gradients; None where there is more.
+    Both are leaf indices. `head` are the Outputs of the rest. `loss_alone`: the type and the dtype of the loss, if it
+    is a weighted sum and nothing else is added beside the gradients; otherwise None.
     """
 
     key: object
     layout: Layout
     routes: Routes
     in_backward: list[int]
-    own: list[int]
+    rest: list[int]
     head: Outputs
     loss_alone: tuple[type, torch.dtype] | None
 
 
 @dataclass(eq=False)
 class Kept:
-    """What the engine keeps of a step: the plan of its last window, and what is differentiated of so many arguments."""
+    """What the engine keeps for a step: the plan of its last window, and the argnums by the number of arguments."""
 
     plan: Plan | None = None
     argnums: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -349,7 +373,7 @@ _KIND = operator.attrgetter("shape", "dtype", "layout")
 
 
 class _Leaves(NamedTuple):
-    """One argument that is differentiated: its tree, made of leaves that autograd records; None is none of them."""
+    """One argument that is differentiated: its tree, and the leaves of it that autograd records; None stays None."""
 
     tree: Tree
     leaves: list[torch.Tensor | None]
@@ -357,7 +381,7 @@ class _Leaves(NamedTuple):
     originals: list[Any]
 
     def kinds(self) -> list[Any]:
-        """What a fold sees of each leaf."""
+        """What the fold of each leaf depends on."""
         if {*map(type, self.leaves)} == {torch.Tensor}:  # as usual
             return [*map(_KIND, self.leaves)]
         return [None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None)) for leaf in self.leaves]
@@ -371,11 +395,11 @@ class _Leaves(NamedTuple):
 
 
 def _tensors(leaves: dict[int, _Leaves]) -> list[torch.Tensor]:
-    return [leaf for own in leaves.values() for leaf in own.leaves if leaf is not None]
+    return [leaf for argument in leaves.values() for leaf in argument.leaves if leaf is not None]
 
 
 class _Arrivals:
-    """Notes, in the gradient function, whether the next backward pass comes to one of these leaves."""
+    """Notes in the gradient function whether the next backward pass reaches one of these leaves."""
 
     def __init__(self, gradient: GradientFunction, leaves: dict[int, _Leaves]):
         self.gradient, self.evaluations = gradient, evaluations()
@@ -383,10 +407,10 @@ class _Arrivals:
         self.hooks = [leaf.register_hook(note) for leaf in _tensors(leaves)]  # type: ignore[no-untyped-call]
 
     def are_missed(self, loss: torch.Tensor, weight: Scalar, alone: bool) -> bool:
-        """Whether a loss that came to no leaf is wrong: it has a graph, or is a constant that nothing explains.
+        """Whether a loss that reached no leaf is an error: it has a graph, or is a constant that nothing explains.
 
-        A constant is right where all is masked, 0; where another gradient is inside, as that of a linear function; and
-        where other replicas have more, so that this one is not `alone`.
+        Three things explain a constant: it is 0, as where all is masked; it has another gradient inside, such as that
+        of a linear function; or other replicas have more micro-batches, so that this one is not `alone`.
         """
         for hook in self.hooks:
             hook.remove()
@@ -398,7 +422,7 @@ class _Arrivals:
 def detached(tree: Tree, recorded: bool = False) -> Tree:
     """The tree without the graphs of its tensors.
 
-    `recorded`: for autograd to record, outside of every transform, and so without tensors made in inference mode.
+    `recorded`: autograd will record them, outside of every transform. Tensors made in inference mode are copied then.
     """
     if not recorded and arrays.in_transform():
         return tree

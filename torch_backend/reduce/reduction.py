@@ -70,7 +70,7 @@ class Reduction:
     def _hold(self, agreement: Agreement, buffers: Buffers) -> None:
         """Lets sums of which there is nothing yet be accumulated in the buckets."""
         self.agreement, self.buffers, self.sums = agreement, buffers, Sums(agreement.plan)
-        self.scaled = {*buffers.layout.scaled}
+        self.scaled = {*buffers.layout.weighted}
         # An accumulator that is a view of its bucket need not be copied when the bucket is sent.
         for leaf, view in self.sums.views.items():
             is_added_in_place = buffers.layout.kinds[leaf] is not None and leaf not in agreement.specs
@@ -269,7 +269,7 @@ class Reduction:
             )
         self._count(reports)
         # A view would keep its whole bucket alive as long as the caller keeps a loss.
-        for leaf in buffers.layout.own:
+        for leaf in buffers.layout.rest:
             if leaf in self.sums.views and self.sums.views[leaf].nbytes <= _SMALL:
                 buffers.reduced[leaf] = self.sums.views[leaf].clone()
         if buffers.outputs.collected:

@@ -365,7 +365,7 @@ class ModuleWindow:
         """Puts the sums of the gradients into the buffers."""
         assert self.buffers is not None
         layout, unit = self.buffers.layout, self.buffers.unit or 1.0
-        places = [layout.reduced_index[leaf_index] for leaf_index in self.plan.gradients]
+        places = [layout.index_of[leaf_index] for leaf_index in self.plan.gradients]
         pairs = [*zip(places, sums, strict=True)]
         # What the buffers divide is in units only where it is a weighted sum in the leaf's dtype.
         whole = [gradient for place, gradient in pairs if layout.kinds[place] != "weighted"]
