@@ -1,5 +1,7 @@
 """The site: Sphinx with MyST-NB, as torch, JAX, optax and flax have theirs; the tutorials run when it is built."""
 
+import re
+
 import funcga
 
 project, author, copyright = "funcga", "the funcga developers", "2026, the funcga developers"
@@ -23,12 +25,17 @@ nitpicky = False
 
 
 def link_to_files(app, docname, source):
-    """Links to files of the repository beside docs/ are paths there; a page of the site shows their names alone."""
-    import re
-
+    """Links to programs of the repository, which are no pages of the site, become their names."""
     source[0] = re.sub(r"\[([^\]]*)\]\((?:\.\./)+(?:examples|benchmarks)/[^)]*\)", r"`\1`", source[0])
+
+
+def code_in_docstrings(app, what, name, obj, options, lines):
+    """Docstrings mark code with single backticks, as editors show it; reStructuredText wants two, and a word's end."""
+    code = lambda match: f"``{match[1]}``" + (r"\ " if match[2] else "") + match[2]
+    lines[:] = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w?)", code, "\n".join(lines)).split("\n")
 
 
 def setup(app):
     """Sphinx calls it."""
     app.connect("source-read", link_to_files)
+    app.connect("autodoc-process-docstring", code_in_docstrings, priority=100)  # before napoleon

@@ -78,7 +78,7 @@ def _integers(indices: Array) -> jax.Array:
 
 
 def sampled(sampler: Sampler, keys: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
-    """Noise [rows, *shape], each row drawn with the key of its example: the same in every split of a batch.
+    """Noise `[rows, *shape]`, each row drawn with the key of its example: the same in every split of a batch.
 
     With keys of "rbg" and "unsafe_rbg" the rows are drawn one after the other, as JAX's vmap would mix them up.
 

@@ -90,7 +90,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def sampled(sampler: Callable[..., torch.Tensor], keys: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
-    """Noise [rows, *shape], each row drawn with the key of its example: the same in every split of a batch.
+    """Noise `[rows, *shape]`, each row drawn with the key of its example: the same in every split of a batch.
 
     Every row has a generator of its own, so a loop goes over the rows, and a CUDA device is waited for: for noise of a
     whole micro-batch at once see `seeded`. (Torch's generators on the CPU take 32 bits of a seed: of a million examples
@@ -129,7 +129,7 @@ _SEEDING = threading.RLock()
 
 
 def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
-    """`loss(params, keys, *batch)`: loss_fn(params, *batch) with torch's random numbers seeded by the keys.
+    """`loss(params, keys, *batch)`: `loss_fn(params, *batch)` with torch's random numbers seeded by the keys.
 
     So what dropout and everything else in a loss draws from torch's global generators is a pure function of the keys
     of the micro-batch: other noise in each micro-batch, the same in each run, and the generators are as before. It is

@@ -22,7 +22,7 @@ Clip = Callable[[list[torch.Tensor]], object]
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> DonatingTransform:
     """Makes a transform that scales gradients down, so that their norm, as of one vector, is at most max_norm.
 
-    The bits are those of torch.nn.utils.clip_grad_norm_, which runs on copies. The norm stays on the device, unless
+    The bits are those of `torch.nn.utils.clip_grad_norm_`, which runs on copies. The norm stays on the device, unless
     error_if_nonfinite. A gradient that is None stays None. There is no state: it is `()`.
 
     Args:
@@ -51,7 +51,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: 
 def clip_grad_value(clip_value: float) -> DonatingTransform:
     """Makes a transform that cuts each number of the gradients to be between -clip_value and clip_value.
 
-    The bits are those of torch.nn.utils.clip_grad_value_, which runs on copies. A gradient that is None stays None.
+    The bits are those of `torch.nn.utils.clip_grad_value_`, which runs on copies. A gradient that is None stays None.
     There is no state: it is `()`.
 
     Args:
