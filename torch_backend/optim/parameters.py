@@ -79,9 +79,10 @@ def _sum(leaf: Array, update: torch.Tensor | None) -> Array:
 def assign_grads(params: Tree, grads: Tree) -> None:
     """Sets `.grad` of every parameter to its gradient, for optimizer.step() to find; None for none.
 
-    What was there before is replaced, not added to. The gradients are the parameters' from then on, and `clip_grad_norm_`
-    writes to them. Copied are those in other strides than their parameters, expanded ones among them, and those in the
-    memory of another gradient: torch.func.grad may return one tensor for two parameters. The others are not copied.
+    What was there before is replaced, not added to. The gradients are the parameters' from then on, and
+    `clip_grad_norm_` writes to them. Copied are those in other strides than their parameters, expanded ones among
+    them, and those in the memory of another gradient: torch.func.grad may return one tensor for two parameters. The
+    others are not copied.
 
     Args:
         params: A module, whose gradients are `{name: gradient}`, without those of frozen parameters. Or a tree of
