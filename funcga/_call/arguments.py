@@ -59,7 +59,7 @@ class Arguments:
 
         Raises FuncgaError if they differ, if there are none, unless it `may_be_empty`, or if a leaf has no such axis.
         """
-        # By the index of the leaf, so that an error can name it.
+        # Keyed by the index of the leaf, so that an error can name it.
         sizes = {
             leaf_index: _row_count(self, leaf_index, leaf, axis)
             for leaf_index, (leaf, axis) in enumerate(self)
@@ -74,6 +74,7 @@ class Arguments:
             )
         first, rows = next(iter(sizes.items()))
         even = all(size == rows for size in sizes.values())
+        # A list of examples comes first: it explains more than that its arrays are of different lengths.
         if self.assumed:
             _check_lists(self, rows, even)
         if not even:
@@ -90,7 +91,7 @@ class Arguments:
         state: what stands for the leaves that are CARRY. narrow: `narrow(array, axis, start, size)` takes the rows;
         by default those that follow `start`.
         """
-        # The k-th leaf that is CARRY takes the k-th of the state.
+        # The leaves that are CARRY take what is in the state, in order.
         threaded = iter(state)
         narrow, unflatten = narrow or self.backend.arrays.slice, self.backend.trees.unflatten
         args = []
@@ -98,6 +99,7 @@ class Arguments:
             if not part.axes:
                 args.append(part.value)
                 continue
+            # Trying is cheap, and a look at every leaf is not: so an error is explained after the fact.
             try:
                 pieces = [
                     next(threaded) if axis is CARRY
@@ -126,8 +128,8 @@ class Arguments:
         trees, paths = self.backend.trees, []
         for name, part in zip(argument_names(self.grad_fn, len(self.parts)), self.parts, strict=True):
             if part.axes:
-                placed = broadcast(part.in_axes, part.value, len(part.leaves), _is_axis, trees, name)
-                roots = [root for _, root in placed]
+                axis_values = broadcast(part.in_axes, part.value, len(part.leaves), _is_axis, trees, name)
+                roots = [root for _, root in axis_values]
                 paths += list(zip(roots, leaf_paths(part.value, trees, name), strict=True))
         return paths
 
@@ -147,25 +149,27 @@ def read_arguments(
 ) -> Arguments:
     """The Arguments of a call; `in_axes` None is the default: the first whole, the others split on axis 0.
 
-    assumed: whether nobody said where the rows are; then a list of examples is refused when they are counted.
+    assumed: whether in_axes was left to its default. Then a list of examples is refused when rows are counted.
     Raises FuncgaError if in_axes is no tree prefix of the arguments.
     """
     count, parts, state = len(args), [], []
-    # One entry an argument, and then one axis a leaf.
-    each = (None, *[0] * (count - 1))[:count] if in_axes is None else _per_argument(in_axes, count)
-    for arg_index, (arg, axis) in enumerate(zip(args, each, strict=True)):
+    # in_axes has one entry for each argument, as in vmap; each entry is a prefix, with one axis for each leaf below it.
+    entries = (None, *[0] * (count - 1))[:count] if in_axes is None else _per_argument(in_axes, count)
+    for arg_index, (arg, axis) in enumerate(zip(args, entries, strict=True)):
+        # An argument that is passed whole may be any object, so it is not even flattened.
         if axis is None:
             parts.append(Argument(arg, [], [], None))
             continue
         leaves, structure = backend.trees.flatten(arg)
+        # The usual entry, a number, needs no walk through the tree.
         if type(axis) is int:
             axes: list[Axis] = [axis] * len(leaves)
         else:
             try:
-                placed = broadcast(axis, arg, len(leaves), _is_axis, backend.trees)
+                axis_values = broadcast(axis, arg, len(leaves), _is_axis, backend.trees)
             except PrefixError as error:
                 raise _no_prefix(error, argument_names(grad_fn, count)[arg_index], backend) from error
-            axes = [value if value is None or value is CARRY else operator.index(value) for value, _ in placed]
+            axes = [value if value is None or value is CARRY else operator.index(value) for value, _ in axis_values]
             state += [leaf for leaf, axis_of_leaf in zip(leaves, axes, strict=True) if axis_of_leaf is CARRY]
         parts.append(Argument(arg, leaves, axes, structure, axis))
     return Arguments(tuple(parts), grad_fn, backend, assumed, state)
@@ -230,15 +234,17 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int) -> i
             f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}: axis {axis} is out of range. in_axes "
             f"for it lies between {-rank} and {rank - 1}."
         )
-    rows: int = shape[axis]  # or a symbol for one, where a program is exported or compiled for any number
+    # It may be a symbol, where a program is exported or compiled for any number of rows.
+    rows: int = shape[axis]
     return rows
 
 
 def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
     """Raises FuncgaError for a list whose arrays are examples, not rows of examples."""
     backend = arguments.backend
+    # The usual arguments, bare arrays, are no lists.
     if all(len(part.leaves) == 1 and part.leaves[0] is part.value for part in arguments.parts if part.axes):
-        return  # bare arrays, as usual
+        return
     names = argument_names(arguments.grad_fn, len(arguments.parts))
     split = {name: part.value for name, part in zip(names, arguments.parts, strict=True) if part.axes}
     examples: Examples | None = find_examples(split, rows, even, backend)
@@ -257,7 +263,8 @@ def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
 def _uneven(arguments: Arguments, sizes: dict[int, int]) -> FuncgaError:
     """The error for leaves with these numbers of rows, by the index of the leaf."""
     describe, leaves = arguments.backend.arrays.describe, list(arguments)
-    first = {size: leaf_index for leaf_index, size in reversed(sizes.items())}  # the first leaf of each size
+    # One leaf stands for each number of rows: reversed, so that the first leaf of a size is the one that stays.
+    first = {size: leaf_index for leaf_index, size in reversed(sizes.items())}
     listed = "; ".join(
         f"`{arguments.path(leaf_index)}` has {size} (axis {leaves[leaf_index][1]} of {describe(leaves[leaf_index][0])})"
         for size, leaf_index in sorted(first.items(), key=lambda pair: pair[1])
@@ -269,7 +276,7 @@ def _uneven(arguments: Arguments, sizes: dict[int, int]) -> FuncgaError:
 
 
 def _check_cut(arguments: Arguments, narrow: Callable[..., Array], start: Any, size: int | None) -> None:
-    """Raises FuncgaError for the first leaf that rows cannot be cut out of, though it has some."""
+    """Raises FuncgaError for the first leaf that has rows and cannot be cut."""
     for leaf_index, (leaf, axis) in enumerate(arguments):
         if leaf is None or not isinstance(axis, int):
             continue
@@ -290,11 +297,12 @@ def argument_names(function: Callable[..., object], count: int) -> list[str]:
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
                 names.append(name)
+            # From *args on there are no names.
             elif parameter.kind is parameter.VAR_POSITIONAL:
                 break
     except (TypeError, ValueError):
         pass
-    return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
+    return (names + [f"args[{arg_index}]" for arg_index in range(len(names), count)])[:count]
 
 
 def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[int, int]]:
@@ -311,9 +319,11 @@ def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[
                 f"n={n} micro-batches were asked of a batch of {rows} rows: a micro-batch has at least one. Write "
                 f"n={rows} or less, or say how large one is: microbatch_size=1."
             )
-        size, longer = rows // n, rows % n  # not divmod, which torch.compile lacks for symbolic sizes
-        # The first ones are longer by a row, as in numpy.array_split.
+        # Not divmod, which torch.compile lacks for symbolic sizes. The first ones are longer by a row, as in
+        # numpy.array_split.
+        size, longer = rows // n, rows % n
         sizes = [(longer, size + 1), (n - longer, size)]
+    # Where the rows divide there is one size alone.
     return [(count, size) for count, size in sizes if count and size]
 
 

@@ -28,14 +28,14 @@ def find_examples(args: Mapping[str, Tree], rows: int, even: bool, backend: Back
     """
     if not any(_has_list(arg, backend.trees) for arg in args.values()):
         return None
-    lists = [each for name, arg in args.items() for each in _lists(arg, backend, name, False)]
-    # Lists are why the numbers of rows differ; but of two arrays, inputs and labels, one may just be too short.
+    lists = [candidate for name, arg in args.items() for candidate in _lists(arg, backend, name, False)]
+    # Where the numbers of rows differ, lists are why. But of two arrays, inputs and labels, one may just be short.
     if not even:
-        return next((each for each in lists if each.named or len(each.entries) > 2), None)
+        return next((candidate for candidate in lists if candidate.named or len(candidate.entries) > 2), None)
     # Another array has as many rows, so axis 0 is the rows in the lists too.
     if _has_others(args, lists, backend):
         return None
-    return next((each for each in lists if each.named or _is_long(each, rows, backend)), None)
+    return next((candidate for candidate in lists if candidate.named or _is_long(candidate, rows, backend)), None)
 
 
 def _has_list(tree: Tree, trees: Trees) -> bool:
@@ -72,7 +72,7 @@ def _are_alike(entries: list[Any], backend: Backend) -> bool:
 
 def _has_others(args: Mapping[str, Tree], lists: list[Examples], backend: Backend) -> bool:
     """Whether there is an array outside of the lists."""
-    inside = {id(leaf) for each in lists for leaf in backend.trees.flatten(each.entries)[0]}
+    inside = {id(leaf) for candidate in lists for leaf in backend.trees.flatten(candidate.entries)[0]}
     leaves = [leaf for arg in args.values() for leaf in backend.trees.flatten(arg)[0]]
     return any(leaf is not None and id(leaf) not in inside for leaf in leaves)
 

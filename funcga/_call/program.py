@@ -47,10 +47,11 @@ class Program:
     kept: dict[type, object] = field(default_factory=dict, repr=False)
 
     def keep(self, kind: type[Kept], *args: object) -> Kept:
-        """What a backend keeps of this kind from one call of the step to the next; made of these when first asked for.
+        """What a backend keeps from one call of the step to the next: `kind(*args)`, made at the first call.
 
         Each backend has classes of its own for what it works out once, not at every call.
         """
+        # The class is the key, so backends never meet in it, and a type checker knows what comes back.
         kept = self.kept.get(kind)
         if not isinstance(kept, kind):
             kept = self.kept[kind] = kind(*args)
@@ -66,19 +67,21 @@ class Program:
 
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, with what in_axes says of them."""
+        # A gradient function with parameters of its own gets none to be passed whole: all arguments are split.
         in_axes = 0 if self.in_axes is None and isinstance(self.grad_fn, OwningGradient) else self.in_axes
         return read_arguments(args, in_axes, self.grad_fn, backend, assumed=self.in_axes is None)
 
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Scalar:
-        """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet. Default: its rows.
+        """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet.
 
-        They are those of the arguments if they are None.
+        By default it is the number of rows; with `rows` None they are counted in the arguments.
         """
         if self.weight is None:
             return arguments.rows() if rows is None else rows
         split = arguments.split_args(args)
         try:
             weight = self.weight(*split)
+        # A TypeError may also come from inside of the function; then it passes as it is.
         except TypeError as error:
             _check_arity(self.weight, len(split), error)
             raise
@@ -88,7 +91,7 @@ class Program:
         """The Outputs of a first micro-batch with this output, and the leaves of it."""
         outputs, leaves = sort_outputs(self.fold, value, arguments.carried(), arguments.backend)
         if outputs.threads:
-            _check_state([leaves[i] for i in outputs.threads], arguments)
+            _check_state([leaves[leaf_index] for leaf_index in outputs.threads], arguments)
         return outputs, leaves
 
 
@@ -107,13 +110,14 @@ def read_program(
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
+    # No import is left for the first call, which torch.compile may be tracing.
     load_imported()
     step = None if across is None else step_of(grad_fn)
     return Program(grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, step)
 
 
 def _check_arity(weight: WeightFn, count: int, error: TypeError) -> None:
-    """Raises FuncgaError if what went wrong is that weight cannot be called with so many arguments."""
+    """Raises FuncgaError if the error is that weight does not take so many arguments."""
     try:
         inspect.signature(weight).bind(*range(count))
     except TypeError:
@@ -126,10 +130,11 @@ def _check_arity(weight: WeightFn, count: int, error: TypeError) -> None:
 
 
 def _check_state(returned: list[Any], arguments: Arguments) -> None:
+    """Raises FuncgaError if grad_fn changes the shape or dtype of carried state, which the next micro-batch gets."""
     describe, is_array = arguments.backend.arrays.describe, arguments.backend.arrays.is_array
     for (_, path), before, after in zip(arguments.carried(), arguments.state, returned, strict=True):
-        found = (getattr(after, "shape", None), getattr(after, "dtype", None))
-        if is_array(before) and (before.shape, before.dtype) != found:
+        after_type = (getattr(after, "shape", None), getattr(after, "dtype", None))
+        if is_array(before) and (before.shape, before.dtype) != after_type:
             raise FuncgaError(
                 f"the carried state `{path}` came in as {describe(before)} and grad_fn returned it as "
                 f"{describe(after)}. Every micro-batch gets what the one before returned: return the shape and dtype "

@@ -46,7 +46,7 @@ def loss_scaled(
 
     If a gradient is not finite, the updates are zeros, the state of tx stays what it is, and the scale is multiplied by
     backoff_factor; after growth_interval updates in a row, by growth_factor. That is torch.amp.GradScaler, step for
-    step, with `unscale_`, `step` and `update` in one; what stands in tx, as clipping, sees gradients in their own size.
+    step, with `unscale_`, `step` and `update` in one; transforms inside of tx, as clipping, see unscaled gradients.
 
     Inside of `multi_steps`, or after `accumulate`, a window has one scale, is looked at once, and is used or skipped as
     a whole: leave its `drop` alone, which would hide from the scale what is not finite. (A window that is skipped is an
@@ -70,7 +70,7 @@ def loss_scaled(
         A transform (init, update), whose state is a LossScaledState.
 
     Raises:
-        FuncgaError: A number is out of its range, or a state or gradients are not its own.
+        FuncgaError: A number is out of its range. `update` raises it for a state that is no LossScaledState.
 
     Example:
         >>> tx = funcga.multi_steps(funcga.loss_scaled(optax.adamw(1e-3)), 8)
@@ -94,7 +94,8 @@ def loss_scaled(
     return DonatingTransform(update.init, update, update.donated)
 
 
-_LEAST, _MOST = 2.0**-126, 2.0**127  # where a float32 has all of its bits, and so has its reciprocal
+# Between these a float32 has all of its bits, and so has its reciprocal.
+_LEAST, _MOST = 2.0**-126, 2.0**127
 
 
 def _check(name: str, good: bool, number: object, meaning: str, example: str) -> None:
@@ -150,6 +151,7 @@ class _ScaledUpdate(UpdateFunction):
                 f"the state is of type {type(state).__name__}, and that of loss_scaled is a LossScaledState: "
                 f"state = tx.init(params); updates, state = tx.update(grads, state, params)."
             )
+        # The scaled gradients are tested, and divided only if they are finite.
         backend = backend_of([state.scale, grads], lambda: ["state", "grads"])
         leaves, structure = backend.trees.flatten(grads)
         finite = backend.arrays.scalar(self._is_finite(leaves, backend))
@@ -163,6 +165,7 @@ class _ScaledUpdate(UpdateFunction):
         finite = backend.transforms.finite(leaves)
         if self.across is None:
             return finite
+        # The number of replicas with gradients that are not finite. Unless it is 0, all of them skip the window.
         infinite = backend.arrays.cast(~finite, backend.arrays.as_dtype("float32"))
         return backend.transforms.summed(infinite, leaves, backend.replicas.replicas_of(self.across)) == 0
 
@@ -178,16 +181,19 @@ class _ScaledUpdate(UpdateFunction):
         try:
             return update(grads, inner, backend.transforms.widened(params), **extra)
         except Exception:
-            if donate:  # the gradients are as good as before
+            # They were unscaled in place: scaled again, they are as good as before.
+            if donate:
                 backend.sums.scaled(unscaled, scale, donate)
             raise
 
     def _adjusted(self, state: LossScaledState, inner: Tree, used: Array, backend: Backend) -> LossScaledState:
         """The state after a window that was used, or not: its scale backs off, grows or stays."""
+        # Everything is computed and then selected by `where`, as the host may not see whether the window was used.
         xp, zero = backend.arrays.xp, backend.arrays.integer(0)
         growth = state.growth + 1
         grown, smaller = state.scale * self.growth_factor, state.scale * self.backoff_factor
         smaller = xp.where(smaller > _LEAST, smaller, _LEAST)  # never 0, whatever does not become finite
+        # A scale that would become infinite stays as it is.
         grows = (growth == self.growth_interval) & xp.isfinite(grown)
         scale = xp.where(used, xp.where(grows, grown, state.scale), smaller)
         growth = xp.where(used & (growth < self.growth_interval), growth, zero)

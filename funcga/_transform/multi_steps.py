@@ -196,10 +196,11 @@ def multi_steps(
         read = library.imported(read)
     memory = _Memory(MergeMemory(None if across is None else step_of(read.update)))
     update = MultiStepsUpdate(read, check_target(n), fold, Dropping(drop, drop_if), across, donate, memory)
-    made = MultiSteps(update.init, update)
+    # Out in the type that the library's own combinators take, as it came in.
+    transform = MultiSteps(update.init, update)
     for library in libraries:
-        made = library.exported(made)
-    return made
+        transform = library.exported(transform)
+    return transform
 
 
 @dataclass(eq=False)
@@ -219,7 +220,7 @@ class _Memory:
 
 @dataclass(frozen=True, eq=False)
 class MultiStepsUpdate(UpdateFunction):
-    """The `update` of one `multi_steps`, with its choices and the other functions that are made of them."""
+    """The `update` of one `multi_steps`, with its choices, and the other functions that need them."""
 
     tx: Transform
     n: WindowSize
@@ -252,6 +253,7 @@ class MultiStepsUpdate(UpdateFunction):
             )
         backend = _backend_of(params, "params")
         self._check_params(params, backend)
+        # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, wide = backend.arrays, backend.transforms.widened(params)
         leaves, structure = backend.trees.flatten(wide)
         outputs = self._bound(leaves, structure, backend)
@@ -259,7 +261,8 @@ class MultiStepsUpdate(UpdateFunction):
             None if fold is None else fold.identity(leaf) for fold, leaf in zip(outputs.folds, leaves, strict=True)
         ]
         in_64_bits = any(fold.is_wide for fold in outputs.folds if fold is not None)
-        zero = partial(arrays.integer, 0)  # a new one for each, as one buffer cannot be donated twice
+        # Every count is an array of its own, since one buffer cannot be donated twice.
+        zero = partial(arrays.integer, 0)
         empty = Accumulation(outputs, accumulators, Tally(arrays.addends(0, in_64_bits), zero()), zero())
         window = self._closed(empty, self._replicas(backend), is_empty=True)
         return MultiStepsState(
@@ -299,14 +302,16 @@ class MultiStepsUpdate(UpdateFunction):
         replicas = self._replicas(backend)
         window = self._opened(state.window, backend, replicas)
         params, param_leaves = matched_params(params, window)
-        # Whatever is refused, is refused before anything is added.
+        # All checks come before anything is added, so that after an error the state is as good as before.
         target = self.n if type(self.n) is int else target_of(self.n, state.updates, backend.arrays)
         window, state = self._added(grads, window, state, weight, replicas)
+        # The usual n, a number, spares the host all questions to a schedule.
         if type(target) is int and type(self.n) is int:
             full = state.offered >= target
         else:
             full = is_full(self.n, target, state.offered, partial(_total_weight, window, replicas), backend.arrays)
         state = state._replace(window=self._closed(window, replicas))
+        # A Python branch where the host sees whether the window is full, else a conditional of the program.
         emit = partial(self._emitted, backend, param_leaves, self.donate or window.owned, True)
         like = params if params is not None else grads
         updates, state, _ = backend.transforms.when(full, emit, state, (params, extra), like, self.donate)
@@ -330,7 +335,7 @@ class MultiStepsUpdate(UpdateFunction):
                 "the window is empty: nothing was accumulated since the last update, so there is nothing to flush. "
                 "After the last window ask first: if state.offered > 0."
             )
-        # Inside of jit it is not known whether the window is empty.
+        # Inside of jit it is not known here whether the window is empty; then `offered > 0` decides in the program.
         return self._emitted(backend, leaves, self.donate, offered > 0, state, (params, extra))
 
     def merge(self, states: Sequence[MultiStepsState], replicas: int) -> MultiStepsState:
@@ -347,6 +352,7 @@ class MultiStepsUpdate(UpdateFunction):
                 f"the states to merge are not of one moment: they have been given so many micro-batches: {listed}. "
                 f"Save them after the same call on every replica."
             )
+        # One replica goes on from all that was folded, and the others from empty windows: the sum is the same.
         parts = backend.transforms.in_order([state.window for state in states])
         whole = reduce(Accumulation.merge, [self._read(part, backend) for part in parts])
         empty = self._closed(_emptied(whole, False, None), None)
@@ -357,7 +363,7 @@ class MultiStepsUpdate(UpdateFunction):
         return None if self.across is None else backend.replicas.replicas_of(self.across)
 
     def _bound(self, leaves: Sequence[Array], structure: Structure, backend: Backend) -> Outputs:
-        """The fold bound to gradients with such leaves: that of the last call, if they were alike.
+        """The fold bound to gradients with such leaves; that of the last call, if its leaves were alike.
 
         Raises FuncgaError for folds that do not fit.
         """
@@ -368,7 +374,8 @@ class MultiStepsUpdate(UpdateFunction):
             return last
         outputs = bind_outputs(self.fold, backend.trees.unflatten(structure, list(leaves)), backend, name="params")
         for leaf_index, fold in enumerate(outputs.folds):
-            if fold is not None and fold.fold.reducer.monoid.axis is not None:  # what it holds grows with every call
+            # What is collected grows with every call, and a state cannot.
+            if fold is not None and fold.fold.reducer.monoid.axis is not None:
                 path = leaf_paths(outputs.structure_of(range(len(leaves))), backend.trees, "params")[leaf_index]
                 raise FuncgaError(
                     f"the fold of {path} collects rows, and gradients are to become one gradient. Fold them with "
@@ -379,9 +386,11 @@ class MultiStepsUpdate(UpdateFunction):
 
     def _opened(self, window: Window, backend: Backend, replicas: Any) -> Accumulation:
         """What this replica has folded of the window of a state."""
+        # Without replicas, and in a state that has never been divided among any, the window is whole.
         if replicas is None and isinstance(window.part, tuple):
             return self._read(window, backend)
         parts = [self._read(part, backend) for part in backend.transforms.parts(window, replicas)]
+        # Saved on another number of replicas, the window may have several parts for one, or none.
         return reduce(Accumulation.merge, parts) if parts else _emptied(self._read(window, backend), False, None)
 
     def _read(self, window: Window, backend: Backend) -> Accumulation:
@@ -412,52 +421,61 @@ class MultiStepsUpdate(UpdateFunction):
         weight = check_weight(weight, arrays)
         drops = self.dropping.scope is not None
         keep = not drops or self.dropping.is_kept(grads, leaves, backend)
-        less = window._replace(rejected=window.rejected + 1) if drops else window
-        more = less
+        without = window._replace(rejected=window.rejected + 1) if drops else window
+        after = without
         if keep is not False:
             if len(window.tally.weight) == 2:
                 check_narrow(weight)
-            more = window.add(leaves, weight, donate=self.donate and keep is True)
-            more = more if keep is True else more.where(keep, less)
+            # Where the host does not see whether to keep it, both windows are needed: nothing is written in place.
+            after = window.add(leaves, weight, donate=self.donate and keep is True)
+            after = after if keep is True else after.where(keep, without)
         dropped = state.dropped
+        # With replicas the counts are summed at the end of the window.
         if drops and replicas is None:
-            dropped = dropped._replace(microbatches=dropped.microbatches + (more.rejected - window.rejected))
-        return more, state._replace(offered=state.offered + 1, updated=arrays.as_array(False), dropped=dropped)
+            dropped = dropped._replace(microbatches=dropped.microbatches + (after.rejected - window.rejected))
+        return after, state._replace(offered=state.offered + 1, updated=arrays.as_array(False), dropped=dropped)
 
     def _emitted(
-        self, backend: Backend, likes: Sequence[Array], owned: bool, there: bool | Array, state: MultiStepsState,
-        operands: tuple[Tree, dict[str, Any]],
+        self, backend: Backend, param_leaves: Sequence[Array], owned: bool, has_any: bool | Array,
+        state: MultiStepsState, operands: tuple[Tree, dict[str, Any]],
     ) -> tuple[Tree, MultiStepsState]:  # fmt: skip
         """(updates, state) of what the windows of all replicas hold; they are then empty.
 
-        likes: the leaves of the params, for their dtypes. owned: whether what this window holds may be written to.
-        there: whether there is a micro-batch in it.
+        param_leaves: for their dtypes. owned: whether the accumulators may be written to. has_any: whether there is a
+        micro-batch in the window.
         """
+        # First the windows of all replicas become one.
         arrays, replicas, (params, extra) = backend.arrays, self._replicas(backend), operands
         window = self._opened(state.window, backend, replicas)
         merged = window if replicas is None else self._merged(window, replicas)
-        total, dropped, keep = _seen(merged), state.dropped, there
+        # Then it shows whether there is an update at all, and what is dropped if there is none.
+        total, dropped, keep = _seen(merged), state.dropped, has_any
         if self.dropping.scope is not None:
             keep = self.dropping.is_emitted(total.steps, merged.rejected, arrays)
-            if replicas is not None:  # what each of them rejected is known only now
+            # What each replica rejected is known only now.
+            if replicas is not None:
                 dropped = dropped._replace(microbatches=dropped.microbatches + merged.rejected)
             dropped = self.dropping.counted(dropped, keep, total.steps, merged.rejected, arrays)
-        folds = _result_folds(merged.outputs.folds, likes, arrays)
+        # The sums are divided by what was folded, and the wrapped transform makes an update of them.
+        folds = _result_folds(merged.outputs.folds, param_leaves, arrays)
         gradients = backend.sums.finish(folds, merged.accumulators, total, owned or replicas is not None)
         grads = window.outputs.structure_of(gradients)
         run = partial(self._run, backend)
         try:
             updates, inner, updated = backend.transforms.when(keep, run, state.inner, (grads, params, extra), grads)
+        # With donate the sums were divided in place; after an error the caller's state is to hold them again.
         except Exception:
             if self.donate and replicas is None:
                 _restore(merged, gradients, total)
             raise
+        # The next window begins in the same memory, unless the updates or the state of the transform lie there.
         empty = self._closed(_emptied(window, owned, (updates, inner)), replicas, is_empty=True)
         count = state.updates + arrays.integer(updated)
         return updates, MultiStepsState(inner, empty, arrays.integer(0), count, arrays.as_array(updated), dropped)
 
     def _merged(self, window: Accumulation, replicas: Any) -> Accumulation:
         """The window of all replicas. What they have rejected is summed with the gradients, as one more leaf."""
+        # So one collective carries all, and the count needs none of its own.
         backend, memory = window.outputs.backend, self.memory
         if memory.counted is None:
             likes = [
@@ -484,12 +502,12 @@ def _is_parts(node: object) -> bool:
 
 
 def _largest(parts: tuple[Array, ...]) -> Array:
-    """Of the arrays that are held of a leaf, the one that has its shape."""
+    """The array of a leaf's accumulator that has the shape of the leaf."""
     return max(parts, key=lambda part: len(part.shape))
 
 
 def _emptied(window: Accumulation, owned: bool, taken: Tree) -> Accumulation:
-    """The empty window; in the same memory if that is owned, and not `taken` by what was made of it."""
+    """The empty window; in the same memory if that is owned, and not `taken` by what was computed from it."""
     arrays = window.outputs.backend.arrays
     zero = Tally(arrays.addends(0, wide=len(window.tally.weight) == 1), arrays.integer(0))
     accumulators = window.outputs.backend.sums.emptied(window.outputs.folds, window.accumulators, owned, taken)
@@ -502,6 +520,7 @@ def _seen(window: Accumulation) -> Tally:
     steps, *addends = (arrays.scalar(amount) for amount in (window.tally.steps, *window.tally.weight))
     if any(map(arrays.is_array, addends)):
         return Tally(window.tally.weight, steps)
+    # The two addends are exact in float32, and so is their sum in Python's float64.
     return Tally((math.fsum(addends),), steps)
 
 
@@ -525,7 +544,8 @@ def _result_folds(
 
 
 def _restore(window: Accumulation, gradients: Sequence[Reduced], total: Tally) -> None:
-    """Takes back the division by the total weight of sums that were divided in place, to rounding."""
+    """Undoes the division by the total weight of sums that were divided in place, to rounding."""
+    # The result lies in the memory of the accumulator exactly where it was divided in place.
     weight = tally.total(total)
     divided = [
         accumulator
@@ -537,7 +557,7 @@ def _restore(window: Accumulation, gradients: Sequence[Reduced], total: Tally) -
 
 
 def _check_extra(extra: dict[str, Any]) -> None:
-    """Raises FuncgaError for what is nearly `weight`: wrapped transforms may take any other name, and ignore it."""
+    """Raises FuncgaError for a misspelled `weight`, which a wrapped transform may take as any name, and ignore."""
     for name in get_close_matches("weight", [name for name in extra if name != "weight_decay"], cutoff=0.75):
         raise FuncgaError(f"`{name}` is no argument of a transform. A micro-batch's weight is `weight=...`.")
 
@@ -554,7 +574,7 @@ def _backend_of_state(state: MultiStepsState) -> Backend:
 
 
 def _backend_of(tree: Tree, name: str) -> Backend:
-    """The backend that owns a call; with no arrays at all, as optax's own tools make calls, that of optax."""
+    """The backend that owns a call. Without arrays, as optax's own tools call a transform, that is optax's backend."""
     try:
         return backend_of([tree], lambda: [name])
     except FuncgaError:

@@ -29,10 +29,7 @@ class Transform(NamedTuple):
 
 
 class UpdateFunction:
-    """The `update` of a transform of funcga's own: an object that is called, so that it can say what it does.
-
-    `scales`: whether the gradients come multiplied by a loss scale, which it divides them by.
-    """
+    """The `update` of one of funcga's own transforms: a callable object, which can say what it does."""
 
     @property
     def scales(self) -> bool:
@@ -61,9 +58,10 @@ class DonatingTransform(Transform):
         donated: Callable[..., tuple[Tree, Any]],
     ) -> Self:
         """The transform of these three functions."""
-        made = super().__new__(cls, init, update)
-        made.donated = donated
-        return made
+        # A NamedTuple of two, as optax unpacks it; the third function is an attribute beside them.
+        transform = super().__new__(cls, init, update)
+        transform.donated = donated
+        return transform
 
     def __reduce__(self) -> Any:
         """How it is copied, as all three are arguments."""
@@ -71,7 +69,7 @@ class DonatingTransform(Transform):
 
 
 def read_transform(tx: Any, name: str = "tx") -> Transform:
-    """What can be used as a transform, as one: any object with init and update, or a pair of functions.
+    """A transform of what can be used as one: any object with init and update, or a pair of functions.
 
     Raises FuncgaError for anything else.
     """
@@ -90,7 +88,8 @@ def _check_update(tx: Any, name: str) -> None:
     except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
-        signature.bind_partial("grads", "state", "params")  # optax has some with arguments of their own
+        # Partially, since some transforms of optax need further arguments, such as the value of the loss.
+        signature.bind_partial("grads", "state", "params")
     except TypeError as error:
         inplace = ", inplace=False" if "inplace" in signature.parameters else ""
         raise FuncgaError(
@@ -101,6 +100,7 @@ def _check_update(tx: Any, name: str) -> None:
 
 def _no_transform(tx: Any, name: str) -> str:
     kind = tx if isinstance(tx, type) else type(tx)
+    # By the name of its module, since torch may not be imported.
     if any(base.__module__ == "torch.optim.optimizer" for base in kind.__mro__):
         optimizer = f"{'the class' if tx is kind else 'a'} {kind.__name__}"
         return (

@@ -69,17 +69,19 @@ class MultiStepsState(NamedTuple):
 
 
 def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
-    """The leaves of the gradients, in the order of what is held of them.
+    """The leaves of the gradients, in the order of their accumulators.
 
     Raises FuncgaError, which names the leaves, if their structure, or a shape or kind of dtype, is another.
     """
     backend = window.outputs.backend
     leaves, structure = backend.trees.flatten(grads)
+    # The same leaves in another order, or in other containers, are matched by path.
     if structure != window.outputs.structure:
         by_path = dict(zip(leaf_paths(grads, backend.trees, "grads"), leaves, strict=True))
         expected = paths_below("grads", window)
         _check_paths("gradients", list(by_path), expected)
         leaves = [by_path[path] for path in expected]
+    # A gradient like its accumulator is the usual case, and needs no closer look.
     for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
         if (
             leaf is None
@@ -87,12 +89,12 @@ def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
             or leaf.dtype != accumulator.dtype
             or leaf.shape != accumulator.shape
         ):
-            _check_grad(leaf_index, leaf, accumulator, window)  # unless it is as usual
+            _check_grad(leaf_index, leaf, accumulator, window)
     return leaves
 
 
 def _check_grad(leaf_index: int, leaf: object, accumulator: Reduced, window: Accumulation) -> None:
-    """Raises FuncgaError if a gradient has another shape or kind of dtype than what is held of it."""
+    """Raises FuncgaError if a gradient has another shape or kind of dtype than its accumulator."""
     arrays, parts = window.outputs.backend.arrays, accumulator if isinstance(accumulator, tuple) else (accumulator,)
     if accumulator is None or not arrays.is_array(leaf):
         fits = accumulator is None and leaf is None
@@ -105,9 +107,10 @@ def _check_grad(leaf_index: int, leaf: object, accumulator: Reduced, window: Acc
 
 
 def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array]]:
-    """The params that the state was made for; of a whole module, None in the place of all else. And their leaves.
+    """The params that the state was made for, and their leaves, in the order of the accumulators.
 
-    The leaves are in the order of what is held. Raises FuncgaError if params have another structure or shapes.
+    In a larger tree, such as a whole module, None takes the place of every other leaf. Raises FuncgaError if params
+    have another structure or shapes.
     """
     trees = window.outputs.backend.trees
     if params is None:
@@ -116,21 +119,21 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
     if structure != window.outputs.structure:
         paths, expected = leaf_paths(params, trees, "params"), paths_below("params", window)
         by_path = dict(zip(paths, leaves, strict=True))
-        own_paths = {*expected}
-        params = trees.unflatten(structure, [leaf if path in own_paths else None for path, leaf in by_path.items()])
+        trained_paths = {*expected}
+        params = trees.unflatten(structure, [leaf if path in trained_paths else None for path, leaf in by_path.items()])
         if trees.flatten(params)[1] != window.outputs.structure:
             _check_paths("params", paths, expected)
         leaves = [by_path[path] for path in expected]
     for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
         if accumulator is None or (type(leaf) is type(accumulator) and leaf.shape == accumulator.shape):
-            continue  # as usual
+            continue
         if not _is_param_of(leaf, accumulator, window.outputs.backend.arrays):
             raise _unfit("params", leaf_index, leaf, window)
     return params, leaves
 
 
 def _is_param_of(leaf: object, accumulator: Reduced, arrays: Arrays) -> bool:
-    """Whether a parameter has the shape of what is held of its gradients."""
+    """Whether a parameter has the shape of the accumulator of its gradients."""
     if not arrays.is_array(leaf) and not isinstance(leaf, int | float | complex):
         return False
     shape = getattr(leaf, "shape", ())
@@ -138,7 +141,7 @@ def _is_param_of(leaf: object, accumulator: Reduced, arrays: Arrays) -> bool:
 
 
 def paths_below(name: str, window: Accumulation) -> list[str]:
-    """The path of every leaf, in the order of what is held, in a tree of this name."""
+    """The path of every leaf, in the order of the accumulators, in a tree of this name."""
     outputs = window.outputs
     return leaf_paths(outputs.structure_of(range(len(outputs.folds))), outputs.backend.trees, name)
 
@@ -167,7 +170,7 @@ def _unfit(name: str, leaf_index: int, leaf: object, window: Accumulation) -> Fu
 
 @dataclass(frozen=True)
 class Dropping:
-    """What is dropped: the "microbatch", the whole "window" or nothing; and by which test, if not for NaN and inf."""
+    """What is dropped, a "microbatch", a whole "window" or nothing, and by which test. By default NaN and inf are."""
 
     scope: str | None
     test: Callable[[Tree], object] | None
@@ -192,7 +195,7 @@ class Dropping:
         return backend.arrays.xp.logical_not(drop) if backend.arrays.is_array(drop) else not drop
 
     def is_emitted(self, steps: Scalar, rejected: Scalar, arrays: Arrays) -> bool | Array:
-        """Whether there is an update at the end of a window of which so many were folded, and so many were not."""
+        """Whether a window ends with an update, if `steps` micro-batches were folded and `rejected` were not."""
         emitted = (steps > 0) & (rejected == 0) if self.scope == "window" else steps > 0
         return arrays.scalar(emitted) if arrays.is_array(emitted) else emitted
 
@@ -202,12 +205,12 @@ class Dropping:
         """The counts at the end of a window. Those rejected in it are counted already."""
         if self.scope != "window":
             return dropped
-        # Of a window without an update, what was folded is dropped as well. An empty one, which may be flushed inside
-        # of jit, is no dropped one.
-        none, emitted = arrays.integer(0), arrays.as_array(emitted)
-        there = arrays.as_array(steps + rejected > 0)
-        microbatches = arrays.xp.where(emitted, none, arrays.integer(steps))
-        windows = arrays.xp.where(emitted, none, arrays.cast(there, none.dtype))
+        # In a window without an update, what was folded is dropped as well. An empty window, which may be flushed
+        # inside of jit, does not count as dropped.
+        zero, emitted = arrays.integer(0), arrays.as_array(emitted)
+        is_filled = arrays.as_array(steps + rejected > 0)
+        microbatches = arrays.xp.where(emitted, zero, arrays.integer(steps))
+        windows = arrays.xp.where(emitted, zero, arrays.cast(is_filled, zero.dtype))
         return Dropped(dropped.microbatches + microbatches, dropped.windows + windows)
 
 
@@ -216,6 +219,7 @@ def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
 
     Raises FuncgaError for anything that is not one answer.
     """
+    # A norm, say, is true unless it is 0, as in Python.
     if arrays.is_array(drop) and drop.shape == ():
         return arrays.scalar(drop if arrays.kind(drop.dtype) == "bool" else drop != 0)
     if isinstance(drop, bool | int | float):

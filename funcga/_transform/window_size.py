@@ -66,7 +66,8 @@ def check_target(n: WindowSize) -> WindowSize:
     number: Scalar = n
     try:
         number = _as_number(n)
-    except Exception:  # it is traced, as by optax.inject_hyperparams
+    # A traced number, as optax.inject_hyperparams passes one, has no value here.
+    except Exception:
         return n
     return check_count(number, "n", " (or a function of the number of updates, or funcga.TargetWeight(1_000_000))")
 
@@ -79,7 +80,8 @@ def target_of(n: WindowSize, updates: Array, arrays: Arrays) -> Scalar:
 
 
 def _scheduled(schedule: Callable[[Any], Scalar], updates: Scalar, of_weight: bool, arrays: Arrays) -> Scalar:
-    """What a schedule says. Raises FuncgaError if it is seen to be nothing that can be reached."""
+    """What a schedule says. Raises FuncgaError if the host sees that it can never be reached."""
+    # Its value is only known where it is a number, or an array that is computed already.
     target = schedule(updates)
     seen = arrays.scalar(target) if arrays.is_array(target) else target
     if arrays.is_array(seen):
@@ -98,10 +100,13 @@ def is_full(n: WindowSize, target: Scalar, steps: Array, weight: Callable[[], Sc
     """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
     of_weight = isinstance(n, TargetWeight)
     amount = weight() if of_weight else steps
+    # JAX takes no int of more than 31 bits as an operand.
     if of_weight and isinstance(target, int):
-        target = float(target)  # JAX takes no int of more than 31 bits as an operand
+        target = float(target)
+    # One dtype for both. A weight is a float, and the target is cast to it; the number of steps is an int, and is cast
+    # to what the schedule returns, which may be a float.
     if arrays.is_array(amount) and arrays.is_array(target) and amount.dtype != target.dtype:
-        dtype = amount.dtype if of_weight else target.dtype  # a weight is a float, a number of steps an int
+        dtype = amount.dtype if of_weight else target.dtype
         amount, target = arrays.cast(amount, dtype), arrays.cast(target, dtype)
     full = amount >= target
     return arrays.scalar(full) if arrays.is_array(full) else bool(full)
@@ -165,6 +170,7 @@ def sqrt_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Size 
 def _ratio(lr: float, base_batch_size: float, batch_size: Scalar) -> Scalar:
     _check("lr", lr, "0.1")
     _check("base_batch_size", base_batch_size, "256")
+    # A 0-d array is not looked at, so that nothing waits for it.
     if isinstance(batch_size, numbers.Real) or getattr(batch_size, "shape", None) != ():
         _check("batch_size", batch_size, "1024")
     return batch_size / base_batch_size
