@@ -25,19 +25,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         options = _parser().parse_args(arguments)
-    except SystemExit:  # argparse, after --help
+    # This is how argparse ends after --help.
+    except SystemExit:
         return 0
     except FuncgaError as error:
         return _refused(error, debug="--debug" in arguments)
     try:
         return int(options.run(options))
-    except (Exception, SystemExit) as error:  # a user's code may leave as well
+    # The code of a user may exit as well, and an exit code of its own would be taken for a verdict.
+    except (Exception, SystemExit) as error:
         return _refused(error, options.debug)
 
 
 def _refused(error: BaseException, debug: bool) -> int:
     if debug:
         traceback.print_exc()
+    # An error of ours says what to do; any other one is named with the line of the user's file that it came from.
     if isinstance(error, FuncgaError):
         sys.stderr.write(f"funcga: {error}\n")
     else:
@@ -57,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     info = commands.add_parser("info", help="versions, devices, and what is installed")
     info.set_defaults(run=_info)
+    # On each command, so that it may stand at the end of the line.
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -98,7 +102,7 @@ def _add_parity(commands: Any) -> None:
 def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
-        help="is accumulation exact for this loss? If not, which mistake is it, and which line mends it?",
+        help="is accumulation exact for this loss? If not, which mistake is it, and which line fixes it?",
         description="Runs a gradient function over n micro-batches, permuted and unevenly split, against the whole "
         "batch. Exit code: 0 if accumulation is exact, 1 if not, 2 for bad usage.",
         epilog="The file also has the arguments, a tuple named `args` (--args says another name). A funcga.Problem has "
@@ -115,6 +119,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _counts(text: str) -> list[int]:
+    # What is no number becomes 0, which is refused like a 0.
     counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(counts) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, each at least 1, such as 1,2,7")
@@ -125,8 +130,9 @@ def _dtypes(text: str) -> list[str]:
     names = [part.strip() for part in text.split(",")]
     if not {*DTYPES}.issuperset(names):
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DTYPES)}, and no list of them")
+    # Gradients of 16 bits tell little by themselves. The order is from coarse to fine.
     if {"bfloat16", "float16"} & {*names}:
-        names.append("float64")  # they tell little by themselves
+        names.append("float64")
     return [name for name in reversed(DTYPES) if name in names]
 
 
@@ -150,6 +156,7 @@ def _picture(text: str) -> Path:
 
 
 def _parity(options: argparse.Namespace) -> int:
+    # Imported only now, so that --help is quick, and a missing package is named before it is needed.
     check_installed("numpy", "rich")
     from funcga._cli.parity import Outputs, parity
     from funcga._parity.problems import choices
@@ -165,8 +172,8 @@ def _verify(options: argparse.Namespace) -> int:
     check_installed("numpy", "rich")
     from funcga._cli.verify import Options, verify_file
 
-    o = options
-    return verify_file(Options(o.grad_fn, o.args, o.n, o.fold, o.weight, o.seed, o.json))
+    chosen = (options.grad_fn, options.args, options.n, options.fold, options.weight, options.seed, options.json)
+    return verify_file(Options(*chosen))
 
 
 def _info(options: argparse.Namespace) -> int:

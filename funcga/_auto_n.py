@@ -9,7 +9,8 @@ from funcga._backend.protocols import Backend
 from funcga._call.program import Program
 from funcga.errors import FuncgaError
 
-_SHAPES = 256  # that are remembered: of batches of many lengths each has its own
+# How many shapes of arguments are remembered. Each length of a batch is one.
+_SHAPES = 256
 
 
 class Search:
@@ -49,11 +50,11 @@ class Search:
 
 
 def smallest(
-    run: Callable[[int], Any], most: int, is_out_of_memory: Callable[[BaseException], bool], known: int | None = None
+    run: Callable[[int], Any], most: int, is_out_of_memory: Callable[[BaseException], bool], fitted: int | None = None
 ) -> tuple[int, Any]:
     """The smallest n from 1 to `most` for which `run(n)` has enough memory, and what it returns.
 
-    `known` fitted before: it is tried first, and is the answer if it still fits.
+    `fitted` is one that had enough before. It is tried first, and is the answer if it still has.
     """
 
     def attempt(n: int) -> tuple[bool, Any]:
@@ -65,10 +66,11 @@ def smallest(
             if n == most:
                 error.add_note(f"funcga: tried up to n={n}, one row a micro-batch, and that does not fit either.")
                 raise
-        gc.collect()  # here, where the error no longer holds the frames that hold the arrays
+        # Only now: before, the error held its frames, and these the arrays.
+        gc.collect()
         return False, None
 
-    n, too_few = (1, 0) if known is None else (min(known, most), known - 1)
+    n, too_few = (1, 0) if fitted is None else (min(fitted, most), fitted - 1)
     fits, result = attempt(n)
     # Invariant: `too_few` micro-batches are taken not to fit. Double until something fits, ...
     while not fits:

@@ -26,6 +26,7 @@ def load_object(where: str, default: str) -> Loaded:
     The file is run as Python runs a script, with its own folder first in sys.path, but not as `__main__`. Raises
     FuncgaError if there is no such file or name, and for whatever the file raises.
     """
+    # A colon may also stand in a path, so the name begins after ".py:".
     file, _, name = where.partition(".py:")
     path = Path(file if file.endswith(".py") else f"{file}.py")
     name = name or default
@@ -39,6 +40,7 @@ def load_object(where: str, default: str) -> Loaded:
 
 def _there(module: ModuleType, name: str, path: Path) -> str:
     """What the file has instead."""
+    # The names closest to the one that was asked for, else the last ones: results stand at the end of a file.
     names = [each for each, value in vars(module).items() if not each.startswith("_") and not ismodule(value)]
     close = difflib.get_close_matches(name, names, n=3) or names[-6:]
     return f"It has {', '.join(close)}: write {path}:{close[0]}." if close else "It defines nothing."
@@ -52,6 +54,7 @@ def _module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
+    # Under a prefix in sys.modules: `blamed` knows it by that, and pickle finds it.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))
     try:
@@ -66,9 +69,10 @@ def _module(path: Path) -> ModuleType:
 def blamed(error: BaseException) -> str:
     """An error in a line: its type and text, and the last line of a loaded file that it came through."""
     files = {module.__file__ for name, module in sys.modules.items() if name.startswith(_PREFIX)}
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
-    where = f" (line {own[-1].lineno} of {own[-1].filename})" if own else ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
     text = " ".join(str(error).split())
+    # Code that does not parse has no frame; the error itself says where it is.
     if isinstance(error, SyntaxError):
         text, where = str(error.msg), f" (line {error.lineno} of {error.filename})"
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"

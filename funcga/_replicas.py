@@ -18,11 +18,11 @@ def check_replicas(params: Tree, across: Across) -> None:
     compared.
 
     Args:
-        params: a tree of arrays.
-        across: as in `accumulate`; every replica has to call it.
+        params: A tree of arrays.
+        across: As in `accumulate`. Every replica has to call it.
 
     Raises:
-        FuncgaError: if an array differs. It names the leaf and the replicas.
+        FuncgaError: An array differs. The text names the leaf and the replicas.
 
     Example:
         >>> funcga.check_replicas(params, dist.group.WORLD)
@@ -51,21 +51,24 @@ class MergeMemory:
     progress: object = None
 
 
-_MADE: Counter[str] = Counter()
+# How many steps of each name this process has made. Every replica runs the same code, so the numbers agree.
+_STEPS_MADE: Counter[str] = Counter()
 
 
 def step_of(function: Any) -> Step:
-    """The Step that is made of this function now."""
+    """The Step for this function, counted as one more of its name."""
     inner = inspect.unwrap(function)
-    inner = getattr(inner, "func", getattr(inner, "loss_fn", inner))  # of a functools.partial, or a pure_loss
+    # The function inside of a functools.partial, or the loss inside of a pure_loss.
+    inner = getattr(inner, "func", getattr(inner, "loss_fn", inner))
     code = getattr(inner, "__code__", None)
+    # The file's name without its folder, which may differ from machine to machine.
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     where = "" if code is None else f" in line {code.co_firstlineno} of {os.path.basename(code.co_filename)}"
     name = f"`{name}`{where}"
-    _MADE[name] += 1
-    return Step(name, _MADE[name] - 1)
+    _STEPS_MADE[name] += 1
+    return Step(name, _STEPS_MADE[name] - 1)
 
 
 def steps_made() -> dict[str, int]:
     """How many steps of each name this process has made."""
-    return {**_MADE}
+    return {**_STEPS_MADE}

@@ -44,6 +44,7 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
                 f"`{path}` has a mean {arrays.describe(mean)} and a variance {arrays.describe(variance)}: they are of "
                 f'one shape and dtype, as {{"mean": x.mean(0), "var": x.var(0)}} has them.'
             )
+        # The count is as large as the mean, so that one array holds all three.
         amount = arrays.cast(count, mean.dtype) if arrays.is_array(count) else float(count)
         return arrays.xp.stack((arrays.xp.zeros_like(mean) + amount, mean, variance))
 
@@ -102,10 +103,12 @@ def update(
     """The running mean and variance of one layer after one more batch."""
     xp, dtype = arrays.xp, arrays.accumulator_dtype(mean.dtype)
     count, new_mean, new_variance = (arrays.cast(part, dtype) for part in pooled)
+    # The inner `where` keeps the division finite, where the outer one does not take its result.
     if unbiased:
         new_variance = new_variance * xp.where(count > 1, count / xp.where(count > 1, count - 1, 1), 1)
     part = arrays.cast(share, dtype) if arrays.is_array(share) else float(share)
 
+    # In at least float32: a small share of a float16 would be lost. A batch of nothing changes nothing.
     def moved(old: Array, new: Array) -> Array:
         wide = arrays.cast(old, dtype)
         return arrays.cast(xp.where(count > 0, (1 - part) * wide + part * new, wide), old.dtype)
@@ -114,11 +117,12 @@ def update(
 
 
 def _check_number(number: Scalar, name: str, meaning: str, arrays: Arrays, most: float = sys.float_info.max) -> None:
+    # The value of an array may be on a device, or not computed yet, so it is not asked for.
     if arrays.is_array(number) and number.shape == () and arrays.kind(number.dtype) in ("int", "float"):
-        return  # its value may be on a device, or not known yet
+        return
     if not (is_quantity(number, 0, most) or (isinstance(number, numbers.Real) and number == 0)):
-        found = arrays.describe(number) if arrays.is_array(number) else repr(number)
-        raise FuncgaError(f"{name} is {found}: it is {meaning}, a finite number or a 0-d array.")
+        shown = arrays.describe(number) if arrays.is_array(number) else repr(number)
+        raise FuncgaError(f"{name} is {shown}: it is {meaning}, a finite number or a 0-d array.")
 
 
 def _widened(array: Array, path: str, arrays: Arrays) -> Array:
@@ -144,8 +148,9 @@ def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: T
                 f"`{path}` has {sorted(map(str, tree))}, and the pooled statistics have {keys} there. Give those of "
                 f"the same layers."
             )
-    made = {
+    replaced = {
         key: _each_layer(function, f"{path}[{key!r}]", child, *(other[key] for other in others))
         for key, child in tree.items()
     }
-    return made if type(tree) is dict else type(tree)(made)  # type: ignore[call-arg]
+    # flax's FrozenDict, say, is made again of a dict.
+    return replaced if type(tree) is dict else type(tree)(replaced)  # type: ignore[call-arg]

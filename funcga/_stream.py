@@ -64,6 +64,7 @@ def stream(
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
+        # The first micro-batch is taken here, since it says in which framework to fold.
         leading, items = _iterate(args)
         first = next(items, None)
         if first is None and isinstance(grad_fn, OwningGradient):
@@ -75,7 +76,8 @@ def stream(
             )
         backend = program.backend((*leading, *(first or ())), kwargs)
         ahead = [] if first is None else [first]
-        del first  # so that no more than one micro-batch is held
+        # This frame lives as long as the loop: a reference here would keep the first micro-batch in memory.
+        del first
         return backend.loop.stream(program, backend)(leading, _put_back(ahead, items), kwargs)
 
     return streamed
@@ -100,7 +102,8 @@ def _iterate(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Iterator[tuple[Any
             f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of micro-batches. "
             f"Split it with funcga.accumulate(grad_fn, n), or pass a list of micro-batches."
         )
-    return tuple(leading), map(_spread, items)  # map, as a generator would hold on to its last item
+    # `map` holds no item, where a generator's frame would hold on to its last one.
+    return tuple(leading), map(_spread, items)
 
 
 def _spread(item: object) -> tuple[Any, ...]:
@@ -108,6 +111,7 @@ def _spread(item: object) -> tuple[Any, ...]:
 
 
 def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
+    # Popped, so that the list lets go of it.
     if ahead:
         yield ahead.pop()
     yield from items
@@ -165,6 +169,7 @@ def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterat
     total, updates, first = 0.0, 0, True
     target = n.after(updates)
     for item in items:
+        # If even the first weighs more than the target, the units are probably mixed up: rows, say, for tokens.
         amount = weight_on_host(weight(*_spread(item)))
         if amount > target and first:
             raise FuncgaError(
@@ -178,5 +183,6 @@ def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterat
             yield window
             window, total, updates = [], 0.0, updates + 1
             target = n.after(updates)
+    # What is left is less than a window, and exact all the same.
     if window:
         yield window

@@ -27,8 +27,8 @@ def _version(package: str) -> str | None:
 def versions() -> dict[str, str]:
     """The versions of what the figures of a report depend on, by name."""
     names = ("torch", "jax", "jaxlib", "optax", "numpy")
-    own = {"python": platform.python_version(), "funcga": __version__}
-    return own | {name: version for name in names if (version := _version(name))}
+    ours = {"python": platform.python_version(), "funcga": __version__}
+    return ours | {name: version for name in names if (version := _version(name))}
 
 
 def devices() -> dict[str, list[str]]:
@@ -45,9 +45,10 @@ def show() -> None:
     table = Table("package", "version", "devices", box=SIMPLE_HEAD, show_edge=False)
     table.add_row("python", platform.python_version(), platform.platform())
     table.add_row("funcga", __version__, "")
-    there = devices()
+    # The frameworks alone have devices.
+    devices_of = devices()
     for name, version in installed().items():
-        table.add_row(name, version or "not installed", ", ".join(there.get(name, ())))
+        table.add_row(name, version or "not installed", ", ".join(devices_of.get(name, ())))
     Console(highlight=False).print(table)
 
 
@@ -61,6 +62,7 @@ def check_installed(*modules: str) -> None:
         )
 
 
+# Where a package is not installed by the name that it is imported by.
 _DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
 

@@ -22,11 +22,12 @@ class TooFewRowsError(FuncgaError):
     """A FuncgaError about a loss that cannot take a micro-batch of so few rows; with more of them it can."""
 
 
-def similar(name: object, known: Iterable[str]) -> str:
-    """A hint at the known name that is most like this one, " (`name`?)", to stand behind it; "" if none is."""
-    import difflib  # slow to import, and rarely needed
+def similar(name: object, names: Iterable[str]) -> str:
+    """A hint at the one of `names` that is most like this name, " (`name`?)", to stand behind it; "" if none is."""
+    # Slow to import, and rarely needed.
+    import difflib
 
-    close = difflib.get_close_matches(str(name), [*known], 1)
+    close = difflib.get_close_matches(str(name), [*names], 1)
     return f" (`{close[0]}`?)" if close else ""
 
 
@@ -44,6 +45,7 @@ def check_callable(function: object, name: str, like: str) -> None:
 def check_count(value: Any, name: str, instead: str = "") -> int:
     """A number of micro-batches or rows as an int >= 1. Raises FuncgaError, which names what may stand instead."""
     try:
+        # True is an int of Python's, and no number of anything.
         if isinstance(value, bool):
             raise TypeError
         count = operator.index(value)

@@ -87,6 +87,7 @@ def cast(array: Array, dtype: Dtype) -> jax.Array:
 
 def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
     """`size` rows from `start` on, along an axis."""
+    # A slice of an array that Explicit axes cut has to be cut evenly itself.
     array = jnp.asarray(array)
     if any(jax.typeof(array).sharding.spec):
         array = _gathered(array, axis, size)
@@ -108,6 +109,7 @@ def scalar(weight: Scalar) -> Scalar:
     """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
     if _private.is_traced(weight) or not isinstance(weight, jax.Array):
         return weight
+    # Reading a number from an accelerator would wait for all that it still has to compute.
     return weight.item() if {device.platform for device in weight.devices()} == {"cpu"} else weight
 
 
@@ -122,7 +124,8 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
         return (jnp.asarray(weight, dtype=jnp.float64),)
     if is_symbolic_dim(weight):
         weight = jnp.asarray(weight)
-    if not isinstance(weight, jax.Array):  # a Python number, in whose arithmetic the rest is exact
+    # Of a Python number the remainder is exact in Python's float64.
+    if not isinstance(weight, jax.Array):
         high = np.float32(weight)
         return jnp.asarray(high), jnp.asarray(np.float32(weight - float(high)))
     if not jnp.issubdtype(weight.dtype, jnp.integer):
@@ -142,7 +145,7 @@ def integer(number: Scalar) -> jax.Array:
 
 def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
     """The array, or a copy of it where it is one of these others, or a view of one."""
-    # nobody writes to it, but who donates it would take it from whoever has the other
+    # Nobody writes to a JAX array, but a caller who donates the result would take the other one away.
     return jnp.array(array, copy=True) if any(array is other for other in others) else array
 
 

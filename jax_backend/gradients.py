@@ -30,6 +30,7 @@ def depends(loss: jax.Array) -> bool | None:
 
     seen.defjvp(rule, symbolic_zeros=True)
     seen(loss)
+    # A constant loss outside of a trace may be 0 or NaN as its micro-batch is masked whole: then it is not known.
     if any(tangents_seen):
         return True
     return False if _private.is_traced(loss) or abs(float(loss)) > 0 else None
@@ -86,6 +87,7 @@ def _applied(param: Array, update: Array) -> Array:
     if param is None or update is None:
         return param
     param, update = jnp.asarray(param), jnp.asarray(update)
+    # Allowed here also where the user forbids implicit promotion: the result is cast back.
     with jax.numpy_dtype_promotion("standard"):
         wide = jnp.promote_types(param.dtype, update.dtype)
     return (param.astype(wide) + update.astype(wide)).astype(param.dtype)

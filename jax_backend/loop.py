@@ -71,11 +71,11 @@ class Carry(NamedTuple):
 
 def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    # What is traced once may close over values of the running trace, so there it is made anew.
+    # Inside of a trace nothing is kept: what is traced there may close over values of that trace.
     fold = _Accumulate(program, backend).fold if is_tracing() else program.keep(_Accumulate, program, backend).jitted
     if program.across is not None or jax.device_count() == 1:
         return partial(fold, Spread())
-    # here, as inside jit an array does not say where it lies
+    # Asked here, since inside of jit an array does not say where it lies.
     return lambda args, kwargs: fold(sharding.spread_of(args, program.read(args, backend)), args, kwargs)
 
 
@@ -110,14 +110,14 @@ def _fold(
     chunks: list[list[jax.Array]] = []
     first = 0
     for count, size in sizes:  # one or two sizes, and a scan for each
-        one = _Microbatch(program, arguments, kwargs, size, narrow)
+        microbatch = _Microbatch(program, arguments, kwargs, size, narrow)
         # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
-        evaluate, weigh = jax.jit(one.evaluate, inline=True), jax.jit(one.weigh, inline=True)
+        evaluate, weigh = jax.jit(microbatch.evaluate, inline=True), jax.jit(microbatch.weigh, inline=True)
         state = [_strong(leaf) for leaf in arguments.state] if carry is None else carry.state
         traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
         if carry is None:
             outputs, _ = program.bind(value, arguments)
-            # Only now it shows whether the result would be the same with other rows together.
+            # Only now is it clear whether the fold gives the same result with other rows in a micro-batch.
             if narrow is not None and not sharding.keeps_result(outputs, size):
                 return _fold(program, backend, replicas, replace(spread, blocks=1), args, kwargs)
             carry = _pinned(spread, outputs, Carry(*_nothing(outputs, traced.out_avals), state))
@@ -125,8 +125,8 @@ def _fold(
         if program.weight is None:
             # Known before the loop: a Python number, with which XLA multiplies in the operation that adds.
             weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-            left = [is_shared and fold.adds == "weighted" for fold in outputs.reduced_folds]
-            step = step._replace(weights=[1 if is_left else weight for is_left in left])
+            is_deferred = [is_shared and fold.adds == "weighted" for fold in outputs.reduced_folds]
+            step = step._replace(weights=[1 if deferred else weight for deferred in is_deferred])
         carry, collected = _scan(step, carry, traced, first, count, size)
         chunks.append(collected)
         first += count * size
@@ -199,8 +199,8 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
     outputs, total, weights = step.outputs, carry.total, step.weights
     if total is not None:
         # Before the gradient: the weight takes part in a loop over layers that folds in place.
-        one = Tally(step.weigh(start, carry.state), arrays.count(1))
-        total, weights = tally.merge(total, one), [tally.total(each) for each in _tallies(outputs, one)]
+        counted = Tally(step.weigh(start, carry.state), arrays.count(1))
+        total, weights = tally.merge(total, counted), [tally.total(of_leaf) for of_leaf in _tallies(outputs, counted)]
     assert weights is not None
     into = {
         leaf_index: Into(before, fold, weight)
@@ -209,8 +209,11 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
         )
     }
     leaves = step.gradient(into, start, carry.state)
-    reduced, state = [leaves[i] for i in outputs.reduced], [leaves[i] for i in outputs.threads]
-    return Carry(reduced, total, state), [leaves[i] for i in outputs.collected]
+    reduced, state, collected = (
+        [leaves[leaf_index] for leaf_index in leaf_indices]
+        for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
+    )
+    return Carry(reduced, total, state), collected
 
 
 def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
@@ -259,7 +262,8 @@ def _scan(
 
 def _typed(body: Callable[..., Tree], carry: Carry, start: jax.Array) -> Carry:
     """The carry sharded and varying as the body makes it."""
-    for _ in range(3):  # it settles at once in practice
+    # What is marked may let more vary. In practice it settles at once.
+    for _ in range(3):
         leaves, structure = jax.tree.flatten(carry)
         after = jax.make_jaxpr(body)(carry, start).out_avals
         marked = [arrays.typed(leaf, aval) for leaf, aval in zip(leaves, after, strict=False)]
@@ -300,7 +304,7 @@ def _finish(
         pairs = zip(folds, reduced, strict=True)
         reduced = [fold.lift(leaf, shared) if fold.adds == "weighted" else leaf for fold, leaf in pairs]
     triples = zip(folds, reduced, _tallies(outputs, total), strict=True)
-    return outputs.join([fold.normalize(leaf, each) for fold, leaf, each in triples], collected, state)
+    return outputs.join([fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples], collected, state)
 
 
 def _strong(leaf: Array) -> jax.Array:
@@ -360,7 +364,8 @@ class _Stream:
             if collected:  # else finish would be compiled for every number of micro-batches
                 chunks.append(collected)
             del item, arrays_cut, collected  # so that no more than one micro-batch is held
-        if outputs is None:  # with across, the core cannot know whether other replicas have something to fold
+        # With across= the stream may be empty on this replica alone, which was not known before.
+        if outputs is None:
             raise FuncgaError(
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
                 "loader, or that a generator was not used up before."
@@ -375,7 +380,7 @@ class _Stream:
         if key not in self.outputs:
             arguments = self._read(leading, item)
             state = [_strong(leaf) for leaf in arguments.state]
-            # over the arrays alone, as all else is static
+            # The arrays alone are operands; all else is static.
             value = jax.eval_shape(lambda of_item: self.evaluate(*static.tree(of_item), state), of_item)
             self.outputs[key], _ = self.program.bind(value, arguments)
         return self.outputs[key]

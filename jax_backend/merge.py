@@ -45,6 +45,7 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
         for leaf_index, fold, lifted in zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)
     ]
     total = _merge_tally(collectives, folded.total)
+    # The replicas have the rows of one batch in order, so the state at its end is that of the last replica.
     state = [collectives.last(leaf) for leaf in folded.state]
     collected = [
         collectives.rows(leaf, fold.fold.reducer.monoid.axis or 0)

@@ -54,6 +54,7 @@ def when(
         updates, after = emit(state, operands)
         return updates, _in_dtypes_of(state, after)
 
+    # In a program the branch is an operation of it; outside, where the host sees the predicate, it is Python's.
     if _private.is_traced(predicate):
         return *_branch(predicate, run, state, operands), predicate
     if predicate:
@@ -82,6 +83,7 @@ def _branch(
     predicate: jax.Array, run: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree
 ) -> tuple[Tree, Tree]:
     """`run(state, operands)` or zeros and the state, in a compiled program."""
+    # Only arrays can be operands of the program. Everything else, such as a flag, the function closes over.
     leaves, structure = jax.tree.flatten(operands)
     traced = [leaf_index for leaf_index, leaf in enumerate(leaves) if arrays.is_array(leaf)]
 
@@ -94,6 +96,7 @@ def _branch(
     closed, state, arguments, updates = _closed(
         run_traced, jax.tree.map(_strong, state), [leaves[leaf_index] for leaf_index in traced]
     )
+    # A while loop has no reverse derivative, and a cond has one: so whoever differentiates gets the cond.
     branch = jax.custom_jvp(partial(_looped, closed, updates))
     branch.defjvp(lambda primals, tangents: jax.jvp(partial(_branched, closed, updates), primals, tangents))
     return branch(predicate, state, arguments)
@@ -104,7 +107,7 @@ def _closed(
 ) -> tuple[Callable[..., tuple[Tree, Tree]], Tree, list[Tree], Tree]:
     """The function with what it captures, such as a learning rate to be differentiated, among its operands.
 
-    With it the state, marked as varying as it comes back; the operands; and the types of the updates.
+    Returned with the state, marked as varying as it comes back; the operands; and the types of the updates.
     """
     closed, captured = jax.closure_convert(run, state, arguments)
     traced, result = jax.make_jaxpr(closed, return_shape=True)(state, arguments, *captured)
@@ -118,6 +121,7 @@ def _closed(
 
 def _nothing(emit: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree, like: Tree) -> Tree:
     """Updates of zeros, like those that `emit` returns; they lie where others of their shapes lie."""
+    # Nothing is computed for the types of the updates.
     types = jax.eval_shape(lambda state: emit(state, operands)[0], state)
     if trees.flatten(types)[1] != trees.flatten(like)[1]:
         like = types
@@ -135,6 +139,7 @@ def _looped(
 ) -> tuple[Tree, Tree]:
     """The branch as a loop of at most one turn: XLA lets its body write into what came in, where a cond would copy."""
 
+    # The predicate is the condition of the loop, and False after one turn.
     def body(carry: tuple[jax.Array, Tree, Tree]) -> tuple[jax.Array, Tree, Tree]:
         return jnp.zeros_like(carry[0]), *_typed(run(carry[2], *operands), carry[1:])
 
@@ -146,6 +151,7 @@ def _branched(
     run: Callable[..., tuple[Tree, Tree]], updates: Tree, predicate: jax.Array, state: Tree, operands: list[Tree]
 ) -> tuple[Tree, Tree]:
     """The same as a cond, which can be differentiated in reverse."""
+    # Both branches of a cond have one type, so what is computed is typed as what is not.
     untaken = _zeros(updates), state
     taken = lambda state: _typed(run(state, *operands), untaken)
     updates, state = lax.cond(predicate, taken, lambda state: untaken, state)
@@ -193,6 +199,7 @@ def merged(
     folded = merge(
         outputs, Folded([accumulators[leaf_index] for leaf_index in outputs.reduced], tally, [], []), replicas
     )
+    # A leaf that is None has no fold, and stays.
     together = [*accumulators]
     for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
         together[leaf_index] = leaf
@@ -209,7 +216,8 @@ def parts(window: Window, replicas: Replicas | None) -> list[Window]:
 
     It is one, or several of a state that was made on more devices.
     """
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], window) for i in range(window.rejected.shape[0])]
+    count = window.rejected.shape[0]
+    return [jax.tree.map(lambda leaf, part=part: leaf[part], window) for part in range(count)]
 
 
 def in_order(windows: Sequence[Window]) -> list[Window]:
@@ -230,6 +238,7 @@ def rejoined(windows: Sequence[Window]) -> Window:
 
 def parted(window: Window, replicas: Replicas, is_empty: bool) -> Window:
     """A window as a state has it where replicas fold apart."""
+    # A leading axis of one part, which the specs of the state lay over the devices.
     with_axis: Window = jax.tree.map(lambda leaf: as_varying(leaf, replicas.names)[None], window)
     return with_axis
 

@@ -42,12 +42,14 @@ def exported(tx: MultiSteps) -> MultiSteps:
 @cache
 def _both_types(base: type) -> type[MultiSteps]:
     """MultiSteps as a subclass of the type that optax.chain looks for."""
+    # Made once for the type, and not at import: optax need not be installed.
     members = {"__doc__": MultiSteps.__doc__, "__slots__": (), "__reduce__": _reduced}
     return type("MultiSteps", (MultiSteps, base), members)
 
 
 def _reduced(tx: MultiSteps) -> tuple[object, ...]:
     """How it is pickled: the type is made again where it is loaded."""
+    # pickle looks a class up by its name, and this one stands in no module.
     return _exported_pair, (tx.init, tx.update)
 
 

@@ -46,6 +46,7 @@ def example_keys(key: jax.Array, indices: Array) -> jax.Array:
             f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell apart. Write "
             f"jax_backend.example_keys(jax.random.key(0), indices)."
         )
+    # As one long row, whatever their shape, and back into it.
     numbers = _integers(indices)
     keys = _each(key, lambda index: jax.random.fold_in(key, index), numbers.ravel())
     return keys.reshape(*numbers.shape, *keys.shape[1:])
@@ -68,6 +69,7 @@ def _integers(indices: Array) -> jax.Array:
         raise FuncgaError(
             f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: jnp.arange(len(x))."
         )
+    # JAX makes 32 bits of 64, silently. Values that are traced cannot be looked at.
     wide = indices.dtype.itemsize > 4 and not _private.is_traced(indices) and indices.size
     if wide and (indices.min() < 0 or indices.max() >= 2**32):
         raise FuncgaError(

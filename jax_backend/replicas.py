@@ -92,6 +92,7 @@ def unmerged(names: tuple[str, ...]) -> Iterator[None]:
 @contextmanager
 def merging(across: Across | None) -> "Iterator[Replicas | None]":
     """The replicas that `across=` names, in a context in which a fold inside of grad_fn need not say so again."""
+    # Read before the context, in which there is no step that has to say anything.
     replicas = replicas_of(across)
     with unmerged(()):
         yield replicas
@@ -106,13 +107,15 @@ def replicas_of(across: Across | None) -> Replicas | None:
             f"each device would have the fold of its own rows. Write across={spelled(step.names)}; or across=() if the "
             f"step merges in another way."
         )
+    # An empty tuple says that nothing is to be merged here, which counts as having said it.
     if step is not None:
         step.merges = True
     if across is None or across == ():
         return None
     replicas = across if isinstance(across, Replicas) else Replicas(across)
     for name in replicas.names:
-        try:  # whether the axis has a name here, in shard_map or vmap
+        # JAX knows the axis only inside of a shard_map or a vmap that names it.
+        try:
             lax.axis_size(name)
         except NameError:
             raise _unbound(name) from None
@@ -163,7 +166,7 @@ def varying(tree: Tree, replicas: Replicas | None) -> Tree:
     if replicas is None:
         return tree
 
-    # Where parameters are the same on all devices, JAX's gradient has a sum over these in every micro-batch.
+    # Of parameters that are the same on all devices, JAX's gradient would be summed over them at every micro-batch.
     def mark(leaf: Array) -> Array:
         if isinstance(leaf, float | complex) or (
             isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -225,11 +228,12 @@ def _differences(leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str,
         for shard in leaf.addressable_shards:
             row[columns[shard.device]] = np.frombuffer(_digest(shard.data), np.uint32)
     if not alone:
-        digests = np.asarray(multihost_utils.process_allgather(digests)).sum(axis=0)  # a device is of one process
+        # Each device belongs to one process, and all others have zeros in its column: the sum has every digest.
+        digests = np.asarray(multihost_utils.process_allgather(digests)).sum(axis=0)
     return [
         (path, difference)
         for (path, leaf), row in zip(arrays, digests, strict=True)
-        if (difference := _difference(leaf, {device: tuple(row[k]) for device, k in columns.items()}, names))
+        if (difference := _difference(leaf, {device: tuple(row[column]) for device, column in columns.items()}, names))
     ]
 
 
@@ -244,6 +248,7 @@ def _difference(
     leaf: jax.Array, digests: dict[jax.Device, tuple[int, ...]], names: tuple[str, ...]
 ) -> Difference | None:
     """Two copies with other digests; None if there are none."""
+    # `first` has the first device with a copy of each part of the array.
     coordinates, first = _coordinates(leaf, names), dict[object, jax.Device]()
     copies = [(str(index), device) for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()]
     if leaf.is_fully_addressable and jax.process_count() > 1:
@@ -252,9 +257,9 @@ def _difference(
         coordinates = {}
     # Copies of the same part of the array, at the same coordinates, are compared with the first of them.
     for index, device in copies:
-        one = first.setdefault((index, coordinates.get(device)), device)
-        if digests[one] != digests[device]:
-            return one, device
+        first_device = first.setdefault((index, coordinates.get(device)), device)
+        if digests[first_device] != digests[device]:
+            return first_device, device
     return None
 
 

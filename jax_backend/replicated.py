@@ -142,31 +142,33 @@ def _specs(
             f"as in_specs={_spelled(len(args), names)}; keyword arguments are passed whole."
         )
     specs = []
-    for i, (arg, prefix) in enumerate(zip(args, in_specs, strict=True)):
+    # Each entry is a prefix of its argument: one PartitionSpec for each leaf comes of it.
+    for arg_index, (arg, prefix) in enumerate(zip(args, in_specs, strict=True)):
         leaves = len(trees.flatten(arg)[0])
         try:
-            placed = broadcast(prefix, arg, leaves, lambda spec: isinstance(spec, PartitionSpec), trees)
+            leaf_specs = broadcast(prefix, arg, leaves, lambda spec: isinstance(spec, PartitionSpec), trees)
         except PrefixError as error:
-            name = argument_names(step, len(args))[i]
+            name = argument_names(step, len(args))[arg_index]
             raise FuncgaError(
                 f"in_specs is no prefix of the arguments: for `{name}{error.path}` it has "
                 f"{outline(error.prefix, trees, repr)}, and the argument is "
                 f"{outline(error.tree, trees, arrays.describe)}. Write a PartitionSpec for all that stands below, P() "
                 f"for what is passed whole, or a container with the same keys."
             ) from error
-        specs += [place.value for place in placed]
+        specs += [spec for spec, _ in leaf_specs]
     return specs
 
 
 def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[PartitionSpec]:
     """The PartitionSpec of every leaf, cut on the axis that the program splits."""
-    found: list[PartitionSpec] = []
+    specs: list[PartitionSpec] = []
     for part in program.read(args, load("jax")).parts:
+        # An argument that is passed whole has no leaves listed, and none of its leaves is cut.
         axes = part.axes or [None] * len(trees.flatten(part.value)[0])
         for leaf, axis in zip(part.leaves or trees.flatten(part.value)[0], axes, strict=True):
             splits = isinstance(axis, int) and getattr(leaf, "ndim", 0) > 0
-            found.append(partition_spec(*[None] * (axis % leaf.ndim), cut) if splits else partition_spec())
-    return found
+            specs.append(partition_spec(*[None] * (axis % leaf.ndim), cut) if splits else partition_spec())
+    return specs
 
 
 def _spelled(count: int, names: tuple[str, ...]) -> str:
@@ -176,7 +178,7 @@ def _spelled(count: int, names: tuple[str, ...]) -> str:
 
 def _check_rows(args: tuple[Tree, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Tree]) -> None:
     """Raises FuncgaError if an array cannot be cut as its PartitionSpec says."""
-    for i, (leaf, spec) in enumerate(zip(trees.flatten(args)[0], specs, strict=True)):
+    for leaf_index, (leaf, spec) in enumerate(zip(trees.flatten(args)[0], specs, strict=True)):
         for axis, entry in enumerate(spec):
             if entry is None or not arrays.is_array(leaf):
                 continue
@@ -189,14 +191,16 @@ def _check_rows(args: tuple[Tree, ...], specs: list[PartitionSpec], mesh: Mesh, 
                 )
             count = prod(mesh.shape[name] for name in names)
             if axis >= len(leaf.shape) or leaf.shape[axis] % count:
-                raise _uneven(args, i, leaf, axis, count, step)
+                raise _uneven(args, leaf_index, leaf, axis, count, step)
 
 
 def _uneven(
-    args: tuple[Tree, ...], i: int, leaf: Tree, axis: int, count: int, step: Callable[..., Tree]
+    args: tuple[Tree, ...], leaf_index: int, leaf: Tree, axis: int, count: int, step: Callable[..., Tree]
 ) -> FuncgaError:
     names = argument_names(step, len(args))
-    path = [path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, trees, name) if _in(arg)][i]
+    # An argument without leaves, such as None, has a path of its own, and is left out.
+    pairs = [(name, arg) for name, arg in zip(names, args, strict=True) if trees.flatten(arg)[0]]
+    path = [path for name, arg in pairs for path in leaf_paths(arg, trees, name)][leaf_index]
     if axis >= len(leaf.shape):
         return FuncgaError(
             f"`{path}` is {arrays.describe(leaf)}: it has no axis {axis} to be cut among {count} devices. Pass it by "
@@ -210,10 +214,6 @@ def _uneven(
     )
 
 
-def _in(arg: Tree) -> bool:
-    return bool(trees.flatten(arg)[0])
-
-
 def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Tree:
     """The array, resharded where the axis is an Explicit one and the types would have to agree."""
     # Over Auto axes shard_map itself reshards; over Explicit ones the types have to agree before.
@@ -221,13 +221,14 @@ def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...])
     names = tuple(name for name in names if name in explicit)
     if not names:
         return leaf
-    now = jax.typeof(leaf).sharding
-    before = tuple(now.spec) if now.mesh.axis_names == mesh.axis_names else ()
-    wanted = []
+    # Along the step's own axes it is cut as the spec says; along all others it stays as it lies.
+    sharding = jax.typeof(leaf).sharding
+    before = tuple(sharding.spec) if sharding.mesh.axis_names == mesh.axis_names else ()
+    entries = []
     for axis in range(len(leaf.shape)):
         kept = [name for name in _entry(before, axis) if name not in names]
-        wanted.append((*[name for name in _entry(tuple(spec), axis) if name in names], *kept) or None)
-    return jax.sharding.reshard(leaf, NamedSharding(mesh, partition_spec(*wanted)))  # type: ignore[no-untyped-call]
+        entries.append((*[name for name in _entry(tuple(spec), axis) if name in names], *kept) or None)
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, partition_spec(*entries)))  # type: ignore[no-untyped-call]
 
 
 def _entry(spec: Sequence[Axes | None], axis: int) -> tuple[str, ...]:

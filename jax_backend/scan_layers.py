@@ -70,7 +70,8 @@ def in_place(gradient: Gradient, program: "ClosedJaxpr", outputs: Outputs, value
         (outputs.shapes[leaf_index], outputs.dtypes[leaf_index]) == (aval.shape, aval.dtype)
         for leaf_index, aval in types.items()
     )
-    if not stacked or not is_alike:  # to leaves in another order, or unlike those before, it has something to say
+    # If the leaves are in another order, or unlike those before, the plain gradient function says so.
+    if not stacked or not is_alike:
         return gradient
     paths = outputs.paths
 
@@ -78,7 +79,7 @@ def in_place(gradient: Gradient, program: "ClosedJaxpr", outputs: Outputs, value
         args = jax.tree.leaves(operands)
         # A state that varies over mesh axes only after the first micro-batch is an operand of another program.
         pairs = zip(program.jaxpr.invars, args, strict=True)
-        if any(varying_axes(v.aval) != varying_axes(jax.typeof(arg)) for v, arg in pairs):
+        if any(varying_axes(variable.aval) != varying_axes(jax.typeof(arg)) for variable, arg in pairs):
             return gradient(into, *operands)
         parts = {leaf_index: _Part(*into[leaf_index], paths[leaf_index]) for leaf_index in stacked}
         leaves: list[Tree] = _evaluate(program.jaxpr, program.consts, args, parts)
@@ -110,6 +111,7 @@ def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> l
         ["output[1]['layers']"]
     """
     jitted = step if hasattr(step, "trace") else jax.jit(step)
+    # The marks are names of scopes that `_scan` leaves in the program.
     paths = chain.from_iterable(mark.split(_BETWEEN) for mark in _marks(jitted.trace(*args, **kwargs).jaxpr.jaxpr))
     return list(dict.fromkeys(paths))
 
@@ -143,30 +145,31 @@ class _Stack(NamedTuple):
 
 def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     """For the outputs of a program that a scan stacks, and nothing else reads: what the scan stacks."""
-    if not _private.LITERAL or _private.has_effects(jaxpr):  # whose order would change
+    # Effects, such as prints, would come in another order.
+    if not _private.LITERAL or _private.has_effects(jaxpr):
         return {}
     stacks: dict[Var, _Stack] = {}
     reads = _reads(jaxpr)
     # Along the program, as what a scan stacks may be cast before it is an output.
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("scan", "jit"):
-            stacks |= {v: _Stack(v, ()) for v in _stacked(equation)}
+            stacks |= {variable: _Stack(variable, ()) for variable in _stacked(equation)}
         elif equation.primitive.name == "convert_element_type" and not _reshards(equation):
             (operand,), (result,) = equation.invars, equation.outvars
             if reads[operand] == 1 and operand in stacks:
                 stack = stacks[operand]
                 stacks[result] = stack._replace(casts=(*stack.casts, equation.params["new_dtype"]))
     return {
-        leaf_index: stacks[v]
-        for leaf_index, v in enumerate(jaxpr.outvars)
-        if not isinstance(v, _private.LITERAL) and reads[v] == 1 and v in stacks
+        leaf_index: stacks[variable]
+        for leaf_index, variable in enumerate(jaxpr.outvars)
+        if not isinstance(variable, _private.LITERAL) and reads[variable] == 1 and variable in stacks
     }
 
 
 def _reads(jaxpr: "Jaxpr") -> "Counter[Var | Literal]":
     """How often each variable of a program is read."""
     operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
-    return Counter(v for v in operands if not isinstance(v, _private.LITERAL))
+    return Counter(variable for variable in operands if not isinstance(variable, _private.LITERAL))
 
 
 def _stacked(equation: "JaxprEqn") -> "list[Var]":
@@ -179,11 +182,11 @@ def _stacked(equation: "JaxprEqn") -> "list[Var]":
 
 
 def _is_known(scan: "JaxprEqn") -> bool:
-    """Whether it is a scan of arrays as `_scan` writes one."""
+    """Whether it is a scan of arrays, with the parameters that `_scan` knows how to write."""
     return (
         bool(scan.params["length"])
         and _private.can_repeat(scan)
-        and all(_private.is_array_type(v.aval) for v in (*scan.invars, *scan.outvars))
+        and all(_private.is_array_type(variable.aval) for variable in (*scan.invars, *scan.outvars))
         and scan.params.keys() <= _private.SCAN_PARAMETERS
     )
 
@@ -230,9 +233,9 @@ def _evaluate(
     """The outputs of a program; for those that `into` has, which are of `_stacks`, what the accumulators become."""
     values: dict[Var, jax.Array] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def read(v: Any) -> jax.Array:
-        is_literal = isinstance(v, _private.LITERAL)
-        return v.val if is_literal else values[v]
+    def read(variable: Any) -> jax.Array:
+        is_literal = isinstance(variable, _private.LITERAL)
+        return variable.val if is_literal else values[variable]
 
     stacks = _stacks(jaxpr) if into else {}
     parts = {
@@ -241,8 +244,10 @@ def _evaluate(
     }
     # Operation by operation, as JAX would: but for those that make what an accumulator takes.
     for equation in jaxpr.eqns:
-        operands = [read(v) for v in equation.invars]
-        inside = {k: parts[v] for k, v in enumerate(equation.outvars) if v in parts}
+        operands = [read(variable) for variable in equation.invars]
+        inside = {
+            output_index: parts[variable] for output_index, variable in enumerate(equation.outvars) if variable in parts
+        }
         with _private.context(equation), _private.named_scope(equation):
             if not inside:
                 results = _private.repeated(equation, operands)
@@ -253,8 +258,8 @@ def _evaluate(
                 results = _evaluate(inner.jaxpr, inner.consts, operands, inside)
         values.update(zip(equation.outvars, results, strict=True))
     return [
-        values[stacks[leaf_index].variable] if leaf_index in into else read(v)
-        for leaf_index, v in enumerate(jaxpr.outvars)
+        values[stacks[leaf_index].variable] if leaf_index in into else read(variable)
+        for leaf_index, variable in enumerate(jaxpr.outvars)
     ]
 
 
@@ -275,17 +280,20 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
         outputs = run(*consts, *before, *cut)
         after, rest = outputs[:carried], dict(enumerate(outputs[carried:], carried))
         pairs = zip(into.items(), accumulators, strict=True)
-        added = [_combined(part, accumulator, layer_index, rest.pop(k)) for (k, part), accumulator in pairs]
+        added = [
+            _combined(part, accumulator, layer_index, rest.pop(output_index))
+            for (output_index, part), accumulator in pairs
+        ]
         return (after, added), rest
 
-    accumulators = [_marked_as_combined(part, body.out_avals[k]) for k, part in into.items()]
+    accumulators = [_marked_as_combined(part, body.out_avals[output_index]) for output_index, part in into.items()]
     layers = jnp.arange(length, dtype=jnp.int32), scanned
     options = {name: scan.params[name] for name in ("reverse", "unroll")}
     # The name is how `folded_in_place` finds it again.
     with jax.named_scope(f"folded in place<{_BETWEEN.join(part.path for part in into.values())}>"):
         (after, added), rest = lax.scan(step, (init, accumulators), layers, length, **options)
     outputs = dict(enumerate(after)) | rest | dict(zip(into, added, strict=True))
-    return [outputs[k] for k in range(len(scan.outvars))]
+    return [outputs[output_index] for output_index in range(len(scan.outvars))]
 
 
 def _marked_as_combined(part: _Part, layer: "ShapedArray") -> jax.Array:

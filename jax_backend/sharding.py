@@ -80,13 +80,13 @@ def _constrained(array: jax.Array, like: NamedSharding) -> jax.Array:
 
 def spread_of(args: Sequence[Tree], arguments: Arguments | None = None) -> Spread:
     """The Spread of the arguments of a call; without the `arguments` that say where the rows are, in one block."""
-    known: dict[tuple[KeyPath, Shape], NamedSharding] = {}
+    shardings: dict[tuple[KeyPath, Shape], NamedSharding] = {}
     for arg in args:
         if any(_left_to_the_compiler(leaf) for leaf in jax.tree.leaves(arg)):
             for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
                 if sharding := _left_to_the_compiler(leaf):
-                    known.setdefault((path, leaf.shape), sharding)
-    return Spread(1 if arguments is None else _blocks_of(arguments), tuple(known.items()))
+                    shardings.setdefault((path, leaf.shape), sharding)
+    return Spread(1 if arguments is None else _blocks_of(arguments), tuple(shardings.items()))
 
 
 def _left_to_the_compiler(leaf: object) -> NamedSharding | None:

@@ -11,7 +11,8 @@ from funcga._fold.tally import Tally
 from funcga._types import Array, Reduced, Scalar, Tree
 from jax_backend import arrays
 
-donates = False  # the program that makes a call says what it gives away, by jax.jit(donate_argnums=...)
+# In JAX the caller says what is given away, by jax.jit(donate_argnums=...).
+donates = False
 
 
 def add(
@@ -64,5 +65,6 @@ def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
 
     The compiler is free to place a constant, and would give each device all of it.
     """
+    # A choice that is never taken, which the compiler cannot see through: the result has the sharding of both.
     never = lax.optimization_barrier(jnp.asarray(False))  # type: ignore[no-untyped-call]
     return jax.tree.map(lambda part, other: jnp.where(never, other, part), constant, like)

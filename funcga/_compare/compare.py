@@ -54,6 +54,7 @@ def compare(
     Example:
         >>> funcga.compare(torch_grads, flax_grads, rules=funcga.rules.torch_to_flax).assert_close()
     """
+    # NumPy is not needed to install funcga, so only what compares imports it.
     _check(rtol, atol, reduction, names)
     try:
         from funcga._compare.report import report_of
@@ -68,6 +69,7 @@ def compare(
 
 def _check(rtol: object, atol: object, reduction: object, names: object) -> None:
     for name, value in (("rtol", rtol), ("atol", atol)):
+        # Without rtol the limits come from the dtypes.
         if value is None and name == "rtol":
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

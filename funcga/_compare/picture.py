@@ -18,7 +18,8 @@ def draw(rows: Sequence[Row], names: tuple[str, str], caption: str, file: str | 
     Raises FuncgaError if matplotlib is not installed, or does not know the suffix, or the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot, which keeps every figure
+        # Not pyplot, which keeps every figure and may want a screen.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise FuncgaError(
@@ -48,12 +49,15 @@ _BAD = {"beyond": "X", "nan": "*", "inf": "P", "shape": "s", "dtype": "D", "miss
 
 def _draw_rows(axes: "Axes", rows: Sequence[Row]) -> None:
     """Leaves from top to bottom; what is 0 stands at the left edge, what has no size at the right one."""
+    # A logarithmic axis has no 0 and no infinity: both are drawn at its ends.
     low, high = _range(rows)
     axes.set_xscale("log")
     axes.set_xlim(low / 3, high * 3)
     axes.set_yticks(range(len(rows)), [row.path or "(the array)" for row in rows], fontsize="small")
+    # From the larger to the smaller number, as the first leaf stands on top.
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.grid(alpha=0.3)
+    # One call for each status, which gives it a mark, a colour and a line in the legend.
     for status, mark in (_FINE | _BAD).items():
         lines = [line for line, row in enumerate(rows) if row.status == status]
         if lines:

@@ -63,6 +63,7 @@ class Report:
     @property
     def most(self) -> float:
         """The largest relative difference; NaN if there is one, and 0 without leaves."""
+        # `max` would lose a NaN, since no comparison with one is true.
         relatives = [row.relative for row in self.rows]
         return math.nan if any(map(math.isnan, relatives)) else max(relatives, default=0.0)
 
@@ -70,6 +71,7 @@ class Report:
     def verdict(self) -> str:
         """One sentence: how many leaves are not close, of how many, and which is the worst."""
         worst, total, of = self.worst, len(self.rows), f"leaves of {self.names[0]} and {self.names[1]}"
+        # Nothing compared is nothing shown to be close.
         if worst is None:
             return (
                 f"Nothing was compared: {self.names[0]} and {self.names[1]} have no leaves, or only what the rules "
@@ -87,6 +89,7 @@ class Report:
         absolute = f", and abs {self.atol:g} more" if self.atol else ""
         if self.rtol is not None:
             return f"rel may be {self.rtol:g}, as rtol= says{absolute}."
+        # A dict is a set that keeps the order of the leaves.
         dtypes = dict.fromkeys(row.dtype for row in self.rows if row.dtype)
         reasons = "; ".join(tolerances.reason(dtype, self.reduction or tolerances.TERMS) for dtype in dtypes)
         return f"rel may be, by dtype: {reasons}{absolute}." if reasons else "No leaf is in both."
@@ -103,12 +106,14 @@ class Report:
 
     def _advice(self) -> str:
         """What to do if every leaf that is not close is itself as small as rounding of the largest one is."""
+        # Rounding is relative to what was added up, which cancels: the largest leaf stands for that.
         beyond = [row for row in self.rows if not row.ok]
         largest = max(row.largest for row in self.rows)
         rounding = [4 * tolerances.epsilon(row.dtype or "") * largest for row in beyond]
         if not all(row.absolute + row.largest <= most for row, most in zip(beyond, rounding, strict=True)):
             return ""
-        atol = f"{1.1 * max(row.absolute for row in beyond):.1e}"  # not less when rounded
+        # A little more, so that it suffices when it is rounded to two digits.
+        atol = f"{1.1 * max(row.absolute for row in beyond):.1e}"
         return (
             f"\nWhat is not close is 0 but for rounding, beside the largest leaf, {largest:.1e}, as the gradient of a "
             f"bias before a normalisation is. If that is what it has to be, give atol={atol}."
@@ -178,6 +183,7 @@ def report_of(
     check_dtype: bool,
 ) -> Report:
     """The Report that `funcga.compare` returns; the arguments are those, checked."""
+    # The rules say which left leaf is compared with which path on the right, whether there is one or not.
     lefts, rights = by_path(left, names[0]), by_path(right, names[1])
     terms = tolerances.TERMS if reduction is None else reduction
     matched = {pair.right: pair for pair in pairs(lefts, rights, rules)}
@@ -190,6 +196,7 @@ def report_of(
         return row_of(path, actual, expected, left_path=left_path, limit=rtol, atol=atol, reduction=terms,
                    check_dtype=check_dtype)  # fmt: skip
 
+    # What only the left tree has comes last.
     rows = [row_at(path) for path in (*rights, *(path for path in matched if path not in rights))]
     return Report(tuple(rows), names, terms if rtol is None else None, rtol, atol)
 
@@ -197,6 +204,7 @@ def report_of(
 def _json(value: object) -> object:
     if isinstance(value, tuple | list):
         return [_json(part) for part in value]
+    # JSON has neither complex numbers nor NaN.
     if isinstance(value, complex):
         return [_json(value.real), _json(value.imag)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -205,6 +213,7 @@ def _json(value: object) -> object:
 def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:
     """The table as lines of text, in columns."""
     lines = [_headings(names), *map(_cells, rows)]
+    # Each column is as wide as its longest cell.
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
@@ -254,7 +263,8 @@ def figure(value: float, digits: int = 1) -> str:
 def _summary(row: Row, names: tuple[str, str]) -> str:
     """What is to be said of a row, in half a sentence."""
     if row.ok or row.status == "beyond":
-        if math.isinf(row.allowed):  # nothing is relative to zeros
+        # Nothing is relative to zeros: there the absolute difference counts.
+        if math.isinf(row.allowed):
             return f"has abs {figure(row.absolute)}, where {figure(row.atol)} is the limit"
         return f"has rel {figure(row.relative)}, where {figure(row.allowed)} is the limit"
     counts = _counts(row).strip(" ()")

@@ -38,6 +38,8 @@ def difference(left: Array, right: Array) -> Difference:
 
     Of integers it is exact, and beside floats it is 0 only if both are equal exactly.
     """
+    # One pass over the elements in chunks, so that float64 copies never take more than a chunk's memory. Units in the
+    # last place are counted only between floats of one dtype.
     ordered = left.dtype == right.dtype and _bits(left.dtype) is not None
     worst, position, ulps = 0.0, None, 0.0
     scales, nans, infs = (0.0, 0.0), (0, 0), (0, 0)
@@ -47,7 +49,8 @@ def difference(left: Array, right: Array) -> Difference:
         nans = nans[0] + _count(np.isnan(x)), nans[1] + _count(np.isnan(y))
         infs = infs[0] + _count(np.isinf(x)), infs[1] + _count(np.isinf(y))
         apart = _between(a, b, x, y)
-        most = int(np.argmax(apart))  # the first NaN, if there is one
+        # The first NaN, if there is one. Once the worst is NaN, it stays so.
+        most = int(np.argmax(apart))
         if not (math.isnan(worst) or apart[most] <= worst):
             worst, position = float(apart[most]), start + most
         if ordered:
@@ -64,7 +67,8 @@ def _chunks(left: Array, right: Array) -> Iterator[tuple[int, Array, Array]]:
 
 
 def _wide(array: Array) -> Array:
-    with np.errstate(invalid="ignore"):  # signalling NaNs of less than 32 bits
+    # A signalling NaN of less than 32 bits would warn.
+    with np.errstate(invalid="ignore"):
         return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
@@ -84,6 +88,8 @@ def _between(left: Array, right: Array, x: Array, y: Array) -> Array:
     if all(kind in "biu" for kind in kinds):
         return _between_whole(left, right)
     apart = _apart(x, y)
+    # An integer beside a float: beyond 2**53 a float64 does not hold every integer, and different numbers can become
+    # the same. There Python's own integers decide.
     if any(kind in "iu" for kind in kinds):
         hidden = (apart == 0) & (np.abs(y) >= 2.0**53)
         pairs = zip(left[hidden].tolist(), right[hidden].tolist(), strict=True)
@@ -98,7 +104,8 @@ def _whole(number: Array) -> int:
 
 def _between_whole(left: Array, right: Array) -> Array:
     apart = _gaps(left, right).astype(np.float64)
-    if left.dtype != right.dtype:  # the gap from below 0 to 2**64 needs 65 bits
+    # From an int64 below 0 to a uint64 the gap may need 65 bits.
+    if left.dtype != right.dtype:
         across = (left < 0) != (right < 0)
         apart[across] = np.abs(_wide(left[across]) - _wide(right[across]))
     return apart
@@ -108,8 +115,10 @@ def _apart(left: Array, right: Array) -> Array:
     """|left - right| of every element: infinite where infinities do not match, NaN where a NaN is."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(left - right)
+    # In this order: infinities of one sign are equal, though their difference is NaN; other infinities are infinitely
+    # far apart; and where a NaN is, the difference is NaN.
     matched = left == right
-    apart[matched] = 0.0  # infinities too
+    apart[matched] = 0.0
     apart[~matched & (np.isinf(left) | np.isinf(right))] = math.inf
     apart[np.isnan(left) | np.isnan(right)] = math.nan
     return apart
@@ -117,6 +126,7 @@ def _apart(left: Array, right: Array) -> Array:
 
 def _gaps(left: Array, right: Array) -> Array:
     """|left - right| of integers as uint64, without overflow: what wraps around in the subtraction wraps back."""
+    # NumPy subtracts no bools.
     a, b = (part.astype(np.uint8) if part.dtype.kind == "b" else part for part in (left, right))
     x, y = a.astype(np.uint64), b.astype(np.uint64)
     return np.where(a > b, x - y, y - x)
@@ -124,13 +134,18 @@ def _gaps(left: Array, right: Array) -> Array:
 
 def _bits(dtype: Dtype) -> str | None:
     """The integers to look at the bits of a floating dtype with; None for what has no sign bit on top."""
+    # e8m0 has an exponent alone, without a sign.
     name = dtype.name
-    known = name in ("float16", "bfloat16", "float32", "float64") or (name.startswith("float8") and "e8m0" not in name)
-    return f"int{8 * dtype.itemsize}" if known else None
+    has_sign = name in ("float16", "bfloat16", "float32", "float64") or (
+        name.startswith("float8") and "e8m0" not in name
+    )
+    return f"int{8 * dtype.itemsize}" if has_sign else None
 
 
 def _ordered(array: Array) -> Array:
     """Integers in the order of the floats, one for each; 0 and -0 are both 0."""
+    # Read as integers, the bits of positive floats are in the order of the floats, and those of negative ones run
+    # backwards.
     bits = array.view(_bits(array.dtype))
     return np.where(bits < 0, -(bits & np.iinfo(bits.dtype).max), bits)
 
@@ -208,7 +223,8 @@ class Row:
         """To sort by: what is not close first, then how many times what is allowed it is away."""
         if not math.isfinite(self.absolute):
             return not self.ok, math.inf
-        allowed = self.atol + self.limit * self.largest  # of a leaf of zeros nothing is relative
+        # Not by `relative`, which a leaf of zeros has none of.
+        allowed = self.atol + self.limit * self.largest
         return not self.ok, self.absolute / allowed if allowed else self.relative
 
 
@@ -232,25 +248,28 @@ def row_of(
     shapes, dtypes = (_shape(left), _shape(right)), (_dtype(left), _dtype(right))
     if limit is None:
         limit = tolerances.limit(tolerances.coarser(*(dtype or "" for dtype in dtypes)), reduction)
-    known = Row(path, path if left_path is None else left_path, shapes, dtypes, math.inf, math.inf, limit, None, None,
+    # A row that says nothing yet but what is compared; each way of comparing fills in what it learns.
+    blank = Row(path, path if left_path is None else left_path, shapes, dtypes, math.inf, math.inf, limit, None, None,
                None, None, (0, 0), (0, 0), "", atol=atol)  # fmt: skip
     if left is None or right is None:
-        return replace(known, status="missing" if left is None else "extra")
+        return replace(blank, status="missing" if left is None else "extra")
     if not _is_array(left) or not _is_array(right):
-        return _of_objects(known, left, right)
+        return _of_objects(blank, left, right)
     if shapes[0] != shapes[1]:
-        return replace(known, status="shape")
+        return replace(blank, status="shape")
     if not _has_numbers(left) or not _has_numbers(right):
-        return _of_texts(known, left, right, check_dtype)
-    return _of_arrays(known, left, right, difference(left, right), check_dtype)
+        return _of_texts(blank, left, right, check_dtype)
+    return _of_arrays(blank, left, right, difference(left, right), check_dtype)
 
 
 def _as_array(leaf: Array, path: str) -> Array:
+    # NumPy would make an object of an int of more than 64 bits.
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
-        return leaf  # of which NumPy makes an object
+        return leaf
     if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
         return leaf
-    array = np.asarray(leaf)  # of a matrix too, which no reshape makes flat
+    # An array of a matrix too, which no reshape makes flat.
+    array = np.asarray(leaf)
     why = _unfit(leaf, array)
     if why:
         spelled = f"{array.dtype.name}[{', '.join(map(str, array.shape))}]"
@@ -338,6 +357,7 @@ def _number(element: Array) -> Array:
 
 
 def _status(row: Row, difference: Difference, check_dtype: bool) -> str:
+    # What explains most comes first: a NaN, say, is also beyond every limit.
     if check_dtype and row.dtypes[0] != row.dtypes[1]:
         return "dtype"
     if any(difference.nans):
