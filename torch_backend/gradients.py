@@ -19,49 +19,53 @@ def value_and_grad(
     """A function that returns (value, grads), or ((value, aux), grads)."""
 
     def value_first(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        places = tuple(i % len(args) for i in (argnums if isinstance(argnums, tuple) else (argnums,)))
-        for i in places:
-            check_unfrozen(trees.flatten(args[i])[0], args[i], loss_fn, i)
-        leaves, structure = trees.flatten(tuple(args[i] for i in places))
-        present = [leaf is not None for leaf in leaves]
+        indices = tuple(argnum % len(args) for argnum in (argnums if isinstance(argnums, tuple) else (argnums,)))
+        for arg_index in indices:
+            check_unfrozen(trees.flatten(args[arg_index])[0], args[arg_index], loss_fn, arg_index)
+        leaves, structure = trees.flatten(tuple(args[arg_index] for arg_index in indices))
+        is_present = [leaf is not None for leaf in leaves]
 
-        paths = lambda: _paths(loss_fn, args, places)
+        paths = lambda: _paths(loss_fn, args, indices)
 
-        # over the tensors alone: torch.func takes neither None nor numbers among what it differentiates
-        def of(tensors: list[torch.Tensor]) -> Any:
+        # The loss as a function of its tensors alone: torch.func takes neither None nor numbers as inputs, and returns
+        # nothing but tensors as aux. Everything else passes it by, in `is_present` and `aux_skeletons`.
+        def loss_of_tensors(tensors: list[torch.Tensor]) -> Any:
             put_hooks(originals, tensors, paths)
-            found = dict(zip(places, trees.unflatten(structure, _spread(tensors, present)), strict=True))
-            output = loss_fn(*(found.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            replaced = dict(zip(indices, trees.unflatten(structure, _spread(tensors, is_present)), strict=True))
+            output = loss_fn(*(replaced.get(arg_index, arg) for arg_index, arg in enumerate(args)), **kwargs)
             loss, aux = output if has_aux else (output, ())
-            rest, aux_structure = trees.flatten(aux)
-            others.append((aux_structure, [None if arrays.is_array(leaf) else (leaf,) for leaf in rest]))
-            return loss, [leaf for leaf in rest if arrays.is_array(leaf)]
+            aux_leaves, aux_structure = trees.flatten(aux)
+            aux_skeletons.append((aux_structure, [None if arrays.is_array(leaf) else (leaf,) for leaf in aux_leaves]))
+            return loss, [leaf for leaf in aux_leaves if arrays.is_array(leaf)]
 
-        others: list[Any] = []  # what is no tensor in aux, which torch.func does not pass on either
+        aux_skeletons: list[Any] = []
         originals = [leaf for leaf in leaves if leaf is not None]
+        # torch.func differentiates without autograd's checkpoints and hooks. Inside of a loss that autograd records,
+        # autograd takes this gradient too.
         recorded = is_recorded() and not torch.compiler.is_compiling()
         transform = _recorded if recorded else torch.func.grad_and_value
         try:
-            grads, (loss, aux) = transform(of, has_aux=True)([*map(arrays.as_array, originals)])
+            grads, (loss, aux) = transform(loss_of_tensors, has_aux=True)([*map(arrays.as_array, originals)])
         except RuntimeError as error:
             _explain(error, (args, kwargs))
             raise
-        grads = trees.unflatten(structure, _spread(grads, present))
+        grads = trees.unflatten(structure, _spread(grads, is_present))
         if has_aux:
-            aux_structure, fixed = others[0]
-            rest = iter(aux)
-            loss = loss, trees.unflatten(aux_structure, [next(rest) if kept is None else kept[0] for kept in fixed])
+            aux_structure, objects = aux_skeletons[0]
+            tensors = iter(aux)
+            aux_leaves = [next(tensors) if wrapped is None else wrapped[0] for wrapped in objects]
+            loss = loss, trees.unflatten(aux_structure, aux_leaves)
         return loss, grads if isinstance(argnums, tuple) else grads[0]
 
     return value_first
 
 
-# What its own errors say, of which there is no type.
+# torch.func raises plain RuntimeErrors. These words tell which of them mean that it does not support something.
 _UNKNOWN_TO_FUNC = "functorch transform", "saved tensor hooks", "doesn't have storage"
 
 
 def _explain(error: RuntimeError, arguments: Any) -> None:
-    """Raises FuncgaError where torch says in words of its own what it does not take."""
+    """Raises FuncgaError for errors of torch that say what it does not support; returns for all others."""
     if not _private.transforms() and any(words in str(error) for words in _UNKNOWN_TO_FUNC):
         raise FuncgaError(
             "loss_fn does what torch.func does not take, and a gradient function that is called by itself runs on it. "
@@ -80,17 +84,19 @@ def _explain(error: RuntimeError, arguments: Any) -> None:
 
 
 def depends(loss: torch.Tensor) -> bool | None:
-    """Whether a loss depends on what the innermost transform, one of these, differentiates it by."""
-    if _private.transforms() != 1 or is_recorded():  # others, around it, hide the number
+    """Whether a loss depends on what the innermost transform differentiates it by; None if that cannot be told."""
+    # A transform around the innermost one hides the number, and another gradient records the loss anyway.
+    if _private.transforms() != 1 or is_recorded():
         return None
     return True if loss.requires_grad else False if is_constant(loss) else None
 
 
 def _recorded(of: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """torch.func.grad_and_value by autograd, inside of a loss that it records: checkpoints and hooks work there."""
+    """`torch.func.grad_and_value` by autograd, for use inside of a loss that autograd records."""
 
     def gradient(tensors: list[torch.Tensor]) -> Any:
-        # each in its own name, as it may be a part of the graph in other places too
+        # Each input is a new node of the graph: the tensor itself may be used elsewhere in the loss, outside of this
+        # gradient.
         inputs = [tensor.view_as(tensor) for tensor in tensors]
         inputs = [tensor if tensor.requires_grad else tensor.requires_grad_() for tensor in inputs]
         loss, aux = of(inputs)
@@ -110,40 +116,41 @@ def _recorded(of: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     return gradient
 
 
-def _paths(loss_fn: Callable[..., Any], args: tuple[Any, ...], places: tuple[int, ...]) -> list[str]:
-    """The paths of the tensors that are differentiated."""
+def _paths(loss_fn: Callable[..., Any], args: tuple[Any, ...], indices: tuple[int, ...]) -> list[str]:
+    """The paths of the tensors that are differentiated, in the arguments of these indices."""
     names = argument_names(loss_fn, len(args))
-    found = [
-        (path, leaf)
-        for i in places
-        for path, leaf in zip(leaf_paths(args[i], trees, names[i]), trees.flatten(args[i])[0], strict=True)
-    ]
-    return [path for path, leaf in found if leaf is not None]
+    paths = []
+    for arg_index in indices:
+        leaves = trees.flatten(args[arg_index])[0]
+        paths_of_arg = leaf_paths(args[arg_index], trees, names[arg_index])
+        paths += [path for path, leaf in zip(paths_of_arg, leaves, strict=True) if leaf is not None]
+    return paths
 
 
-def _spread(tensors: list[torch.Tensor], present: list[bool]) -> list[torch.Tensor | None]:
-    rest = iter(tensors)
-    return [next(rest) if there else None for there in present]
+def _spread(tensors: list[torch.Tensor], is_present: list[bool]) -> list[torch.Tensor | None]:
+    """The tensors in order, with None where a leaf is not present."""
+    remaining = iter(tensors)
+    return [next(remaining) if present else None for present in is_present]
 
 
 def check_params(params: Any) -> None:
     """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
-    # tensors are parameters if they are given as such
+    # In torch nothing is to be checked: a tensor is a parameter if it is passed as one.
 
 
-# --- Hooks that a user has put on parameters: what is differentiated is not the parameter itself, and takes them over.
+# --- Hooks that a user has put on parameters. A leaf that stands in for a parameter takes its hooks over.
 
 
 def are_plain(leaves: Sequence[Any]) -> bool:
-    """Whether these are tensors without hooks, marks or anything else of which a leaf made of them has to know.
+    """Whether no leaf that is made of these needs to know more than the tensor: no hooks, no marks, nothing frozen.
 
-    That is a glance at all of them. Where it is False each is looked at.
+    This glance at all of them is cheap. Only where it is False is each looked at.
     """
     if not {*map(type, leaves)} <= {torch.Tensor, torch.nn.Parameter}:
         return False
     return not any(
         _private.hooks_at_a_glance(leaf) != _NO_HOOKS
-        or leaf.__dict__  # as of what stands in for a parameter in a module
+        or leaf.__dict__  # a mark, such as that of a stand-in for a module's parameter
         or not (leaf.requires_grad or type(leaf) is torch.Tensor)  # a frozen parameter
         for leaf in leaves
     )
@@ -153,16 +160,16 @@ _NO_HOOKS = (None, None)
 
 
 def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any], paths: Callable[[], list[str]]) -> bool:
-    """Whether a tensor has hooks for its gradient; they are then its leaf's too, called in every micro-batch.
+    """Puts the gradient hooks of the tensors on their leaves, to be called in every micro-batch; whether there are any.
 
     Raises FuncgaError, with its path, for a tensor with hooks that act on its `.grad`.
     """
     if any(map(_private.acts_on_grad, tensors)):
         raise _acts_on_grad(tensors, paths())
-    found = [*map(_private.hooks_of, tensors)]
-    if not any(found):
+    hooks_of_tensors = [*map(_private.hooks_of, tensors)]
+    if not any(hooks_of_tensors):
         return False
-    for leaf, hooks in zip(leaves, found, strict=True):
+    for leaf, hooks in zip(leaves, hooks_of_tensors, strict=True):
         for hook in [] if hooks is None else hooks.values():
             leaf.register_hook(hook)
     return True
@@ -177,15 +184,15 @@ def _acts_on_grad(tensors: Sequence[Any], paths: list[str]) -> FuncgaError:
     )
 
 
-def check_hooks_known(given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Raises FuncgaError if a module's parameter has hooks that what is differentiated in its place has not.
+def check_hooks_called(params: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    """Raises FuncgaError if a parameter of a module has hooks, and the tensor differentiated in its place has none.
 
-    A transform of torch.func differentiates tensors of its own, and calls no hook of those that they were made of.
+    A transform of torch.func differentiates tensors of its own, and calls no hooks of the tensors they are made of.
     """
-    for name, tensor in given.items():
-        # what is computed from a parameter, as in meta-learning, has a gradient function, and is no parameter
-        differentiated = tensor.requires_grad and tensor.is_leaf
-        if differentiated and _private.hooks_of(held[name]) and not _private.hooks_of(tensor):
+    for name, tensor in params.items():
+        # A tensor that was computed from a parameter, as in meta-learning, is no leaf, and has no use for its hooks.
+        is_differentiated = tensor.requires_grad and tensor.is_leaf
+        if is_differentiated and _private.hooks_of(parameters[name]) and not _private.hooks_of(tensor):
             raise FuncgaError(
                 f"`{name}` has a hook of register_hook, which a transform of torch.func does not call. Take the "
                 f"gradient with funcga.grad or funcga.value_and_grad, which do; or remove it with handle.remove()."

@@ -2,10 +2,10 @@
 
 Only torch has this file: JAX differentiates a program, which has no tensors of somebody else's.
 
-A pass that is restricted to its own leaves leaves all others alone. Only the functions written in Python, each a
-torch.autograd.Function, make a difference: they may run passes of their own, as a reentrant checkpoint does. To look
-for them in every graph would take 5 % of the time of a loop over small layers, and most losses apply none: so it is
-noted when one is.
+A backward pass that is restricted to its own leaves writes to no others, with one exception: functions written in
+Python, subclasses of torch.autograd.Function, may run passes of their own, as a reentrant checkpoint does. Searching
+every graph for them would take 5 % of the time of a loop over small layers, and most losses apply none. So a hook notes
+whenever one is applied, and a graph is searched only then.
 """
 
 import functools
@@ -31,7 +31,7 @@ _last = object()
 
 
 def last_applied() -> object:
-    """What is another object after a function written in Python was applied, whether autograd recorded it or not."""
+    """A mark that is another object once a function written in Python has been applied, recorded or not."""
     return _last if _IS_NOTED else object()
 
 
@@ -47,39 +47,43 @@ class _Probe(torch.autograd.Function):
 
 
 def _is_noted() -> bool:
-    """Lets every node of such a function note that it is made. False if torch has another way to make them."""
+    """Makes every node of a function written in Python note its creation; False if this torch does not allow that."""
     if "__init__" in vars(BackwardCFunction):
         return False
+    # Torch creates a node by calling its class, which has no __init__ so far. The probe shows whether this one is
+    # called.
     BackwardCFunction.__init__ = _note  # type: ignore[assignment, method-assign]
     before = _last
     _Probe.apply(torch.empty(0, device="cpu"))  # type: ignore[no-untyped-call]
     return _last is not before
 
 
-_IS_NOTED = _is_noted()  # else every graph is looked at
+# False costs time only: `last_applied` is then always new, and every graph is searched.
+_IS_NOTED = _is_noted()
 
 
-# What adds to the `.grad` of a leaf.
+# The type of the nodes that end a graph: each adds to the `.grad` of one leaf.
 _AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 
 
-def reach(loss: torch.Tensor, own: Collection[int]) -> tuple[list[torch.Tensor], bool]:
-    """(the leaves of a loss's graph without those of these ids, whether a function in it may run a pass of its own)."""
+def reach(loss: torch.Tensor, known_ids: Collection[int]) -> tuple[list[torch.Tensor], bool]:
+    """(the leaves of a loss's graph but for those of these ids, whether a function in it may run a pass of its own)."""
     assert loss.grad_fn is not None
+    # Breadth first: the list grows while it is walked through.
     nodes: list[Node] = [loss.grad_fn]
     seen: set[Node | None] = {None, *nodes}
-    for node in nodes:  # which grow meanwhile
+    for node in nodes:
         for after, _ in node.next_functions:
             if after not in seen:
                 seen.add(after)
                 nodes.append(after)  # type: ignore[arg-type]
     leaves = [node.variable for node in nodes if type(node) is _AccumulateGrad]  # type: ignore[attr-defined]
     custom = any(issubclass(kind, BackwardCFunction) and not _is_compiled(kind) for kind in {*map(type, nodes)})
-    return [leaf for leaf in leaves if id(leaf) not in own], custom
+    return [leaf for leaf in leaves if id(leaf) not in known_ids], custom
 
 
 def _is_compiled(kind: type) -> bool:
-    """Whether this is what torch.compile has made of a graph, which runs no backward pass of its own."""
+    """Whether this is a graph that torch.compile has compiled, which runs no backward pass of its own."""
     return str(kind._forward_cls.__module__).startswith("torch._functorch._aot_autograd.")  # type: ignore[attr-defined]
 
 
@@ -88,7 +92,7 @@ def _is_compiled(kind: type) -> bool:
 
 @contextmanager
 def left_alone(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """These leaves have no `.grad` in this context, and their own again afterwards."""
+    """A context in which these leaves have no `.grad`. Each gets its own back afterwards."""
     before = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in before:
         leaf.grad = None
@@ -107,12 +111,13 @@ class GradsWatch:
         self.before = [(leaf, leaf.grad, _version_of(leaf.grad)) for leaf in leaves]
 
     def changed(self) -> bool:
-        """Whether a `.grad` is another one than before, which it is again afterwards, or was written to."""
+        """Whether a `.grad` was replaced, which is undone, or written to, which cannot be."""
         changed = False
         for leaf, gradient, version in self.before:
             if leaf.grad is not gradient or _version_of(gradient) != version:
                 changed, leaf.grad = True, gradient
-        self.before = []  # once is enough
+        # The answer is final, and the gradients need not be kept alive for another one.
+        self.before = []
         return changed
 
     def check(self) -> None:
@@ -130,10 +135,10 @@ def _version_of(gradient: torch.Tensor | None) -> int | None:
 
 
 class Surroundings:
-    """The leaves of autograd around a loss, which backward passes inside of its own may write to.
+    """The leaves of autograd around a loss, which backward passes of the functions in it may write to.
 
-    `originals`: what the window's leaves are made of, with `paths`. `gradient`: whose loss it is. `in_module`: whether
-    the window's leaves are in its module during the backward pass too, as those of a pure_loss.
+    `originals`: the tensors that the window's leaves are made of, with `paths`. `gradient`: the gradient function of
+    the loss. `in_module`: whether the leaves are in a module during the backward pass too, as those of a pure_loss are.
     """
 
     def __init__(
@@ -148,15 +153,15 @@ class Surroundings:
 
     @functools.cached_property
     def leaves(self) -> list[torch.Tensor]:
-        """All leaves of autograd among these, and the originals."""
+        """The leaves of autograd among these objects and the originals."""
         tensors = [value for value in [*self.originals, *self.objects] if isinstance(value, torch.Tensor)]
         return [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
 
     def check(self, written: Sequence[torch.Tensor]) -> None:
-        """Raises FuncgaError if a backward pass inside has written to leaves in the place of those of the window.
+        """Raises FuncgaError if an inner backward pass has written to other leaves instead of the window's.
 
-        They are the originals; or they have the name and the shape of one, as where functional_call has put a module's
-        own parameters back by the time when it runs again.
+        Those are the originals. Or they have the name and the shape of one: functional_call has put the module's own
+        parameters back by the time a checkpoint runs the module again.
         """
         ids = {id(leaf) for leaf in written}
         if ids.isdisjoint(map(id, self.originals)) and (self.in_module or not self._are_namesakes(ids)):
@@ -179,10 +184,11 @@ class Surroundings:
             if id(parameter) in written
         ]
         for path, original in zip(self.paths(), self.originals, strict=True):
-            own_name = ".".join(re.findall(r"[\w-]+", path))
-            is_item = own_name.rpartition(".")[2].isdigit()  # of a list, without a name
+            # `params['layer.weight']` becomes params.layer.weight, which ends in the parameter's name.
+            dotted = ".".join(re.findall(r"[\w-]+", path))
+            is_item = dotted.rpartition(".")[2].isdigit()  # of a list: it has no name, so the shape alone decides
             for name, parameter in slots:
-                is_named = is_item or own_name.endswith(f".{name}")
+                is_named = is_item or dotted.endswith(f".{name}")
                 if is_named and getattr(original, "shape", None) == parameter.shape:
                     return True
         return False
@@ -194,9 +200,10 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 def _reachable(function: object) -> Iterator[torch.Tensor | nn.Module]:
     """The tensors and modules that can be found from a function, the nearest first."""
+    # Breadth first: the list grows while it is walked through, and keeps every object alive, so that ids stay unique.
     waiting, seen = [function], {id(function)}
-    for value in waiting:  # which grows meanwhile
-        # By its type: some objects answer isinstance() with what they stand for.
+    for value in waiting:
+        # By its type, because proxies answer isinstance() for the object that they stand for.
         if issubclass(type(value), torch.Tensor | nn.Module):
             yield value  # type: ignore[misc]
         if not issubclass(type(value), torch.Tensor) and len(waiting) < _ENOUGH:

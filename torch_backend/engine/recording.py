@@ -12,8 +12,8 @@ import torch
 from funcga.errors import FuncgaError
 
 _RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
-# How many losses are recorded in all threads: torch.compile guards a global, and no variable of a context. It may be
-# that of another thread: then what is compiled has a graph that nobody needs, and the same numbers.
+# How many losses are being recorded, in all threads. torch.compile can guard a global, but no context variable. If the
+# loss is another thread's, the compiled function records a graph that nobody needs, and returns the same numbers.
 _recordings = 0
 
 
@@ -32,12 +32,12 @@ class recording_loss(AbstractContextManager[None]):  # noqa: N801 - a context, a
 
 
 def is_recorded() -> bool:
-    """Whether autograd records a loss of funcga's, which what is computed now is a part of."""
+    """Whether the present computation is part of a loss that autograd records for funcga."""
     return (_recordings > 0 if torch.compiler.is_compiling() else _RECORDED.get()) and torch.is_grad_enabled()
 
 
 def is_constant(loss: torch.Tensor) -> bool:
-    """Whether a loss without a gradient is a number other than 0: that is one of a batch that is masked whole."""
+    """Whether a loss without a graph is a number other than 0. A batch that is masked completely has a loss of 0."""
     return abs(loss.detach().item()) > 0
 
 

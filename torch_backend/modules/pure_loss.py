@@ -13,7 +13,7 @@ from torch import nn
 from funcga._types import LossFn
 from funcga.errors import FuncgaError, similar
 from torch_backend import _private, arrays
-from torch_backend.gradients import check_hooks_known
+from torch_backend.gradients import check_hooks_called
 from torch_backend.modules.checks import (
     ModuleLoss,
     check_module_and_loss,
@@ -217,7 +217,7 @@ class Entered:
         check_none_frozen(self.params, own)
         # Autograd calls the hooks of a parameter, to whose leaf the engine hands them on; torch.func does not.
         if _private.transforms():
-            check_hooks_known(self.params, own)
+            check_hooks_called(self.params, own)
         return replaced
 
     def __enter__(self) -> "Entered":

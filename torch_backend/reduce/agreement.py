@@ -1,7 +1,6 @@
 """The agreement of the replicas: before the first reduction of a structure they compare what they fold.
 
-It takes two collectives more, once for each structure. In later windows the header says by a digest which structure a
-replica folds.
+This takes two more collectives, once for each structure. In later windows a digest in the header names the structure.
 """
 
 import pickle
@@ -64,7 +63,7 @@ class History:
 
     def recalled(self, digest: float = 0) -> Agreement | None:
         """The Agreement of all replicas on the structure that has this digest, or on any."""
-        agreed = [known for known in self.agreements if known.steps and (known.digest == digest or not digest)]
+        agreed = [each for each in self.agreements if each.steps and (each.digest == digest or not digest)]
         return agreed[-1] if agreed else None
 
 
@@ -90,14 +89,15 @@ def proposed(
 
     `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced elsewhere.
     """
-    # The engine has one Outputs for all windows of a structure; any other gradient function makes a new one each time.
-    known = [known for known in history.agreements if known.outputs is outputs]
-    if known:
-        return known[-1]
+    # The engine has one Outputs for all windows of a structure, so no key has to be made. Any other gradient function
+    # has a new one for each window.
+    earlier = [agreement for agreement in history.agreements if agreement.outputs is outputs]
+    if earlier:
+        return earlier[-1]
     key = _key(outputs, leaves)
-    known = [known for known in history.agreements if known.key == key]
-    if known:
-        return known[-1]
+    earlier = [agreement for agreement in history.agreements if agreement.key == key]
+    if earlier:
+        return earlier[-1]
     summed_by_autograd = {*layout.weighted_in_backward, *layout.plain_in_backward}
     likes = [
         None if fold is None or leaf is None else _like(leaf, leaf_index in summed_by_autograd)
@@ -127,7 +127,7 @@ def _shape(outputs: Outputs, leaf_index: int) -> tuple[int | str, ...] | None:
 
 
 def _like(leaf: Any, is_summed_by_autograd: bool) -> torch.Tensor:
-    """A leaf in the strides that its accumulator has: autograd keeps those of a parameter, other sums have none."""
+    """A leaf in the strides of its accumulator: autograd keeps those of the parameter, other sums are contiguous."""
     array = arrays.as_array(leaf)
     if is_dtensor(array) or array.is_contiguous():
         return array
@@ -139,7 +139,8 @@ def _like(leaf: Any, is_summed_by_autograd: bool) -> torch.Tensor:
 def _proposal(
     key: tuple[object, ...], outputs: Outputs, likes: Sequence[torch.Tensor | None], layout: Layout, replicas: Replicas
 ) -> Agreement:
-    reduced = {index: like for index, i in enumerate(outputs.reduced) if (like := likes[i]) is not None}
+    # From here on leaves are counted by their index in `Buffers.reduced`.
+    reduced = {index: like for index, leaf in enumerate(outputs.reduced) if (like := likes[leaf]) is not None}
     specs = {index: spec_of(like) for index, like in reduced.items() if is_dtensor(like)}
     for spec in specs.values():
         _check_copies(spec, replicas)
@@ -183,7 +184,7 @@ def _is_sum(fold: LeafFold, like: torch.Tensor) -> bool:
 
 
 def _description(outputs: Outputs, likes: Sequence[torch.Tensor | None], replicas: Replicas) -> dict[str, str]:
-    """What must be alike on all replicas, by path."""
+    """What must be the same on all replicas, as a text for each path."""
     sent = f"sent in buckets of {replicas.bucket_bytes} bytes as {replicas.wire_dtype or 'accumulated'}"
     return {"across": sent} | {
         path: _description_of_leaf(outputs, leaf_index, like)
@@ -230,12 +231,12 @@ def agreed(
     """
     # Usually the headers have said everything, and nothing more is sent.
     steps = [report.step for report in reports]
-    known = _known(history, mine, reports)
-    if known is not None and known.steps == steps:
-        return known
-    # Else all replicas come here, as all of them have the same reports.
+    earlier = _earlier(history, mine, reports)
+    if earlier is not None and earlier.steps == steps:
+        return earlier
+    # Otherwise all replicas come here, because all of them see the same reports. So the collectives below match.
     said: list[_Said] = replicas.channel.gathered(_said_of(history.step, mine, reports))
-    if known is not None or _are_mixed_up(said):
+    if earlier is not None or _are_mixed_up(said):
         spelled = "; ".join(f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8]))
         raise FuncgaError(
             f"the replicas call different steps at the same time: {spelled}. What they fold would be added up all the "
@@ -250,8 +251,9 @@ def agreed(
     return mine
 
 
-def _known(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:
-    """The Agreement that all replicas have made before, if all that they fold now has one digest."""
+def _earlier(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:
+    """The Agreement that all replicas have made before, if everything that they fold now has one digest."""
+    # A digest of 0 is that of a replica that has nothing to fold: it goes with any other.
     digests = {report.digest for report in reports} - {0}
     if len(digests) > 1 or not all(report.agreed for report in reports):
         return None
@@ -262,12 +264,14 @@ def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -
     digests = {report.digest for report in reports}
     if mine is None:
         return _Said(step, steps_made(), None, None)
+    # Descriptions are long, so they are sent only where digests differ. The structure is sent only where a replica has
+    # nothing to fold, and so cannot know it.
     description = mine.description if len(digests - {0}) > 1 else None
     return _Said(step, steps_made(), description, _pickled(mine) if 0 in digests else None)
 
 
 def _are_mixed_up(said: list[_Said]) -> bool:
-    """Whether two replicas take different steps of which both have made both."""
+    """Whether two replicas take different steps, although each of them has made both steps."""
     # A step that only one of two replicas has made is no mistake: each may have a loss of its own.
     taken = [(each.step, each.steps_made) for each in said if each.step is not None]
     return any(
@@ -281,11 +285,11 @@ def _are_mixed_up(said: list[_Said]) -> bool:
 
 
 def _pickled(mine: Agreement) -> bytes | str:
-    """What it takes to make values like those of this replica."""
+    """The pickled structure of what this replica folds, for others to make values like it; a text if it has none."""
     if mine.specs:
         return "it lies on the devices of a mesh"
     try:
-        # A tree of numbers, as a tree's structure alone does not pickle well.
+        # A tree of numbers has the structure too, and torch's own description of a structure does not pickle well.
         data = pickle.dumps((mine.outputs.structure_of(range(len(mine.likes))), mine.likes))
         pickle.loads(data)
     except Exception as error:  # whatever the user's class raises
@@ -316,6 +320,7 @@ def _adopted(history: History, structure: bytes | str, rebuild: Rebuild | None, 
 
 def _shared(mine: Agreement | str, replicas: Replicas) -> Agreement:
     """The Agreement, if all replicas have one, and all of them are alike."""
+    # All replicas first say whether they have one. If one has not, all of them raise, and none is left waiting.
     problems = replicas.channel.gathered(mine if isinstance(mine, str) else None)
     if isinstance(mine, str) or any(problems):
         raise FuncgaError(

@@ -1,9 +1,9 @@
 """The channel: what the replicas of a group tell each other, beside the gradients that they add up.
 
-The collectives of one group have to be called in one order on all of its processes. A loss may call some in its
-backward pass, while gradients are sent, and with a branch in the loss the order differs from replica to replica. So
-headers, descriptions, and gradients on the CPU travel over a process group that nobody else uses. It is made once for
-each group that a user gives, with gloo, which needs no device: what the host knows never waits for one.
+All processes of a group have to call its collectives in one order. A loss may call some in its backward pass while
+gradients are sent, and a branch in the loss makes the order differ between replicas. So headers, descriptions, and
+gradients on the CPU travel over a process group that nobody else uses. It is made once for each group of the user's,
+with gloo, which needs no device: numbers on the host never wait for one.
 """
 
 import atexit
@@ -22,26 +22,24 @@ from torch_backend import _private
 
 
 class Owed(Protocol):
-    """A window that an error has ended, while the others may still wait for a part of it."""
+    """A window that an error has ended here, while other replicas may still wait for what it sends."""
 
     def settle(self) -> None:
-        """Sends that part, without waiting for anybody."""
+        """Sends it, without waiting for anybody."""
         ...
 
 
 class Channel:
-    """A group of funcga's own, on the processes of a given one."""
+    """A process group of funcga's own, on the processes of a user's group."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.count = group, group.rank(), group.size()
         self.owed: list[Owed] = []
 
-    def carrier(self, device: torch.device, given: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The group that arrays on this device travel over: funcga's own on the CPU, the given one elsewhere.
-
-        A second communicator of NCCL would take some 100 MB of each device.
-        """
-        return self.group if device.type == "cpu" else given
+    def carrier(self, device: torch.device, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The group that arrays on this device travel over: funcga's own on the CPU, the user's elsewhere."""
+        # A second communicator of NCCL would take some 100 MB of each device.
+        return self.group if device.type == "cpu" else group
 
     def settle(self) -> None:
         """Sends what is owed to the others, before anything new."""
@@ -51,7 +49,8 @@ class Channel:
     def gathered(self, mine: object) -> list[Any]:
         """What each replica says, in their order: any objects that can be pickled."""
         with explained():
-            # The lengths come first, as an all_gather takes tensors of one shape.
+            # The lengths are sent first: an all_gather takes tensors of one shape, so the data is padded to the
+            # longest.
             data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
             lengths = [int(length) for length in all_gathered(self.group, torch.tensor([data.numel()]))]
             padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -67,7 +66,7 @@ def all_gathered(group: dist.ProcessGroup, mine: torch.Tensor) -> Sequence[torch
     return tensors
 
 
-# A channel goes with its group.
+# A channel lives as long as its group: the keys are weak.
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
 # Threads of gloo that outlive the interpreter may end the process with an abort.
 atexit.register(_CHANNELS.clear)
@@ -108,12 +107,12 @@ class Report(NamedTuple):
 class Header:
     """The reports of all replicas, under way: one small all_gather, over when the first gradients can be sent.
 
-    It begins before the last backward pass, when all of its numbers are known. What is wrong shows in it to all
-    replicas alike, so that all of them raise, in the same window.
+    It begins before the last backward pass, when all of its numbers are known. All replicas see the same reports, so a
+    problem makes all of them raise, in the same window.
     """
 
     def __init__(self, channel: Channel, mine: Report):
-        # The tensors are kept as long as they are under way.
+        # The collective reads and writes these tensors until it is done, so they are kept until then.
         self._sent = torch.tensor(mine, dtype=torch.float64)
         self._rows = torch.zeros(channel.count, len(mine), dtype=torch.float64)
         self._work = channel.group.allgather([[*self._rows]], [self._sent])
@@ -167,15 +166,15 @@ def nothing_to_fold() -> FuncgaError:
 
 
 def digest_of(description: object) -> int:
-    """A number of 53 bits, which a float64 holds, that is another for any other description, and never 0."""
+    """A hash of 53 bits, which a float64 holds exactly, and never 0."""
     return int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:8], "little") >> 11 or 1
 
 
 def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> None:
-    """Raises FuncgaError if two replicas describe differently what stands at a path.
+    """Raises FuncgaError if two replicas describe the same path differently.
 
-    Each has a description for every path, or None if it has nothing to say. `problem` is for the error, such as
-    "fold different structures".
+    Each replica has a description for every path, or None if it has nothing to say. `problem` goes into the error, such
+    as "fold different structures".
     """
     said = [(rank, description) for rank, description in enumerate(descriptions) if description is not None]
     for rank, theirs in said[1:]:
@@ -189,7 +188,7 @@ def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> 
 
 
 def _differences(first: int, expected: dict[str, str], rank: int, theirs: dict[str, str]) -> list[str]:
-    """In which paths, or in which order of them, a rank differs from the first one."""
+    """How a rank differs from the first one: in the paths, in what is at them, or in their order."""
     paths = [path for path in {**expected, **theirs} if expected.get(path) != theirs.get(path)]
     if not paths and [*expected] != [*theirs]:
         return [f"rank {rank} has the leaves of rank {first} in another order"]
@@ -229,7 +228,7 @@ COULD_NOT_MERGE = (
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """A context that says of an error in a collective what it means."""
+    """A context that adds to an error in a collective what it means for the replicas."""
     try:
         yield
     except RuntimeError as error:
@@ -238,6 +237,6 @@ def explained() -> Iterator[None]:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error comes from torch's collectives, as far as it says."""
+    """Whether an error comes from torch's collectives, as far as its type and text tell, and is not explained yet."""
     unexplained = COULD_NOT_MERGE not in getattr(error, "__notes__", ())
     return unexplained and (isinstance(error, dist.DistError) or "gloo/" in str(error))

@@ -2,9 +2,9 @@
 
 Only torch has this file: in JAX it is a psum after the loop.
 
-Each replica first says in a header what it will have folded, so that all of them know the total weight, the unit that
-weighted sums travel in, and that they do the same. While the last micro-batch's backward pass runs, a bucket is sent as
-soon as the headers are here and the bucket and those before it are complete, so that all replicas send in one order.
+Each replica first says in a header what it will have folded. So all of them know the total weight and the unit that
+weighted sums travel in, and that they take the same step. While the last backward pass runs, a bucket is sent once the
+headers are here, and it and all buckets before it are complete: all replicas send in one order.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ from torch_backend.replicas import Replicas
 class Reduction:
     """Merges what one window folds over the replicas, once.
 
-    It is made before the first micro-batch and told of it by `begin`; then `announce` before the last backward pass,
-    `ready` in it, and `finish`. A replica without any micro-batch calls `take_part` and `finish`. As a context it
-    tells the others of a window that an error ends.
+    The order of calls: `begin` once the first output is known, `announce` before the last backward pass, `ready`
+    during that pass, then `finish`. A replica without any micro-batch calls `take_part` and `finish`. As a context it
+    tells the other replicas of an error that ends the window.
     """
 
     agreement: Agreement
@@ -40,12 +40,13 @@ class Reduction:
 
     def __init__(self, progress: Progress, replicas: Replicas):
         self.history, self.replicas = progress.over(replicas.group), replicas
-        # Every window counts, whether or not it is merged: that is how replicas which are out of step find it out.
+        # Every window counts, merged or not. Replicas that are out of step notice it by different counts.
         self.history.begun += 1
         self.window = self.history.begun
         self.header: Header | None = None
         self.unit = 0.0  # of the weighted sums when they travel; 0 until all replicas have said theirs
-        self.problem: Exception | None = None  # what is wrong, if it was seen where it cannot be raised
+        # An error that is seen inside of a backward pass is kept here, and raised after it.
+        self.problem: Exception | None = None
         self.rebuild: Callable[[Structure], tuple[Outputs, list[Any]]] | None = None
         self.is_over = False
         self.counted: tuple[dist.Work, torch.Tensor] | None = None
@@ -61,16 +62,16 @@ class Reduction:
     # ------------------------------------------------------------------------------------------------- a window begins
 
     def begin(self, buffers: Buffers, leaves: Sequence[Any]) -> None:
-        """Takes the buffers of a window whose first micro-batch has given these leaves, folded already or not yet.
+        """Takes the buffers of a window whose first micro-batch has these leaves; they may be folded already.
 
-        What has None among the leaves is reduced elsewhere.
+        A leaf that is None is reduced elsewhere.
         """
-        self._hold(proposed(self.history, buffers.outputs, leaves, buffers.layout, self.replicas), buffers)
+        self._take_buffers(proposed(self.history, buffers.outputs, leaves, buffers.layout, self.replicas), buffers)
 
-    def _hold(self, agreement: Agreement, buffers: Buffers) -> None:
-        """Lets sums of which there is nothing yet be accumulated in the buckets."""
+    def _take_buffers(self, agreement: Agreement, buffers: Buffers) -> None:
+        """Takes the buffers, and lets sums that have not begun accumulate in the memory of the buckets."""
         self.agreement, self.buffers, self.sums = agreement, buffers, Sums(agreement.plan)
-        self.scaled = {*buffers.layout.weighted}
+        self.weighted = {*buffers.layout.weighted}
         # An accumulator that is a view of its bucket need not be copied when the bucket is sent.
         for leaf, view in self.sums.views.items():
             is_added_in_place = buffers.layout.kinds[leaf] is not None and leaf not in agreement.specs
@@ -78,9 +79,9 @@ class Reduction:
                 buffers.reduced[leaf] = view
 
     def take_part(self, bind: Callable[[Tree], Outputs], device: torch.device) -> Outputs:
-        """What the others fold, on a replica without any micro-batch, which begins with empty buffers.
+        """Learns what the others fold, on a replica without any micro-batch, and begins with empty buffers for it.
 
-        `bind(value)` is the Outputs of values like those of the others, which are made on `device`.
+        `bind(value)` is the Outputs of a value like those of the others, which is made on `device`.
         """
 
         def rebuild(structure: Structure) -> tuple[Outputs, list[Any]]:
@@ -96,11 +97,10 @@ class Reduction:
 
     @property
     def overlaps(self) -> bool:
-        """Whether buckets can be sent while the last backward pass runs.
-
-        Not before the replicas have agreed; nor if hooks run in several threads, as for several devices; nor over a
-        group that the loss uses as well, on some replicas earlier than on others.
-        """
+        """Whether buckets can be sent while the last backward pass runs."""
+        # Three things forbid it. The replicas have not agreed yet. Or there are several devices, whose hooks run in
+        # several threads. Or the loss uses the same group, and its collectives come earlier on some replicas than on
+        # others.
         one_device = len({bucket.device for bucket in self.sums.buckets}) == 1
         shared = self.history.communicates and self._wire.carrier is self.replicas.group
         return bool(self.agreement.steps) and one_device and not shared
@@ -111,9 +111,9 @@ class Reduction:
         return Wire(channel.carrier(device, self.replicas.group), device, channel)
 
     def announce(self, weight: Scalar = 0, steps: int = 0) -> None:
-        """Says what this replica will have folded when a last micro-batch of this weight is; without one, what it has.
+        """Sends the header: what this replica will have folded after a last micro-batch of this weight, if any.
 
-        What is owed to the others of earlier windows is sent first.
+        What is still owed to the others from earlier windows is sent first.
         """
         self.replicas.channel.settle()
         if self.rebuild is not None:
@@ -140,9 +140,9 @@ class Reduction:
         return 0 if step is None else digest_of(tuple(step)), self.window, self.history.finished
 
     def ready(self, leaf: int) -> None:
-        """Says that nothing more will be added to a leaf, and sends the buckets that are complete by that."""
+        """Says that nothing more will be added to a leaf, and sends the buckets that this completes."""
         self.sums.complete(leaf)
-        # Where the others are not as far yet they cannot take what is sent, so that nothing is lost by not waiting.
+        # The backward pass goes on without the headers of slower replicas: these could not receive a bucket yet anyway.
         if self.header is None or not self.header.done or not self._agrees():
             return
         with explained():
@@ -150,7 +150,7 @@ class Reduction:
                 self._send()
 
     def _agrees(self) -> bool:
-        """Whether all replicas do the same. What is wrong, if anything, is raised by `finish`."""
+        """Whether all replicas do the same. If they do not, `finish` raises the error."""
         try:
             self._agree()
         except (FuncgaError, RuntimeError):
@@ -173,9 +173,9 @@ class Reduction:
             self.problem = problem
             raise
         if self.rebuild is not None:
-            self._hold(agreement, Buffers(Layout(agreement.outputs)))
-        # Where all replicas have one unit, as with equal weights, nothing is rescaled. Else the unit is a power of two:
-        # then a sum is rounded once at most.
+            self._take_buffers(agreement, Buffers(Layout(agreement.outputs)))
+        # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the unit is a power of
+        # two, and a sum is rounded once at most.
         units = {report.unit for report in reports} - {0.0}
         self.unit = units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0
 
@@ -205,8 +205,8 @@ class Reduction:
         return state
 
     def give_up(self) -> None:
-        """Sends what the others still wait for, with the mark of an error; owes it to them if they are not as far."""
-        # To make a channel here would be a collective that no other replica takes part in.
+        """Sends what the others still wait for, with the mark of an error; owes it if they are not ready yet."""
+        # Making a channel is a collective, and no other replica would take part in it now.
         channel = channel_if_any(self.replicas.group)
         if self.is_over or channel is None or isinstance(self.problem, FuncgaError):
             return
@@ -217,20 +217,23 @@ class Reduction:
             channel.owed.append(self)
 
     def settle(self) -> None:
-        """Sends the rest of a window that was given up; if nothing was said of it, that it has failed."""
+        """Sends the rest of a window that was given up; if it was never announced, a header that says so."""
         if self.header is None:
             Header(self.replicas.channel, Report(*self._counts, failed=True))
             return
         try:
             self._agree()
-            if self.sums.left:  # else the others have everything already, and the next header says the rest
+            # The mark travels in the last bucket. If that is sent already, the others have all of this window, and the
+            # next header shows that it was not finished here.
+            if self.sums.left:
                 self.sums.mark.fill_(1)
             self._send_rest()
-        except (FuncgaError, RuntimeError):  # then the others have raised it too, and wait for nothing
+        except (FuncgaError, RuntimeError):
+            # The others have raised the same, and wait for nothing.
             return
 
     def _send_rest(self) -> None:
-        """Begins all collectives that are left, but for those before which the replicas have to talk."""
+        """Begins all collectives that are left, except those before which the replicas have to exchange shapes."""
         assert self.header is not None
         while self.sums.left:
             self._send()
@@ -241,11 +244,12 @@ class Reduction:
             self.combine = gather(self.buffers, plan, self._wire)
 
     def _send(self) -> None:
+        # From the unit of this replica to that of all.
         factor = (self.buffers.unit or self.unit) / self.unit
-        self.sums.send(self._wire.carrier, self.buffers.reduced, self.scaled, factor)
+        self.sums.send(self._wire.carrier, self.buffers.reduced, self.weighted, factor)
 
     def _count_on_device(self) -> tuple[dist.Work, torch.Tensor]:
-        """Adds up what the devices have counted: the weight, and micro-batches that the host does not know of."""
+        """Begins to add up what the devices have counted: the weight, and micro-batches that the host cannot see."""
         counted, wire = self.buffers.counted, self._wire
         counts = (0, 0) if counted is None else (counted.weight[0], counted.steps)
         sent = torch.stack([_on_device(count, wire.device) for count in counts])
@@ -258,10 +262,10 @@ class Reduction:
         assert self.header is not None
         reports, buffers = self.header.reports(), self.buffers
         self.sums.wait()
-        # To ask a device for the mark would make the host wait: `_count` makes the weight NaN there. But no replica may
-        # begin to talk where one has given up and says nothing.
-        talks = bool(buffers.outputs.collected or state)
-        if (self.sums.mark.is_cpu or talks) and self.sums.mark != 0:
+        # Reading the mark from a device would make the host wait. Instead `_count` makes the weight NaN there. But
+        # before another exchange between hosts the mark has to be read: a replica that has given up would not answer.
+        exchanges_more = bool(buffers.outputs.collected or state)
+        if (self.sums.mark.is_cpu or exchanges_more) and self.sums.mark != 0:
             raise FuncgaError(
                 "another replica has raised an error, or was interrupted, when the others had begun to merge this "
                 "window: nothing of it can be used. See what that process says, and let the error end all of them; or "
@@ -299,12 +303,12 @@ _SMALL = 2**12  # bytes of a value that is copied out of its bucket
 
 
 def _on_device(count: Scalar, device: torch.device) -> torch.Tensor:
-    """A number in float64 on the device, which is not waited for."""
+    """A number as a float64 on the device. The host does not wait for it."""
     if isinstance(count, torch.Tensor):
         return count.to(device, torch.float64)
     return torch.full((), float(count), dtype=torch.float64, device=device)
 
 
 def _like(accumulated: Any, spec: Spec) -> Any:
-    """What tells where a leaf of DTensors lies: itself; where nothing was folded what was agreed on."""
+    """What tells the placements of a leaf of DTensors: the leaf itself, or the Spec where nothing was folded."""
     return accumulated if isinstance(accumulated, tuple) or is_dtensor(accumulated) else spec

@@ -1,7 +1,7 @@
 """The wire: how leaves travel between replicas. Sums go in buckets, each one all_reduce; anything else as bytes.
 
-Sums are accumulated in the memory of the buckets itself, so that nothing is copied before it is sent. Leaves that are
-no sums, such as moments or collected rows, are gathered, and combined in the order of the replicas.
+Sums are accumulated in the memory of the buckets, so nothing is copied before it is sent. Leaves that are no sums, such
+as moments or collected rows, are gathered, and combined in the order of the replicas.
 """
 
 import math
@@ -18,8 +18,10 @@ from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers
 from torch_backend.reduce.channel import Channel
 
-_FEW = 8  # elements that are worth no bucket of their own
-_ALIGNED = 16  # elements: each leaf begins at a multiple of these, as kernels like it
+# So few elements are not worth a bucket of their own.
+_FEW = 8
+# Each leaf begins at a multiple of so many elements: kernels are faster on aligned memory.
+_ALIGNED = 16
 
 
 class Slot(NamedTuple):
@@ -115,12 +117,13 @@ def _accumulator(fold: LeafFold, like: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(accumulators: Mapping[int, torch.Tensor], bucket_bytes: int) -> Iterator[tuple[tuple[Slot, ...], int]]:
-    """The slots and the length of each bucket: as many leaves as go into so many bytes, one at least."""
-    # A leaf that does not fit begins a bucket of its own, however large it is.
+    """The slots and the length of each bucket: as many leaves as fit into `bucket_bytes`, one at least."""
+    # A leaf that does not fit begins a new bucket, however large it is.
     slots: list[Slot] = []
     end = 0
     for leaf, accumulator in accumulators.items():
         real = torch.view_as_real(accumulator) if accumulator.is_complex() else accumulator
+        # Rounded up.
         start = -(-end // _ALIGNED) * _ALIGNED
         if slots and (start + real.numel()) * real.itemsize > bucket_bytes:
             yield tuple(slots), end
@@ -133,8 +136,8 @@ def _cut(accumulators: Mapping[int, torch.Tensor], bucket_bytes: int) -> Iterato
 class Sums:
     """The sums of one window in the memory of their buckets, and those buckets that are under way.
 
-    Buckets are sent in the order of the plan, so that all replicas send in one order. The last one has one element
-    more: the mark, which is not 0 in the sum if any replica has raised an error.
+    Buckets are sent in the order of the plan, so all replicas send in one order. The last bucket has one more element,
+    the mark: its sum is not 0 if any replica has raised an error.
     """
 
     def __init__(self, plan: Plan):
@@ -144,6 +147,7 @@ class Sums:
             torch.zeros(bucket.length + (index == last), dtype=bucket.dtype, device=bucket.device)
             for index, bucket in enumerate(plan.buckets)
         ]
+        # Each view shares the memory of its bucket: what is added to it is in the bucket.
         self.views = {
             slot.leaf: _view(memory, slot)
             for bucket, memory in zip(plan.buckets, self._memory, strict=True)
@@ -174,10 +178,10 @@ class Sums:
         """Whether the next bucket can be sent before the window ends. The last one, with the mark, cannot."""
         return self.left > 1 and not self._incomplete[self.sent]
 
-    def send(self, carrier: dist.ProcessGroup, reduced: list[object], scaled: Collection[int], factor: float) -> None:
-        """Sends the next bucket, with what `reduced` holds of its leaves, which it holds in the bucket from then on.
+    def send(self, carrier: dist.ProcessGroup, reduced: list[object], weighted: Collection[int], factor: float) -> None:
+        """Sends the next bucket with the sums of its leaves. Those that are `weighted` are multiplied by the factor.
 
-        Sums that are `scaled` are multiplied by the factor.
+        From then on `reduced` has views of the bucket in their place.
         """
         bucket, memory = self.buckets[self.sent], self._memory[self.sent]
         # Whatever was accumulated elsewhere comes into the bucket; a leaf without any value is 0 there.
@@ -187,9 +191,10 @@ class Sums:
             if isinstance(accumulated, torch.Tensor) and accumulated is not view:
                 view.copy_(accumulated)
             reduced[leaf] = view
-        weighted = [view for leaf, view in views.items() if leaf in scaled]
-        if factor != 1 and weighted:
-            torch._foreach_mul_(weighted, factor)
+        to_scale = [view for leaf, view in views.items() if leaf in weighted]
+        if factor != 1 and to_scale:
+            torch._foreach_mul_(to_scale, factor)
+        # The memory itself, unless the wire has another dtype.
         sent = memory.to(bucket.wire)
         self._sent.append((carrier.allreduce([sent]), sent))
 
@@ -226,17 +231,18 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire) -> Callable[[], None]:
     outputs, mine = buffers.outputs, {}
     for leaf, shape in plan.gathered.items():
         mine[leaf] = local(buffers.reduced[leaf])
-        if mine[leaf] is None:  # nothing was folded here
+        # Where nothing was folded the identity is sent, so that all replicas send the same shapes.
+        if mine[leaf] is None:
             dtype = outputs.dtypes[outputs.reduced[leaf]]
             mine[leaf] = buffers.folds[leaf].identity(torch.zeros(shape, dtype=dtype, device=wire.device))
-    # First what this replica has, in an order that is the same on all of them.
+    # First all arrays of this replica in one list. Its order is the same on all replicas.
     arrays = [part for lifted in mine.values() for part in (lifted if isinstance(lifted, tuple) else (lifted,))]
     axes = {leaf_index: _axis(outputs, leaf_index) for leaf_index in outputs.collected}
     arrays += [_rows(buffers, leaf_index, axis, wire.device) for leaf_index, axis in axes.items()]
     received = _gathered(arrays, bool(axes), wire)
 
     def combine() -> None:
-        # Then what each replica has, taken one by one in that order.
+        # Then the lists of all replicas, taken apart in that order.
         arrays_of_ranks = [iter(arrays) for arrays in received()]
         for leaf, lifted in mine.items():
             lifted_of_ranks = [
@@ -271,7 +277,7 @@ def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> Ca
     """
     kinds = [(tuple(array.shape), array.dtype) for array in arrays]
     kinds_of_ranks: list[list[Kind]] = wire.channel.gathered(kinds) if have_rows else [kinds] * wire.channel.count
-    # One all_gather takes as many bytes of each replica: those of the longest.
+    # An all_gather takes equally many bytes from each replica, so all are padded to the longest.
     packed = pack(arrays, wire.device)
     padded = packed.new_zeros(max(map(nbytes, kinds_of_ranks)))
     padded[: packed.numel()] = packed
@@ -288,6 +294,7 @@ def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> Ca
 def carried(state: list[Any], source: int, wire: Wire) -> list[Any]:
     """The state of the replica `source`: its arrays and numbers. Any other object stays each replica's own."""
     is_source = wire.channel.rank == source
+    # The hosts first exchange numbers, and the kinds of arrays, so that the others can make room for the broadcast.
     said: list[Any] = wire.channel.gathered([_said_of(leaf) for leaf in state] if is_source else None)[source]
     kinds: list[Kind] = [theirs for theirs in said if isinstance(theirs, tuple)]
     if is_source:
@@ -298,8 +305,8 @@ def carried(state: list[Any], source: int, wire: Wire) -> list[Any]:
         wire.carrier.broadcast(data, source).wait()
     arrays = iter(unpack(data, kinds))
     return [
-        next(arrays) if isinstance(theirs, tuple) else own if theirs is None else theirs
-        for theirs, own in zip(said, state, strict=True)
+        next(arrays) if isinstance(theirs, tuple) else leaf if theirs is None else theirs
+        for theirs, leaf in zip(said, state, strict=True)
     ]
 
 
@@ -324,7 +331,7 @@ def nbytes(kinds: Sequence[Kind]) -> int:
 def as_bytes(array: torch.Tensor) -> torch.Tensor:
     """The elements of an array as uint8[nbytes], in its own memory if that is contiguous."""
     whole = array.detach().resolve_conj().resolve_neg().contiguous()
-    # Torch calls an array of one element contiguous, or of none, whatever its strides.
+    # Torch calls an array of one element, or of none, contiguous whatever its strides. A view of bytes needs stride 1.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
@@ -339,7 +346,7 @@ def unpack(data: torch.Tensor, kinds: Sequence[Kind]) -> list[torch.Tensor]:
     for kind in kinds:
         end = start + nbytes([kind])
         shape, dtype = kind
-        # A copy begins where elements of any size may begin.
+        # In `data` an array may begin at any byte. A copy is aligned for its dtype.
         arrays.append(data[start:end].clone().view(dtype).view(shape))
         start = end
     return arrays

@@ -1,9 +1,9 @@
-"""What a module's wrapper needs over a window: nothing, if nothing wraps it; DistributedDataParallel; replicate.
+"""What wrappers of a module need over a window: the base class, for no wrapper; DistributedDataParallel; replicate.
 
 Only torch has this file: in JAX nothing synchronises but what the program says.
 
-Wrappers reduce gradients inside the backward pass, unless told to wait. The gradients that are in the parameters after
-a window are sums over the replicas, divided by what `scales` says.
+Wrappers reduce gradients inside the backward pass, unless told to wait. After a window the parameters have the sums
+over the replicas as gradients, divided by what `scales` says.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +23,11 @@ from torch_backend.replicas import Replicas, replicas_of
 
 
 class Wrapper:
-    """How the gradients of a module come to its parameters over a window. This one is of a module that nothing wraps.
+    """How the gradients of a module are reduced over a window. The base class is for a module that nothing wraps.
 
-    `wrapped`: the outermost modules that are wrapped. `fresh`: whether the gradients are left in memory that nobody
-    else will write to. `in_step`: whether all replicas need equally many micro-batches, though all but the last wait.
-    `remedy`: what to do where sums in 16 bits were refused.
+    `wrapped`: the outermost modules that are wrapped. `fresh`: whether the gradients lie in memory that nobody else
+    will write to. `in_step`: whether all replicas need equally many micro-batches, even if all but the last wait.
+    `remedy`: what to do where sums in 16 bits are refused.
     """
 
     fresh = False
@@ -77,10 +77,11 @@ class Wrapper:
         """
         if not self.name:
             return [] if across is None else [replicas_of(across)]
-        # The replicas of two dimensions are those of the inner group, moved along the outer one.
+        # On a mesh of two dimensions a process sees only its own row, the inner group, and its own column, the outer
+        # one. All other ranks follow from these, because the rows are the same row shifted along the column.
         inner, *outer = map(_ranks, self.groups())
-        own = dist.get_rank()
-        ranks = sorted(rank + other - own for rank in inner for other in (outer[0] if outer else [own]))
+        this_rank = dist.get_rank()
+        ranks = sorted(rank + other - this_rank for rank in inner for other in (outer[0] if outer else [this_rank]))
         if across is not None and _ranks(across) != ranks:
             raise FuncgaError(
                 f"across= names the ranks {_ranks(across)}, and the module is wrapped by {self.name}, which reduces "
@@ -93,11 +94,11 @@ class Wrapper:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def leaves(self) -> list[torch.Tensor]:
-        """What a loss's graph ends in beside the parameters, or in their place."""
+        """Leaves of a loss's graph beside the parameters, or in their place."""
         return []
 
     def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
-        """What the sum of each parameter has been divided by: the number of replicas, as wrappers average."""
+        """What the sum of each parameter has been divided by. Wrappers average, so it is the number of replicas."""
         scale = float(prod(group.size() for group in self.groups()))
         return [scale for _ in params]
 
@@ -106,15 +107,15 @@ class Wrapper:
         return param.dtype
 
     def window(self) -> AbstractContextManager[None]:
-        """A window: synchronised unless `waiting`; sums that the user's own passes have left there are put aside."""
+        """The context of a window: passes synchronise unless `waiting`, and the user's own sums are put aside."""
         return nullcontext()
 
     def waiting(self, sync: str) -> AbstractContextManager[None]:
-        """The micro-batches before the last."""
+        """The context of the micro-batches before the last, which need not synchronise."""
         return nullcontext()
 
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """The last backward pass. Raises FuncgaError if it has left out what was summed before."""
+        """The context of the last backward pass. Raises FuncgaError if that pass leaves out what was summed before."""
         return nullcontext()
 
     def recover(self) -> None:
@@ -136,7 +137,7 @@ class DDP(Wrapper):
         return self.wrapped
 
     def covered(self) -> set[int]:
-        """All that are not ignored, which DDP leaves to the user."""
+        """All parameters but those that DDP was told to ignore."""
         return {
             id(p)
             for ddp in self.wrapped
@@ -145,7 +146,7 @@ class DDP(Wrapper):
         }
 
     def check(self, sync: str) -> None:
-        """static_graph fails in torch when a backward pass waits; the mixed precision of DDP's own sums in 16 bits."""
+        """Refuses static_graph, which fails in torch when a pass waits, and mixed_precision, which sums in 16 bits."""
         super().check(sync)
         for ddp in self.modules():
             if ddp.static_graph and sync == "last":
@@ -172,7 +173,7 @@ class DDP(Wrapper):
                 f"have run out of data, and knows nothing of the counts that funcga merges. Leave Join out: replicas "
                 f"may have different numbers of micro-batches, one of weight 0 where there is no more data."
             )
-        # Gradients of the user's may be views of buckets, which are written to.
+        # With gradient_as_bucket_view the user's gradients may be views of DDP's buckets, which this window overwrites.
         for p in self.module.parameters() if any(ddp.gradient_as_bucket_view for ddp in self.modules()) else ():
             if p.grad is not None and not is_alone(p.grad):
                 p.grad = p.grad.clone()
@@ -188,13 +189,13 @@ class DDP(Wrapper):
 
     @contextmanager
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
-        """DDP waits for a gradient of every parameter, and says nothing if one does not come."""
+        """Checks that DDP has synchronised: it waits for every gradient, and is silent if one is missing."""
         before = {name: mark(p) for name, p in params.items()}
-        # A hook of the user's may reduce in a way of its own, in which nothing is heard.
+        # A communication hook of the user's may reduce by other means, so a silent listener tells nothing there.
         listeners = [Listener(ddp.process_group) for ddp in self.modules() if not _private.has_comm_hooks(ddp)]
         yield
-        # Three ways to go wrong: a parameter was not reached, so that a bucket was not sent; none was reached; or all
-        # were, by the module inside of the wrapper, so that nothing was sent.
+        # Three things can go wrong. A parameter was not reached, so its bucket was not sent. No parameter was reached.
+        # Or all were, but loss_fn called the module inside of the wrapper, so nothing was sent.
         missed = [name for name, p in params.items() if mark(p) == before[name]]
         is_finished = all(_private.is_finished(ddp, not missed) for ddp in self.modules())
         if is_finished and listeners and all(listener.is_silent for listener in listeners):
@@ -214,7 +215,7 @@ class DDP(Wrapper):
         """Lets the next forward pass begin anew."""
         for ddp in self.modules():
             _private.reset_ddp(ddp)
-            # On every replica, whichever micro-batch each of them was in.
+            # The replicas may have stopped in different micro-batches, and must begin with the same flag.
             ddp.require_forward_param_sync = True
 
 
@@ -226,11 +227,11 @@ class Replicate(DDP):
         return [_private.replicate_state(module)._ddp for module in self.wrapped]
 
     def covered(self) -> set[int]:
-        """All that its DDP has."""
+        """All parameters of its DDP."""
         return {id(p) for module in self.wrapped for p in _private.params_of_replicate(module)}
 
     def check(self, sync: str) -> None:
-        """As its DDP."""
+        """Checks its DDP."""
         DDP(self.module, self.modules(), "DistributedDataParallel").check(sync)
 
     def _synchronised(self) -> list[tuple[object, str, object]]:
@@ -267,7 +268,7 @@ def assigned(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
 
 @contextmanager
 def in_no_sync(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """In no_sync() of each of the modules."""
+    """A context that is `no_sync()` of each of the modules."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(module.no_sync())  # type: ignore[operator]
@@ -275,12 +276,13 @@ def in_no_sync(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def mark(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """What changes with everything that is written to a tensor's `.grad`; None if it has none."""
+    """A mark that changes whenever a tensor's `.grad` is replaced or written to; None if it has no `.grad`."""
     grad = tensor.grad
     if grad is None:
         return None
-    where = grad.data_ptr() if grad.layout is torch.strided else id(grad)  # sparse ones have no address
-    return where, _private.version(grad)
+    # A sparse tensor has no single address.
+    address = grad.data_ptr() if grad.layout is torch.strided else id(grad)
+    return address, _private.version(grad)
 
 
 def _ranks(across: Array) -> list[int]:

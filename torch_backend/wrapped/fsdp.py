@@ -1,4 +1,4 @@
-"""What fully_shard, FSDP2, needs over a window.
+"""What `fully_shard`, which is FSDP2, needs over a window.
 
 Only torch has this file: in JAX nothing synchronises but what the program says.
 """
@@ -39,7 +39,7 @@ class FSDP2(Wrapper):
         return {id(param) for group in self._groups() for param in _private.sharded_params(group)}
 
     def _reshard(self) -> None:
-        """Parameters may be left unsharded by the forward pass of an evaluation, and are other tensors then."""
+        """Shards the parameters again. An evaluation may have left them unsharded, and they are other tensors then."""
         for part in self.parts:
             if not all(map(_private.is_sharded, _private.param_groups(part))):
                 part.reshard()
@@ -65,7 +65,7 @@ class FSDP2(Wrapper):
     def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
         """FSDP2 averages, or divides by set_gradient_divide_factor, which each part may have of its own."""
         params = [*params]
-        # A part with a factor of its own is divided by that.
+        # Some parts have a factor of their own. All others average.
         factors = {
             id(param): factor
             for group in self._groups()
@@ -76,7 +76,7 @@ class FSDP2(Wrapper):
         return [factors.get(id(param), scale) for param, scale in averages]
 
     def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
-        """While it waits it sums in reduce_dtype, else shards in the parameter's own dtype."""
+        """Waiting passes sum in reduce_dtype. Passes that synchronise sum shards in the parameter's own dtype."""
         if sync == "every":
             return param.dtype
         group = next(g for g in self._groups() if any(p is param for p in _private.sharded_params(g)))
@@ -88,7 +88,7 @@ class FSDP2(Wrapper):
 
         What the user's own backward passes have summed without synchronising is put aside.
         """
-        # All of it is put back when the window ends, also what the setters below change meanwhile.
+        # All of these values are put back when the window ends, including those that `_require` changes meanwhile.
         groups = self._groups()
         values = [entry for group in groups for entry in _private.values_in_a_window(group)]
         with assigned([*values, *map(_private.last_backward_flag, self.parts)]):

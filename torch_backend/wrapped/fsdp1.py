@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel, FSDP1, needs over a window.
+"""What `FullyShardedDataParallel`, which is FSDP1, needs over a window.
 
 Only torch has this file: in JAX nothing synchronises but what the program says.
 """
@@ -43,7 +43,7 @@ class FSDP1(Wrapper):
         return [_private.groups_of_fsdp1(part) for part in self.parts]
 
     def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
-        """While it waits it sums the gradients as they are computed, else shards in the parameter's own dtype."""
+        """Waiting passes sum gradients in the dtype that they are computed in, others in the parameter's own."""
         for part in self.parts if sync == "last" else ():
             flat = _private.flat_param_of(part)
             if flat is not None and any(param is p for p in _private.params_of_flat(flat)):
@@ -53,7 +53,7 @@ class FSDP1(Wrapper):
     def window(self) -> AbstractContextManager[None]:
         """Synchronises even inside of the user's no_sync().
 
-        Raises FuncgaError if there are sums that are not synchronised, which FSDP1 has in the place of shards.
+        Raises FuncgaError if there are unsharded sums of the user's: FSDP1 keeps them where the shards go.
         """
         if any(map(_private.has_unsharded_sum, self.parts)):
             raise FuncgaError(
@@ -69,14 +69,15 @@ class FSDP1(Wrapper):
 
     @contextmanager
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
-        """A flat parameter without a gradient in the last micro-batch would keep that of this replica alone."""
-        # With sync="every" each micro-batch was reduced by itself, and nothing waits for the last.
+        """Checks that every flat parameter is reached: else its gradient would stay that of this replica alone."""
+        # With sync="every" each micro-batch has been reduced by itself, and nothing waits for the last pass.
         before = [(flat, mark(flat)) for flat in self.leaves() if sync == "last"]
         try:
             yield
-            if not any(was is not None and mark(flat) == was for flat, was in before):
+            if not any(earlier is not None and mark(flat) == earlier for flat, earlier in before):
                 return
-        except AssertionError as error:  # which comes where it is sharded
+        except AssertionError as error:
+            # Where parameters are sharded, torch itself fails an assertion. Any other one is not about this.
             if not _private.says_that_a_shard_is_missing(error):
                 raise
         raise FuncgaError(

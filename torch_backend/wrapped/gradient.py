@@ -79,7 +79,8 @@ def module_value_and_grad(
         )
     check_scaled(loss_fn, scaled)
     wrapper = _wrapper_of(module)
-    # These ask the wrapper for most of what it keeps to itself: a version of torch without that is found out here.
+    # These checks read most of the private attributes that a window needs. If this version of torch lacks one, the
+    # error comes here, and not in the middle of a window.
     try:
         wrapper.check(sync)
         _check_covered(module, wrapper)
@@ -101,15 +102,16 @@ def _wrapper_of(module: nn.Module) -> Wrapper:
             f"ways. Wrap all of it in one of them."
         )
     for kind in kinds.values():
-        # The file of a wrapper is not loaded before there is one: its imports take time.
-        file, name = kind.wrapper.split(":")
-        made: Wrapper = vars(import_module(f"torch_backend.wrapped.{file}"))[name](module, wrapped, kind.name)
-        return made
+        # The file of a wrapper is loaded only when a module is wrapped: its imports take time.
+        file, class_name = kind.wrapper.split(":")
+        wrapper_class = vars(import_module(f"torch_backend.wrapped.{file}"))[class_name]
+        wrapper: Wrapper = wrapper_class(module, wrapped, kind.name)
+        return wrapper
     return Wrapper(module)
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are wrapped and are not inside of such a one."""
+    """The modules that are wrapped and are not inside of another wrapped one."""
     if kind_of(module) is not None:
         yield module
     else:
@@ -150,7 +152,7 @@ class ModuleGradient(WrappedLoss):
         window = ModuleWindow(self._alone, self, backend, alone=True)
         arguments = Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self, backend)
         args, kwargs = window.detached(args), dict(zip(kwargs, window.detached(tuple(kwargs.values())), strict=True))
-        # Without in_axes the rows of the first tensor are those of the batch.
+        # There are no in_axes here, so the first tensor tells how many rows the batch has.
         rows = [len(leaf) for leaf in backend.trees.flatten(args)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
         with window:
             return window.result(window.fold(arguments, args, kwargs, rows[0] if rows else 1, last=True))

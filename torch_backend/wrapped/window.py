@@ -2,9 +2,9 @@
 
 Only torch has this file: in JAX parameters are arguments, and nothing is reduced but by the program.
 
-The weight of a micro-batch is its cotangent, and wrappers divide the sum over the replicas by their number. So the sums
-that they leave are in units of that number, and dividing them by the weight that all replicas have folded is exact,
-however uneven they are.
+The weight of a micro-batch is its cotangent, and wrappers divide the sum over the replicas by the number of replicas.
+So their sums are the weighted sums in units of that number. Dividing by the weight that all replicas have folded
+together gives the weighted mean, however uneven the replicas are.
 """
 
 import math
@@ -45,7 +45,7 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True, eq=False)
 class WrappedLoss(OwningGradient):
-    """The loss of a module, and what its wrapper needs: what a window is of."""
+    """The loss of a module, and its wrapper: what a window differentiates."""
 
     module: nn.Module
     loss_fn: LossFn
@@ -62,14 +62,14 @@ class WrappedLoss(OwningGradient):
     @cached_property
     def other_modules(self) -> list[nn.Module]:
         """The other modules that loss_fn is seen to close over, such as a GAN's discriminator."""
-        own = {*self.module.modules()}
-        return [module for module in modules_in(self.loss_fn) if module not in own]
+        inner = {*self.module.modules()}
+        return [module for module in modules_in(self.loss_fn) if module not in inner]
 
 
 class ModuleWindow:
     """One window of a WrappedLoss: `fold` each micro-batch, and say which is the last; then take the `result`.
 
-    A context, in which the parameters' `.grad`s are the window's. One that is `alone` has no more than a micro-batch.
+    A context, in which the parameters' `.grad`s are the window's. One that is `alone` has a single micro-batch.
     """
 
     records = True
@@ -86,7 +86,7 @@ class ModuleWindow:
         self.wrapper, self.parts = gradient.wrapper, gradient.parts
         progress = program.keep(Progress, program.step)
         self.reductions = [Reduction(progress, replicas) for replicas in self.wrapper.replicas(program.across)]
-        # The one that a replica without any micro-batch can take part in too.
+        # A replica without micro-batches can take part in the merge only where no wrapper communicates.
         self.reduction = None if self.wrapper.name or not self.reductions else self.reductions[0]
         self.may_be_short = bool(self.wrapper.name) or self.reduction is not None
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
@@ -94,7 +94,8 @@ class ModuleWindow:
         self.buffers: Buffers | None = None
         self.is_unreached = False  # whether a loss may have come to no parameter though it should have
         self.since = last_applied()
-        self.graph_size = self.walked_size = math.nan  # nodes of the last graph, and of that which was looked at
+        # The number of nodes of the last graph, and of the graph that was walked through last. NaN equals nothing.
+        self.graph_size = self.walked_size = math.nan
         self.walked: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = (), []
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
@@ -102,11 +103,13 @@ class ModuleWindow:
         return tuple([detached(arg, recorded=True) for arg in args])
 
     def __enter__(self) -> "ModuleWindow":
-        with ExitStack() as stack:  # undone if something is refused
+        # If something here raises, this stack undoes what was entered before; otherwise `__exit__` does.
+        with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(self.wrapper.window())
             self.params = self.wrapper.params()
+            # The user's `.grad`s are put aside, and come back when the stack closes.
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
             # Until the last micro-batch is known to be the last, no pass synchronises.
             self.waiting.enter_context(self.wrapper.waiting(self.gradient.sync))
@@ -116,7 +119,8 @@ class ModuleWindow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self.stack:  # the last to be left
+        # The stack closes last: `recover` and the merge still need the window's `.grad`s and flags.
+        with self.stack:
             self.waiting.close()
             if error is not None:
                 if self.has_begun:
@@ -147,9 +151,9 @@ class ModuleWindow:
         return self.buffers.add(self._leaves(loss.detach(), aux), weight)
 
     def _begin_last(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
-        """Keeps step with replicas that have more micro-batches; then no pass waits any more."""
+        """Runs the passes that this replica lacks, then ends the waiting: the next pass synchronises."""
         n, is_wrapped = self.program.n, bool(self.wrapper.name)
-        # Passes of the wrapper communicate: one that other replicas run and this one does not would never end there.
+        # Here even passes that wait communicate. If other replicas run a pass and this one does not, they hang.
         if n is not None and is_wrapped and (self.wrapper.in_step or self.gradient.sync != "last"):
             for _ in range(n - 1 - (0 if self.buffers is None else self.buffers.steps)):
                 self._keep_step(args, kwargs)
@@ -161,7 +165,8 @@ class ModuleWindow:
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that is not folded."""
         self.has_begun = True
-        # 0 times a gradient that is NaN would be NaN. A weight that is on the device may be 0.
+        # A cotangent of 0 times a NaN is NaN, so a micro-batch that may weigh nothing is masked. The host cannot see
+        # whether a weight on a device is 0.
         masks = isinstance(weight, torch.Tensor) or not weight
         module, nodes = self.gradient.module, _private.nodes_made()
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
@@ -174,9 +179,9 @@ class ModuleWindow:
 
     @contextmanager
     def _masked(self, weight: Scalar) -> Iterator[None]:
-        """In a micro-batch that may weigh nothing, the outputs' gradients are 0 then, though the loss be NaN.
+        """A context in which the gradients of the module's outputs are 0 where the weight is, even if the loss is NaN.
 
-        Its backward pass is run all the same, as the wrapper communicates in it.
+        The backward pass still runs, because the wrapper communicates in it.
         """
 
         def mask(gradient: torch.Tensor) -> torch.Tensor:
@@ -236,19 +241,19 @@ class ModuleWindow:
                 _private.run_backward(loss, cotangent, inputs, on_host=False)
 
     def _inputs_and_others(self, loss: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """What a pass is restricted to, nothing if it is run whole; then what it comes to that belongs to others.
+        """(the leaves that a pass is restricted to, or none if it runs unrestricted; leaves of others that it reaches).
 
-        It is run whole where the graph has functions written in Python, which may run passes of their own; and where
-        it does not end in parameters, as with FSDP, which puts others in their place.
+        It runs unrestricted if the graph has functions written in Python, which may run passes of their own; or if it
+        does not end in the parameters, because FSDP has put other tensors in their place.
         """
         params, replaced = tuple(self.params.values()), self.wrapper.leaves()
         if params and not replaced and last_applied() is self.since:
             return params, []
-        # To walk through a graph takes time: one with as many nodes as the last one is taken for the same.
+        # Walking through a graph takes time. One with as many nodes as the last one is taken for the same.
         if self.walked_size != self.graph_size:
-            self.walked_size, own = self.graph_size, {*map(id, (*params, *replaced))}
-            others, is_custom = reach(loss, own)
-            others += [p for module in self.gradient.other_modules for p in module.parameters() if id(p) not in own]
+            self.walked_size, ids = self.graph_size, {*map(id, (*params, *replaced))}
+            others, is_custom = reach(loss, ids)
+            others += [p for module in self.gradient.other_modules for p in module.parameters() if id(p) not in ids]
             self.walked = ((), others) if is_custom or replaced or not params else (params, [])
         return self.walked
 
@@ -257,7 +262,7 @@ class ModuleWindow:
         assert self.buffers is not None
         gradients = [None] * len(self.params)
         if not self.parts.has_aux and loss.dtype == self.plan.head.dtypes[0]:
-            return [loss, *gradients]  # nothing else, as usual
+            return [loss, *gradients]  # the usual case
         which = f"micro-batch {self.buffers.steps + 1}"
         return [*self.plan.head.leaves(self.parts.compose(loss, aux, [()]), which), *gradients]
 
@@ -275,7 +280,7 @@ class ModuleWindow:
                 "stand in for the missing ones would count in the statistics of all replicas. Give every replica "
                 "equally many micro-batches."
             )
-        # Running statistics, for instance, know nothing of rows that stand in for others.
+        # The rows only stand in for others, so running statistics, for instance, must not see them.
         before = [(buffer, buffer.clone()) for buffer in module.buffers()]
         loss, aux, _ = self._forward(args, kwargs, None, None)
         self._backward(loss, torch.zeros_like(loss, requires_grad=False))
@@ -292,10 +297,7 @@ class ModuleWindow:
         return self.result(state)
 
     def _run_a_blank_row(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> None:
-        """Runs the passes that the others wait for, over a row of zeros: they add nothing.
-
-        A row of zeros, as many modules cannot run without any.
-        """
+        """Runs the passes that the others wait for, over a row of zeros: many modules cannot run on an empty batch."""
         if self.program.n is None and (self.wrapper.in_step or self.gradient.sync != "last"):
             self.gradient.check_stream()  # nobody knows how often the others call the module
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
@@ -306,7 +308,7 @@ class ModuleWindow:
         self._make_room(self._planned(loss, aux, arguments))
 
     def _take_part(self, arguments: Arguments) -> None:
-        """Learns what the others fold; nothing is to be run for them."""
+        """Learns what the others fold. They wait for no pass, so none is run."""
         assert self.reduction is not None
         bound = lambda value: self.program.bind((value[0], self.params), arguments)[0]
         device = next((p.device for p in self.params.values()), torch.device("cpu"))
@@ -323,12 +325,14 @@ class ModuleWindow:
         self._check_reached()
         with torch.no_grad():
             gradients = [_taken(p, self.wrapper.fresh) for p in self.params.values()]
-            sums = local_tensors(gradients)  # of a DTensor it is the shard that is divided
-            # The wrapper has divided the weighted sum by a scale, most often the number of replicas: the sum is what
-            # the buffers call one in units of that scale.
+            # Of a DTensor only the local shard is divided.
+            sums = local_tensors(gradients)
+            # The wrapper has divided the weighted sum by a scale, usually the number of replicas. So what is in `sums`
+            # is in units of that scale, as the buffers understand it.
             scale = _rescaled(sums, self.wrapper.scales(self.params.values()))
             buffers.hold_in(1.0)
-            # What a wrapper has reduced is put beside the rest when that is reduced, too.
+            # Gradients that no wrapper reduces are merged with the value. The wrapper's are merged already, so they
+            # join the buffers only after the others have been merged.
             if not is_wrapped:
                 self._put(sums)
             leaves = [*self.plan.likes, *([None] * len(sums) if is_wrapped else sums)]
@@ -341,7 +345,8 @@ class ModuleWindow:
                 buffers.hold_in(scale)
                 self._put(sums)
             value, folded = buffers.result(state)
-        # A shard was divided in place, in the DTensor that it is of, unless its result has another dtype.
+        # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor. Only a result in
+        # another dtype has memory of its own.
         named = zip(self.params, gradients, sums, strict=True)
         return value, {
             name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
@@ -350,7 +355,8 @@ class ModuleWindow:
 
     def _check_reached(self) -> None:
         """Raises FuncgaError if no parameter has a gradient, here and in every window before, and the loss is why."""
-        if self.parts.reached or self.wrapper.name:  # wrappers find it out in the backward pass
+        # Wrappers notice it in the backward pass.
+        if self.parts.reached or self.wrapper.name:
             return
         if any(p.grad is not None for p in self.params.values()):
             self.parts.reached.add(True)
@@ -365,15 +371,15 @@ class ModuleWindow:
         """Puts the sums of the gradients into the buffers."""
         assert self.buffers is not None
         layout, unit = self.buffers.layout, self.buffers.unit or 1.0
-        places = [layout.index_of[leaf_index] for leaf_index in self.plan.gradients]
-        pairs = [*zip(places, sums, strict=True)]
-        # What the buffers divide is in units only where it is a weighted sum in the leaf's dtype.
-        whole = [gradient for place, gradient in pairs if layout.kinds[place] != "weighted"]
-        if whole and unit != 1:
-            torch._foreach_mul_(whole, unit)
-        for place, gradient in pairs:
-            dtype = gradient.dtype if layout.kinds[place] else layout.folds[place].accumulator_dtype
-            self.buffers.reduced[place] = gradient.to(dtype)
+        indices = [layout.index_of[leaf_index] for leaf_index in self.plan.gradients]
+        pairs = [*zip(indices, sums, strict=True)]
+        # The buffers expect units only of weighted sums that they add in place. All others are taken out of the unit.
+        without_unit = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
+        if without_unit and unit != 1:
+            torch._foreach_mul_(without_unit, unit)
+        for index, gradient in pairs:
+            dtype = gradient.dtype if layout.kinds[index] else layout.folds[index].accumulator_dtype
+            self.buffers.reduced[index] = gradient.to(dtype)
 
     # --- what becomes of each leaf
 
@@ -382,7 +388,7 @@ class ModuleWindow:
 
     def _planned(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> "_Plan":
         """What becomes of every leaf of the output. Raises FuncgaError for what a wrapper cannot fold."""
-        # In a step without aux or threaded state a dtype and the parameters tell everything about the output.
+        # Without aux and threaded state, the loss's dtype and the parameters tell everything about the output.
         plans = self.program.keep(_Plans)
         key = loss.dtype, [(name, p.shape, p.dtype) for name, p in self.params.items()]
         if plans.last is not None and plans.last.key == key:
@@ -390,8 +396,8 @@ class ModuleWindow:
         outputs, leaves = self.program.bind(self.parts.compose(loss, aux, [self.params]), arguments)
         rest = leaves[: len(leaves) - len(self.params)]
         structure = self.backend.trees.flatten(self.parts.compose(loss, aux, [()]))[1]
-        is_known = not (self.parts.has_aux or arguments.carried())  # by the loss alone
-        plan = self._plan(key if is_known else None, outputs, outputs.part(range(len(rest)), structure), rest)
+        is_reusable = not (self.parts.has_aux or arguments.carried())
+        plan = self._plan(key if is_reusable else None, outputs, outputs.part(range(len(rest)), structure), rest)
         plans.last = plan
         return plan
 
@@ -431,15 +437,16 @@ class ModuleWindow:
 
 
 class _Plan(NamedTuple):
-    """What becomes of each leaf of an output: the `gradients`, by index, and the others, of which `head` knows."""
+    """What becomes of each leaf of an output: the `gradients`, by leaf index; `head` are the Outputs of the others."""
 
-    key: object  # what it is known by; None if nothing tells another output
+    key: object  # an output with an equal key has this plan; None for no other output
     layout: Layout
     gradients: list[int]
     head: Outputs
     is_weighted: bool
-    # Tensors without memory of their own, which tell the replicas what is folded beside the gradients.
-    likes: list[torch.Tensor | None]  # of the shape, dtype and device of the others
+    # Tensors of one element each, in the shape, dtype and device of the other leaves. They tell the replicas what is
+    # folded beside the gradients.
+    likes: list[torch.Tensor | None]
 
 
 def _like(leaf: torch.Tensor) -> torch.Tensor:
@@ -484,7 +491,7 @@ def _taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
 
 
 def _rescaled(sums: list[torch.Tensor], scales: list[float]) -> float:
-    """What all sums have been divided by, once those are multiplied that were divided by something else."""
+    """The one scale that all sums are divided by; those that were divided by another one are rescaled first."""
     scale = scales[0] if scales else 1.0
     for other in {*scales} - {scale}:
         others = [gradient for gradient, divisor in zip(sums, scales, strict=True) if divisor == other]
