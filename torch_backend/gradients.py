@@ -84,7 +84,7 @@ def _explain(error: RuntimeError, arguments: Any) -> None:
 
 
 def depends(loss: torch.Tensor) -> bool | None:
-    """Whether a loss depends on what the innermost transform differentiates it by; None if that cannot be told."""
+    """Whether a loss depends on what the innermost transform, one of these, differentiates it by."""
     # A transform around the innermost one hides the number, and another gradient records the loss anyway.
     if _private.transforms() != 1 or is_recorded():
         return None

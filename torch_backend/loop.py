@@ -30,11 +30,10 @@ from torch_backend.wrapped.window import ModuleWindow
 class Window(Protocol):
     """One window: every micro-batch is folded into it, then it gives the result.
 
-    It is a context: whatever it changes for its time is put right when it is left, and an error that ends it is told
-    to the replicas that wait for it.
+    It is a context: leaving it undoes whatever it has changed, and tells the replicas that wait for it of an error.
 
     `records`: whether autograd records what is computed. `may_be_short`: whether other replicas may have more
-    micro-batches, so that there may be fewer than n here, or none. `looks_ahead`: whether `fold` is to be told which
+    micro-batches, so there may be fewer than n here, or none. `looks_ahead`: whether `fold` must be told which
     micro-batch is the last.
     """
 
@@ -70,14 +69,15 @@ class Window(Protocol):
 
 
 def _window_of(program: Program, backend: Backend) -> Window:
-    """The window for a program: of autograd where funcga made the gradient function, else of calls of grad_fn.
+    """The window for a program: by autograd where funcga made the gradient function, otherwise by calls of grad_fn.
 
-    A module that reduces its gradients by itself has a window of its own. Autograd can neither run in a transform of
-    torch.func nor be traced by torch.compile.
+    A module that reduces its gradients itself has a window of its own.
     """
     grad_fn = program.grad_fn
     if program.across is not None and arrays.in_transform():
         raise _differentiated_across()
+    # A loss that uses a wrapped module would get gradients that nobody reduces. Once a step is seen to use none, it is
+    # not looked at again.
     may_be_wrapped = dist.is_available() and dist.is_initialized() and _NotWrapped not in program.kept
     if may_be_wrapped and check_no_wrapped_module_in(grad_fn):
         program.keep(_NotWrapped)
@@ -87,6 +87,7 @@ def _window_of(program: Program, backend: Backend) -> Window:
     if program.across is not None:
         reduction = Reduction(program.keep(Progress, program.step), program.replicas(backend))
     if isinstance(grad_fn, GradientFunction):
+        # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
         if not (torch.compiler.is_compiling() or arrays.in_transform()):
             return Engine(program, grad_fn, backend, reduction)
         return Calls(program, grad_fn.bound(backend), reduction, grad_fn)
@@ -123,7 +124,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             args, kwargs = window.detached(args), detached(kwargs, window.records) if kwargs else kwargs
             arguments = program.read(args, backend)
             rows = arguments.rows(may_be_empty=window.may_be_short)
-            # Of a DTensor a micro-batch has as many rows of each device.
+            # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels. From here on
+            # rows are counted on one device.
             is_plain = all(type(leaf) is torch.Tensor for part in arguments.parts for leaf in part.leaves)
             devices = 1 if is_plain else _devices(program, arguments)
             n, size, rows = program.n, program.microbatch_size, rows // devices
@@ -142,7 +144,7 @@ def _devices(program: Program, arguments: Arguments) -> int:
     """How many devices micro-batches take rows of at once; 1 where it matters which rows are together."""
     devices = devices_of_rows(arguments)
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
-    # sums and extremes alone do not show that other rows are together
+    # Only sums and extremes come out the same whichever rows share a micro-batch.
     if arguments.state or any(fold.reducer.monoid.collective is None for fold in folds):
         return 1
     return devices
@@ -172,16 +174,17 @@ def _read(
         items = _moved(items, torch.device(program.device))
     for item in items:
         arguments = program.read((*leading, *detached(item, window.records)), backend)
-        del item  # so that no more than one micro-batch is held
+        # The arguments hold the item. Without these references one micro-batch lives at a time.
+        del item
         yield arguments, 0, None
         del arguments
 
 
 def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[tuple[Tree, ...]]:
-    """The items with their tensors on the device, each on its way while the one before is computed with.
+    """The items with their tensors on the device. Each is copied while the one before it is computed with.
 
-    On CUDA each is copied on a stream of its own, while the kernels that the last one has launched still run; from
-    pinned memory the host does not wait for it either.
+    On CUDA a second stream copies while kernels for the last item still run. From pinned memory the host does not wait
+    for the copy either.
     """
     copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -200,20 +203,24 @@ def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[
         if copies is not None:
             computing = torch.cuda.current_stream(device)
             computing.wait_stream(copies)
+            # The memory was allocated on the copying stream. The allocator must not reuse it while the computing one
+            # still reads it.
             for leaf in trees.flatten(item)[0]:
                 if isinstance(leaf, torch.Tensor):
-                    leaf.record_stream(computing)  # its memory is not given away while a kernel still reads it
+                    leaf.record_stream(computing)
+        # No reference stays in this frame, so the consumer alone decides how long the item lives.
         holder = [item]
-        del item  # so that no more than one is held while it is computed with
+        del item
         yield holder.pop()
         item = begin()
 
 
 def _untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as torch.compile is to leave it: what replicas do next is not known when it traces."""
+    """The function, excluded from torch.compile: when that traces, nobody knows what the replicas do next."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break("funcga merges over replicas here; compile the loss instead")
-    if "torch._dynamo" not in sys.modules:  # which nobody else should have to import
+    # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is compiled.
+    if "torch._dynamo" not in sys.modules:
         return fold
     untraced: Callable[..., Any] = torch.compiler.disable(fold)  # type: ignore[no-untyped-call]
     return untraced
@@ -235,6 +242,8 @@ def _folded(
         return window.result_without_microbatches(arguments, kwargs, _initial(arguments))
     while microbatch is not None:
         arguments, start, size = microbatch
+        # A window that looks ahead must know whether this is the last one before it folds. It pays with the memory of a
+        # second micro-batch.
         microbatch = next(microbatches, None) if window.looks_ahead else None
         if state is None:
             state = _initial(arguments) if arguments.state else []
@@ -242,21 +251,22 @@ def _folded(
         weight = program.weigh(arguments, args, None if size is None else size * devices)
         state = window.fold(arguments, args, kwargs, weight, last=window.looks_ahead and microbatch is None)
         if not window.looks_ahead:
-            del arguments, args  # before the next one is taken, so that no more than one is held
+            # This one is freed before the next one is read, so that one lives at a time.
+            del arguments, args
             microbatch = next(microbatches, None)
     assert state is not None
     return window.result(state)
 
 
 def _initial(arguments: Arguments) -> list[Any]:
-    """The initial state, which grad_fn may update in place as BatchNorm does its buffers, in memory of its own."""
+    """The initial state in memory of its own: grad_fn may update it in place, as BatchNorm does with its buffers."""
     return [arrays.owned(leaf, (leaf,)) if arrays.is_array(leaf) else leaf for leaf in arguments.state]
 
 
 class Calls:
     """One window of any grad_fn, which is called for each micro-batch.
 
-    `gradient`: the gradient function of funcga's that grad_fn was made of, in a transform or a compiled program.
+    `gradient`: funcga's own gradient function, if grad_fn is made of one for a transform or a compiled program.
     """
 
     records = False
@@ -313,7 +323,7 @@ class Calls:
             return self.buffers.result(state)
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
-        """The result of the other replicas."""
+        """The result on a replica that has nothing to fold."""
         assert self.reduction is not None
         return result_of_others(self.program, self.reduction, arguments, state)
 
@@ -325,7 +335,8 @@ def is_traced(tree: Any) -> bool:
 
 def finished(tree: Any) -> Any:
     """The tree when it is computed, or the error that computing it raises."""
-    return tree  # memory is allocated when a kernel is launched, and what fails then is raised then
+    # Torch allocates memory when it launches a kernel, so an allocation that fails has raised already.
+    return tree
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -49,7 +49,8 @@ def when(
 ) -> tuple[Tree, Tree, Scalar]:
     """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
 
-    Zeros are like other updates in memory of their own. Where memory is donated, to save it, they are views of a 0.
+    The zeros have memory of their own, as other updates do. Where memory is donated, in order to save it, they are
+    views of a single 0.
     """
     if predicate:
         return *emit(state, operands), True
@@ -67,7 +68,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 def _views_of_zero(like: torch.Tensor) -> torch.Tensor:
-    """The same without memory for each element, so that they cannot be written to."""
+    """Zeros in the shape of an update, all of them one element in memory, so that nobody can write to them."""
     if type(like) not in (torch.Tensor, torch.nn.Parameter) or like.numel() < 2:
         return _zeros(like)
     return torch.zeros((), dtype=_dtype_of_update(like), device=like.device).expand(like.shape)
@@ -79,29 +80,33 @@ def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
 
 def finite(leaves: Sequence[Array]) -> torch.Tensor:
     """Whether every number is finite: a 0-d array."""
-    there = [leaf for leaf in leaves if leaf is not None]
-    parts = [part for part in (local(leaf).detach() for leaf in there) if part.numel()]
-    parts = [part if part.layout is torch.strided else part.to_dense() for part in parts]
-    extremes = [extreme.to(parts[0].device, torch.float64) for extreme in _extremes(parts)]
+    present = [leaf for leaf in leaves if leaf is not None]
+    shards = [shard for shard in (local(leaf).detach() for leaf in present) if shard.numel()]
+    shards = [shard if shard.layout is torch.strided else shard.to_dense() for shard in shards]
+    # The numbers of all leaves are checked in one kernel, on one device. Nothing waits for the result here.
+    extremes = [extreme.to(shards[0].device, torch.float64) for extreme in _extremes(shards)]
     all_finite = torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
-    meshes = {leaf.device_mesh for leaf in there if is_dtensor(leaf)}
+    meshes = {leaf.device_mesh for leaf in present if is_dtensor(leaf)}
     return _everywhere(all_finite, meshes) if meshes else all_finite
 
 
 def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Numbers of which one is not finite if any of the leaves' is not: one pass, and no mask."""
+    """A few numbers, not all of them finite if any number of the leaves is not. One pass, without a mask in memory."""
     real = [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in leaves]
     on_host = [leaf for leaf in real if leaf.is_cpu]
+    # On the CPU a norm is twenty times slower than minimum and maximum. On a device it is one kernel for all leaves.
     for leaf in on_host:
-        yield from torch.aminmax(leaf)  # a norm is twenty times slower there
+        yield from torch.aminmax(leaf)
     if len(on_host) < len(real):
         yield from torch._foreach_norm([leaf for leaf in real if not leaf.is_cpu], float("inf"))
 
 
 def _everywhere(condition: torch.Tensor, meshes: set["DeviceMesh"]) -> torch.Tensor:
-    """Whether it holds on all devices of some meshes, of which each has a part of the numbers."""
-    in_order = sorted(meshes, key=lambda mesh: str(mesh.mesh.tolist()))  # the same on all devices
-    for mesh in in_order * len(meshes):  # where meshes cross, it takes a pass for each to come everywhere
+    """Whether a condition holds on all devices of these meshes, each of which has a shard of the numbers."""
+    # All processes go through the meshes in one order, as their collectives must match. Where meshes cross, a False
+    # travels along one of them in each round, so there are as many rounds as meshes.
+    meshes_in_order = sorted(meshes, key=lambda mesh: str(mesh.mesh.tolist()))
+    for mesh in meshes_in_order * len(meshes):
         for group in mesh.get_all_groups():
             flag = condition.to(mesh.device_type, torch.int32)
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
@@ -111,7 +116,7 @@ def _everywhere(condition: torch.Tensor, meshes: set["DeviceMesh"]) -> torch.Ten
 
 def check_merged(leaves: Sequence[Array], paths: Callable[[], list[str]], replicas: Replicas | None) -> None:
     """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
-    # a tensor does not say whether other processes have it too
+    # In torch nothing can be checked: a tensor does not say whether other processes have it too.
 
 
 def merged(
@@ -125,6 +130,8 @@ def merged(
         max(accumulator, key=lambda part: part.ndim) if isinstance(accumulator, tuple) else accumulator
         for accumulator in accumulators
     ]
+    # The merge of a window of one call does the rest: these accumulators become its buffers. They are copied, because
+    # it works in place.
     buffers = Buffers(Layout(outputs))
     buffers.unit, buffers.reduced = 1.0, [_copied(accumulators[leaf_index]) for leaf_index in outputs.reduced]
     limbs, steps = [arrays.scalar(limb) for limb in tally.weight], arrays.scalar(tally.steps)
@@ -134,10 +141,10 @@ def merged(
         buffers.weight, buffers.steps = sum(limbs), steps
     reduction.begin(buffers, leaves)
     reduction.finish([])
-    together = [*accumulators]
-    for leaf_index, leaf in zip(outputs.reduced, buffers.reduced, strict=True):
-        together[leaf_index] = leaf
-    return together, buffers.tally
+    merged_accumulators = [*accumulators]
+    for leaf_index, accumulator in zip(outputs.reduced, buffers.reduced, strict=True):
+        merged_accumulators[leaf_index] = accumulator
+    return merged_accumulators, buffers.tally
 
 
 def _copied(accumulator: Reduced) -> Reduced:
@@ -158,17 +165,18 @@ def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) 
 def parts(window: Window, replicas: Replicas | None) -> list[Window]:
     """The parts that are this replica's, of a window as a state has it where replicas fold apart.
 
-    One of all replicas is the first one's. Raises FuncgaError if it is the part of another one.
+    A window of all replicas is continued by the first one. Raises FuncgaError if it is another replica's part.
     """
-    found, own = _part(window), (0, 0) if replicas is None else (replicas.rank, replicas.count)
-    if found == (0, 0):
-        is_first = own[0] == 0 or not (int(window.tally.steps) or int(window.rejected))
+    saved, here = _part(window), (0, 0) if replicas is None else (replicas.rank, replicas.count)
+    if saved == (0, 0):
+        # An empty window is the same for everybody.
+        is_first = here[0] == 0 or not (int(window.tally.steps) or int(window.rejected))
         return [window] if is_first else []
-    if found != own:
-        here = "this transform has no across=" if replicas is None else f"this is replica {own[0]} of {own[1]}"
+    if saved != here:
+        this = "this transform has no across=" if replicas is None else f"this is replica {here[0]} of {here[1]}"
         raise FuncgaError(
-            f"the state was saved in the middle of a window, as the part of replica {found[0]} of {found[1]}, and "
-            f"{here}: an update would lack what the others have folded. Merge the states of all replicas, "
+            f"the state was saved in the middle of a window, as the part of replica {saved[0]} of {saved[1]}, and "
+            f"{this}: an update would lack what the others have folded. Merge the states of all replicas, "
             f"state = tx.merge(states), and load that one on every replica, whatever their number."
         )
     return [window]
@@ -182,17 +190,18 @@ def parted(window: Window, replicas: Replicas, is_empty: bool) -> Window:
 
 def in_order(windows: Sequence[Window]) -> list[Window]:
     """The parts of one window, in the order of the replicas. Raises FuncgaError if one is missing."""
-    found = [_part(window) for window in windows]
-    if {*found} == {(0, 0)}:  # each of them is that of all replicas already
+    marks = [_part(window) for window in windows]
+    # Each of them is already the window of all replicas.
+    if {*marks} == {(0, 0)}:
         return [*windows[:1]]
-    count = max(count for _, count in found)
-    if sorted(found) != [(rank, count) for rank in range(count)]:
-        listed = ", ".join("all" if count == 0 else f"{rank} of {count}" for rank, count in found)
+    count = max(count for _, count in marks)
+    if sorted(marks) != [(rank, count) for rank in range(count)]:
+        listed = ", ".join("all" if count == 0 else f"{rank} of {count}" for rank, count in marks)
         raise FuncgaError(
             f"the states to merge are those of the replicas {listed}, and a window is made of the state of every "
             f"replica, each once. Gather them when you save: torch.distributed.all_gather_object(states, state)."
         )
-    first, *others = [windows[found.index((rank, count))] for rank in range(count)]
+    first, *others = [windows[marks.index((rank, count))] for rank in range(count)]
     return [first, *(_beside(window, first) for window in others)]
 
 
@@ -202,7 +211,7 @@ def rejoined(windows: Sequence[Window]) -> Window:
 
 
 def _part(window: Window) -> tuple[int, int]:
-    """(replica, replicas) whose part it is; (0, 0) for one of all replicas, or of a transform that has none."""
+    """(rank, count) of the replica whose part it is; (0, 0) for a window of all replicas, or without any."""
     if isinstance(window.part, tuple):
         return 0, 0
     rank, count = window.part.tolist()
@@ -210,7 +219,7 @@ def _part(window: Window) -> tuple[int, int]:
 
 
 def _beside(window: Window, first: Window) -> Window:
-    """The window where the first one lies, as each was on a device of its own."""
+    """The window on the devices of the first one: each replica has saved its window on its own device."""
     leaves, structure = trees.flatten(window)
     pairs = zip(leaves, trees.flatten(first)[0], strict=True)
     return trees.unflatten(structure, [a.to(b.device) if arrays.is_array(a) else a for a, b in pairs])  # type: ignore[no-any-return]

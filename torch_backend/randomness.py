@@ -17,8 +17,8 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.modules.pure_loss import PureLoss
 
-# The step from one number of a stream to the next, and the factors of the mix: of 64 bits. As sums and products wrap
-# around, they may as well be negative.
+# The step from one number of a stream to the next, and the two factors of the mix. They are unsigned numbers of 64
+# bits, written as the int64 of the same bits: sums and products wrap around alike.
 _GAMMA, _FIRST, _SECOND = (
     number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -51,10 +51,10 @@ def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
             f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell apart. Write "
             f"torch_backend.example_keys(0, indices)."
         )
-    places = _integers(indices, None)
-    # The key is mixed to the start of a stream, of which an example has the number that its index says.
-    start = _mixed(_integers(key, places.device) + _GAMMA)
-    return _mixed(start + (places + 1) * _GAMMA)
+    index_of_example = _integers(indices, None)
+    # The mixed key is the start of a stream of numbers. Each example gets the number at its index.
+    start = _mixed(_integers(key, index_of_example.device) + _GAMMA)
+    return _mixed(start + (index_of_example + 1) * _GAMMA)
 
 
 def _check_integers(name: str, value: Array, example: str) -> None:
@@ -69,7 +69,7 @@ def _check_integers(name: str, value: Array, example: str) -> None:
 
 
 def _integers(value: Array, device: torch.device | None) -> torch.Tensor:
-    """As int64, of whatever 64 bits a number has."""
+    """The value as int64; a larger number keeps its lower 64 bits."""
     if isinstance(value, torch.Tensor):
         return value.to(device or value.device, torch.int64)
     if not isinstance(value, int) and value.shape != ():
@@ -86,7 +86,8 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # zeros come in from the left, where torch would repeat the sign
+    # A logical shift: torch's own repeats the sign, and the mask sets those bits to 0.
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def sampled(sampler: Callable[..., torch.Tensor], keys: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
@@ -162,7 +163,8 @@ def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
         with _SEEDING, _seeded(_seed(keys, batch), (params, *batch)):
             return loss_fn(params, *batch, **kwargs)
 
-    del loss.__wrapped__  # it has one parameter more
+    # The signature of loss_fn is not that of loss, which has one parameter more.
+    del loss.__wrapped__
     loss.loss_fn = loss_fn  # type: ignore[attr-defined]
     return loss
 

@@ -17,7 +17,7 @@ donates = True  # a call may write to memory that it is given
 
 
 def _tracked(pure: bool) -> bool:
-    """Whether autograd may record: in a transform of torch.func, which sees nothing else, as it does already."""
+    """Whether autograd may record: only inside of a transform, which differentiates what autograd sees."""
     return pure and torch.is_grad_enabled()
 
 
@@ -46,20 +46,21 @@ def add(
         for leaf_index, fold in others:
             value = leaves[leaf_index] if pure else leaves[leaf_index].detach()
             added[leaf_index] = fold.combine(accumulators[leaf_index], fold.lift(value, weight))
-        for kind, chosen in groups.items():
-            sums = add_scaled([accumulators[k] for k in chosen], [leaves[k] for k in chosen], factors[kind], donate)
-            for leaf_index, accumulator in zip(chosen, sums, strict=True):
+        for kind, group in groups.items():
+            accumulators_of_group = [accumulators[leaf_index] for leaf_index in group]
+            leaves_of_group = [leaves[leaf_index] for leaf_index in group]
+            sums = add_scaled(accumulators_of_group, leaves_of_group, factors[kind], donate)
+            for leaf_index, accumulator in zip(group, sums, strict=True):
                 added[leaf_index] = accumulator
-    # The caller may have what a monoid returns as it was given, and a sum that nothing was added to.
+    # Without donation two things may still be the caller's memory: what a monoid has returned of its arguments, and a
+    # sum that nothing was added to.
     owned = not others and all(factors[kind] for kind in groups)
     return added, donate or owned
 
 
 def _factors(weight: Scalar) -> dict[str, float]:
-    """What the leaves of each kind of sum are multiplied by, where the host knows it.
-
-    A weighted sum with a weight on a device has to select: of a micro-batch of weight 0 it adds nothing, not even NaN.
-    """
+    """What the leaves of each kind of sum are multiplied by, where the host knows it."""
+    # A weight on a device may be 0, and then not even a NaN may be added: that takes a selection leaf by leaf.
     return {"plain": 1} if isinstance(weight, torch.Tensor) else {"plain": 1, "weighted": weight}
 
 
@@ -100,19 +101,20 @@ def finish(
     """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
     pure = arrays.in_transform()
     total = tally.weight[0]
-    known = len(tally.weight) == 1 and isinstance(total, int | float) and not pure
+    # Where the host knows the total weight, all means are divided in one kernel. The others are normalised one by one.
+    is_total_on_host = len(tally.weight) == 1 and isinstance(total, int | float) and not pure
     finished: list[Reduced] = [None] * len(accumulators)
     quotients = []
     with torch.set_grad_enabled(_tracked(pure)):
         for leaf_index, (fold, accumulator) in enumerate(zip(folds, accumulators, strict=True)):
             if fold is None:
                 continue
-            divides = known and fold.fold.normalizer.divides_by == "weight" and type(accumulator) is torch.Tensor
-            if divides and accumulator.dtype is fold.result_dtype:
+            is_mean = is_total_on_host and fold.fold.normalizer.divides_by == "weight"
+            if is_mean and type(accumulator) is torch.Tensor and accumulator.dtype is fold.result_dtype:
                 quotients.append(leaf_index)
             else:
                 finished[leaf_index] = fold.result(accumulator, tally)
-        divided = _quotients([accumulators[k] for k in quotients], total, donate) if quotients else []
+        divided = _quotients([accumulators[leaf_index] for leaf_index in quotients], total, donate) if quotients else []
     for leaf_index, quotient in zip(quotients, divided, strict=True):
         finished[leaf_index] = quotient
     return finished
@@ -129,20 +131,23 @@ def _quotients(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence
 
 
 def divide(sums: list[torch.Tensor], total: float) -> None:
-    """Divides in place; on the CPU by a tensor, where torch would make one of the number for each of them."""
+    """Divides in place."""
+    # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is faster.
     dtype = sums[0].dtype
     alike = not torch.compiler.is_compiling() and all(
         accumulator.is_cpu and accumulator.dtype is dtype for accumulator in sums
     )
     if not (alike and dtype in (torch.float32, torch.float64)):
         torch._foreach_div_(sums, total)
-    elif 1 <= total <= _MOST and is_power_of_two(total):  # to multiply is faster, and then the same
+    elif 1 <= total <= _MOST and is_power_of_two(total):
+        # Multiplying is faster than dividing, and gives the same bits for a power of two.
         torch._foreach_mul_(sums, torch.tensor(1 / total, dtype=dtype, device="cpu"))
     else:
         torch._foreach_div_(sums, torch.tensor(total, dtype=dtype, device="cpu"))
 
 
-_MOST = 2.0**64  # of which a float32 holds the inverse
+# The inverse of this is still a normal float32.
+_MOST = 2.0**64
 
 
 def is_power_of_two(number: float) -> bool:
@@ -155,13 +160,14 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
     pure = arrays.in_transform()
     with torch.set_grad_enabled(_tracked(pure)):
         wide = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
+        # In place an element that two leaves share would be multiplied twice.
         if donate and not pure:
             wide = without_overlap(wide)
-        given = [leaf for leaf in wide if leaf is not None]
-        if donate and not pure and given:
-            torch._foreach_mul_(given, factor)
+        multiplicands = [leaf for leaf in wide if leaf is not None]
+        if donate and not pure and multiplicands:
+            torch._foreach_mul_(multiplicands, factor)
             return wide
-        products = iter(torch._foreach_mul(given, factor) if given else ())
+        products = iter(torch._foreach_mul(multiplicands, factor) if multiplicands else ())
         return [leaf if leaf is None else next(products) for leaf in wide]
 
 
@@ -189,7 +195,8 @@ def emptied(
 
 
 def _storages(tree: Tree) -> Iterator[int | None]:
-    """The memory of the tensors in a tree; the usual containers without the detour of a flattened one."""
+    """The memory of the tensors in a tree."""
+    # The usual containers are walked here, which is much faster than flattening them.
     if isinstance(tree, torch.Tensor):
         yield _storage(tree)
     elif isinstance(tree, dict):
@@ -204,7 +211,7 @@ def _storages(tree: Tree) -> Iterator[int | None]:
 
 
 def _storage(leaf: object) -> int | None:
-    """The address of a tensor's memory; None for one without strides, and for what is no tensor."""
+    """The address of a tensor's memory; None for a sparse tensor, and for anything that is not a tensor."""
     if not isinstance(leaf, torch.Tensor):
         return None
     own: torch.Tensor = leaf if type(leaf) is torch.Tensor else local(leaf)

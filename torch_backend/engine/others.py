@@ -189,7 +189,7 @@ class Surroundings:
             is_item = dotted.rpartition(".")[2].isdigit()  # of a list: it has no name, so the shape alone decides
             for name, parameter in slots:
                 is_named = is_item or dotted.endswith(f".{name}")
-                if is_named and getattr(original, "shape", None) == parameter.shape:
+                if is_named and isinstance(original, torch.Tensor) and original.shape == parameter.shape:
                     return True
         return False
 

@@ -13,6 +13,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from funcga._types import Array
 from funcga.errors import FuncgaError
@@ -287,9 +288,8 @@ def mark(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 def _ranks(across: Array) -> list[int]:
     """The ranks of a process group, of Replicas, or of a mesh."""
-    mesh = getattr(across, "mesh", None)
-    if mesh is not None:
-        return sorted(mesh.flatten().tolist())
+    if isinstance(across, DeviceMesh):
+        return sorted(across.mesh.flatten().tolist())
     group = across.group if isinstance(across, Replicas) else across
     return sorted(dist.get_process_group_ranks(replicas_of(group).group))
 
