@@ -9,6 +9,7 @@ Importing it imports neither framework; the arrays of a call decide which one ru
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+# What every call of `accumulate` needs is imported here. `as` marks a name as public for type checkers.
 from funcga import monoids as monoids
 from funcga import normalizers as normalizers
 from funcga import reducers as reducers
@@ -97,6 +98,7 @@ else:
     def __getattr__(name: str) -> object:
         if name not in _LATER:
             raise AttributeError(f"module 'funcga' has no attribute {name!r}")
+        # Kept in the module, so that the next look finds it without this function.
         module = import_module(_LATER[name])
         value = globals()[name] = module if name == "rules" else getattr(module, name)
         return value
@@ -159,5 +161,6 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+# For completion in an editor or a shell: also what has not been loaded yet.
 def __dir__() -> list[str]:
     return sorted([*__all__, "max", "min", "sum"])

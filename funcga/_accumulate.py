@@ -51,23 +51,23 @@ def accumulate(
     jax_backend.replicated(step, mesh).
 
     Args:
-        grad_fn: any pure function of arrays that returns a tree of arrays: torch.func.grad, jax.value_and_grad,
+        grad_fn: Any pure function of arrays that returns a tree of arrays: torch.func.grad, jax.value_and_grad,
             funcga.value_and_grad(loss_fn) and so on.
-        n: how many micro-batches; their sizes differ by at most one. Or "auto": the smallest number that fits in
+        n: How many micro-batches; their sizes differ by at most one. Or "auto": the smallest number that fits in
             memory. It is found by replaying the window with more micro-batches when memory runs out, then with as few
             as fit, and remembered for arguments of these shapes. The call that finds it takes the time of several
             windows; the result is exact in any case. Not inside of jit or torch.compile.
-        microbatch_size: how many rows a micro-batch has, in place of `n`; the last one may be smaller.
-        fold: a Fold, or a tree prefix of Folds over grad_fn's output. `mean()` is for a loss that is a mean over its
+        microbatch_size: How many rows a micro-batch has, in place of `n`; the last one may be smaller.
+        fold: A Fold, or a tree prefix of Folds over grad_fn's output. `mean()` is for a loss that is a mean over its
             micro-batch, `per_weight()` for a sum.
         weight: `weight(*split_args)` gives a micro-batch's weight, a number or 0-d array >= 0. By default that is its
             rows. What is accumulated in float32 takes weights from 1.2e-38 to 8.5e37. In JAX a traced weight beyond
             gives NaN, and one below that is in float32 already is 0 for XLA.
-        in_axes: as in vmap: an axis, None (passed whole), a tree prefix, or funcga.CARRY for threaded state. By default
+        in_axes: As in vmap: an axis, None (passed whole), a tree prefix, or funcga.CARRY for threaded state. By default
             the first argument is passed whole, and every other positional argument is split on axis 0. A gradient
             function with parameters of its own, as module_value_and_grad, has all of them split. Keyword arguments are
             passed whole.
-        across: the replicas to merge over, once, at the end, by what was folded on all of them. A torch.distributed
+        across: The replicas to merge over, once, at the end, by what was folded on all of them. A torch.distributed
             process group or 1-D device mesh; or, inside shard_map, the name of a JAX mesh axis or a tuple of names.
             Every replica gets the same result. What carry() threads is that of the last replica that folded anything.
             In torch the replicas may have different numbers of rows, fewer than n, or none. In JAX parameters have to
@@ -77,7 +77,7 @@ def accumulate(
         A function that is called as grad_fn is, on a whole batch, and returns what grad_fn returns.
 
     Raises:
-        FuncgaError: for bad input, before any work.
+        FuncgaError: The input is bad. It is raised before any work.
 
     Example:
         >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
@@ -85,9 +85,9 @@ def accumulate(
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if (n is None) == (microbatch_size is None):
-        given = "neither" if n is None else "both"
+        count = "neither" if n is None else "both"
         raise FuncgaError(
-            f"{given} of n and microbatch_size were given. Say one: accumulate(grad_fn, n=8) for 8 micro-batches, or "
+            f"{count} of n and microbatch_size were given. Say one: accumulate(grad_fn, n=8) for 8 micro-batches, or "
             f"accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
         )
     searches = isinstance(n, str) and n == "auto"
@@ -102,6 +102,7 @@ def accumulate(
         n=None if n is None or searches else check_count(n, "n", ', or n="auto"'),
         microbatch_size=None if microbatch_size is None else check_count(microbatch_size, "microbatch_size"),
     )
+    # Rarely needed, so it is imported here.
     search = None
     if searches:
         from funcga._auto_n import Search
@@ -114,6 +115,7 @@ def accumulate(
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
+        # The arrays of the call choose the framework, anew at every call.
         backend = program.backend(args, kwargs)
         if search is not None:
             return search(backend, args, kwargs)

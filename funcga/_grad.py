@@ -48,6 +48,7 @@ class GradientFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         """The value and gradient, or the gradient, at these arguments."""
+        # The names are for errors alone, so they are worked out only there.
         names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
         backend = backend_of([*args, *kwargs.values()], names)
         return self.bound(backend)(*args, **kwargs)
@@ -91,6 +92,7 @@ class GradientFunction:
                 f"argnums is {self.argnums!r}, and the call has {count} positional arguments, 0 to {count - 1}. Pass "
                 f"what is to be differentiated by position."
             )
+        # -1 and the last index name one argument.
         arg_indices = tuple([argnum % count for argnum in argnums])
         if len({*arg_indices}) != len(arg_indices):
             raise FuncgaError(f"argnums is {self.argnums!r}, which names an argument twice. Name each once.")
@@ -222,7 +224,8 @@ def scaled_loss(loss: Array, scale: Scalar | None, arrays: Arrays) -> Array:
 
 
 def _has_gradient(leaf: Any, backend: Backend) -> bool:
-    if hasattr(leaf, "materialize"):  # a lazy parameter, which has no shape
+    # A lazy parameter of torch has no shape yet.
+    if hasattr(leaf, "materialize"):
         return False
     try:
         return backend.arrays.kind(backend.arrays.as_array(leaf).dtype) in ("float", "complex")
@@ -362,6 +365,7 @@ def _gradient_function(
 ) -> Callable[..., Any]:
     if not callable(loss_fn):
         raise FuncgaError(f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(params, *batch) -> scalar.")
+    # A bool is an int of Python's, and no argument.
     entries = argnums if isinstance(argnums, tuple) else (argnums,)
     if not entries or any(type(entry) is not int for entry in entries):
         raise FuncgaError(f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0.")
@@ -373,6 +377,7 @@ def _gradient_function(
 
 def bound(program: Program, backend: Backend) -> Program:
     """The program with the framework's own gradient function, made once instead of at every micro-batch."""
+    # What another library made works as it is.
     if isinstance(program.grad_fn, GradientFunction):
         return replace(program, grad_fn=program.grad_fn.bound(backend))
     return program

@@ -38,14 +38,14 @@ def stream(
     fills one NumPy array again and again has to yield copies of it.
 
     Args:
-        grad_fn: as in `accumulate`.
-        fold: as in `accumulate`.
-        weight: as in `accumulate`.
-        in_axes: as in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says
+        grad_fn: As in `accumulate`.
+        fold: As in `accumulate`.
+        weight: As in `accumulate`.
+        in_axes: As in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says
             where their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the
             initial state stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).
-        across: as in `accumulate`.
-        device: where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device,
+        across: As in `accumulate`.
+        device: Where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device,
             its name, such as "gpu:1", or a Sharding. On CUDA the next micro-batch is copied while this one computes, if
             it is in pinned memory (DataLoader(pin_memory=True)); two are on the device at a time.
 
@@ -53,7 +53,7 @@ def stream(
         A function f(params, microbatches) that returns what grad_fn returns.
 
     Raises:
-        FuncgaError: for bad input, and for an iterable without any micro-batch, unless other replicas have one.
+        FuncgaError: The input is bad, or the iterable has no micro-batch, and no other replica has one.
 
     Example:
         >>> step = funcga.stream(funcga.value_and_grad(loss_fn))
@@ -124,17 +124,17 @@ def windows(iterable: Iterable[Item], n: int | TargetWeight, *, weight: WeightFn
     `itertools.islice(iterator, n)` in place of a list gives `stream` one at a time.
 
     Args:
-        iterable: a DataLoader, a generator, a list of micro-batches.
-        n: a number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w together, or more.
-        weight: with a TargetWeight, `weight(*item)` is what a micro-batch weighs, as for `stream`: its rows, for a
+        iterable: A DataLoader, a generator, a list of micro-batches.
+        n: A number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w together, or more.
+        weight: With a TargetWeight, `weight(*item)` is what a micro-batch weighs, as for `stream`: its rows, for a
             target batch size, or its tokens.
 
     Returns:
         An iterator over the windows.
 
     Raises:
-        FuncgaError: if n is neither an int >= 1 nor a TargetWeight, and if the first micro-batch weighs more than the
-            target: then all of them may.
+        FuncgaError: n is neither an int >= 1 nor a TargetWeight, or the first micro-batch weighs more than the target:
+            then all of them may.
 
     Example:
         >>> [len(window) for window in funcga.windows(range(10), 4)]

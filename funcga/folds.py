@@ -13,14 +13,14 @@ from funcga.reducers import Reducer
 
 @dataclass(frozen=True)
 class Fold:
-    """What is accumulated over micro-batches, and how the sum of it becomes the result.
+    """What is accumulated over micro-batches, and how what was accumulated becomes the result.
 
     Args:
-        reducer: one of funcga.reducers, or your own.
-        normalizer: one of funcga.normalizers, or your own.
+        reducer: One of funcga.reducers, or your own.
+        normalizer: One of funcga.normalizers, or your own.
 
     Raises:
-        FuncgaError: for anything else.
+        FuncgaError: A part is anything else.
 
     Example:
         >>> from funcga import Fold, normalizers, reducers
@@ -42,13 +42,15 @@ class Fold:
     def name(self) -> str:
         """The names of its parts, as in `weighted, by_weight`; that of the function for a part of your own."""
         lift, monoid, apply = self.reducer.lift, self.reducer.monoid, self.normalizer.apply
-        parts = [(k, r) for k, r in vars(reducers).items() if isinstance(r, Reducer)]
-        stacked = self.reducer.stacked
-        reducer = [k for k, r in parts if (r.lift, r.monoid, r.stacked) == (lift, monoid, stacked)]
+        # A part may have another dtype than the stock one, which changes neither its functions nor its name.
+        stock = [(name, part) for name, part in vars(reducers).items() if isinstance(part, Reducer)]
+        kind = (lift, monoid, self.reducer.stacked)
+        names = [name for name, part in stock if (part.lift, part.monoid, part.stacked) == kind]
         if lift is reducers.concat().lift and monoid.axis is not None:
-            reducer = [f"concat({monoid.axis})"]
-        ends = [k for k, part in vars(normalizers).items() if isinstance(part, Normalizer) and part.apply is apply]
-        return f"{(reducer or [_named(lift)])[0]}, {(ends or [_named(apply)])[0]}"
+            names = [f"concat({monoid.axis})"]
+        ends = [(name, part) for name, part in vars(normalizers).items() if isinstance(part, Normalizer)]
+        end_names = [name for name, part in ends if part.apply is apply]
+        return f"{(names or [_named(lift)])[0]}, {(end_names or [_named(apply)])[0]}"
 
     def __repr__(self) -> str:
         return f"<Fold: {self.name}>"
@@ -74,8 +76,8 @@ def mean(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
     """The weighted mean, `sum(w * v) / sum(w)`. For a loss that is a **mean** over its micro-batch (the default).
 
     Args:
-        dtype: of the accumulator. By default the leaf's own, with floats of less than 32 bits in float32.
-        out_dtype: of the result. By default the leaf's own. Both may be given by name, "float32".
+        dtype: The dtype of the accumulator. By default the leaf's own, with floats of less than 32 bits in float32.
+        out_dtype: The dtype of the result. By default the leaf's own. Both may be given by name, "float32".
 
     Returns:
         A Fold.
@@ -90,8 +92,8 @@ def per_weight(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
     """The sum over the total weight, `sum(v) / sum(w)`. For a loss that is a **sum** over its items, weighed by them.
 
     Args:
-        dtype: of the accumulator, as for `mean`.
-        out_dtype: of the result, as for `mean`.
+        dtype: The dtype of the accumulator, as for `mean`.
+        out_dtype: The dtype of the result, as for `mean`.
 
     Returns:
         A Fold.
@@ -107,8 +109,8 @@ def sum(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
     """The plain sum, `sum(v)`. Bools are counted; integers keep their dtype, so that an int8 result can overflow.
 
     Args:
-        dtype: of the accumulator, as for `mean`.
-        out_dtype: of the result, as for `mean`.
+        dtype: The dtype of the accumulator, as for `mean`.
+        out_dtype: The dtype of the result, as for `mean`.
 
     Returns:
         A Fold.
@@ -126,7 +128,8 @@ def ratio(*, out_dtype: Dtype = None) -> Fold:
     are summed exactly, up to 2**47. The weight of the micro-batch has no part in it; a denominator of 0 gives 0.
 
     Args:
-        out_dtype: of the result. By default the leaf's own, float32 for integers and floats of less than 32 bits.
+        out_dtype: The dtype of the result. By default the leaf's own; float32 for integers and floats of less than 32
+            bits.
 
     Returns:
         A Fold.
@@ -167,8 +170,8 @@ def moments(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
     Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
 
     Args:
-        dtype: of the accumulator, as for `mean`.
-        out_dtype: of the result, as for `mean`.
+        dtype: The dtype of the accumulator, as for `mean`.
+        out_dtype: The dtype of the result, as for `mean`.
 
     Returns:
         A Fold.
@@ -190,8 +193,9 @@ def pooled(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
     Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
 
     Args:
-        dtype: of the accumulator, as for `mean`.
-        out_dtype: of the result. By default that of the accumulator, as a count in float16 would end at 65,504.
+        dtype: The dtype of the accumulator, as for `mean`.
+        out_dtype: The dtype of the result. By default that of the accumulator, as a count in float16 would end at
+            65,504.
 
     Returns:
         A Fold.
@@ -208,7 +212,7 @@ def concat(axis: int = 0) -> Fold:
     In an `Accumulator` its state grows with every update, so it does not pass through lax.scan.
 
     Args:
-        axis: the axis of the examples.
+        axis: The axis of the examples.
 
     Returns:
         A Fold.

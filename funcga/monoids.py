@@ -23,14 +23,14 @@ class Monoid:
     """`identity(xp, like)` and `combine(xp, a, b)`, pure functions on what a reducer lifts from one leaf.
 
     Args:
-        identity: the neutral element. `xp` is the array namespace, `torch` or `jax.numpy`; `like` has the shapes and
+        identity: The neutral element. `xp` is the array namespace, `torch` or `jax.numpy`; `like` has the shapes and
             dtypes of the operands.
-        combine: the operation.
-        widens: whether operands of less than 32 bits are held in 32.
-        axis: the axis that values grow along, as in a concatenation: loops collect such values and join them once.
-        collective: the reduction over replicas that is `combine`, "sum", "max" or "min". Without one, what the replicas
+        combine: The operation.
+        widens: Whether operands of less than 32 bits are held in 32.
+        axis: The axis that values grow along, as in a concatenation: loops collect such values and join them once.
+        collective: The reduction over replicas that is `combine`, "sum", "max" or "min". Without one, what the replicas
             have is gathered, and combined in their order.
-        ordered: whether the order of the operands counts.
+        ordered: Whether the order of the operands counts.
 
     Raises:
         FuncgaError: for another collective.

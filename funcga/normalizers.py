@@ -17,10 +17,10 @@ class Normalizer:
     """`apply(xp, reduced, tally)`: the result of a leaf from what was reduced, and how much of it there was.
 
     Args:
-        apply: the function. `tally.weight` and `tally.steps` are numbers, or 0-d arrays of the reduced dtype.
-        dtype: of the result; by default the leaf's own.
-        kinds: the kinds of accumulator dtype that it accepts: "bool", "int", "float", "complex", "other".
-        wide: whether the result is in the dtype of the accumulator, and of integers a float32.
+        apply: The function. `tally.weight` and `tally.steps` are numbers, or 0-d arrays of the reduced dtype.
+        dtype: The dtype of the result; by default the leaf's own.
+        kinds: The kinds of accumulator dtype that it accepts: "bool", "int", "float", "complex", "other".
+        wide: Whether the result is in the dtype of the accumulator, and of integers a float32.
         divides_by: "weight" or "steps" if all it does is divide by the tally's, which a backend may do in place.
 
     Example:
@@ -72,7 +72,8 @@ identity = Normalizer(lambda xp, reduced, tally: reduced)
 
 
 def _quotient(xp: Namespace, reduced: Reduced, tally: Any) -> Array:
-    if isinstance(reduced, tuple):  # the halves of integers, which division makes floats
+    # Integers come in two halves, which division makes floats.
+    if isinstance(reduced, tuple):
         high, low = reduced
         reduced = high / 1 * 65536.0 + low / 1
     return _divide(xp, reduced[0], reduced[1])

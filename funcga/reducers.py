@@ -20,16 +20,16 @@ class Reducer:
     """`lift(xp, value, weight)` into a monoid: one array, or a tuple of arrays, for a leaf of one micro-batch.
 
     Args:
-        lift: what a micro-batch contributes. `value` comes in the dtype of the accumulator; `weight` is a number, or a
+        lift: What a micro-batch contributes. `value` comes in the dtype of the accumulator; `weight` is a number, or a
             0-d array of that dtype.
-        monoid: how contributions combine.
-        dtype: of the accumulator. By default that of the leaf, with floats of less than 32 bits in float32.
-        kinds: the kinds of dtype that it accepts: "bool", "int", "float", "complex", "other".
-        linear: whether lift(v, w) = w * v in the monoid of sums, so that a weight which all micro-batches share can be
+        monoid: How contributions combine.
+        dtype: The dtype of the accumulator. By default that of the leaf, with floats of less than 32 bits in float32.
+        kinds: The kinds of dtype that it accepts: "bool", "int", "float", "complex", "other".
+        linear: Whether lift(v, w) = w * v in the monoid of sums, so that a weight which all micro-batches share can be
             taken out of the loop.
-        stacked: the length that axis 0 of a leaf must have, where a leaf is several arrays, stacked.
-        unweighted: whether lift(v, w) = v.
-        over_steps: whether the result depends on how the rows are split, as statistics over micro-batches do.
+        stacked: The length that axis 0 of a leaf must have, where a leaf is several arrays, stacked.
+        unweighted: Whether lift(v, w) = v.
+        over_steps: Whether the result depends on how the rows are split, as statistics over micro-batches do.
 
     Example:
         >>> squares = Reducer(lambda xp, value, weight: value * value, monoids.sum, kinds=("float",))

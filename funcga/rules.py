@@ -164,6 +164,7 @@ def _transposed(array: Array, axes: tuple[int, ...] | str, rule: Rule, pair: Pai
 
 
 def _called(function: Callable[[Array], Array], array: Array, rule: Rule, pair: Pair) -> Array:
+    # The function is the user's, so whatever it does becomes an error that names the rule and the leaf.
     try:
         returned = function(array)
         if type(returned).__module__ == "numpy":
@@ -181,6 +182,7 @@ def _describe(array: Array) -> str:
     return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
 
 
+# Orders of axes by name, for arrays of any number of them: the kernel's own axes stay together.
 AXES: dict[str, Callable[[int], tuple[int, ...]]] = {
     "oi->io": lambda ndim: (*range(2, ndim), 1, 0),
     "io->oi": lambda ndim: (ndim - 1, ndim - 2, *range(ndim - 2)),

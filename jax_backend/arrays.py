@@ -47,7 +47,7 @@ def moved_like(array: jax.Array, like: Array) -> jax.Array:
 
 
 def describe(leaf: Array) -> str:
-    """`float32[8, 3]`, or the type of what is no array."""
+    """`float32[8, 3]`, or the type of anything that is not an array."""
     if is_array(leaf):
         kind_of = "a NumPy array " if isinstance(leaf, np.ndarray | np.generic) else ""
         dtype = "float0" if leaf.dtype == jax.dtypes.float0 else leaf.dtype

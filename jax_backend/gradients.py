@@ -56,7 +56,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         A tree like params.
 
     Raises:
-        FuncgaError: if the two have different structures, or an update has another shape than its parameter.
+        FuncgaError: The two have different structures, or an update has another shape than its parameter.
 
     Example:
         >>> updates, state = tx.update(grads, state, params)

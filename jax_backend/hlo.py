@@ -20,7 +20,11 @@ class Collective(NamedTuple):
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"
             or "ragged-all-to-all".
         depth: How many loops it is in, 0 for none.
-        bytes: Of its operands, on one device.
+        bytes: The size of its operands, on one device.
+
+    Example:
+        >>> jax_backend.collectives(step, params, batch)[0].kind
+        'all-reduce'
     """
 
     kind: str

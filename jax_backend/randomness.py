@@ -22,16 +22,16 @@ def example_keys(key: jax.Array, indices: Array) -> jax.Array:
     and "unsafe_rbg" are made one after the other for that.
 
     Args:
-        key: Of jax.random.key or jax.random.PRNGKey, or another of these: `example_keys(key, epoch)` is that of an
-            epoch, without which an example has the same noise in each.
+        key: A key, of jax.random.key or jax.random.PRNGKey, or made by this function: `example_keys(key, epoch)` is the
+            key of an epoch. Without it an example has the same noise in every epoch.
         indices: Integers [rows], where the examples are in the dataset; or a number, for one key.
 
     Returns:
         Keys in the shape of the indices, `jax.random.fold_in` of each.
 
     Raises:
-        FuncgaError: for a key that is none, for indices that are no integers, and for those that are seen to need more
-            than 32 bits, of which JAX would drop some.
+        FuncgaError: The key is none, the indices are no integers, or they are seen to need more than 32 bits, of which
+            JAX would drop some.
 
     Example:
         >>> keys = jax_backend.example_keys(jax_backend.example_keys(jax.random.key(0), epoch), indices)
@@ -87,10 +87,13 @@ def sampled(sampler: Sampler, keys: jax.Array, shape: tuple[int, ...] = ()) -> j
     Args:
         sampler: `sampler(key, shape)`, as jax.random.uniform or jax.random.normal.
         keys: Of `example_keys`.
-        shape: Of what is drawn for one example.
+        shape: The shape of what is drawn for one example.
+
+    Returns:
+        The draws of all examples, stacked along axis 0.
 
     Raises:
-        FuncgaError: for keys that are not one for each row.
+        FuncgaError: The keys are not one for each row.
 
     Example:
         >>> kept = jax_backend.sampled(jax.random.uniform, keys, (16,)) < 0.9

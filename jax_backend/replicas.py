@@ -34,7 +34,7 @@ class Replicas:
             every replica gets the whole leaf.
 
     Raises:
-        FuncgaError: for an axis that is no name of one, or is named twice.
+        FuncgaError: The axis is no name, or is named twice.
 
     Example:
         >>> across = jax_backend.Replicas("data", scatter=(None, 0))  # (loss, grads)

@@ -48,7 +48,7 @@ def moved_like(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def describe(leaf: Any) -> str:
-    """`float32[8, 3]`, or the type of what is no array."""
+    """`float32[8, 3]`, or the type of anything that is not an array."""
     if isinstance(leaf, torch.Tensor):
         dtype = str(leaf.dtype).removeprefix("torch.")
         if is_lazy(leaf) or (leaf.is_nested and leaf.layout is torch.strided):  # which have no shape

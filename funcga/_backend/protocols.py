@@ -19,6 +19,10 @@ Window = Any
 MergeMemory = Any
 
 
+# A module implements each of these protocols: `torch_backend.arrays` is an Arrays, `jax_backend.arrays` another one.
+# So a reader finds the two answers to one question under one name.
+
+
 class Trees(Protocol):
     """A framework's own idea of a tree: which containers it walks, in which order, and what it does with None."""
 
@@ -38,7 +42,10 @@ class Trees(Protocol):
 class Arrays(Protocol):
     """The facts about a framework's arrays that the mathematics needs."""
 
+    # The array namespace: `torch` or `jax.numpy`.
     xp: Any
+
+    # What a leaf is.
 
     def owns(self, leaf: Any) -> bool:
         """Whether only this framework can have made the leaf."""
@@ -57,8 +64,10 @@ class Arrays(Protocol):
         ...
 
     def describe(self, leaf: Any) -> str:
-        """`float32[8, 3]`, or the type of what is no array."""
+        """`float32[8, 3]`, or the type of anything that is not an array."""
         ...
+
+    # Dtypes.
 
     def kind(self, dtype: Dtype) -> str:
         """'bool', 'int', 'float', 'complex' or 'other'."""
@@ -80,6 +89,8 @@ class Arrays(Protocol):
         """`size` rows from `start` on, along an axis."""
         ...
 
+    # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does not wait for.
+
     def scalar(self, weight: Any) -> Any:
         """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
         ...
@@ -95,6 +106,8 @@ class Arrays(Protocol):
     def integer(self, number: Any) -> Array:
         """A count as a 0-d int32 array."""
         ...
+
+    # Memory and storage.
 
     def owned(self, array: Array, others: Sequence[Array]) -> Array:
         """The array, or a copy of it where it is one of these others, or a view of one."""
@@ -219,6 +232,7 @@ class Sums(Protocol):
     What is donated may be written to, and what comes back may lie in its memory.
     """
 
+    # Whether `donate` is for this framework. In JAX the caller says it to jax.jit.
     donates: bool
 
     def add(
@@ -274,6 +288,8 @@ class Transforms(Protocol):
     def finite(self, leaves: Sequence[Array]) -> Array:
         """Whether every number is finite: a 0-d array."""
         ...
+
+    # Over replicas.
 
     def check_merged(self, leaves: Sequence[Array], paths: Callable[[], list[str]], replicas: Any) -> None:
         """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
@@ -335,4 +351,5 @@ class Backend:
     replicas: Replicas
     sums: Sums
     transforms: Transforms
+    # A framework whose users write transforms without a library has none.
     optimizers: Optimizers | None = None

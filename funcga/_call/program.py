@@ -89,6 +89,7 @@ class Program:
 
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs of a first micro-batch with this output, and the leaves of it."""
+        # The first micro-batch shows the structure; all later ones are checked against it.
         outputs, leaves = sort_outputs(self.fold, value, arguments.carried(), arguments.backend)
         if outputs.threads:
             _check_state([leaves[leaf_index] for leaf_index in outputs.threads], arguments)

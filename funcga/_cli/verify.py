@@ -31,6 +31,7 @@ class Options(NamedTuple):
 
 def verify_file(options: Options) -> int:
     """The exit code: 0 if accumulation is exact, 1 if not. The verdicts go to standard output."""
+    # A Problem has its losses, arguments and fold; a gradient function has the rest of them in its file.
     loaded = load_object(options.where, "grad_fn")
     if isinstance(loaded.value, Problem):
         verdicts = _of_problem(loaded.value, options)
@@ -54,6 +55,7 @@ def _of_problem(problem: Problem, options: Options) -> dict[str, Verdict]:
                 f"--{name} is for a gradient function, and {options.where} is a funcga.Problem, which has its own: "
                 f"leave it out."
             )
+    # In float64, where rounding hides nothing.
     sides = [Side(problem, framework, "float64") for framework in problem.frameworks]
     return {side.label: side.verified(options.n, options.seed) for side in sides}
 
@@ -71,6 +73,7 @@ def _of_function(loaded: Loaded, options: Options) -> Verdict:
         raise FuncgaError(f"`{name}` is of type {type(args).__name__}; it has to be a tuple: (params, batch).")
     variables = vars(loaded.module)
     choices: dict[str, Tree] = {name: variables[name] for name in ("fold", "weight", "in_axes") if name in variables}
+    # What the command line says goes before what the file says.
     if options.fold is not None:
         choices["fold"] = {"mean": folds.mean, "per_weight": folds.per_weight, "sum": folds.sum}[options.fold]()
     if options.weight is not None:

@@ -25,31 +25,31 @@ def compare(
 ) -> "Report":
     """How far left is from right, leaf by leaf: how far it may be, and where it differs most.
 
-    The leaves of the two trees are matched by dotted path. A leaf is close if |left - right| <= atol + limit *
-    max|right|, in every element. The limit comes from the coarser of the two dtypes and from `reduction`, as
-    4 eps sqrt(reduction): what rounding alone explains, and 0.5 at most; integers and booleans are equal or not.
-    Infinities of one sign in the same place are equal, NaN is never close. Where there is no leaf to compare, nothing
-    is close.
+    The leaves of the two trees are matched by dotted path. A leaf is close if, in every element,
+    `|left - right| <= atol + limit * max|right|`. The limit comes from the coarser of the two dtypes and from
+    `reduction`, as `4 * eps * sqrt(reduction)`: what rounding alone explains, and 0.5 at most. Integers and booleans
+    are equal or not. Infinities of one sign in the same place are equal, NaN is never close. Where there is no leaf to
+    compare, nothing is close.
 
     Args:
-        left: a tree of torch, JAX or NumPy arrays, on any device, in any containers: nested or flat dicts such as state
+        left: A tree of torch, JAX or NumPy arrays, on any device, in any containers: nested or flat dicts such as state
             dicts, flax variables, nnx states, equinox modules, or a single array. None and functions are no leaves; a
             Python number is a 0-d array of 64 bits; other leaves, and arrays of texts or dates, are compared by `==`.
-        right: a tree of the same kind, which the differences are relative to.
-        rtol: a limit for all leaves, instead of that of their dtypes.
-        atol: what the absolute difference may be besides. A gradient that would be 0 but for rounding, such as that of
+        right: A tree of the same kind, which the differences are relative to.
+        rtol: A limit for all leaves, instead of that of their dtypes.
+        atol: What the absolute difference may be besides. A gradient that would be 0 but for rounding, such as that of
             a bias before a normalisation, is close to no other relatively.
-        reduction: the number of terms in the longest sum that the values come from. Default: 256.
-        rules: rename and transpose the leaves of left, see `funcga.rules`.
-        names: what the report calls the two trees.
-        check_dtype: whether leaves of two dtypes are not close; with False only values count.
+        reduction: The number of terms in the longest sum that the values come from. Default: 256.
+        rules: Rename and transpose the leaves of left, see `funcga.rules`.
+        names: What the report calls the two trees.
+        check_dtype: Whether leaves of two dtypes are not close; with False only values count.
 
     Returns:
         A Report: `report.ok`, `report.assert_close()` and `print(report)` say whether they are close; `report.rows`,
         `.worst`, `.as_dict()` and `.plot("report.png")` how far they are apart.
 
     Raises:
-        FuncgaError: for what cannot be compared.
+        FuncgaError: A tree holds what cannot be compared, or an argument is out of its range.
 
     Example:
         >>> funcga.compare(torch_grads, flax_grads, rules=funcga.rules.torch_to_flax).assert_close()

@@ -28,11 +28,11 @@ class Report:
     `str(report)` is the table in plain text, with the verdict; rich prints it in colour.
 
     Attributes:
-        rows: a Row for each leaf.
-        names: the names of the two trees.
-        reduction: the number of terms in a sum that limits are made for; None if `rtol` was given.
-        rtol: the limit that takes their place, as it was given.
-        atol: what the absolute difference may be besides.
+        rows: A Row for each leaf.
+        names: The names of the two trees.
+        reduction: The number of terms in a sum that limits are made for; None if `rtol` was given.
+        rtol: The limit that takes their place, as it was given.
+        atol: What the absolute difference may be besides.
 
     Example:
         >>> report = funcga.compare(torch_grads, jax_grads)
@@ -123,7 +123,7 @@ class Report:
         """The report as a table of rich; rows that are not close are red, and say why in their last column.
 
         Raises:
-            FuncgaError: if rich is not installed.
+            FuncgaError: rich is not installed.
         """
         try:
             from rich.box import SIMPLE_HEAD
@@ -165,7 +165,7 @@ class Report:
         """Writes a picture of rel and its limit, leaf by leaf, to a file: .png, .svg or .pdf.
 
         Raises:
-            FuncgaError: if matplotlib is not installed, or cannot write such a file.
+            FuncgaError: matplotlib is not installed, or cannot write such a file.
         """
         from funcga._compare.picture import draw
 

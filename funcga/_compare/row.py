@@ -18,7 +18,7 @@ CHUNK = 2**20
 
 
 class Difference(NamedTuple):
-    """The largest absolute difference, the largest finite |right|, and the rest of what a Row says.
+    """The largest absolute difference, the largest finite `|right|`, and the rest of what a Row says.
 
     absolute: NaN where an element is, infinite where infinities do not match; infinities of one sign in one place are
     equal. position: of the element, in the flat array, that differs most; None where nothing differs.
@@ -83,7 +83,7 @@ def _count(mask: Array) -> int:
 
 
 def _between(left: Array, right: Array, x: Array, y: Array) -> Array:
-    """|left - right| of every element in float64, and what is hidden where they are converted to it, as x and y."""
+    """`|left - right|` of every element in float64, and what is hidden where they are converted to it, as x and y."""
     kinds = left.dtype.kind, right.dtype.kind
     if all(kind in "biu" for kind in kinds):
         return _between_whole(left, right)
@@ -112,7 +112,7 @@ def _between_whole(left: Array, right: Array) -> Array:
 
 
 def _apart(left: Array, right: Array) -> Array:
-    """|left - right| of every element: infinite where infinities do not match, NaN where a NaN is."""
+    """`|left - right|` of every element: infinite where infinities do not match, NaN where a NaN is."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(left - right)
     # In this order: infinities of one sign are equal, though their difference is NaN; other infinities are infinitely
@@ -125,7 +125,7 @@ def _apart(left: Array, right: Array) -> Array:
 
 
 def _gaps(left: Array, right: Array) -> Array:
-    """|left - right| of integers as uint64, without overflow: what wraps around in the subtraction wraps back."""
+    """`|left - right|` of integers as uint64, without overflow: what wraps around in the subtraction wraps back."""
     # NumPy subtracts no bools.
     a, b = (part.astype(np.uint8) if part.dtype.kind == "b" else part for part in (left, right))
     x, y = a.astype(np.uint64), b.astype(np.uint64)
@@ -171,16 +171,16 @@ class Row:
 
     path: dotted, as the right tree spells it; left_path: as the left tree does, before a rule renamed it.
     shapes, dtypes: of the left, after a rule permuted its axes, and the right; None where a leaf is missing.
-    absolute: the largest |left - right|. relative: that over the largest |right| of the leaf.
+    absolute: the largest `|left - right|`. relative: that over the largest `|right|` of the leaf.
     limit: of the relative difference, and atol, what the absolute one may be besides: a leaf is close if
-    absolute <= atol + limit * largest |right|.
+    `absolute <= atol + limit * largest`.
     ulps: the largest distance in units in the last place, of floats of one dtype.
     cosine: of the angle between the leaves as vectors, in float64; None if one is zero.
     index, values: where it differs most, and (left, right) there; None where nothing does.
     nans, infs: how many there are on the left and on the right.
     status: 'equal' or 'within'; 'beyond' the limit; 'nan' if there is one; 'inf' if infinities do not match; 'shape',
     'dtype' if they differ; 'missing' on the left; 'extra' on the left.
-    largest: the largest |right| that is finite.
+    largest: the largest `|right|` that is finite.
     """
 
     path: str
@@ -213,7 +213,7 @@ class Row:
 
     @property
     def allowed(self) -> float:
-        """What `relative` may be: the limit, and atol over the largest |right|; infinite if that is 0, and atol not."""
+        """What `relative` may be: the limit, and atol over `largest`; infinite if that is 0, and atol not."""
         if not self.atol:
             return self.limit
         return self.limit + self.atol / self.largest if self.largest else math.inf

@@ -135,6 +135,9 @@ class Accumulator:
 
         Raises:
             FuncgaError: The fold does not fit the values.
+
+        Example:
+            >>> state = accumulator.init(params)  # gradients are like the parameters
         """
         backend = backend_of([like], lambda: ["like"])
         outputs = bind_outputs(self.fold, like, backend)
@@ -163,6 +166,9 @@ class Accumulator:
 
         Raises:
             FuncgaError: The value has another structure, shape or dtype, or the weight is negative.
+
+        Example:
+            >>> state = accumulator.update(state, grads, weight=tokens)
         """
         window = self._opened(state, backend_of([state, value], lambda: ["state", "value"]))
         weight = check_weight(weight, window.outputs.backend.arrays)
@@ -188,6 +194,9 @@ class Accumulator:
 
         Raises:
             FuncgaError: The states were made for different values.
+
+        Example:
+            >>> both = accumulator.merge(first_half, second_half)
         """
         window = self._opened(a, backend_of([a, b], lambda: ["a", "b"]))
         window.outputs.leaves(b.like, "the second state")
@@ -203,6 +212,9 @@ class Accumulator:
 
         Returns:
             The values, normalised by the weights and steps in the state, in their structure and dtypes.
+
+        Example:
+            >>> average = accumulator.finalize(state)
         """
         window = self._opened(state, backend_of([state], lambda: ["state"]))
         leaves = window.outputs.backend.sums.finish(

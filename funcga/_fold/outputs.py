@@ -59,6 +59,7 @@ class Outputs:
 
     def join(self, reduced: Sequence[Any], collected: Sequence[Any], threaded: Sequence[Any]) -> Tree:
         """The result, in the structure of grad_fn's output."""
+        # What belongs to no group is a leaf that was None in every micro-batch.
         leaves: list[Any] = [None] * len(self.folds)
         for leaf_indices, values in ((self.reduced, reduced), (self.collected, collected), (self.threads, threaded)):
             for leaf_index, value in zip(leaf_indices, values, strict=True):
@@ -127,6 +128,7 @@ class Outputs:
         return all(size == first_size or dimension == grows for dimension, (size, first_size) in sizes)
 
     def _changed(self, leaf_index: int, leaf: Any, which: str) -> FuncgaError:
+        # The first one is gone by now: what is known of it is its shape and dtype.
         before = "None"
         if self.folds[leaf_index] is not None:
             shape = self.shapes[leaf_index]

@@ -57,7 +57,8 @@ def prepared(function: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[
 
 def rows_of_replicas(rows: int, count: int) -> list[int]:
     """How many of so many rows each replica takes, the first ones first."""
-    return [rows // count] * count  # shards are alike
+    # Shards are of one size.
+    return [rows // count] * count
 
 
 def over_replicas(step: Callable[..., Tree], arguments: Arguments, rows: list[int]) -> Tree:
@@ -146,7 +147,8 @@ def text_loss(params: Tree, tokens: jax.Array) -> jax.Array:
     return jnp.sum(_cross_entropies(params, tokens), where=tokens[:, 1:] != PAD)
 
 
-@jax.jit  # the whole batch would else be compiled operation by operation, which takes longer
+# Jitted, since operation by operation the whole batch would take longer to compile.
+@jax.jit
 def _cross_entropies(params: Tree, tokens: jax.Array) -> jax.Array:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = params["embed"]["token"][inputs] + params["embed"]["position"][: inputs.shape[1]]

@@ -50,7 +50,8 @@ def _svg(figure: Figure) -> str:
     import matplotlib
 
     text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text that can be searched
+    # Letters stay text, which can be searched; without the date a picture is the same each time.
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
         figure.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
@@ -59,9 +60,10 @@ def _svg(figure: Figure) -> str:
 FLOOR = 1e-18
 """Where no difference at all is drawn, as a logarithm has no place for it."""
 
+# What can be told apart without colours: a dtype by its dashes, the rest by markers. Colours: Okabe and Ito (2008).
 _LINES = {"float64": "-", "float32": "--", "bfloat16": ":", "float16": "-."}
 _MARKERS = "osD^vP"
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito (2008)
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 
 
 def picture(every: Sequence[Findings]) -> Figure:
@@ -101,7 +103,8 @@ def _against_n(ax: Axes, findings: Findings) -> None:
 
 def _against_depth(ax: Axes, findings: Findings) -> None:
     full = [compared for compared in findings.of("model") if compared.micro_batch is None]
-    if not full:  # one framework alone
+    # With one framework alone its largest n stands for the comparison.
+    if not full:
         full = [c for c in findings.of("accumulation") if c.n == len(findings.rows) and c.replicas == 1]
     ax.set(title=f"{full[0].what}, leaf by leaf", xlabel="leaf, in the order of the parameters")
     _limits(ax, [compared.report for compared in full])
@@ -109,6 +112,7 @@ def _against_depth(ax: Axes, findings: Findings) -> None:
         rows = [row for row in compared.report.rows if row.path != "loss"]
         values = [max(row.relative, FLOOR) for row in rows]
         ax.plot(range(len(rows)), values, label=compared.dtype, marker=marker, color=color, linestyle="")
+        # More names than these would cover one another.
         if len(rows) <= 24:
             ax.set_xticks(range(len(rows)), [row.path for row in rows], rotation=60, ha="right", fontsize="x-small")
 
@@ -117,7 +121,7 @@ def _by_micro_batch(ax: Axes, findings: Findings) -> None:
     ax.set(title="torch vs JAX, each micro-batch", xlabel="micro-batch")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     compared = [compared for compared in findings.of("model") if compared.micro_batch is not None]
-    _limits(ax, [each.report for each in compared])
+    _limits(ax, [point.report for point in compared])
     _lines(ax, compared, lambda c: c.dtype, lambda c: 1 + (c.micro_batch or 0))
 
 
@@ -147,13 +151,14 @@ def _lines(
     ax: Axes, compared: list[Compared], name: Callable[[Compared], str], position: Callable[[Compared], float]
 ) -> None:
     """A line for every name and dtype."""
+    # A name has one colour in all its dtypes.
     groups: dict[tuple[str, str], list[Compared]] = {}
-    for each in compared:
-        groups.setdefault((name(each), each.dtype), []).append(each)
+    for point in compared:
+        groups.setdefault((name(point), point.dtype), []).append(point)
     names = list(dict.fromkeys(label for label, _ in groups))
     for (label, dtype), group in groups.items():
         full = label if label == dtype else f"{label}, {dtype}"
-        _line(ax, list(map(position, group)), [each.report.most for each in group], full, names.index(label), dtype)
+        _line(ax, list(map(position, group)), [point.report.most for point in group], full, names.index(label), dtype)
 
 
 def _line(

@@ -88,6 +88,7 @@ def batchnorm(seed: int = 0) -> Problem:
     images, labels = _digits(_EVEN)
     params = {"hidden": _linear(random, 64, 32), "norm": {}, "output": _linear(random, 32, 10)}
     params["norm"] = {"weight": 1 + _normal(random, 32), "bias": _normal(random, 32)}
+    # The running statistics that stand still: those of the whole batch, by the initial weights.
     hidden = images @ params["hidden"]["weight"] + params["hidden"]["bias"]
     return _problem(
         "batchnorm",
@@ -140,13 +141,14 @@ def _digits(rows: int | None = None) -> tuple[Array, Array]:
 
 
 def _paragraphs(random: np.random.Generator) -> list[bytes]:
-    from pydoc_data.topics import topics  # which a slim Python may not have
+    # Text that every Python brings along; a slim one may not have it, so it is not imported above.
+    from pydoc_data.topics import topics
 
     every = [part.strip().encode() for name in sorted(topics) for part in topics[name].split("\n\n")]
     short = [part for part in every if 2 <= len(part) <= _LENGTH]
     chosen = random.choice(len(short), _ROWS, replace=False)
     # As a loader that buckets by length would: micro-batches then differ most in their number of tokens.
-    return sorted((short[i] for i in chosen), key=len, reverse=True)
+    return sorted((short[paragraph_index] for paragraph_index in chosen), key=len, reverse=True)
 
 
 def _transformer(random: np.random.Generator) -> Tree:
@@ -213,6 +215,7 @@ def chosen(choice: Choice) -> Problem:
             f"{where} is of type {type(value).__name__}, and parity takes a funcga.Problem, or a function that returns "
             f"one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...)."
         )
+    # In a report a problem without a name goes by its variable.
     problem = value if value.name else replace(value, name=name)
     check_installed(*problem.frameworks, *(["optax"] if problem.jax_loss is not None else []))
     _check(problem)

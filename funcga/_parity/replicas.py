@@ -38,18 +38,19 @@ def over_replicas(choice: Choice, side: Side, n: int, count: int) -> Merged:
     FuncgaError with the last line that the processes have written, if they fail.
     """
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "found.npz"
+        # The processes find the problem as the command line named it; the first one writes the result to a file.
+        file = Path(folder) / "merged.npz"
         options = [*choice, side.framework, side.dtype, side.device, n, count, file]
         command = [sys.executable, *_launcher(side.framework, count), "-m", __name__, *map(str, options)]
         environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(count), "OMP_NUM_THREADS": "1"}
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, capture_output=True, text=True, env=environment, check=False, timeout=_TIMEOUT
             )
         except subprocess.TimeoutExpired as error:
             raise FuncgaError(f"--ranks: {side.label} over {count} replicas took more than {_TIMEOUT} s.") from error
-        if done.returncode or not file.exists():
-            raise FuncgaError(f"--ranks: {side.label} over {count} replicas failed: {_reason(done.stderr)}")
+        if process.returncode or not file.exists():
+            raise FuncgaError(f"--ranks: {side.label} over {count} replicas failed: {_reason(process.stderr)}")
         return _read(file)
 
 
@@ -62,8 +63,9 @@ def _launcher(framework: str, count: int) -> list[str]:
 
 
 def _reason(text: str) -> str:
-    own = [line[line.index("funcga: ") :] for line in text.splitlines() if "funcga: " in line]
-    return (own or text.strip().splitlines() or ["nothing was written"])[-1].removeprefix("funcga: ")
+    # A launcher puts a prefix before each line, and lines of its own after the last one of ours.
+    ours = [line[line.index("funcga: ") :] for line in text.splitlines() if "funcga: " in line]
+    return (ours or text.strip().splitlines() or ["nothing was written"])[-1].removeprefix("funcga: ")
 
 
 def _read(file: Path) -> Merged:
@@ -73,6 +75,7 @@ def _read(file: Path) -> Merged:
 
 
 def _result(arrays: Mapping[str, Array], run: str) -> Result:
+    # A path may have slashes of its own, so only the first two are ours.
     gradients = {key.split("/", 2)[2]: arrays[key] for key in arrays if key.startswith(f"{run}/g/")}
     return Result(arrays[f"{run}/loss"], gradients)
 

@@ -41,7 +41,8 @@ def lines(findings: Findings) -> list[Line]:
 def _of_cause(findings: Findings, cause: str) -> Iterator[Line]:
     for what in dict.fromkeys(compared.what for compared in findings.of(cause)):
         kind = [compared for compared in findings.of(cause) if compared.what == what]
-        worst = {c.dtype: c for c in sorted(kind, key=lambda c: c.report.badness)}  # the last one of each dtype
+        # Sorted, so that in the dict the last one of each dtype, the worst, is the one that stays.
+        worst = {c.dtype: c for c in sorted(kind, key=lambda c: c.report.badness)}
         figures = {dtype: against(c.report) for dtype, c in worst.items()}
         status = _status(findings, kind)
         yield Line(cause, what, figures, _where(max(worst.values(), key=lambda c: c.report.badness)), status)
@@ -58,7 +59,8 @@ def _of_training(findings: Findings) -> list[Line]:
     lines = []
     for optimizer in dict.fromkeys(t.optimizer for t in findings.trajectories):
         kind = [t for t in findings.trajectories if t.optimizer == optimizer]
-        first = min((t for t in kind), key=lambda t: t.diverges or len(t.reports) + 1)
+        # The first to diverge, in whichever dtype; one that does not is behind all that do.
+        first = min(kind, key=lambda t: t.diverges or len(t.reports) + 1)
         worst = first.decisive.worst
         where = f"{worst.path if worst else ''}, update {first.diverges or len(first.reports)}"
         figures = {t.dtype: against(t.decisive) for t in kind}
@@ -90,6 +92,7 @@ def as_table(findings: Findings) -> Table:
     table.pad_edge = False
     for heading in ("cause", "what is compared", *findings.dtypes, "worst at", ""):
         table.add_column(heading, no_wrap=heading in ("cause", *findings.dtypes), overflow="fold")
+    # A cause is written once, above the lines that have it.
     last = ""
     for line in lines(findings):
         style = {"within": "green", "rounding": "yellow"}.get(line.status, "bold red")
@@ -127,6 +130,7 @@ def conclusion(every: Sequence[Findings]) -> Text:
     wrong = [findings.problem.name for findings in every if not findings.ok]
     if wrong:
         return Text(f"Verdict: DIFFERENT: {', '.join(wrong)}.", "bold red")
+    # Of every leaf in everything that was compared, update by update.
     reports = [c.report for f in every for c in f.compared]
     reports += [report for f in every for t in f.trajectories for report in t.reports]
     within = [row.ok for report in reports for row in report.rows]

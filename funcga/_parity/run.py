@@ -83,6 +83,7 @@ class Findings(NamedTuple):
 
     def is_explained(self, result: Compared | Trajectory) -> bool:
         """Whether what is beyond its limit is rounding, which the loss, or training, makes large. A fold is exact."""
+        # There is no conditioning for float64: what is beyond its limit there is a mistake.
         if result.dtype not in self.conditioning:
             return False
         if isinstance(result, Trajectory):
@@ -91,7 +92,8 @@ class Findings(NamedTuple):
 
     def _gradient_is_explained(self, compared: Compared) -> bool:
         """In float64 it is within its limit, and here no more than 10 times what rounding the arguments alone does."""
-        small = compared.report.most <= 10 * self.conditioning[compared.dtype]  # so it is finite
+        # NaN and infinity are not small.
+        small = compared.report.most <= 10 * self.conditioning[compared.dtype]
         return small and all(c.ok for c in self.of(compared.cause) if c.dtype == "float64")
 
     def _training_is_explained(self, trajectory: Trajectory) -> bool:
@@ -125,6 +127,7 @@ class Plan:
 
     def ticks(self, problem: Problem) -> int:
         """How often `tick` will be called for a problem."""
+        # For each dtype and framework: every n and every number of replicas, then full, micro-batches and folds.
         frameworks = len(problem.frameworks)
         trained = len(problem.optimizers) if frameworks == 2 and self.updates else 0
         return len(self.dtypes) * (frameworks * (len(self.ns) + len(self.ranks) + 3) + trained)
@@ -141,11 +144,13 @@ class _Run:
     def __init__(self, problem: Problem, plan: Plan, choice: Choice):
         self.problem, self.plan, self.choice = problem, plan, choice
         self.frameworks = problem.frameworks
+        # Imported here, since an import in a thread can wait for another one.
         for name in self.frameworks:
-            load(name)  # before there are threads
+            load(name)
         self.sides = {
             (name, dtype): Side(problem, name, dtype, plan.device) for dtype in plan.dtypes for name in self.frameworks
         }
+        # The four stages of the work; in each of them the sides run beside one another.
         self.most = max(plan.ns)
         self.full = self._all({key: side.full for key, side in self.sides.items()})
         self.micro = self._all({key: partial(side.micro_batches, self.most) for key, side in self.sides.items()})
@@ -166,6 +171,7 @@ class _Run:
 
     def _fold(self, dtype: str, side: Side) -> tuple[Folded, Folded]:
         """What the side, and NumPy, make of the same micro-batch gradients: those of the first framework."""
+        # All fold the same numbers, so what differs is the fold.
         gradients = self.micro[self.frameworks[0], dtype]
         weights = self.sides[self.frameworks[0], dtype].weights(self.most)
         return fold_in_framework(side, gradients, weights), fold_by_hand(self.problem.fold, gradients, weights)
@@ -191,6 +197,7 @@ class _Run:
         )
 
     def _conditioning(self) -> dict[str, float]:
+        # In float64, so that it is the loss which makes a rounding of its arguments large, and no rounding of its own.
         sides = [side for (_, dtype), side in self.sides.items() if dtype == "float64"]
         return {
             dtype: max(
@@ -236,6 +243,7 @@ class _Run:
 
     def _folded(self, side: Side) -> Iterator[Compared]:
         folded, exact = self.folded[side.framework, side.dtype]
+        # The fold is exact to rounding, and plain sums in the same order to the last bit.
         fold = side.compared(folded.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
         yield Compared("fold", f"{side.label} vs NumPy", side.dtype, self.most, fold, side.label)
         sums = compare(folded.sums, exact.sums, rtol=0, names=(side.label, "NumPy"))
@@ -269,6 +277,7 @@ class _Run:
         return list(self._all(work).values())
 
     def _verified(self, compared: list[Compared]) -> dict[str, Verdict]:
+        # `verify` takes long, and is asked only where accumulation is not exact in the finest dtype.
         dtype = self.plan.dtypes[-1]
         wrong = [c for c in compared if c.cause == "accumulation" and c.dtype == dtype and not c.ok]
         labels = {c.framework for c in wrong}

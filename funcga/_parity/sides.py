@@ -34,6 +34,7 @@ from funcga.rules import Rule
 FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 """The frameworks, as they are imported and as they are written."""
 
+# One for each framework, so that the two can work at the same time.
 _LOCKS = {framework: Lock() for framework in FRAMEWORKS}
 
 
@@ -96,6 +97,7 @@ class Side:
     def full(self, rows: int | None = None) -> Result:
         """The loss and gradients of the whole batch, or its first rows, divided by hand: no fold has a part in it."""
         with self.running():
+            # This is what accumulation is measured by, so it uses none of it: one call and one division.
             rows = rows or self.arguments.rows()
             return self._full(self.arguments.cut(0, rows, []), rows)
 
@@ -106,6 +108,7 @@ class Side:
         def moved(leaf: Array) -> Array:
             if not isinstance(leaf, np.ndarray | np.generic) or not is_float(leaf.dtype):
                 return leaf
+            # Relative to each element, at most half a unit in its last place in that dtype.
             return leaf * (1 + tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)).astype(leaf.dtype)
 
         with self.running():
@@ -115,7 +118,8 @@ class Side:
 
     def _full(self, args: tuple[Tree, ...], rows: int) -> Result:
         divisor = divisor_of(self.problem, float(self.weight(args, rows)))
-        with self.lock:  # the same program for `nearby`, so that it is compiled once
+        # `nearby` runs the same program, which is compiled once.
+        with self.lock:
             return self.result(self.compiled(*args), divisor)
 
     def accumulated(self, n: int) -> Result:
@@ -123,6 +127,7 @@ class Side:
         with self.running():
             problem = self.problem
             step = accumulate(self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes)
+            # The lock is for Python code, all of which runs here; the work itself needs none.
             with self.lock:
                 work = self.own.prepared(step, self.args)
             return self.result(work())
@@ -152,10 +157,9 @@ class Side:
         """How many terms an element of a gradient is a sum of, forth and back: rows or tokens, and a longest axis."""
         if self.problem.reduction is not None:
             return self.problem.reduction
-        kind, axes = (
-            self.backend.arrays.kind,
-            [max(leaf.shape, default=1) for leaf in self.named(self.args[0]).values()],
-        )
+        # Forward it is a sum over an axis of a parameter, and backward one over rows or tokens.
+        kind = self.backend.arrays.kind
+        axes = [max(leaf.shape, default=1) for leaf in self.named(self.args[0]).values()]
         arrays = [leaf for leaf, _ in self.arguments if self.backend.arrays.is_array(leaf)]
         tokens = [math.prod(leaf.shape) for leaf in arrays if kind(leaf.dtype) == "int"]
         return int(max([self.arguments.rows(), *tokens]) + max(axes, default=0))
@@ -210,6 +214,7 @@ class Side:
         with self.own.precision(self.dtype):
             try:
                 yield
+            # Contexts are nested, and each error is to be prefixed once.
             except FuncgaError as error:
                 where = f"{self.label}, {self.dtype}: "
                 raise error if str(error).startswith(where) else FuncgaError(f"{where}{error}") from error
@@ -219,6 +224,8 @@ class Side:
         """The params and the batch in this framework and dtype."""
         problem = self.problem
         with self.running():
+            # One copy of the data goes to both frameworks, by way of NumPy. Params of JAX's own structure take their
+            # values from it.
             params, *batch = (as_dtype(tree, self.dtype, self) for tree in (problem.params, *problem.batch))
             _check_finite({"params": params, "batch": tuple(batch)}, self.backend)
             if self.framework == "jax" and problem.jax_params is not None:
@@ -272,6 +279,7 @@ class Side:
         A leaf that is a sum of what cancels may be apart by 4 epsilons of what it is a sum of, for which the largest
         leaf stands; if it is 0 but for that, its difference is said relative to the largest leaf.
         """
+        # In a sum that cancels, rounding is relative to the terms, and not to what is left of them.
         largest = max((float(np.abs(leaf).max(initial=0)) for leaf in right.values()), default=0.0)
         report = compare(
             left,
@@ -282,8 +290,9 @@ class Side:
             names=names,
             check_dtype=check_dtype,
         )
-        order = {path: number for number, path in enumerate(left)}
-        rows = sorted(report.rows, key=lambda r: order.get(r.left_path, len(order)))
+        # `compare` has the order of the right tree.
+        order = {path: position for position, path in enumerate(left)}
+        rows = sorted(report.rows, key=lambda row: order.get(row.left_path, len(order)))
         return replace(report, rows=tuple(_by_largest(row, largest, report.atol) for row in rows))
 
     def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
@@ -296,6 +305,7 @@ class Side:
     def result(self, value_and_gradient: Tree, divisor: float = 1) -> Result:
         """The loss and the gradient that a gradient function has returned, divided."""
         loss, gradient = value_and_gradient
+        # The loss travels with the gradients, under a path that no leaf of a tree has.
         named = {"": interop.to_numpy(loss), **self.named(gradient)}
         divided = {
             path: leaf if divisor == 1 else leaf / np.asarray(divisor, leaf.dtype) for path, leaf in named.items()
@@ -322,8 +332,9 @@ def _as_dtype(leaf: Array, dtype: str, framework: str) -> Array:
     array = interop.to_numpy(leaf)
     if is_float(array.dtype):
         return array.astype(numpy_dtype(dtype))
+    # torch's losses and indices want 64 bits, and JAX has 32 by default.
     if framework == "torch" and array.dtype == np.int32:
-        return array.astype(np.int64)  # as its losses and indices want them
+        return array.astype(np.int64)
     fits = array.dtype == np.int64 and (abs(array) < 2**31).all()
     return array.astype(np.int32) if framework == "jax" and fits else array
 
@@ -345,6 +356,7 @@ def is_float(dtype: Dtype) -> bool:
 
 def _by_largest(row: Row, largest: float, atol: float) -> Row:
     """The row of a leaf that is 0 but for rounding with its difference relative to the largest leaf."""
+    # Rows with a status of their own, such as NaN, stay as they are.
     if not row.largest <= atol < math.inf or row.status not in ("within", "beyond"):
         return row
     return replace(row, relative=row.absolute / largest if largest else 0.0, limit=atol / largest if largest else 0.0)
@@ -397,6 +409,7 @@ class Folded(NamedTuple):
 
 def fold_in_framework(side: Side, micro_batches: Sequence[Result], weights: Sequence[float]) -> Folded:
     """The Folded of a framework, by the loop that accumulates gradients."""
+    # The gradients are the batch, one row for each micro-batch, and the gradient function is one that takes its row.
     stacked = _stacked(micro_batches)
     with side.running():
         gradients, weight = side.placed((stacked, _weights(weights, side.dtype)))
@@ -417,6 +430,7 @@ def _weight(gradients: dict[str, Array], weights: Array) -> Array:
 
 
 def _weights(weights: Sequence[float], dtype: str) -> Array:
+    # Counts stay integers, as they come from a loader.
     whole = all(float(weight).is_integer() for weight in weights)
     return np.asarray(weights, "int32" if whole else "float64" if dtype == "float64" else "float32")
 
@@ -437,6 +451,7 @@ def _fold(fold: Fold, values: Array, weights: Sequence[float]) -> Array:
 
 
 def _sum(values: Array) -> Array:
+    # In the order and precision of the loops, so that plain sums agree bit for bit.
     wide = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
     total = wide[0]
     for value in wide[1:]:
@@ -445,4 +460,5 @@ def _sum(values: Array) -> Array:
 
 
 def _stacked(micro_batches: Sequence[Result]) -> dict[str, Array]:
-    return {path: np.stack([m.gradient[path] for m in micro_batches]) for path in micro_batches[0].gradient}
+    paths = micro_batches[0].gradient
+    return {path: np.stack([result.gradient[path] for result in micro_batches]) for path in paths}

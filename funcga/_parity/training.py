@@ -33,7 +33,7 @@ class Trajectory(NamedTuple):
     @property
     def diverges(self) -> int | None:
         """The number of the first update, from 1, after which a leaf is beyond its limit; None if there is none."""
-        return next((i for i, report in enumerate(self.reports, 1) if not report.ok), None)
+        return next((update for update, report in enumerate(self.reports, 1) if not report.ok), None)
 
     @property
     def decisive(self) -> Report:
@@ -53,6 +53,7 @@ def train(
 
     gradients: of the full batch, those of each side by path.
     """
+    # Adam divides a gradient by its own size: of one that is rounding alone it makes an update of full size.
     aside = [_zeros(gradient, left.dtype) if "adam" in optimizer else () for gradient in gradients]
     runs = [_Training(side, optimizer, n) for side in (left, right)]
     names, rules = (left.label, right.label), left.problem.rules
@@ -90,12 +91,11 @@ class _Training:
     def update(self, update: int) -> tuple[float, dict[str, Array]]:
         """The mean loss of the micro-batches of the next update, and the parameters after it."""
         with self.side.running():
-            losses = [self._micro_batch(*self.micro_batches[i % len(self.micro_batches)]) for i in self._window(update)]
+            # Counted on through the epochs.
+            window = range(update * self.n, (update + 1) * self.n)
+            count = len(self.micro_batches)
+            losses = [self._micro_batch(*self.micro_batches[index % count]) for index in window]
             return sum(map(float, losses)) / self.n, self.side.named(self.params)
-
-    def _window(self, update: int) -> range:
-        """The micro-batches of an update, counted on through the epochs."""
-        return range(update * self.n, (update + 1) * self.n)
 
     def _micro_batch(self, start: int, size: int) -> Array:
         _, *batch = self.side.arguments.cut(start, size, [])

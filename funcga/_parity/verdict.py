@@ -29,6 +29,7 @@ def verdict(findings: Findings) -> Verdict:
 
 
 def _is_in_one(findings: Findings) -> bool:
+    # The full batches differ too, so one loss is not the other.
     wrong = {compared.framework for compared in _unexplained(findings, "accumulation")}
     return len(wrong) == 1 and bool(_unexplained(findings, "model"))
 
@@ -62,7 +63,7 @@ def _accumulation(findings: Findings) -> Iterator[str]:
     yield f"Accumulation is not exact for {where} with {named(findings.problem.fold)}: {text}."
     if _is_in_one(findings):
         yield f"The other framework's is exact: the loss of {labels[0]} divides by something else, or couples its rows."
-    # both frameworks usually have the same causes
+    # Both frameworks usually have the same causes, which are said once.
     causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
     for cause in causes.values():
         yield f"{cause.what} To fix it: {cause.fix}"
@@ -72,7 +73,8 @@ def _model(findings: Findings) -> Iterator[str]:
     wrong = _unexplained(findings, "model")
     if not wrong:
         return
-    finest = wrong[-1].dtype  # in the order of the run, which ends with float64
+    # The run ends with float64: the finest dtype in which they differ says most.
+    finest = wrong[-1].dtype
     wrong = [compared for compared in wrong if compared.dtype == finest]
     where = _where([compared for compared in findings.of("model") if compared.dtype == finest])
     text = f"The models differ, in {finest}: {where}. {_how(wrong)}"
@@ -109,6 +111,7 @@ def _how(wrong: list[Compared]) -> str:
             text += f", the last of them {leaves[-1].path}: backward passes come to it first"
     else:
         text = f"The loss itself differs, by {beyond[0].relative:.1e}; {count}"
+    # Leaves that do not match, and NaN, are said above; here all differ by numbers.
     factor = _factor(beyond)
     if factor is not None:
         return f"{text}. All are torch = {factor:.6g} x JAX: another normaliser, such as a mean against a sum."
@@ -121,7 +124,8 @@ def _most_in(leaves: list[Row]) -> str:
 
 
 def _hint(beyond: list[Row], leaves: list[Row]) -> str:
-    if len(leaves) == len(beyond) or beyond[0].relative >= 1e-2:  # the loss is the first of the rows
+    # The loss is the first of the rows. If it is the same, or very different, it is no such constant.
+    if len(leaves) == len(beyond) or beyond[0].relative >= 1e-2:
         return ""
     return " So little may be a constant or an approximation: the eps of a normalisation, tanh for erf in GELU."
 
@@ -135,6 +139,7 @@ def _not_finite(row: Row) -> str:
 
 def _factor(rows: list[Row]) -> float | None:
     """The one number that all leaves differ by, if there is one."""
+    # The ratio in one place of each leaf, and the angle between the leaves, for all other places.
     ratios = [row.values[0] / row.values[1] for row in rows if row.values is not None and row.values[1]]
     straight = all(row.cosine is None or row.cosine > 1 - 1e-9 for row in rows)
     alike = len(ratios) == len(rows) > 0 and all(math.isclose(ratio, ratios[0], rel_tol=1e-6) for ratio in ratios)

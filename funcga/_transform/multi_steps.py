@@ -70,6 +70,9 @@ class MultiSteps(Transform):
 
         Raises:
             FuncgaError: As `update` does.
+
+        Example:
+            >>> state = tx.accumulate(grads, state, weight=tokens)
         """
         return self.update.accumulate(grads, state, weight)
 
@@ -89,11 +92,25 @@ class MultiSteps(Transform):
 
         Raises:
             FuncgaError: The window is empty.
+
+        Example:
+            >>> updates, state = tx.flush(state, params)
         """
         return self.update.flush(state, params, extra)
 
     def has_updated(self, state: MultiStepsState) -> bool | Array:
-        """Whether the call that returned this state was an update: a bool, or in JAX a 0-d array of one."""
+        """Whether the call that returned this state was an update.
+
+        Args:
+            state: What `init` or an earlier call returned.
+
+        Returns:
+            A bool, or in JAX a 0-d array of one.
+
+        Example:
+            >>> if tx.has_updated(state):
+            ...     scheduler_steps += 1
+        """
         return _backend_of_state(state).arrays.scalar(state.updated)
 
     def merge(self, states: Sequence[MultiStepsState], *, replicas: int = 1) -> MultiStepsState:

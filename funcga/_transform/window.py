@@ -148,6 +148,7 @@ def paths_below(name: str, window: Accumulation) -> list[str]:
 
 def _check_paths(what: str, paths: list[str], expected: list[str]) -> None:
     """Raises FuncgaError if leaves are missing or new."""
+    # Both are in the order of their trees, and the first few are named.
     missing, new = paths_apart(expected, paths)
     if missing or new:
         raise FuncgaError(
@@ -189,6 +190,7 @@ class Dropping:
 
     def is_kept(self, grads: Tree, leaves: Sequence[Array], backend: Backend) -> bool | Array:
         """Whether a micro-batch is folded: a bool, or an array of one that the host does not see."""
+        # One answer for all leaves. Where the host sees it, it is a bool, and nothing is computed for a dropped one.
         if self.test is None:
             return backend.arrays.scalar(backend.transforms.finite(leaves))
         drop = _as_bool(self.test(grads), backend.arrays)

@@ -35,7 +35,21 @@ class TargetWeight:
             _check_target(self.weight)
 
     def after(self, updates: int) -> float:
-        """The weight of a window after so many updates. Raises FuncgaError if a schedule returns none."""
+        """The weight of a window after so many updates.
+
+        Args:
+            updates: The number of updates so far.
+
+        Returns:
+            The number, or what the schedule returns for it.
+
+        Raises:
+            FuncgaError: The schedule returns no finite number above 0.
+
+        Example:
+            >>> funcga.TargetWeight(lambda updates: 256 * (1 + updates)).after(3)
+            1024.0
+        """
         target = _as_number(self.weight(updates) if callable(self.weight) else self.weight)
         _check_target(target)
         return float(target)

@@ -22,11 +22,11 @@ def to_torch(tree: Tree, *, copy: bool | None = True, device: object = None) -> 
         copy: True makes one copy of each array, in memory of its own. None shares the memory where that is possible
             and copies elsewhere. False shares it, or raises. What shares memory sees what is written to it:
 
-            | from | shared, unless | and then |
-            |---|---|---|
-            | JAX | it is sharded | do not write to the tensor: JAX relies on its arrays never changing |
-            | NumPy | it is read-only, or has negative strides or bytes in another order | write where you like |
-            | torch | | write where you like; it is what `x.detach()` is |
+            - A JAX array is shared unless it is sharded. Do not write to the tensor: JAX relies on its arrays never
+              changing.
+            - A NumPy array is shared unless it is read-only, or has negative strides or bytes in another order. Write
+              where you like.
+            - A tensor is always shared, as by `x.detach()`. Write where you like.
         device: A torch.device or its name. By default arrays stay where they lie, which is the CPU where torch has no
             such device. Another device is a copy.
 
@@ -55,14 +55,14 @@ def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tr
         copy: True makes one copy of each array, in memory of its own, finished when this returns. None shares the
             memory where that is possible and copies elsewhere. False shares it, or raises:
 
-            | from | shared, unless | and then |
-            |---|---|---|
-            | torch | it is not contiguous, or a slice that begins at no multiple of 64 bytes | do not write to it |
-            | NumPy | the same; NumPy's own memory usually begins elsewhere | do not write to NumPy's array |
-            | JAX | | it is the same array |
+            - A tensor is shared unless it is not contiguous, or a slice that begins at no multiple of 64 bytes. Do not
+              write to it afterwards.
+            - A NumPy array is shared under the same conditions; NumPy's own memory usually begins elsewhere. Do not
+              write to it afterwards.
+            - A JAX array stays the same array.
 
-            JAX relies on its arrays never changing, and may read them later than it is called. One that shares memory
-            can be donated: JAX gives it up and writes elsewhere.
+            JAX relies on its arrays never changing, and may read them later than it is called. An array that shares
+            memory can be donated: JAX gives it up and writes elsewhere.
         device: A jax.Device, a Sharding, or a name such as "cpu" or "gpu:1". By default JAX arrays and CUDA tensors
             stay where they lie, if JAX has that device, and all else goes to JAX's default device, uncommitted.
             Another device is a copy.
@@ -93,11 +93,9 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
         copy: True makes one copy of each array, in memory of its own. None shares the memory where that is possible
             and copies elsewhere. False shares it, or raises:
 
-            | from | shared, unless | and then |
-            |---|---|---|
-            | JAX | it is not on the CPU, or on several devices | the array is read-only |
-            | torch | it is not on the CPU, or lazily conjugated | write where you like |
-            | NumPy | | it is the same array |
+            - A JAX array is shared unless it is not on the CPU, or on several devices. NumPy's array is read-only.
+            - A tensor is shared unless it is not on the CPU, or lazily conjugated. Write where you like.
+            - A NumPy array stays the same array.
 
     Returns:
         A tree of the same structure, with NumPy arrays.
@@ -139,6 +137,7 @@ def converted(
     platforms = {*platforms, *target.dlpack.platforms()}
     walk = _walk(tree, target, name)
 
+    # First every array is exported, so that an error comes before anything is copied.
     def export(leaf: Array, owner: Backend | None) -> Transfer:
         # NumPy's arrays belong to no framework, and every one takes them.
         if owner is None:
@@ -231,6 +230,7 @@ Extent = tuple[int, int]
 
 def extent(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Extent:
     """The Extent of a strided array whose first element is at `start`; strides are in bytes, and may be negative."""
+    # Along each axis the last element lies this far from the first; with a negative stride, before it.
     spans = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
     return start + sum(min(span, 0) for span in spans), start + sum(max(span, 0) for span in spans) + itemsize
 
@@ -288,6 +288,7 @@ class _Walk(NamedTuple):
 
 def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
     """The tree as a framework has it that knows all its containers; if none does, as the one that finds most arrays."""
+    # Each framework has its own containers: torch does not look into a flax module, nor JAX into a torch one.
     backends = load_imported() or [any_backend()]
     walks = []
     for walker in backends:
