@@ -51,7 +51,8 @@ def describe(leaf: Any) -> str:
     """`float32[8, 3]`, or the type of anything that is not an array."""
     if isinstance(leaf, torch.Tensor):
         dtype = str(leaf.dtype).removeprefix("torch.")
-        if is_lazy(leaf) or (leaf.is_nested and leaf.layout is torch.strided):  # which have no shape
+        # A lazy parameter and a nested tensor of the old kind have no shape.
+        if is_lazy(leaf) or (leaf.is_nested and leaf.layout is torch.strided):
             return f"{dtype}[?]"
         return f"{dtype}[{', '.join(map(str, leaf.shape))}]"
     if type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
@@ -103,10 +104,11 @@ def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor
 def in_transform() -> bool:
     """Whether what is computed now is differentiated from outside: its tensors must not be written to or detached.
 
-    That is by torch.func, by forward-mode AD, or by a gradient of funcga's, of whose loss it is a part.
+    A transform of torch.func may do that, forward-mode AD, or a gradient of funcga's whose loss this is a part of.
     """
+    # Where torch.compile cannot trace the depth of transforms, the answer is the safe one: nothing is written to.
     if torch.compiler.is_compiling() and not _TRACES_DEPTH:
-        return True  # it cannot be known there, and not to write is right in any case
+        return True
     return _private.transforms() > 0 or _private.in_forward_mode() or is_recorded()
 
 
@@ -140,6 +142,8 @@ def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     if wide:
         return (weight.to(torch.float64),)
     high = weight.to(torch.float32)
+    # The second addend is what rounding to float32 has lost. An integer is subtracted as one: a float of 64 bits might
+    # not hold it.
     if weight.is_floating_point():
         return high, (weight - high.to(weight.dtype)).to(torch.float32)
     whole = weight.to(torch.int64)
@@ -180,13 +184,14 @@ def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     A kernel that runs through the memory of several tensors at once, such as those of `fused=True`, needs equal
     strides. Where `like` is expanded or sliced, the strides are those of its clone.
     """
-    own, other = local_tensors([tensor, like])
-    if own.layout is not torch.strided or other.layout is not torch.strided or own.shape != other.shape:
+    # DTensors are compared, and copied, by the shards of this process.
+    shard, wanted = local_tensors([tensor, like])
+    if shard.layout is not torch.strided or wanted.layout is not torch.strided or shard.shape != wanted.shape:
         return tensor
-    if own.stride() == other.stride():
+    if shard.stride() == wanted.stride():
         return tensor
     with torch.no_grad():
-        copied: torch.Tensor = as_dtensor(torch.empty_like(other, dtype=own.dtype).copy_(own), like)
+        copied: torch.Tensor = as_dtensor(torch.empty_like(wanted, dtype=shard.dtype).copy_(shard), like)
         return copied
 
 
@@ -197,7 +202,8 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     """
     separate = list(tensors)
     extents = sorted((*_extent(tensor), index) for index, tensor in enumerate(separate) if tensor is not None)
-    # In the order of their addresses, a tensor must begin where no earlier one reaches.
+    # In the order of addresses, each tensor must begin at or after the end of all earlier ones. If the extent of one is
+    # shorter than the bytes of its elements, some of these share memory.
     ends: dict[str, int] = {}
     for device, start, end, nbytes, index in extents:
         tensor = separate[index]
@@ -210,9 +216,10 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 
 def _extent(tensor: torch.Tensor) -> tuple[str, int, int, int]:
     """The device of a tensor, the addresses of its memory from start to end, and the bytes of its elements."""
-    own = local_tensors([tensor])[0]
-    if own.layout is not torch.strided or not own.numel():
-        return str(own.device), 0, 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
-    start, width = own.data_ptr(), own.element_size()
-    return str(own.device), start, start + (last + 1) * width, own.numel() * width
+    shard = local_tensors([tensor])[0]
+    if shard.layout is not torch.strided or not shard.numel():
+        return str(shard.device), 0, 0, 0
+    # The offset of the last element, in elements.
+    last = sum((size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True))
+    start, width = shard.data_ptr(), shard.element_size()
+    return str(shard.device), start, start + (last + 1) * width, shard.numel() * width

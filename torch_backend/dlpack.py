@@ -40,10 +40,10 @@ def export_array(leaf: torch.Tensor, platforms: set[str]) -> Transfer:
         copied = (
             "it is conjugated, or negated, only when it is read; x.resolve_conj().resolve_neg() is what it reads as"
         )
-    # CUDA and ROCm are both "gpu" to JAX.
+    # JAX calls both CUDA and ROCm "gpu".
     platform = "gpu" if leaf.is_cuda else leaf.device.type
     if platform in platforms:
-        # JAX does not import strides by DLPack.
+        # JAX imports only contiguous arrays by DLPack.
         if tensor.is_contiguous():
             return Transfer(tensor, copied)
         return Transfer(tensor.contiguous(), "it is not contiguous; x.contiguous() is")
@@ -78,7 +78,8 @@ def _check_dtype(name: str, shape: Sequence[int]) -> None:
         )
 
 
-# NumPy has these from ml_dtypes, and torch does not convert them, so they travel as unsigned integers of their width.
+# NumPy has these dtypes from ml_dtypes, and torch does not convert them. They travel as unsigned integers of equal
+# width.
 _EXTENSIONS = {name for name in dir(torch) if name.startswith("float8_")} | {"bfloat16"}
 _DTYPES = _EXTENSIONS | {
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
@@ -134,7 +135,8 @@ def _imported(export: Transfer) -> Transfer:
         return Transfer(array.detach(), copied)
     if not isinstance(array, np.ndarray):
         return Transfer(dlpack.from_dlpack(array), copied)
-    # From here on it is NumPy's. torch wants memory that it may write to, and strides in whole, positive elements.
+    # From here on it is a NumPy array. Torch needs memory that it may write to, and strides of whole, positive
+    # elements.
     if not array.flags.writeable:
         array, copied = array.copy(), copied or "it is read-only, which no tensor is; x.copy() is not"
     elif any(stride < 0 or stride % array.itemsize for stride in array.strides):

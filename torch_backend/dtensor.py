@@ -16,27 +16,29 @@ from torch_backend import _private
 
 
 def is_dtensor(leaf: object) -> bool:
-    """Whether this is a DTensor; its module need not be imported for that."""
+    """Whether this is a DTensor."""
+    # By an attribute that DTensors alone have: importing their module takes time, and most programs have none.
     return type(leaf) is not torch.Tensor and hasattr(leaf, "device_mesh")
 
 
 def local(tensor: Any) -> Any:
-    """What this process holds of a tensor, or of each of a tuple."""
+    """The shard that this process has of a tensor, or of each tensor in a tuple."""
     if isinstance(tensor, tuple):
         return tuple(map(local, tensor))
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What this process holds of each tensor, in the same memory: Partials are added there, without a collective."""
-    if all(type(tensor) is torch.Tensor for tensor in tensors):  # as usual
+    """The shard that this process has of each tensor, in the same memory, so that it can be written to in place."""
+    # Partial sums too are added shard by shard, without a collective. Usually no tensor is a DTensor.
+    if all(type(tensor) is torch.Tensor for tensor in tensors):
         return [*tensors]
     return [_private.local_tensor(tensor) if is_dtensor(tensor) else tensor for tensor in tensors]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Where a DTensor lies when every sum in it is done, and its global shape and strides."""
+    """The mesh and the placements of a DTensor without Partial sums, and its global shape and strides."""
 
     device_mesh: Any
     placements: tuple[Any, ...]
@@ -57,7 +59,7 @@ def spec_of(tensor: Any) -> Spec:
 
 
 def without_partials(tensor: Any, like: Any = None) -> Any:
-    """The tensor with every sum done, and the placements of `like`; this is the one collective of a Partial."""
+    """The tensor with all Partial sums reduced, in the placements of `like`: the one collective of a Partial."""
     if not is_dtensor(tensor):
         return tuple(map(without_partials, tensor)) if isinstance(tensor, tuple) else tensor
     placements = spec_of(tensor if like is None else like).placements
@@ -65,14 +67,14 @@ def without_partials(tensor: Any, like: Any = None) -> Any:
 
 
 def redistributed(value: Any, accumulator: Any) -> Any:
-    """The value with the placements of its accumulator, Partial ones too; usually it has them."""
+    """The value in the placements of its accumulator, Partial included. Usually it has them already."""
     if not is_dtensor(value) or value.placements == accumulator.placements:
         return value
     return value.redistribute(placements=accumulator.placements)
 
 
 def as_dtensor(local_tensor: Any, like: Any) -> Any:
-    """The DTensor that lies as another one or its Spec does, of which this process holds this; of a tuple, each."""
+    """The DTensor of this local shard, in the placements of a DTensor or Spec; of tuples, one of each."""
     if isinstance(like, tuple):
         return tuple(map(as_dtensor, local_tensor, like))
     if not is_dtensor(like):
@@ -84,17 +86,18 @@ def as_dtensor(local_tensor: Any, like: Any) -> Any:
 
 
 def ranks_with_other_shards(tensor: Any, ranks: Collection[int]) -> list[int]:
-    """Of these ranks, with this process, those that hold other shards of a DTensor, or of one with a Spec; sorted."""
+    """The ranks, this process among them, that have different shards of a DTensor or Spec; sorted, [] if none do."""
     for mesh_dim, placement in enumerate(tensor.placements):
         along_dim = {*ranks} & {*dist.get_process_group_ranks(tensor.device_mesh.get_group(mesh_dim))}
-        # what fully_shard and tensor parallelism make together is cut as well, and is no Shard
+        # The placement that fully_shard and tensor parallelism make together is cut too, and is no Shard. So the test
+        # is for the two placements that are not cut.
         if len(along_dim) > 1 and not (placement.is_replicate() or placement.is_partial()):
             return sorted(along_dim)
     return []
 
 
 def local_rows(array: Any, axis: int, start: int, size: int) -> Any:
-    """`size` rows of each device from its `start`-th on, along an axis, as one tensor: none of them travels."""
+    """`size` rows of each device, from its row `start` on, along an axis, as one DTensor. No row travels."""
     from torch.distributed.tensor import DTensor
 
     rows = local(array).narrow(axis, start, size)
@@ -102,14 +105,14 @@ def local_rows(array: Any, axis: int, start: int, size: int) -> Any:
 
 
 def devices_of_rows(arguments: Arguments) -> int:
-    """On how many devices the rows of all that is split lie, as many on each; 1 if they lie differently."""
-    shards = {_shards(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and leaf is not None}
-    alike = shards.pop() if len(shards) == 1 else None
-    return 1 if alike is None else alike[2]
+    """Over how many devices the rows of all split arguments are cut, in equal parts; 1 if they are cut differently."""
+    cuts = {_cut(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and leaf is not None}
+    common_cut = cuts.pop() if len(cuts) == 1 else None
+    return 1 if common_cut is None else common_cut[2]
 
 
-def _shards(leaf: Any, axis: int) -> tuple[Any, tuple[int, ...], int] | None:
-    """The mesh, its dimensions along which rows are cut, and into how many equal parts; None for any other tensor."""
+def _cut(leaf: Any, axis: int) -> tuple[Any, tuple[int, ...], int] | None:
+    """(mesh, its dimensions along which rows are cut, number of equal parts); None for any other tensor."""
     if not is_dtensor(leaf):
         return None
     dims = tuple([dim for dim, placement in enumerate(leaf.placements) if placement.is_shard(axis % leaf.ndim)])

@@ -54,7 +54,7 @@ class Replicas:
 
     @property
     def channel(self) -> Channel:
-        """What the replicas tell each other over; all of them have to ask for the first time together."""
+        """What the replicas exchange messages over. Making it is a collective, so all must first ask together."""
         return channel_of(self.group)
 
     @property
@@ -98,7 +98,9 @@ def replicas_of(across: Any) -> Replicas:
 def check_replicas(params: Tree, across: Any) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
     replicas = replicas_of(across)
+    # Messages that an earlier window still owes come first, or replicas would read them as this one's.
     replicas.channel.settle()
+    # First the structure and the kinds of leaves are compared, then the numbers in them: these need equal paths.
     leaves = dict(zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True))
     kinds = {path: arrays.describe(leaf) if arrays.is_array(leaf) else repr(leaf) for path, leaf in leaves.items()}
     check_alike(replicas.channel.gathered(kinds), "have different parameters")
@@ -113,6 +115,7 @@ def _is_cut(leaf: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _check_same(leaves: dict[str, torch.Tensor], replicas: Replicas) -> None:
+    # Only hashes travel, however large the arrays are.
     digests_of_ranks = replicas.channel.gathered([_digest(leaf) for leaf in leaves.values()])
     differing = []
     for path, digests in zip(leaves, zip(*digests_of_ranks, strict=True), strict=True):
@@ -128,7 +131,8 @@ def _check_same(leaves: dict[str, torch.Tensor], replicas: Replicas) -> None:
         )
 
 
-_CHUNK = 2**24  # bytes that come to the host at a time
+# So many bytes are copied to the host at a time, so that it needs no room for a whole array.
+_CHUNK = 2**24
 
 
 @torch.no_grad()

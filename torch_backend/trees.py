@@ -17,23 +17,24 @@ _LEAF = pytree.tree_structure(0)
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
-@lru_cache(maxsize=64, typed=True)  # 1 and True are equal, and no one key
+# Typed, because 1 and True are equal, and are different keys.
+@lru_cache(maxsize=64, typed=True)
 def _dict_of_leaves(*keys: object) -> Structure:
     return pytree.tree_structure(dict.fromkeys(keys, 0))
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
     """The leaves, in the framework's order, and the structure that puts them back."""
-    if type(tree) is torch.Tensor:  # as most often, and much faster
+    # Two shortcuts, much faster than pytree: a single tensor, and a dict of tensors, as parameters usually are.
+    if type(tree) is torch.Tensor:
         return [tree], _LEAF
-    # a dict of tensors, as parameters are, is next
     if type(tree) is dict and _TENSORS.issuperset(map(type, tree.values())) and not torch.compiler.is_compiling():
         return [*tree.values()], _dict_of_leaves(*tree)
     leaves, structure = pytree.tree_flatten(tree, is_leaf)
     if torch.compiler.is_compiling() or not any(map(is_mapping, {*map(type, leaves)})):
         return leaves, structure
 
-    # Mappings that torch takes for leaves become nodes that it knows, also those inside of one another.
+    # Torch takes unregistered mappings for leaves. They become nodes that it knows, also inside of one another.
     def with_nodes(node: Tree) -> Tree:
         return pytree.tree_map(as_node, node, is_leaf=is_leaf)
 
@@ -48,11 +49,12 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
     """The tree of this structure with these leaves."""
     if structure is _LEAF:
         return leaves[0]
+    # The same shortcuts: a dict of leaves, and a tuple of what has a shortcut, such as a loss with its gradients.
     if structure.type is dict and structure.num_nodes == structure.num_leaves + 1:
         return dict(zip(structure.context, leaves, strict=True))
-    if structure.type is tuple and len(leaves) == structure.num_leaves:  # of a loss and such a dict, as most often
-        rest = iter(leaves)
-        return tuple([unflatten(child, [*islice(rest, child.num_leaves)]) for child in structure.children()])
+    if structure.type is tuple and len(leaves) == structure.num_leaves:
+        remaining = iter(leaves)
+        return tuple([unflatten(child, [*islice(remaining, child.num_leaves)]) for child in structure.children()])
     return pytree.tree_unflatten(leaves, structure)
 
 

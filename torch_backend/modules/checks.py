@@ -19,7 +19,7 @@ from funcga._types import GradFn, LossFn, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 
-# --- modules and losses that are none
+# --- arguments that are no module, or no loss
 
 
 def check_module_and_loss(module: object, loss_fn: object, name: str) -> None:
@@ -70,7 +70,8 @@ _KINDS = (
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """What reduces the gradients of the module; None if nothing does. What is not imported wraps nothing."""
+    """How the module is wrapped to reduce its gradients; None if it is not."""
+    # A wrapper whose module is not imported can wrap nothing, so nothing is imported here.
     for kind in _KINDS:
         wrapping = getattr(sys.modules.get(kind.module), kind.class_name, None)
         if wrapping is not None and isinstance(module, wrapping):
@@ -99,10 +100,9 @@ def _is_distributed() -> bool:
 
 
 def check_no_wrapped_module_in(grad_fn: GradFn) -> bool:
-    """The same for the modules that a gradient function closes over; False if there is nothing to look for yet.
+    """Checks the modules that a gradient function closes over; False if no wrapper can exist yet.
 
-    These are the modules in closures, defaults, partial arguments and the globals that its code names, and those of the
-    functions found there.
+    It looks in closures, defaults, partial arguments and the globals that the code names, and in functions among these.
     """
     if torch.compiler.is_compiling() or not _is_distributed():
         return False
@@ -121,7 +121,7 @@ class ModuleLoss:
 
 def modules_in(function: object) -> Iterator[nn.Module]:
     """The modules that a function closes over, as far as they can be seen from outside."""
-    # Functions name others, and these others: after a few steps they are not the loss any more.
+    # Functions name other functions, and these name others. After a few steps they have little to do with the loss.
     waiting, seen = [(function, 0)], set()
     while waiting:
         value, depth = waiting.pop()
@@ -151,14 +151,16 @@ def _parts(value: object) -> Iterable[object]:
     return ()
 
 
-_LIBRARIES = ("torch.", "jax.", "numpy.", "funcga.", "torch_backend.")  # whose functions close over no model
+# The functions of these close over no model.
+_LIBRARIES = ("torch.", "jax.", "numpy.", "funcga.", "torch_backend.")
 
 
 def closed_over(function: types.FunctionType) -> list[object]:
     """What a function can name beside its arguments and builtins; nothing for those of libraries."""
     if (function.__module__ or "").startswith(_LIBRARIES):
         return []
-    # Cells are variables of enclosing functions; names are looked up among the globals, attributes' names among them.
+    # Cells hold the variables of enclosing functions. The names in the code are those of globals and of attributes
+    # alike: looking up one too many does no harm.
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
     return [*cells, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -180,17 +182,18 @@ def _names(code: types.CodeType) -> set[str]:
 # --- what is differentiated
 
 
-def check_none_frozen(params: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Raises FuncgaError if a gradient is taken with respect to what the module freezes, while it trains others.
+def check_none_frozen(params: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises FuncgaError if a gradient is taken with respect to a frozen parameter, while others are trained.
 
-    own: what the module has. One that freezes all is a mere frame for parameters from elsewhere.
+    `parameters` are the module's own, in whose place `params` stand.
     """
-    # Either all is trained, as usual, or nothing is, as in a mere frame: then none is an oversight.
-    trained = [tensor.requires_grad for tensor in own.values()]
+    # Usually all are trained. If none is, the module is a mere frame for parameters from elsewhere. Only where some are
+    # trained can a frozen one be an oversight.
+    trained = [tensor.requires_grad for tensor in parameters.values()]
     if all(trained) or not any(trained):
         return
-    # A loss around this one has put plain tensors in the place of parameters: these are not frozen.
-    names = [name for name, tensor in params.items() if tensor.requires_grad and _is_frozen(own[name])]
+    # If a loss around this one has put plain tensors in the place of parameters, these are not frozen.
+    names = [name for name, tensor in params.items() if tensor.requires_grad and _is_frozen(parameters[name])]
     if names:
         raise _frozen(names[0], len(names))
 
@@ -217,7 +220,7 @@ def _frozen(path: str, count: int) -> FuncgaError:
 
 
 def check_not_differentiated(name: str, tree: Tree) -> None:
-    """Raises FuncgaError if these are differentiated from outside: what `name` makes of them has no derivative."""
+    """Raises FuncgaError if these are differentiated from outside: the result of `name` has no derivative."""
     leaves = trees.flatten(tree)[0] if arrays.in_transform() else ()
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         raise FuncgaError(

@@ -89,10 +89,10 @@ def _after_one_more(name: str, layer: nn.BatchNorm1d, pooled: Pooled) -> dict[st
 
 
 class Watch:
-    """The BatchNorm layers of a module, watched: a context in which they write what they see of each micro-batch.
+    """Watches the BatchNorm layers of a module: in its context they write what they see of each micro-batch.
 
-    With momentum 1 torch's own kernel writes the mean and the variance of the batch where the running ones are. When
-    the context is left the layers are as they were; their buffers are put back by the caller.
+    With momentum 1, torch's own kernel writes the mean and the variance of the batch in the place of the running ones.
+    Afterwards the layers are as before. The caller restores their buffers.
     """
 
     def __init__(self, module: nn.Module):
@@ -107,7 +107,7 @@ class Watch:
         hooks = []
         try:
             for name, layer in self.layers.items():
-                # The running ones are then those of the batch alone.
+                # The running statistics are then those of the batch alone.
                 layer.momentum = 1.0
                 hooks.append(layer.register_forward_pre_hook(partial(self._count, name), with_kwargs=True))
             yield
@@ -120,8 +120,9 @@ class Watch:
     def _count(
         self, name: str, layer: nn.BatchNorm1d, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
     ) -> None:
+        # A checkpoint runs the forward pass again later, and a layer in eval mode tracks nothing.
         if not (self.is_open and layer.training):
-            return  # a checkpoint, which runs the forward pass again; or a pass that tracks nothing
+            return
         if name in self.counts:
             raise FuncgaError(
                 f"the BatchNorm layer `{name}` ran twice in one forward pass: its statistics are then those of "
@@ -145,9 +146,9 @@ class Watch:
             self.is_open = False
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """`{name: leaf}`: count, mean and population variance of the micro-batch, stacked; zeros for what did not run.
+        """`{name: leaf}`: count, mean and population variance of the micro-batch, stacked; zeros if it did not run.
 
-        A copy, as a checkpoint runs the forward pass again when the loss is already there.
+        They are copies: a checkpoint runs the forward pass again later, and overwrites the buffers.
         """
         return {name: self._leaf(name, layer) for name, layer in self.layers.items()}
 
@@ -156,7 +157,8 @@ class Watch:
         assert running_mean is not None
         assert running_var is not None
         ran = name in self.counts
-        # The kernel's own writes do not count as versions; only the layer's forward() adds to the number of batches.
+        # Two witnesses have to agree on whether the layer ran: the hook, and the number of batches, which only its own
+        # forward() adds to. The kernel's writes to the statistics raise no version.
         if batches is not None and not batches.is_inference() and ran != (_private.version(batches) > 0):
             raise _unknown(name, ran)
         dtype = arrays.accumulator_dtype(running_mean.dtype)
@@ -221,7 +223,7 @@ def called(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs
 def embeddings_with_max_norm(parts: Owners) -> dict[str, nn.Embedding]:
     """The embeddings among the parts of a module that shorten rows of their weights, by name."""
     layers = {
-        id(layer): (prefix.removesuffix("."), layer)  # once, though it be used in several places
+        id(layer): (prefix.removesuffix("."), layer)  # once, even if it is used in several places
         for prefix, layer in parts
         if layer.__dict__.get("max_norm") is not None and isinstance(layer, nn.Embedding | nn.EmbeddingBag)
     }
@@ -247,11 +249,12 @@ def within_norm(embeddings: Mapping[str, nn.Embedding]) -> Iterator[None]:
 def _looked_up(
     name: str, layer: nn.Embedding, forward: Callable[..., R], *args: torch.Tensor, **kwargs: torch.Tensor
 ) -> R:
-    """The forward pass of an embedding whose rows are within the norm already, so that there is nothing to shorten."""
+    """The forward pass of an embedding, all of whose rows must be within the norm already."""
     max_norm, weight = layer.max_norm, layer.weight.detach()
     assert max_norm is not None
     rows = weight[args[0] if args else kwargs["input"]]
-    # As torch would find them, with some room for rows that it has just shortened.
+    # The norms as torch computes them. The margin is for rows that torch has just shortened, to the norm and a
+    # rounding.
     norms = torch.linalg.vector_norm(rows, layer.norm_type, dim=-1)
     if bool((norms > max_norm * (1 + 2 * torch.finfo(weight.dtype).eps)).any()):
         raise FuncgaError(
@@ -260,7 +263,7 @@ def _looked_up(
             f"the rows between two steps, in torch.no_grad(): "
             f"embedding.weight.renorm_({layer.norm_type}, 0, {max_norm})."
         )
-    # Nothing is to be shortened: without a norm, torch does not look either, and does not write.
+    # Nothing is to be shortened. Without max_norm torch does not look for it either, and does not write.
     layer.max_norm = None
     try:
         return forward(*args, **kwargs)

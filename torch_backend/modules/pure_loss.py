@@ -150,13 +150,13 @@ class PureLoss(ModuleLoss):
             return loss(*args, **kwargs)
 
     def entered(self, params: Tensors, recorded: bool = False) -> "Entered":
-        """A context, `loss(*batch)` while the parameters are in the module, which is as before when it is left.
+        """A context in which the module has these parameters, and its value is called as `loss(*batch)`.
 
-        `recorded`: parameters that are not given require grad if the module's own do, as functions that recompute in
-        the backward pass may be recorded for the sake of these alone.
+        `recorded`: parameters that are left out require grad if the module's own do. Functions that recompute in the
+        backward pass may be recorded for their sake alone.
 
-        It can be entered again and again. Meanwhile other threads wait that want to put parameters into the module, or
-        into one that overlaps with it.
+        It can be entered again and again. While it is entered, other threads that want to put parameters into the
+        module, or into one that overlaps with it, wait.
         """
         return Entered(self, params, recorded)
 
@@ -170,16 +170,16 @@ class PureLoss(ModuleLoss):
             )
         check_no_max_norm(self.module)
         parts = [*owners(self.module)]
-        own = named(parts, _private.PARAMETERS)
-        _by_what_they_replace(params, own, "parameters")
-        check_none_frozen(params, own)
+        parameters = named(parts, _private.PARAMETERS)
+        _by_what_they_replace(params, parameters, "parameters")
+        check_none_frozen(params, parameters)
         buffers = dict(self.module.named_buffers())
         threaded: Tensors = {}
         if self.buffers:
             threaded, args = args[0], args[1:]  # type: ignore[assignment]
             _by_what_they_replace(threaded, named(parts, _private.BUFFERS), "buffers")
             buffers.update(threaded)
-        # Copies of the buffers, as functional_call lets the module write to those that it is given.
+        # The buffers are copied: functional_call lets the module write to the tensors that it gets.
         tensors = {f"module.{name}": tensor for name, tensor in params.items()}
         tensors |= {f"module.{name}": tensor.clone() for name, tensor in buffers.items()}
         output, after = torch.func.functional_call(self.calling, tensors, (self.loss_fn, *args), kwargs)
@@ -202,7 +202,7 @@ _NOTHING = nullcontext()
 
 
 class Entered:
-    """A context in which the parameters are in the module of a loss: `loss(*batch)`. It can be entered again."""
+    """A context in which the module of a loss has other parameters: `loss(*batch)`. It can be entered again."""
 
     def __init__(self, loss: PureLoss, params: Tensors, recorded: bool):
         check_not_wrapped(loss.module)
@@ -212,16 +212,17 @@ class Entered:
         self.watch: Watch | None = None
         self.stack: ExitStack | None = None
 
-    def _chosen(self, own: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        replaced = _by_what_they_replace(self.params, own, "parameters")
-        check_none_frozen(self.params, own)
-        # Autograd calls the hooks of a parameter, to whose leaf the engine hands them on; torch.func does not.
+    def _chosen(self, parameters: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The params by the ids of the module's own parameters, checked."""
+        replacements = _by_what_they_replace(self.params, parameters, "parameters")
+        check_none_frozen(self.params, parameters)
+        # The engine puts the hooks of a parameter on its leaf, and autograd calls them there. torch.func calls none.
         if _private.transforms():
-            check_hooks_called(self.params, own)
-        return replaced
+            check_hooks_called(self.params, parameters)
+        return replacements
 
     def __enter__(self) -> "Entered":
-        # As usual there is nothing to watch, and no stack to pay for in each micro-batch.
+        # Usually there is nothing to watch, and a stack would cost time in each micro-batch.
         if not (self.loss.statistics or self.embeddings):
             self.visit.__enter__()
             return self
@@ -242,8 +243,8 @@ class Entered:
         loss, threaded = self.loss, dict[str, torch.Tensor]()
         if loss.buffers:
             threaded, args = args[0], args[1:]  # type: ignore[assignment]
-            own = named(self.visit.owners, _private.BUFFERS)
-            self.visit.put_buffers(_by_what_they_replace(threaded, own, "buffers"))
+            buffers = named(self.visit.owners, _private.BUFFERS)
+            self.visit.put_buffers(_by_what_they_replace(threaded, buffers, "buffers"))
         else:
             self.visit.put_buffers({})
         with _NOTHING if self.watch is None else self.watch.micro_batch():
@@ -252,7 +253,7 @@ class Entered:
             return _with_state(output, self.watch.statistics())
         if not loss.buffers:
             return output
-        # Copies, as a checkpoint runs the forward pass again when the loss is already there.
+        # They are copied: a checkpoint runs the forward pass again later, and writes to the buffers once more.
         after = named(self.visit.owners, _private.BUFFERS)
         return _with_state(output, {name: after[name].detach().clone() for name in threaded})
 
@@ -263,38 +264,40 @@ def _with_state(output: Output, state: dict[str, torch.Tensor]) -> tuple[Output,
     return output, state
 
 
-def _by_what_they_replace(tensors: Tensors, own: Tensors, what: str) -> dict[int, torch.Tensor]:
+def _by_what_they_replace(tensors: Tensors, originals: Tensors, what: str) -> dict[int, torch.Tensor]:
     """The tensors by the ids of the module's own. Raises FuncgaError for names that are not the module's."""
     if not isinstance(tensors, Mapping):
         raise FuncgaError(
             f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of name to tensor, such "
             f"as dict(module.named_{what}())."
         )
-    # As usual all fit, which is seen at a glance; what is wrong is looked for afterwards.
-    if own.keys() >= tensors.keys():
-        replaced = [own[name] for name in tensors]
+    # Usually all fit, and one comparison for all of them shows it. Only if not is the culprit looked for.
+    if originals.keys() >= tensors.keys():
+        replaced = [originals[name] for name in tensors]
         by_id = dict(zip(map(id, replaced), tensors.values(), strict=True))
         fits = [getattr(tensor, "shape", None) for tensor in tensors.values()] == [tensor.shape for tensor in replaced]
         if fits and len(by_id) == len(tensors):
             return by_id
-    raise _misfit(tensors, own, what)
+    raise _misfit(tensors, originals, what)
 
 
-def _misfit(tensors: Tensors, own: Tensors, what: str) -> FuncgaError:
+def _misfit(tensors: Tensors, originals: Tensors, what: str) -> FuncgaError:
     """The error for the first tensor that the module does not take."""
     spelling = f"dict(module.named_{what}())"
     first_names: dict[int, str] = {}
     for name, tensor in tensors.items():
-        if name not in own:
+        if name not in originals:
             return FuncgaError(
-                f"the module has no `{name}`{similar(name, own)} among its {what}. Their names are those of {spelling}."
+                f"the module has no `{name}`{similar(name, originals)} among its {what}. Their names are those "
+                f"of {spelling}."
             )
-        if getattr(tensor, "shape", None) != own[name].shape:
+        if getattr(tensor, "shape", None) != originals[name].shape:
             return FuncgaError(
-                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(own[name])}. Give "
-                f"each of the {what} in the shape that it has there: {spelling}."
+                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(originals[name])}. "
+                f"Give each of the {what} in the shape that it has there: {spelling}."
             )
-        twin = first_names.setdefault(id(own[name]), name)
+        # Two names of one tensor: it can be replaced only once.
+        twin = first_names.setdefault(id(originals[name]), name)
         if twin != name:
             break
     return FuncgaError(

@@ -39,7 +39,7 @@ def named(owners: Owners, table: str) -> dict[str, torch.Tensor]:
 
 
 class _Exchange:
-    """A table of a module that another one stands in for during a visit: `space` is the module's `__dict__`."""
+    """A table of a module, and the table that stands in for it during a visit; `space` is the module's `__dict__`."""
 
     __slots__ = ("original", "space", "stand_in")
 
@@ -49,14 +49,14 @@ class _Exchange:
 
 
 class Visit:
-    """A context in which a module holds other parameters, and copies of its buffers. Its own tables are left alone.
+    """A context in which a module has other parameters, and copies of its buffers. Its own tables are never written to.
 
-    It may be entered again and again. Between two times the module has its own parameters, and other threads may enter.
+    It may be entered again and again. In between the module has its own parameters, and other threads may enter.
 
-    `choose(parameters)`, called when the visit begins for the first time, returns what stands in for the parameters of
-    the module: tensors by the id of what they stand in for. What is not chosen stays, without a graph of its own; but
-    in a transform what a loss around this one has put there keeps its graph. `recorded`: what is not chosen is a leaf,
-    if it requires grad.
+    `choose(parameters)`, called when the visit first begins, returns the stand-ins of the module's parameters: tensors
+    by the ids of the parameters. Parameters that are not chosen stay, detached from any graph, except in a transform: a
+    stand-in of a loss around this one keeps its graph. `recorded`: a parameter that is not chosen is a leaf if it
+    requires grad.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Visit:
         except BaseException:
             _REGISTER.end(self)
             raise
-        # The module may have got other tensors since the last time, which it is to get back. All tables are read before
-        # one is replaced, as a part that is used in two places has its table twice.
+        # The module may have new tensors since the last time, and has to get those back. A part that is used in two
+        # places has its table here twice, so all tables are read before one is replaced.
         for table in self.parameters:
             table.original = table.space[PARAMETERS]
         for table in self.buffers:
@@ -112,7 +112,8 @@ class Visit:
             if space[PARAMETERS]
         ]
         self.buffers = [_Exchange(space, {}) for space in spaces if space[BUFFERS]]
-        # What has no buffers has no table to exchange: what is registered there is taken out afterwards.
+        # Where there are no buffers, no table is exchanged. Buffers that the loss registers there are removed
+        # afterwards.
         self.empty = [space[BUFFERS] for space in spaces if not space[BUFFERS]]
         self.is_prepared = True
 
@@ -122,7 +123,7 @@ class Visit:
         if tensor is None or replacement is tensor:
             return tensor
         if replacement is not None:
-            # An alias of the caller's own, who may give the same tensor to another thread as a parameter.
+            # An alias is marked, and not the caller's own tensor, which another thread may use as a parameter too.
             if not (self.recorded or self.in_transform):
                 replacement = replacement[...] if replacement.requires_grad else replacement.detach()
         else:
@@ -136,10 +137,8 @@ class Visit:
         return replacement
 
     def put_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Puts copies where the buffers are, of these values by the ids of buffers, or of what is there.
-
-        Each micro-batch needs new ones: no counter tells of what the last one wrote through `.data` or a NumPy array.
-        """
+        """Puts copies in the place of the buffers: of these values, by buffer ids, or of the buffers themselves."""
+        # Each micro-batch gets new ones: writes through `.data` or a NumPy array cannot be seen, so none can be reused.
         if not self.buffers:
             return
         copies = _copies([tensor for table in self.buffers for tensor in table.original.values()], values)
@@ -168,7 +167,7 @@ def _copies(buffers: list[torch.Tensor | None], values: Mapping[int, torch.Tenso
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """A number that tensors in the same memory have in common, as far as their copies could share memory."""
+    """A number that is the same for tensors whose copies can share memory as they do."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_neg():
         return id(tensor)
     try:
@@ -180,7 +179,7 @@ def _memory(tensor: torch.Tensor) -> int:
 def _copies_in_one_memory(sharing: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     storage = sharing[0].untyped_storage().clone()  # type: ignore[no-untyped-call]
     copies: dict[int, torch.Tensor] = {}
-    # Recorded as views of one tensor, so that autograd knows that writing to one changes the others.
+    # Autograd records them as views of one tensor, so it knows that writing to one changes the others.
     with torch.inference_mode(False), torch.enable_grad():
         wholes: dict[torch.dtype, torch.Tensor] = {}
         for tensor in sharing:
@@ -193,9 +192,9 @@ def _copies_in_one_memory(sharing: list[torch.Tensor]) -> dict[int, torch.Tensor
 
 
 def own_parameters(tensors: list[Array]) -> list[Array]:
-    """The tensors; for one that another thread has put into a module, where it was read, the module's own parameter.
+    """The tensors, with the module's own parameter for a stand-in that another thread has put into a module.
 
-    It may have been read while the other thread was in the module, and be used later.
+    A tensor may have been read from the module while the other thread was in it.
     """
     thread = threading.get_ident()
     return [_original(tensor, thread) for tensor in tensors]
@@ -214,15 +213,15 @@ def _thread_of(tensor: object) -> int | None:
     return thread
 
 
-# A thread that is in a module, and has done next to nothing for so many seconds, is taken to wait for the one that
-# waits for it: in `Thread.join`, of which nobody is told.
+# If a thread is in a module and has used less CPU time than `_LITTLE` in `_PATIENCE` seconds, it is taken to wait for
+# the thread that waits for it: in `Thread.join`, for instance, which nothing reports.
 _PATIENCE, _LITTLE = 30.0, 0.01
 
 
 class _Register:
     """The visits of all threads, and the threads that each waiting thread waits for.
 
-    What a process has of each module, it has once: hence what tells its threads apart belongs to the process.
+    A process has each module once, so it has one register for all of its threads.
     """
 
     def __init__(self) -> None:
@@ -284,7 +283,7 @@ _REGISTER = _Register()
 
 
 def _seconds_worked(thread: int) -> float:
-    """How long a thread has worked for; where the system does not tell, it never rests."""
+    """The CPU time of a thread; where the system does not tell, the clock, as if the thread never rested."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock(thread))
 

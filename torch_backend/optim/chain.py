@@ -105,6 +105,7 @@ def _accepted(link: Transform, extra: dict[str, object]) -> dict[str, object]:
 
 
 def _returns_new_memory(link: Transform) -> bool:
-    """Whether nobody else has the memory of what it returns; others may return what they were given, or keep it."""
+    """Whether nobody else has the memory of the gradients that it returns."""
+    # Transforms of others may return their argument, or keep what they return.
     update: object = link.update
     return _returns_new_memory(update.links[-1]) if isinstance(update, _Chain) else isinstance(link, DonatingTransform)

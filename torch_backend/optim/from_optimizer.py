@@ -133,7 +133,9 @@ class _Functions:
         try:
             _step(optimizer, _constant(optimizer) if self.needs_closure else None)
         except (FuncgaError, RuntimeError):
-            return {}  # SparseAdam takes no dense gradients, and LBFGS may ask for a function of the parameters
+            # SparseAdam takes no dense gradients, and LBFGS may ask for a function of the parameters. Their slots begin
+            # empty.
+            return {}
         before.check_kept(optimizer)
         zeros: Slot = on_tensors(torch.zeros_like, self._slot(optimizer, copy))
         return zeros
@@ -150,12 +152,12 @@ class _Functions:
     def _updated(self, arguments: Arguments, function: object, owned: bool) -> Updated:
         if not arguments.entries:
             return arguments.result([], [], owned)
-        # The optimizer is made anew, of copies of the parameters, and gets the state that it had.
+        # A new optimizer of copies of the parameters gets the old state. The caller's parameters are never written to.
         copies = [entry.parameter.clone().requires_grad_() for entry in arguments.entries]
         optimizer = self.options.build(copies, arguments.params, int(arguments.state.count))
         if isinstance(optimizer, torch.optim.SparseAdam):
             _check_sparse(arguments)
-        # The gradients are set last: a closure replaces them when the step calls it.
+        # The gradients come before the step: a closure, if there is one, replaces them inside of it.
         closure = _constant(optimizer) if self.needs_closure and function is None else None
         if function is not None:
             closure = _evaluating(function, arguments, copies)
@@ -169,8 +171,9 @@ class _Functions:
         _step_from(arguments, optimizer, closure)
         before.check_kept(optimizer)
         slots = [self._slot(optimizer, copy) for copy in copies]
-        # A step that adds a key to a slot in use did not find what it looks for: the state is another optimizer's.
-        if self.is_stock and not self.needs_closure:  # LBFGS keeps more with its second update, and others do not
+        # If a step adds a key to a slot that is in use, it has missed that key there: the state is another optimizer's.
+        # LBFGS alone adds keys in its second update.
+        if self.is_stock and not self.needs_closure:
             arguments.check_keys(slots, type(optimizer).__name__)
         return arguments.result(copies, slots, owned)
 
@@ -179,16 +182,17 @@ class _Functions:
     ) -> list[torch.Tensor | None]:
         """The gradients, in the strides of the copies and in memory that the step may write to."""
         grads = [entry.grad for entry in arguments.entries]
-        laid = [None if grad is None else with_strides_of(grad, copy) for grad, copy in zip(grads, copies, strict=True)]
+        pairs = zip(grads, copies, strict=True)
+        strided = [None if grad is None else with_strides_of(grad, copy) for grad, copy in pairs]
         if self.is_stock and not _writes_to_gradients(optimizer):
-            return laid
+            return strided
         if owned:
-            return without_overlap(laid)
-        # Copied are those that the caller still has; with other strides they are copies already.
+            return without_overlap(strided)
+        # The caller still has these gradients, so they are copied. Those in other strides are copies already.
         for index, grad in enumerate(grads):
-            if laid[index] is grad and grad is not None:
-                laid[index] = grad.clone()
-        return laid
+            if strided[index] is grad and grad is not None:
+                strided[index] = grad.clone()
+        return strided
 
     def _slot(self, optimizer: Optimizer, copy: torch.Tensor) -> Slot:
         """What the optimizer keeps for a parameter."""
@@ -229,7 +233,8 @@ def _step_from(arguments: Arguments, optimizer: Optimizer, closure: Closure | No
     try:
         _step(optimizer, closure)
     except KeyError as error:
-        if closure is None:  # whose own it might be
+        # With a closure the KeyError may be the closure's own.
+        if closure is None:
             arguments.check_keys([error.args] * len(arguments.entries), type(optimizer).__name__)
         raise
 

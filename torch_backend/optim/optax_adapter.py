@@ -151,20 +151,20 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
     tensors = [tensor for name, tree in arguments.items() for tensor in _checked_tensors(tree, name)]
     is_wide = any(tensor.dtype in _WIDE for tensor in tensors)
     with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
-        over = {
+        jax_arguments = {
             name: converted(tree, load("jax"), copy=None, platforms={"cpu"}, name=name)
             for name, tree in arguments.items()
         }
-        leaves, structure = jax.tree.flatten(function(over))
+        leaves, structure = jax.tree.flatten(function(jax_arguments))
         if any(tensor.device.type == "cpu" for tensor in tensors):
             # The caller may write to the tensors when this returns. A device keeps the order itself.
             jax.block_until_ready(leaves)  # type: ignore[no-untyped-call]
         imports = dlpack.import_arrays([Transfer(leaf) for leaf in leaves], None, copy=False)
     # JAX may return an argument as it is, and one array in two places.
-    results, taken = [], {tensor.data_ptr() for tensor in tensors}
+    results, addresses = [], {tensor.data_ptr() for tensor in tensors}
     for tensor, _ in imports:
-        results.append(tensor.clone() if tensor.data_ptr() in taken else tensor)
-        taken.add(results[-1].data_ptr())
+        results.append(tensor.clone() if tensor.data_ptr() in addresses else tensor)
+        addresses.add(results[-1].data_ptr())
     return jax.tree.unflatten(structure, results)
 
 

@@ -65,9 +65,9 @@ def _stored(name: str, value: object) -> object:
 
 
 def from_slot(slot: Slot, owned: bool, like: torch.Tensor | None = None) -> Tree:
-    """What `to_slot` was given; in memory of its own, unless the slot's is `owned` by the caller.
+    """The inverse of `to_slot`, in memory of its own; in that of the slot if it is `owned`.
 
-    like: the parameter. What has its shape comes back in its strides.
+    like: the parameter. A tensor of its shape comes back in its strides.
     """
     return _mapped(partial(_restored, owned, like), slot)
 
@@ -214,7 +214,7 @@ def _dtype_advice(grad: torch.Tensor, parameter: torch.Tensor) -> str | None:
 
 
 def _by_leaf(flags: list[bool], params: Tree) -> list[bool]:
-    """In the order of the leaves what is in that of their paths."""
+    """The flags, which are in the order of the paths, in the order of the leaves."""
     # Usually all are alike, and no path is needed.
     if len({*flags}) < 2:
         return flags
@@ -222,7 +222,7 @@ def _by_leaf(flags: list[bool], params: Tree) -> list[bool]:
 
 
 def _by_path(flags: list[bool], params: Tree) -> list[bool]:
-    """In the order of the paths what is in that of the leaves."""
+    """The flags, which are in the order of the leaves, in the order of the paths."""
     return flags if len({*flags}) < 2 else [flags[index] for index in _path_order(params)]
 
 
@@ -242,5 +242,6 @@ def _added(copies: list[torch.Tensor], parameters: list[torch.Tensor], skipped: 
         torch._foreach_sub_(local_tensors(copies), local_tensors(parameters))
     for copy, is_skipped in zip(copies, skipped, strict=True):
         if is_skipped:
-            copy.zero_()  # an infinite parameter less itself is NaN
+            # Not left to the subtraction: an infinite parameter less itself is NaN.
+            copy.zero_()
     return copies
