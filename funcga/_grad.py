@@ -224,8 +224,7 @@ def scaled_loss(loss: Array, scale: Scalar | None, arrays: Arrays) -> Array:
 
 
 def _has_gradient(leaf: Any, backend: Backend) -> bool:
-    # A lazy parameter of torch has no shape yet.
-    if hasattr(leaf, "materialize"):
+    if is_uninitialised(leaf):
         return False
     try:
         return backend.arrays.kind(backend.arrays.as_array(leaf).dtype) in ("float", "complex")
@@ -236,7 +235,7 @@ def _has_gradient(leaf: Any, backend: Backend) -> bool:
 def _no_gradient(leaf: Any, path: str, name: str, backend: Backend) -> FuncgaError:
     """The error for a leaf that has no gradient, at this path of the argument of this name."""
     shown = backend.arrays.describe(leaf)
-    if hasattr(leaf, "materialize"):
+    if is_uninitialised(leaf):
         return uninitialised(path)
     if hasattr(leaf, "named_parameters") or type(leaf).__name__ == "generator":
         return FuncgaError(
@@ -247,6 +246,11 @@ def _no_gradient(leaf: Any, path: str, name: str, backend: Backend) -> FuncgaErr
         f"`{path}` is {shown}, and a gradient is taken with respect to `{name}`: only float and complex arrays have "
         f"one. Pass what is not trained as another argument, whole: in_axes=(None, None, 0), or close over it."
     )
+
+
+def is_uninitialised(leaf: object) -> bool:
+    """Whether it is a parameter of one of torch's lazy modules, which has no shape yet."""
+    return hasattr(leaf, "materialize")
 
 
 def uninitialised(path: str) -> FuncgaError:

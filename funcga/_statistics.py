@@ -133,6 +133,7 @@ def _widened(array: Array, path: str, arrays: Arrays) -> Array:
 
 def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: Tree) -> Tree:
     """The nested dicts with each {"mean", "var"} replaced; others have something else there."""
+    # A layer is known by its two keys; everything above is walked through.
     if isinstance(tree, Mapping) and {*tree} == {"mean", "var"}:
         return function(path, tree["mean"], tree["var"], *others)
     if not isinstance(tree, Mapping):

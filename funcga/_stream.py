@@ -142,6 +142,7 @@ def windows(iterable: Iterable[Item], n: int | TargetWeight, *, weight: WeightFn
         >>> for window in funcga.windows(loader, funcga.TargetWeight(256), weight=lambda x, y: len(x)):
         ...     loss, grads = step(params, window)
     """
+    # By their methods, since a Dataset that can be indexed can be iterated over as well.
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
         raise FuncgaError(f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a list.")
     if isinstance(n, TargetWeight):

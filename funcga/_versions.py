@@ -69,5 +69,6 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 def _is_found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # ValueError: it is None in sys.modules
+    # A ValueError where it is None in sys.modules, as a package that must not be imported is.
+    except (ImportError, ValueError):
         return False

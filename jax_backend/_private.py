@@ -98,12 +98,13 @@ def varying(aval: Any) -> frozenset[str] | None:
 
 def cast_varying(array: Array, names: Sequence[str]) -> Array:
     """The array marked as varying along mesh axes of shard_map, along some of which it may vary already."""
-    known = varying(jax.typeof(array))
-    if known is not None:
-        missing = tuple(name for name in names if name not in known)
+    varies_along = varying(jax.typeof(array))
+    if varies_along is not None:
+        missing = tuple(name for name in names if name not in varies_along)
         return lax.pcast(array, missing, to="varying") if missing else array
     for name in names:
-        with suppress(ValueError):  # where it varies along this one
+        # The error is that it varies along this one already.
+        with suppress(ValueError):
             array = lax.pcast(array, name, to="varying")
     return array
 

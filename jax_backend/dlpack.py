@@ -159,16 +159,16 @@ def _placed(imports: list[Transfer], device: Place | None) -> list[Transfer]:
     """The arrays on a device, by one call of device_put for all; where it is None, JAX's stay as they are."""
     moving = [index for index, (array, _) in enumerate(imports) if device is not None or isinstance(array, np.ndarray)]
     moved = jax.device_put([imports[index].array for index in moving], device, may_alias=True)
-    placed = [*imports]
+    transfers = [*imports]
     for index, new in zip(moving, moved, strict=True):
         old, copied = imports[index]
-        placed[index] = Transfer(new, copied or _copy_reason(old, new))
-    return placed
+        transfers[index] = Transfer(new, copied or _copy_reason(old, new))
+    return transfers
 
 
 def _copy_reason(old: Array, new: jax.Array) -> str | None:
     """Why the new array is not in the memory of the old one; None if it is."""
-    # One of JAX's moves only if it was asked to.
+    # An array of JAX's moves only if it was asked to.
     if isinstance(old, jax.Array):
         here, there = old.sharding, new.sharding
         return None if here == there else f"it lies on {old.device}, and device= is {new.device}; leave that out"
@@ -176,7 +176,8 @@ def _copy_reason(old: Array, new: jax.Array) -> str | None:
     single = isinstance(new.sharding, jax.sharding.SingleDeviceSharding)
     if not old.size or (single and _address(old) == _private.address(new)):
         return None
-    if not single or next(iter(new.devices())).platform != "cpu":  # as where JAX's default is a GPU
+    # Where JAX's default device is a GPU, say.
+    if not single or next(iter(new.devices())).platform != "cpu":
         return f"it lies on the CPU, and the result on {new.device}; device='cpu' leaves it there"
     if not old.flags.c_contiguous:
         return "it is not contiguous; x.contiguous() of torch and numpy.ascontiguousarray(x) are"

@@ -124,11 +124,11 @@ def _marks(jaxpr: "Jaxpr") -> Iterator[str]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             yield from _MARK.findall(_private.scope_of(equation))
+        # Programs inside of it, such as the body of a loop, are among its parameters: closed ones have one within.
         for value in jax.tree.leaves(equation.params, is_leaf=_is_program):
-            if hasattr(value, "eqns"):
-                yield from _marks(value)
-            elif hasattr(value, "jaxpr"):
-                yield from _marks(value.jaxpr)
+            if _is_program(value):
+                program: Any = getattr(value, "jaxpr", value)
+                yield from _marks(program)
 
 
 def _is_program(value: object) -> bool:
@@ -273,7 +273,7 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
     consts, scanned = operands[: first_scanned - carried], operands[first_scanned:]
     init = operands[first_scanned - carried : first_scanned]
 
-    # What the scan carried, with the accumulators beside it; what else it stacks, it stacks still.
+    # It carries what it carried before, with the accumulators beside it. What no accumulator takes, it stacks still.
     def step(carry: Tree, layer: Tree) -> tuple[Tree, Tree]:
         before, accumulators = carry
         layer_index, cut = layer

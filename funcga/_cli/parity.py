@@ -38,6 +38,7 @@ def parity(problems: Sequence[Choice], plan: Plan, outputs: Outputs) -> int:
 
 
 def _run(choice: Choice, plan: Plan, console: Console) -> Findings:
+    # Progress goes to standard error, so that a report in a file has none.
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(choice.name)
         problem = chosen(choice)

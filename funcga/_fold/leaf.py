@@ -92,6 +92,7 @@ class LeafFold:
 
 def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:
     """The result with a function applied to each array in it; a named tuple stays one."""
+    # Some normalizers return several arrays, as Moments does.
     if not isinstance(result, tuple):
         return function(result)
     parts = [_each(function, part) for part in result]

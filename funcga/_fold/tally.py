@@ -104,7 +104,7 @@ def weight_on_host(weight: Scalar) -> float:
 
     Raises FuncgaError if it is no number, or negative, NaN or infinite.
     """
-    return float(_checked(weight.item() if getattr(weight, "shape", None) == () else weight))
+    return float(_checked(weight.item() if has_no_axes(weight) else weight))
 
 
 def _checked(weight: Scalar) -> int | float:
@@ -127,4 +127,9 @@ def is_quantity(number: object, least: float = 0.0, most: float = _MOST) -> bool
 
 def as_number(value: Scalar) -> Scalar:
     """A scalar of NumPy, or a 0-d array of one, as a Python number; anything else as it is."""
-    return value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
+    return value.item() if type(value).__module__ == "numpy" and has_no_axes(value) else value
+
+
+def has_no_axes(value: object) -> bool:
+    """Whether it is a 0-d array, or a scalar, of any library of arrays."""
+    return getattr(value, "shape", None) == ()

@@ -63,6 +63,7 @@ def cnn(seed: int = 0) -> Problem:
 
 def text(seed: int = 0) -> Problem:
     """Paragraphs of Python's own help as bytes, longest first, a sum over the bytes that are to be predicted."""
+    # Rows of different lengths, filled up at the end: micro-batches then differ in their number of targets.
     rows = _paragraphs(np.random.default_rng(seed + 1))
     tokens = np.full((len(rows), _LENGTH), PAD, dtype=np.int32)
     for row, paragraph in zip(tokens, rows, strict=True):

@@ -77,6 +77,7 @@ def _status(findings: Findings, kind: Sequence[Compared | Trajectory]) -> str:
 
 def against(report: Report) -> str:
     """The largest relative difference against its limit, such as `8.6e-7 < 2e-5`."""
+    # A leaf with NaN, or of another shape, has no figure: its status stands in its place.
     row = report.worst
     if row is None:
         return ""

@@ -83,6 +83,7 @@ def _model(findings: Findings) -> Iterator[str]:
 
 def _where(compared: list[Compared]) -> str:
     """In which micro-batches."""
+    # The comparison of the full batch has no micro-batch.
     parts = [c for c in compared if c.micro_batch is not None]
     wrong = [c for c in parts if not c.ok]
     if len(wrong) == len(parts):
@@ -201,6 +202,7 @@ def _agreement(findings: Findings) -> str:
         text += f", and torch is JAX to {figures['model']:.0e}"
     if any(c.dtype != findings.finest for c in findings.compared):
         text += "; what is left in less precision is rounding"
+    # Beyond its limit, and explained, or the problem would not be the same.
     large = [c for c in findings.of("rounding") if not c.ok]
     if large:
         text += f", which this loss makes large: {_worst(_most(large))}, as it does that of its arguments"

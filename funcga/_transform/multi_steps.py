@@ -1,7 +1,7 @@
 """`multi_steps`: the fold spread over calls, as a transform around an optimizer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial, reduce
@@ -15,7 +15,7 @@ from funcga._fold.accumulator import Accumulation
 from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._fold.tally import Tally, check_narrow, check_weight
-from funcga._grad import uninitialised
+from funcga._grad import is_uninitialised, uninitialised
 from funcga._replicas import MergeMemory, step_of
 from funcga._transform.transform import (
     DonatingTransform,
@@ -263,7 +263,8 @@ class MultiStepsUpdate(UpdateFunction):
 
     def init(self, params: Tree) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
-        if hasattr(params, "named_parameters") or hasattr(params, "__next__"):
+        # A module itself, or the iterator that module.parameters() returns.
+        if hasattr(params, "named_parameters") or isinstance(params, Iterator):
             raise FuncgaError(
                 f"params are of type {type(params).__name__}: a transform takes a tree of arrays. Give a module's by "
                 f"name: tx.init(dict(module.named_parameters()))."
@@ -289,7 +290,7 @@ class MultiStepsUpdate(UpdateFunction):
     def _check_params(self, params: Tree, backend: Backend) -> None:
         """Raises FuncgaError for params that are not there yet, and for choices that are another framework's."""
         for leaf_index, leaf in enumerate(backend.trees.flatten(params)[0]):
-            if hasattr(leaf, "materialize"):
+            if is_uninitialised(leaf):
                 raise uninitialised(leaf_paths(params, backend.trees, "params")[leaf_index])
         if self.donate and not backend.sums.donates:
             raise FuncgaError(

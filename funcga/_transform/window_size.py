@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from funcga._backend.protocols import Arrays
-from funcga._fold.tally import is_quantity
+from funcga._fold.tally import has_no_axes, is_quantity
 from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError, check_count
 
@@ -61,7 +61,7 @@ WindowSize: TypeAlias = int | TargetWeight | Callable[[Any], Scalar]
 
 def _as_number(target: Scalar) -> Scalar:
     """A 0-d array as a Python number; anything else as it is."""
-    return target.item() if getattr(target, "shape", None) == () else target
+    return target.item() if has_no_axes(target) else target
 
 
 def _check_target(weight: object) -> None:
@@ -185,7 +185,7 @@ def _ratio(lr: float, base_batch_size: float, batch_size: Scalar) -> Scalar:
     _check("lr", lr, "0.1")
     _check("base_batch_size", base_batch_size, "256")
     # A 0-d array is not looked at, so that nothing waits for it.
-    if isinstance(batch_size, numbers.Real) or getattr(batch_size, "shape", None) != ():
+    if isinstance(batch_size, numbers.Real) or not has_no_axes(batch_size):
         _check("batch_size", batch_size, "1024")
     return batch_size / base_batch_size
 

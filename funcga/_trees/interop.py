@@ -133,7 +133,7 @@ def converted(
     by `name`.
     """
     _check_copy(copy)
-    place = None if device is None else target.dlpack.device(device)
+    target_device = None if device is None else target.dlpack.device(device)
     platforms = {*platforms, *target.dlpack.platforms()}
     walk = _walk(tree, target, name)
 
@@ -147,7 +147,7 @@ def converted(
         target.dlpack.check_importable(exported.array)
         return exported
 
-    return walk.rebuilt(target.dlpack.import_arrays(walk.exports(export), place, copy is True), copy)
+    return walk.rebuilt(target.dlpack.import_arrays(walk.exports(export), target_device, copy is True), copy)
 
 
 def _check_copy(copy: object) -> None:

@@ -32,6 +32,7 @@ def rebuilt(kind: Kind, values: Iterable[Tree]) -> Tree:
     What it knows beside its values, as a `BatchEncoding` does the words that its tokens come from, is of all rows: it
     is left out.
     """
+    # The type is tried out: one whose constructor takes something else would make another mapping, silently.
     plain = dict(zip(kind.keys, values, strict=True))
     try:
         mapping = kind.type(plain)

@@ -100,6 +100,7 @@ def _dotted(key: str) -> str:
     """`['a']`, `[0]` and `.a`, as one would write them in code, without what is around the name."""
     if key.startswith("."):
         return key[1:]
+    # A key in quotes is Python's spelling of a string, and an index is a number as it stands.
     inner = key[1:-1]
     return str(ast.literal_eval(inner)) if inner[:1] in "'\"" else inner
 
