@@ -30,6 +30,11 @@ def add(
     ], True
 
 
+def lifted(folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
+    """What one value of this weight contributes to the accumulator of each leaf."""
+    return [None if fold is None else fold.lift(leaf, weight) for fold, leaf in zip(folds, leaves, strict=True)]
+
+
 def finish(
     folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
 ) -> list[Reduced]:

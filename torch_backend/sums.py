@@ -58,6 +58,16 @@ def add(
     return added, donate or owned
 
 
+def lifted(folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
+    """What one value of this weight contributes to the accumulator of each leaf."""
+    pure = arrays.in_transform()
+    with torch.set_grad_enabled(_tracked(pure)):
+        return [
+            None if fold is None else fold.lift(leaf if pure else leaf.detach(), weight)
+            for fold, leaf in zip(folds, leaves, strict=True)
+        ]
+
+
 def _factors(weight: Scalar) -> dict[str, float]:
     """What the leaves of each kind of sum are multiplied by, where the host knows it."""
     # A weight on a device may be 0, and then not even a NaN may be added: that takes a selection leaf by leaf.

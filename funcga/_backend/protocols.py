@@ -246,6 +246,10 @@ class Sums(Protocol):
         """The accumulators with one more value of this weight, and whether nobody else has their memory."""
         ...
 
+    def lifted(self, folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
+        """What one value of this weight contributes to the accumulator of each leaf."""
+        ...
+
     def finish(
         self, folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
     ) -> list[Reduced]:

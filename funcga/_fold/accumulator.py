@@ -35,6 +35,15 @@ class Accumulation(NamedTuple):
         counted = _merge_tallies(self.tally, of_microbatch, backend)
         return self._replace(accumulators=accumulators, tally=counted, owned=owned)
 
+    def merge_value(self, leaves: Sequence[Array], weight: Scalar) -> "Accumulation":
+        """The window merged with that of one micro-batch alone.
+
+        `add` gives the same sums to rounding: it may multiply and add in one operation, which rounds once.
+        """
+        backend = self.outputs.backend
+        lifted = backend.sums.lifted(self.outputs.folds, leaves, weight)
+        return self.merge(Accumulation(self.outputs, lifted, Tally(self._addends(weight), backend.arrays.count(1))))
+
     def _addends(self, weight: Scalar) -> tuple[Scalar, ...]:
         """The weight as addends of as many bits as the tally has."""
         arrays, counted = self.outputs.backend.arrays, self.tally.weight
@@ -180,7 +189,7 @@ class Accumulator:
             fold, accumulator = window.outputs.folds[leaf_index], window.accumulators[leaf_index]
             if fold is not None and not fold.takes(leaf, accumulator):
                 _check_shapes(window, leaf_index, fold.lift(leaf, weight))
-        return self._closed(window.add(leaves, weight), state)
+        return self._closed(window.merge_value(leaves, weight), state)
 
     def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
         """The state of what two states have folded: two halves of a window, or two replicas.

@@ -107,7 +107,7 @@ class Engine:
         # `moving` are the leaves of arguments that are split: this micro-batch's own. The others live for the window.
         leaves, moving = (self.leaves, ()) if self.is_whole else self._with_those_of(args)
         called = [leaves[argnum].tree if argnum in leaves else arg for argnum, arg in enumerate(args)][self.first :]
-        arrivals = None if self.gradient.reached else _Arrivals(self.gradient, leaves)
+        gradients_before = evaluations()
 
         with self.visit as loss_fn:
             loss, aux, differentiated = self._evaluate(loss_fn, called, kwargs)
@@ -119,6 +119,8 @@ class Engine:
             # then.
             with recording_loss():
                 try:
+                    # Hooks are put on the leaves only now: a loss that has switched one off is found out here at once.
+                    arrivals = None if self.gradient.reached else _Arrivals(self.gradient, leaves, gradients_before)
                     share = self.backward(differentiated, weight, moving, announce, communicates)
                 except RuntimeError as error:
                     if all(leaf.requires_grad for leaf in _tensors(leaves)):
@@ -401,8 +403,8 @@ def _tensors(leaves: dict[int, _Leaves]) -> list[torch.Tensor]:
 class _Arrivals:
     """Notes in the gradient function whether the next backward pass reaches one of these leaves."""
 
-    def __init__(self, gradient: GradientFunction, leaves: dict[int, _Leaves]):
-        self.gradient, self.evaluations = gradient, evaluations()
+    def __init__(self, gradient: GradientFunction, leaves: dict[int, _Leaves], gradients_before: int):
+        self.gradient, self.evaluations = gradient, gradients_before
         note = lambda _: gradient.reached.add(True)
         self.hooks = [leaf.register_hook(note) for leaf in _tensors(leaves)]  # type: ignore[no-untyped-call]
 
