@@ -66,7 +66,7 @@ def smallest(
             if n == most:
                 error.add_note(f"funcga: tried up to n={n}, one row a micro-batch, and that does not fit either.")
                 raise
-        # Only now: before, the error held its frames, and these the arrays.
+        # Not in the `except` block: there the error still refers to its frames, and these to the arrays.
         gc.collect()
         return False, None
 

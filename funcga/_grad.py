@@ -160,10 +160,10 @@ class GradientFunction:
         return (gradient, aux) if self.has_aux else gradient
 
     def _check_reached(self, loss: Array, args: tuple[Any, ...], alone: bool, backend: Backend) -> None:
-        """Raises FuncgaError if the loss is seen not to depend on any of the leaves.
+        """Raises FuncgaError if the framework can tell that the loss depends on none of the leaves.
 
-        alone: whether no other gradient is inside of the loss: such a one may be a constant, as that of a linear
-        function is.
+        alone: whether there is no other gradient inside of the loss. The gradient of a linear function is a constant,
+        so a loss with one inside may rightly depend on nothing.
         """
         # A framework cannot always tell, and then `depends` is None. One positive answer settles it for good.
         depends = backend.gradients.depends(loss)
@@ -191,8 +191,7 @@ class GradientFunction:
 def check_loss_scale(scale: Scalar | None, arrays: Arrays) -> Scalar:
     """The loss scale as a Python number where the host can see it, else as the 0-d array that it is.
 
-    Raises FuncgaError if it is no number, no scalar, or seen to be none that can be divided by: it must be finite and
-    above 0.
+    Raises FuncgaError if it is not a scalar number, or if the host sees that it is not finite and above 0.
     """
     if scale is None:
         raise FuncgaError(
@@ -369,7 +368,7 @@ def _gradient_function(
 ) -> Callable[..., Any]:
     if not callable(loss_fn):
         raise FuncgaError(f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(params, *batch) -> scalar.")
-    # A bool is an int of Python's, and no argument.
+    # In Python a bool is an int, but it is not the position of an argument.
     entries = argnums if isinstance(argnums, tuple) else (argnums,)
     if not entries or any(type(entry) is not int for entry in entries):
         raise FuncgaError(f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0.")

@@ -45,7 +45,7 @@ def check_callable(function: object, name: str, like: str) -> None:
 def check_count(value: Any, name: str, instead: str = "") -> int:
     """A number of micro-batches or rows as an int >= 1. Raises FuncgaError, which names what may stand instead."""
     try:
-        # True is an int of Python's, and no number of anything.
+        # In Python True is an int, but it is not a count.
         if isinstance(value, bool):
             raise TypeError
         count = operator.index(value)

@@ -60,7 +60,7 @@ def _is_axes(axes: object) -> bool:
 
 
 def as_rules(rules: object) -> tuple[Rule, ...]:
-    """The rules that a caller gave. Raises FuncgaError for what is none."""
+    """The rules that a caller gave, as a tuple. Raises FuncgaError if one of them is not a Rule."""
     checked = tuple(rules) if isinstance(rules, Iterable) else (rules,)
     if not isinstance(rules, Iterable) or not all(isinstance(rule, Rule) for rule in checked):
         raise FuncgaError(

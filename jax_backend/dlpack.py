@@ -125,7 +125,8 @@ def _native(dtype: Dtype) -> np.dtype[np.generic] | None:
 
 def import_arrays(exports: Sequence[Transfer], device: Place | None, copy: bool) -> list[Transfer]:
     """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in new memory."""
-    with jax.ensure_compile_time_eval():  # inside of jit, too, what is not traced has its numbers
+    # Also inside of jit, where an array that is not traced still has its numbers.
+    with jax.ensure_compile_time_eval():
         imports = _placed([_imported(export) for export in exports if not _is_abstract(export.array)], device)
         if copy:
             # device_put ignores may_alias=False for NumPy's arrays, so these have become JAX's before.
@@ -168,7 +169,7 @@ def _placed(imports: list[Transfer], device: Place | None) -> list[Transfer]:
 
 def _copy_reason(old: Array, new: jax.Array) -> str | None:
     """Why the new array is not in the memory of the old one; None if it is."""
-    # An array of JAX's moves only if it was asked to.
+    # A JAX array moves only where `device=` asks for it.
     if isinstance(old, jax.Array):
         here, there = old.sharding, new.sharding
         return None if here == there else f"it lies on {old.device}, and device= is {new.device}; leave that out"

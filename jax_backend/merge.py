@@ -58,7 +58,7 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
 
 
 def _merge_leaf(collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatter: int | None) -> Callable[[], Tree]:
-    """What the leaf's monoid makes of what the replicas have lifted and combined."""
+    """What the replicas have lifted and combined, combined by the monoid of the leaf."""
     which = fold.fold.reducer.monoid.collective
     if which is None:
         gathered = _each(collectives.gather, lifted)

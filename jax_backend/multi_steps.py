@@ -54,7 +54,7 @@ def when(
         updates, after = emit(state, operands)
         return updates, _in_dtypes_of(state, after)
 
-    # In a program the branch is an operation of it; outside, where the host sees the predicate, it is Python's.
+    # In a compiled program the branch is an operation; where the host sees the predicate, it is Python's `if`.
     if _private.is_traced(predicate):
         return *_branch(predicate, run, state, operands), predicate
     if predicate:

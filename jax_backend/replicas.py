@@ -161,7 +161,7 @@ def listed(names: Iterable[str]) -> str:
 def varying(tree: Tree, replicas: Replicas | None) -> Tree:
     """The tree with its arrays marked as differing between replicas: JAX itself sums gradients of what does not differ.
 
-    A Python float becomes an array, as it may be what is differentiated; ints, and what is no number, stay.
+    A Python float becomes an array, as it may be what is differentiated; ints, and anything that is not a number, stay.
     """
     if replicas is None:
         return tree

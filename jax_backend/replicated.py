@@ -1,4 +1,4 @@
-"""A step on every device of a mesh axis, each with its own rows, for who would not write shard_map.
+"""A step on every device of a mesh axis, each with its own rows, for code that does not use shard_map itself.
 
 Only JAX has this file: in torch every replica is a process of its own.
 """
@@ -129,7 +129,7 @@ def _specs(
     """The PartitionSpec of every leaf of the positional arguments."""
     cut = names[0] if len(names) == 1 else names
     program = getattr(step, "program", None)
-    # A step of funcga's says what it splits.
+    # A step that funcga made knows what it splits.
     if in_specs is None and isinstance(program, Program):
         return _as_split(program, args, cut)
     if in_specs is None:

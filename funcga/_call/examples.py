@@ -21,7 +21,7 @@ class Examples(NamedTuple):
 
 
 def find_examples(args: Mapping[str, Tree], rows: int, even: bool, backend: Backend) -> Examples | None:
-    """The first list whose arrays are examples, as far as can be seen.
+    """The first list whose arrays look like examples.
 
     args: the arguments that are split, by name. rows: how many all arrays have along axis 0; if they are not `even`,
     then the first of them, and the lists are why.

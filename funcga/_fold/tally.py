@@ -72,7 +72,7 @@ def total(tally: Tally) -> Scalar:
 def check_weight(weight: object, arrays: Arrays) -> Scalar:
     """The weight as a Python number where the host can see it, else as the 0-d array that it is.
 
-    Raises FuncgaError if it is no number, no scalar, or seen to be negative, NaN or infinite.
+    Raises FuncgaError if it is not a scalar number, or if the host sees that it is negative, NaN or infinite.
     """
     # The usual case: a number of rows, which every type that counts can hold.
     if type(weight) is int and 0 <= weight <= 2**53:

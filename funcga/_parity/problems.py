@@ -200,7 +200,8 @@ def choices(where: str, seed: int) -> list[Choice]:
 def chosen(choice: Choice) -> Problem:
     """The Problem: a built-in one, or that of `FILE.py:NAME`, which may be a function that returns one.
 
-    A function that has a parameter `seed` is called with it. Raises FuncgaError if there is none, or for what is none.
+    A function that has a parameter `seed` is called with it. Raises FuncgaError if there is no such object, or if it is
+    not a Problem.
     """
     where = choice.where
     if where in PROBLEMS:

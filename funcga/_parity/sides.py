@@ -175,7 +175,7 @@ class Side:
 
     @property
     def lock(self) -> Lock:
-        """What is held while this framework runs Python code of the user's, which need not be safe in two threads."""
+        """Taken while this framework runs the user's Python code, which need not be safe in two threads."""
         return _LOCKS[self.framework]
 
     @property
@@ -224,7 +224,7 @@ class Side:
         """The params and the batch in this framework and dtype."""
         problem = self.problem
         with self.running():
-            # One copy of the data goes to both frameworks, by way of NumPy. Params of JAX's own structure take their
+            # Both frameworks get the same data, by way of NumPy. Params in a structure of JAX's own take their
             # values from it.
             params, *batch = (as_dtype(tree, self.dtype, self) for tree in (problem.params, *problem.batch))
             _check_finite({"params": params, "batch": tuple(batch)}, self.backend)
@@ -259,7 +259,7 @@ class Side:
     def limit(self, names: tuple[str, str], reduction: int) -> float:
         """What a relative difference may be: what rounding in sums explains, and in float64 what depth may add to it.
 
-        A mistake is seen there all the same: it is larger by orders of magnitude.
+        A mistake still shows there: it is larger by orders of magnitude.
         """
         depth = 1e-12 if names == tuple(FRAMEWORKS.values()) else 1e-13
         limit = tolerances.limit(self.dtype, reduction)
@@ -436,7 +436,7 @@ def _weights(weights: Sequence[float], dtype: str) -> Array:
 
 
 def fold_by_hand(fold: Fold, micro_batches: Sequence[Result], weights: Sequence[float]) -> Folded:
-    """The Folded of NumPy: the fold in float64; the sums one after the other, in the dtype that they are held in."""
+    """The Folded of NumPy: the fold in float64; the sums one after the other, in the dtype of the accumulators."""
     stacked = _stacked(micro_batches)
     return Folded(
         {path: _fold(fold, leaf.astype(np.float64), weights).astype(leaf.dtype) for path, leaf in stacked.items()},

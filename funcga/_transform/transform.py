@@ -82,7 +82,7 @@ def read_transform(tx: Any, name: str = "tx") -> Transform:
 
 
 def _check_update(tx: Any, name: str) -> None:
-    """Raises FuncgaError if update is seen not to take (grads, state, params)."""
+    """Raises FuncgaError if the signature of update does not take (grads, state, params)."""
     try:
         signature = inspect.signature(tx.update)
     except (TypeError, ValueError):  # a builtin without a signature

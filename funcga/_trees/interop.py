@@ -322,5 +322,5 @@ def _owners(leaves: list[object], backends: list[Backend]) -> dict[int, Backend 
 
 
 def owner_of(leaf: object) -> Backend | None:
-    """The framework, of those that are imported, that an array belongs to; None for NumPy's, and for what is none."""
+    """The framework, of those that are imported, that an array belongs to; None for NumPy's, and for anything else."""
     return next((backend for backend in load_imported() if backend.arrays.owns(leaf)), None)

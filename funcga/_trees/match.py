@@ -41,7 +41,7 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
     arrays = {path: leaf for path, leaf in by_path(tree, "tree").items() if is_numpy(leaf) or owner_of(leaf)}
     matches = _matches(arrays, expected, as_rules(rules))
     filled = {pair.right: _filled(arrays[pair.left], pair, expected[pair.right], target) for pair in matches}
-    # Not by `likes`, which leaves out what is no array.
+    # Not by `likes`, which leaves out everything that is not an array.
     trees = (target or (load_imported() or [any_backend()])[-1]).trees
     leaves = [filled.get(path, leaf) for path, leaf in paths_and_leaves(like, trees.children)]
     return trees.unflatten(trees.flatten(like)[1], leaves)
