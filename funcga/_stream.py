@@ -26,9 +26,9 @@ def stream(
     """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.
 
     `microbatches` is a DataLoader, a generator, a list: one micro-batch at a time is taken from it and let go. A tuple
-    or list item, a NamedTuple too, is grad_fn(params, *item), anything else grad_fn(params, item). How many there are,
-    and whether they are of one size, does not matter: the result is normalised by what was folded, so a shorter last
-    window is exact.
+    or list item, a NamedTuple too, is `grad_fn(params, *item)`, anything else `grad_fn(params, item)`. How many there
+    are, and whether they are of one size, does not matter: the result is normalised by what was folded, so a shorter
+    last window is exact.
 
     **In torch**, with `across`, one micro-batch is taken ahead, to know the last. A replica whose data has run out
     passes an empty iterable, and takes part.

@@ -21,8 +21,8 @@ class Rule:
         replacement: What `re.sub` makes of it, with groups as `\1`. None leaves the leaf out: it has no counterpart.
         axes: How the array's axes are permuted: None; a tuple as for numpy.transpose; "oi->io" or "io->oi" for weights
             of any rank; or a function of a NumPy array, for what axes alone cannot say. "oi->io" takes
-            [out, in, *spatial] to [*spatial, in, out]: the linear and convolutional layers of torch to those of flax.
-            "io->oi" is the way back.
+            `[out, in, *spatial]` to `[*spatial, in, out]`, as from the linear and convolutional layers of torch to
+            those of flax; "io->oi" is the way back.
 
     Raises:
         FuncgaError: The pattern is no regular expression, the replacement does not go with it, or the axes are none.
