@@ -43,28 +43,40 @@ class Layout:
         self.weighted = [index for index, kind in enumerate(self.kinds) if kind == "weighted"]
         self.plain = [index for index, kind in enumerate(self.kinds) if kind == "plain"]
         self.sums = {*self.weighted, *self.plain}
-        # Second: who adds to it. The backward pass knows its leaves by their leaf indices, the rest is by reduced ones.
+        # Second: who adds to it.
+        self._sort_in_backward(in_backward)
+        self._sort_rest(in_backward)
+        # Third: what the end of the window does.
+        self._plan_division()
+        self.cast = [index for index, fold in enumerate(self.folds) if fold.accumulator_dtype != fold.result_dtype]
+
+    def _sort_in_backward(self, in_backward: Collection[int]) -> None:
+        """Sorts the leaves that the backward pass adds. It knows them by their leaf indices."""
         kinds = {
             leaf_index: self.kinds[index] for leaf_index, index in self.index_of.items() if leaf_index in in_backward
         }
         self.weighted_in_backward = [leaf_index for leaf_index, kind in kinds.items() if kind == "weighted"]
         self.plain_in_backward = [leaf_index for leaf_index, kind in kinds.items() if kind == "plain"]
         sums_in_backward = {*self.weighted_in_backward, *self.plain_in_backward}
-        folded = [leaf_index for leaf_index in in_backward if outputs.folds[leaf_index] is not None]
+        folded = [leaf_index for leaf_index in in_backward if self.outputs.folds[leaf_index] is not None]
         self.others_in_backward = [leaf_index for leaf_index in folded if leaf_index not in sums_in_backward]
+
+    def _sort_rest(self, in_backward: Collection[int]) -> None:
+        """Sorts the leaves that `Buffers.add` adds, by their indices in `Buffers.reduced`."""
         self.rest = [index for leaf_index, index in self.index_of.items() if leaf_index not in in_backward]
         self.rest_weighted = [index for index in self.rest if self.kinds[index] == "weighted"]
         self.rest_plain = [index for index in self.rest if self.kinds[index] == "plain"]
         self.rest_others = [index for index in self.rest if self.kinds[index] is None]
-        self.rest_collected = [leaf_index for leaf_index in outputs.collected if leaf_index not in in_backward]
-        # Third: what the end of the window does. Sums with one divisor are divided in one kernel.
+        self.rest_collected = [leaf_index for leaf_index in self.outputs.collected if leaf_index not in in_backward]
+
+    def _plan_division(self) -> None:
+        """Groups the sums by what divides them: one kernel divides a whole group."""
         self.quotients: list[Quotients] = []
         for summed, weighted in ((self.weighted, True), (self.plain, False)):
             for by in ("weight", "steps"):
                 indices = [index for index in summed if self.folds[index].fold.normalizer.divides_by == by]
                 if indices:
                     self.quotients.append(Quotients(indices, by, weighted))
-        self.cast = [index for index, fold in enumerate(self.folds) if fold.accumulator_dtype != fold.result_dtype]
 
 
 def _kind(outputs: Outputs, leaf_index: int) -> Literal["weighted", "plain"] | None:
