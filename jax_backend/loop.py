@@ -125,8 +125,7 @@ def _fold(
         if program.weight is None:
             # Known before the loop: a Python number, with which XLA multiplies in the operation that adds.
             weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-            is_deferred = [is_shared and fold.adds == "weighted" for fold in outputs.reduced_folds]
-            step = step._replace(weights=[1 if deferred else weight for deferred in is_deferred])
+            step = step._replace(weights=_row_weights(outputs, weight, is_shared))
         carry, collected = _scan(step, carry, traced, first, count, size)
         chunks.append(collected)
         first += count * size
@@ -134,6 +133,11 @@ def _fold(
     if narrow is not None:
         chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
     return _finish(outputs, replicas, _pinned(spread, outputs, carry), chunks, weight if is_shared else None)
+
+
+def _row_weights(outputs: Outputs, weight: Scalar, is_shared: bool) -> list[Scalar]:
+    """The weight of a micro-batch for each leaf that is reduced; 1 for a weighted sum that is multiplied at the end."""
+    return [1 if is_shared and fold.adds == "weighted" else weight for fold in outputs.reduced_folds]
 
 
 def _check_rows(program: Program, rows: int) -> int:

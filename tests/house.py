@@ -77,7 +77,7 @@ def complexities() -> dict[str, int]:
         visitor = ComplexityVisitor.from_code(path.read_text())
         functions = [*visitor.functions, *(method for cls in visitor.classes for method in cls.methods)]
         for function in functions:
-            found[f"{path.relative_to(ROOT)}:{function.name}"] = function.complexity
+            found[f"{path.relative_to(ROOT)}:{function.lineno} {function.fullname}"] = function.complexity
     return found
 
 
