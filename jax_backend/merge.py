@@ -241,7 +241,7 @@ class _Collectives:
 
 
 def _as_numbers(array: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """The array in a dtype that has sums, of real numbers of 16 bits or more, without loss; and the way back."""
+    """The array in a dtype that has sums, of real numbers of 16 bits or more, which holds all its numbers; and back."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         implementation = str(jax.random.key_impl(array))
@@ -257,7 +257,10 @@ def _as_numbers(array: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.
 
 
 def _neutral(numbers: jax.Array) -> jax.Array:
-    """What leaves every number as it is when it is added: -0.0, as the sum of 0.0 and -0.0 is 0.0."""
+    """What is added to a number where it is to stay the same: -0.0, as the sum of 0.0 and -0.0 is 0.0.
+
+    A device may still make 0.0 of a sum of -0.0s, and of subnormal numbers, as that of XLA on the CPU does.
+    """
     return jnp.full_like(numbers, -0.0)
 
 
