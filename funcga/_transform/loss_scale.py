@@ -51,8 +51,8 @@ def loss_scaled(
     Inside of `multi_steps`, or after `accumulate`, a window has one scale, is looked at once, and is used or skipped as
     a whole: leave its `drop` alone, which would hide from the scale what is not finite. (A window that is skipped is an
     update of zeros to `multi_steps`.) The gradients of a window must all come with the scale of the state. On a CUDA
-    device the host waits once an update, as GradScaler does. A window that is skipped is none to a schedule inside of
-    tx, whereas `scheduler.step()` after `scaler.step(optimizer)` counts it.
+    device the host waits once an update, as GradScaler does. A schedule inside of tx does not count a window that is
+    skipped, whereas `scheduler.step()` after `scaler.step(optimizer)` does.
 
     Source: Micikevicius et al. (2018), "Mixed precision training".
 

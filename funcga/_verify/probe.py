@@ -235,7 +235,7 @@ def _copied(tree: Tree, backend: Backend, precise: bool, copy: Callable[[Array],
 
 
 def as_numbers(leaf: object, backend: Backend) -> Array:
-    """The leaf as a NumPy array of float64 or complex128; None for what is no number."""
+    """The leaf as a NumPy array of float64 or complex128; None for anything that is not a number."""
     arrays = backend.arrays
     if leaf is None or not (arrays.is_array(leaf) or isinstance(leaf, int | float | complex)):
         return None

@@ -35,8 +35,8 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: 
         The transform.
 
     Raises:
-        FuncgaError: max_norm is negative, or norm_type is no number. The functions raise it for what is no gradient,
-            or a sparse one, which torch does not clip either.
+        FuncgaError: max_norm is negative, or norm_type is not a number. The functions raise it for anything that is
+            not a gradient, and for a sparse one, which torch does not clip either.
 
     Example:
         >>> adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)
