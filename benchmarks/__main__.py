@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         "python -m benchmarks",
         description="Measures funcga and what people use today on the same models, data and seeds, each checked to "
-        "compute the same gradients first. Writes tables, a picture and a JSON file, and goes on where it was "
+        "compute the same gradients first. Writes tables, pictures and a JSON file, and goes on where it was "
         "interrupted. Exit code: 0, 1 if a case failed, 2 for bad usage.",
     )
     mode = parser.add_mutually_exclusive_group()
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", type=_device, help="cpu, cuda or cuda:1 (default: cpu)")
     parser.add_argument(
         "--out", type=_file, metavar="FILE",
-        help="of results, to which this adds; the picture is beside it (default: benchmarks-MODE-DEVICE.json)",
+        help="of results, to which this adds; the pictures are beside it (default: benchmarks-MODE-DEVICE.json)",
     )  # fmt: skip
     parser.add_argument("--again", action="store_true", help="measure again what the file has already")
     instead = parser.add_mutually_exclusive_group()

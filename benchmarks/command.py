@@ -21,7 +21,7 @@ CONSOLE = Console(highlight=False)
 def measure(
     mode: str, device: str, only: Sequence[str], file: Path, again: bool, measured: Measure | None = None
 ) -> int:
-    """The exit code of a run: 1 if a case failed, else 0. Its results are in the file, its picture beside it."""
+    """The exit code of a run: 1 if a case failed, else 0. Its results are in the file, its pictures beside it."""
     wanted = chosen(cases(mode, device), only)
     results = _again(wanted, file, empty(mode, device)) if again else resumed(file, empty(mode, device))
     found = run(wanted, results, file, CONSOLE, measured)
@@ -29,9 +29,8 @@ def measure(
                                           if case.name in found.results.cases})  # fmt: skip
     show_tables(shown, CONSOLE)
     if shown.cases:
-        picture = file.with_suffix(".png")
-        draw(found.results, picture)
-        CONSOLE.print(f"The figures are in {file}, the picture is {picture}.", soft_wrap=True)
+        pictures = ", ".join(map(str, draw(found.results, file.with_suffix(".png"))))
+        CONSOLE.print(f"The figures are in {file}, the pictures are {pictures or 'none'}.", soft_wrap=True)
     for name, reason in found.failed.items():
         CONSOLE.print(f"\n[bold red]{name} has failed:[/]")
         CONSOLE.print(reason, markup=False, soft_wrap=True)

@@ -15,34 +15,75 @@ from benchmarks.standing import Pair, Point
 from benchmarks.wording import framework, setting, workload
 
 _MARKERS = "osD^vPX*"
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe, Ito (2008)
+OURS, OTHERS = "#0072b2", "#767676"  # funcga is blue in every picture, what it is compared with is grey
 
 _UNITS = {"micro-batches": "micro-batches of an update", "leaves": "leaves, parameters of 16 elements"}
 _UNITS |= {"parameters": "elements of all parameters", "ranks": "replicas"}
 
 
-def draw(results: Results, file: Path) -> None:
-    """None; writes the picture of all the results in the format of the suffix, .png or .svg.
+def draw(results: Results, file: Path) -> list[Path]:
+    """The pictures that it writes beside each other, in the format of the suffix, .png or .svg.
 
-    What there are no figures of is not drawn: with imports alone the picture is empty.
+    One a framework, `NAME-torch` and `NAME-jax`, and `NAME-summary` with the rows of the README. What there are no
+    figures of is not drawn: with imports alone there is no picture.
     """
     pairs, grown = standing.pairs(results), standing.growth(results)
-    axes = list(dict.fromkeys(axis for axis, _ in grown))
-    above = 1.6 + 0.2 * len(_rows(pairs)) if pairs else 0.2
-    figure = Figure(figsize=(11, above + (6.2 if axes else 0)), layout="constrained")
+    written = []
+    for name in ("torch", "JAX"):
+        own = [pair for pair in pairs if framework(pair.setting) == name]
+        lines = {key: points for key, points in grown.items() if framework(key[1]) == name}
+        if own or lines:
+            written.append(file.with_stem(f"{file.stem}-{name.lower()}"))
+            _save(_framework_figure(own, lines), written[-1])
+    if rows := standing.best_known(pairs):
+        written.append(file.with_stem(f"{file.stem}-summary"))
+        _save(_summary_figure(rows), written[-1])
+    return written
+
+
+def _save(figure: Figure, file: Path) -> None:
     canvas: Any = FigureCanvasAgg(figure)
-    parts: Any = figure.subfigures(2, 1, height_ratios=(above, 6.2)) if axes and pairs else [figure, figure]
+    if file.suffix == ".svg":
+        figure.savefig(file, metadata={"Date": None})
+        return
+    figure.set_dpi(110)
+    canvas.draw()
+    image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
+    image.quantize(64).save(file, optimize=True)  # a third of the bytes
+
+
+def _summary_figure(rows: Sequence[Pair]) -> Figure:
+    """Time and bytes against the best-known rival of each setting: bars of ours, a line for the rival."""
+    figure = Figure(figsize=(8, 0.9 + 0.36 * len(rows)), layout="constrained")
+    panels: Any = figure.subplots(1, 2, sharey=True)
+    labels = [f"{setting(pair.setting, pair.ranks)}:\n{pair.rival_name}".replace("`", "") for pair in rows]
+    for ax, values, what in (
+        (panels[0], [pair.time[1] for pair in rows], "time"),
+        (panels[1], [pair.peak for pair in rows], "bytes at the peak"),
+    ):
+        ax.barh(range(len(rows)), [value or 0 for value in values], color=OURS, height=0.55)
+        ax.bar_label(ax.containers[0], [f" {value:.2f}" if value else " not counted" for value in values], fontsize=7)
+        ax.axvline(1, color=OTHERS, linewidth=1.2)
+        ax.set_xlim(0, max(1.25, *(1.15 * (value or 0) for value in values)))
+        ax.set_xlabel(f"{what} of funcga; the line is the other", fontsize=7)
+        ax.tick_params(labelsize=7, left=False)
+        ax.spines[["top", "right", "left"]].set_visible(False)
+    panels[0].set_yticks(range(len(rows)), labels)
+    panels[0].invert_yaxis()
+    return figure
+
+
+def _framework_figure(pairs: Sequence[Pair], grown: dict[tuple[str, str], list[Point]]) -> Figure:
+    """The ratios to every rival, and below them how time and memory grow."""
+    axes = list(dict.fromkeys(axis for axis, _ in grown))
+    above = 1.6 + 0.22 * len(_rows(pairs)) if pairs else 0.2
+    figure = Figure(figsize=(9, above + (4.6 if axes else 0)), layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=(above, 4.6)) if axes and pairs else [figure, figure]
     if pairs:
         _draw_ratios(parts[0], pairs)
     if axes:
         _draw_growth(parts[1], axes, grown)
-    if file.suffix == ".svg":
-        figure.savefig(file, metadata={"Date": None})
-        return
-    figure.set_dpi(90)
-    canvas.draw()
-    image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
-    image.quantize(64).save(file, optimize=True)  # a third of the bytes
+    return figure
 
 
 Row = tuple[str, str, str]  # a setting, a rival, what of ours it is compared with; "" and "" are the setting's heading
@@ -63,13 +104,8 @@ def _draw_ratios(part: Any, pairs: Sequence[Pair]) -> None:
     for k, name in enumerate(workloads):
         mine = [pair for pair in pairs if pair.workload == name]
         shift = 0.7 * ((k + 0.5) / len(workloads) - 0.5)
-        style: dict[str, Any] = {
-            "marker": _MARKERS[k % 8],
-            "color": _COLOURS[k % 8],
-            "linestyle": "",
-            "markersize": 4.5,
-        }
-        style["markerfacecolor"] = "white" if k % 2 else style["color"]
+        style: dict[str, Any] = {"marker": _MARKERS[k % 8], "color": OURS, "linestyle": "", "markersize": 5}
+        style["markerfacecolor"] = "white" if k % 2 else OURS
         where = [places[pair.setting, pair.rival, pair.ours] + shift for pair in mine]
         medians = [pair.time[1] for pair in mine]
         whiskers = [[max(p.time[1] - p.time[0], 0) for p in mine], [max(p.time[2] - p.time[1], 0) for p in mine]]
@@ -80,11 +116,11 @@ def _draw_ratios(part: Any, pairs: Sequence[Pair]) -> None:
     for label, (_, rival, _) in zip(left.get_yticklabels(), rows, strict=True):
         label.set_fontweight("normal" if rival else "bold")
     left.set_ylim(len(rows) - 0.4, -0.6)
-    left.set_xlabel("time of an update, funcga over the other: median and quartiles")
-    right.set_xlabel("peak bytes, funcga over the other")
+    left.set_xlabel("time: median and quartiles")
+    right.set_xlabel("bytes at the peak")
     for ax in (left, right):
         _ratio_axis(ax)
-    part.suptitle("left of 1 funcga is faster, or leaner", fontsize="small")
+    part.suptitle("funcga over the other; left of 1, funcga is faster or leaner", fontsize="small")
     part.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="x-small")
 
 
@@ -128,17 +164,16 @@ def _draw_growth(part: Any, axes: Sequence[str], grown: dict[tuple[str, str], li
 
 def _lines(ax: Any, found: dict[str, list[Point]], value: Callable[[Point, Any], float]) -> None:
     """Ours is a full line with filled marks, the loop by hand a dashed one with open marks."""
-    for key, points in found.items():
-        kind = 0 if framework(key) == "torch" else 1
+    for points in found.values():
         for name in dict.fromkeys(name for point in points for name in point.contenders):
             own = [(p.value, value(p, p.contenders[name])) for p in points if name in p.contenders]
             own = [(x, y) for x, y in own if y > 0]
             rival = any(p.contenders[name]["against"] for p in points if name in p.contenders)
-            label = f"{framework(key)}: {'by hand' if rival else 'funcga'}"
-            style = {"marker": "os"[kind], "color": _COLOURS[kind], "linestyle": "--" if rival else "-"}
-            filling = "white" if rival else _COLOURS[kind]
-            ax.plot(*zip(*own, strict=True), label=label, markerfacecolor=filling, markersize=8 if rival else 4.5,
-                    zorder=1 if rival else 2, **style) if own else None  # fmt: skip
+            colour, line, size = (OTHERS, "--", 8) if rival else (OURS, "-", 4.5)
+            style = {"color": colour, "linestyle": line, "markerfacecolor": "white" if rival else OURS, "marker": "o"}
+            if own:
+                label = "by hand" if rival else "funcga"
+                ax.plot(*zip(*own, strict=True), label=label, markersize=size, zorder=1 if rival else 2, **style)
     ax.set_xscale("log")
     ax.set_yscale("log")
     values = sorted({point.value for points in found.values() for point in points})

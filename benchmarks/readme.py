@@ -35,25 +35,24 @@ def replaced(text: str, part: str) -> str:
     return f"{before}{BEGIN}\n{part}\n{END}{rest.partition(END)[2]}"
 
 
-# What the README shows: (setting, the rival, what of ours it is compared with), and who is right, by setting and file.
-_COST = (("torch", "loop", "funcga"), ("torch", "functional_loop", "funcga"), ("torch_ranks", "ddp", "funcga"),
-         ("jax", "scan", "funcga"), ("jax_optimizer", "optax_multi_steps", "funcga_update"))  # fmt: skip
+# Whose gradients the README shows, by name.
 _RIGHT = ("funcga", "a `.backward()` loop", "Accelerate, `accumulate`", "DDP, `no_sync`", "`optax.MultiSteps`")
 
 
 def summary(results: Results) -> str:
     """What the README shows: a row for the best-known rival of each setting, and who is right."""
     rows = []
-    for own in _COST:
-        pairs = [pair for pair in standing.pairs(results) if (pair.setting, pair.rival, pair.ours) == own]
-        for pair in sorted(pairs, key=lambda pair: pair.workload != "transformer")[:1]:  # that, or what there is
-            name = f"{setting(pair.setting, pair.ranks)}: {pair.rival_name}"
-            peak = "" if pair.peak is None else _bold(f"{pair.peak:.2f}", pair.behind_in_bytes)
-            rows.append([name, workload(pair.workload), _bold(f"{pair.time[1]:.2f}", pair.behind_in_time), peak])
+    for pair in standing.best_known(standing.pairs(results)):
+        name = f"{setting(pair.setting, pair.ranks)}: {pair.rival_name}"
+        peak = "" if pair.peak is None else _bold(f"{pair.peak:.2f}", pair.behind_in_bytes)
+        rows.append([name, workload(pair.workload), _bold(f"{pair.time[1]:.2f}", pair.behind_in_time), peak])
     who = tables.exactness(results)
     right = [row for row in who.rows if row[0].partition(": ")[2] in _RIGHT]
     parts = []
     if rows:
+        parts.append(
+            "![Time and bytes of funcga, where the best-known alternative is 1](benchmarks/results/cpu-summary.png)"
+        )
         parts.append(_table(["funcga over", "on", "time", "bytes at the peak"], rows))
     if right:
         parts.append(f"The largest error, of the true gradient's largest element:\n\n{_table(who.headings, right)}")
@@ -67,7 +66,8 @@ def markdown(results: Results) -> str:
     who = tables.exactness(results)
     parts = [
         _about(results),
-        "![Ratios of time and of peak bytes with their quartiles, and how they grow](../benchmarks/results/cpu.png)",
+        "![torch: ratios of time and of peak bytes, and how they grow](../benchmarks/results/cpu-torch.png)",
+        "![JAX: ratios of time and of peak bytes, and how they grow](../benchmarks/results/cpu-jax.png)",
         *(_ratios(key, [pair for pair in pairs if pair.setting == key]) for key in settings),
         *([_sent(results)] if _sendings(results) else []),
         *([f"**{who.title}.**\n\n{_table(who.headings, who.rows)}"] if who.rows else []),

@@ -367,10 +367,11 @@ def test_figures_in_prose_are_generated():
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_pictures(tmp_path, sample, suffix):
     file = tmp_path / f"picture{suffix}"
-    draw(sample, file)
-    assert 5_000 < file.stat().st_size < 150_000
+    written = draw(sample, file)
+    assert [picture.stem for picture in written] == ["picture-torch", "picture-jax", "picture-summary"]
+    assert all(5_000 < picture.stat().st_size < 150_000 for picture in written)
     only = sample._replace(cases={"imports": sample.cases["imports"]})
-    draw(only, file)  # nothing of what it draws
+    assert draw(only, file) == []  # nothing of what it draws
 
 
 def test_processes_have_the_threads_of_their_case():
@@ -449,7 +450,10 @@ def test_the_command_ends_with_1_if_a_case_fails(tmp_path, monkeypatch, capsys):
     assert run("torch/tiny", "imports") == 1
     written = capsys.readouterr().out
     assert "imports has failed:\nValueError: [why] it failed" in written
-    assert f"The figures are in {file}, the picture is {file.with_suffix('.png')}." in written
+    assert (
+        f"The figures are in {file}, the pictures are {file.with_name('found-torch.png')}, {file.with_name('found-summary.png')}."
+        in written
+    )
     when = results.loaded(file).cases["torch/tiny"]["when"]
     monkeypatch.setattr(
         results.Results,
