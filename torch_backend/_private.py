@@ -1,7 +1,8 @@
 """What is used of torch that is private: what for, which versions have it, and what happens without it.
 
-Each name has a fallback that gives the same numbers. Other files call these through the module, as in
-`_private.transforms()`: then a test can take a name away from torch and load this file again.
+Each name has a fallback that gives the same numbers, and is read by `_attribute`, which says what stands in for it.
+Other files call these through the module, as in `_private.transforms()`: then a test can take a name away from torch
+and load this file again.
 """
 
 import math
@@ -9,24 +10,43 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 
+T = TypeVar("T")
+
+
+def _attribute(owner: object, path: str, otherwise: T) -> T:
+    """What stands at a dotted path below an object of torch; `otherwise` in a version that has no such name."""
+    try:
+        return operator.attrgetter(path)(owner)  # type: ignore[no-any-return]
+    except AttributeError:
+        return otherwise
+
+
+def _reader(*names: str, otherwise: T) -> Callable[[torch.Tensor], T]:
+    """A function that reads these attributes of a tensor, as a tuple if there are several."""
+    read: Callable[[object], Any] = operator.attrgetter(*names)
+    try:
+        read(torch.Tensor)
+    except AttributeError:
+        return lambda _: otherwise
+    return read
+
+
 # --- Backward passes ------------------------------------------------------------------------------------------------
 
 
 # `torch.autograd.backward` without its checks, which take 30 microseconds for 24 inputs. Torch 2.11 to 2.13 have it.
 # Without it the public function runs.
-_run_anywhere: Callable[..., object] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_run_anywhere: Callable[..., object] | None = _attribute(torch.autograd.graph, "_engine_run_backward", None)
 # The same without a copy of the caller's context for the threads of devices: on the CPU a pass runs in the thread that
 # calls it. Torch 2.11 to 2.13 have it. Without it the one above runs.
-_run_on_host: Callable[..., object] | None = getattr(
-    getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", _run_anywhere
-)
+_run_on_host = _attribute(torch.autograd.Variable, "_execution_engine.run_backward", _run_anywhere)
 
 
 def run_backward(loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[torch.Tensor], on_host: bool) -> None:
@@ -39,20 +59,20 @@ def run_backward(loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[t
 
 
 # How many nodes of graphs this thread has made. Torch 2.11 to 2.13 tell. Without it no graph is like another.
-nodes_made: Callable[[], float] = getattr(torch.autograd, "_get_sequence_nr", lambda: math.nan)
+nodes_made: Callable[[], float] = _attribute(torch.autograd, "_get_sequence_nr", lambda: math.nan)
 
 # How many tensors and storages hold the memory of this storage, by its `_cdata`. Torch 2.11 to 2.13 have it. Without it
 # nobody knows who else holds a gradient, and each first one of a window is copied.
-use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+use_count: Callable[[int], int] = _attribute(torch._C, "_storage_Use_Count", lambda _: 0)
 
 # Whether autocast is on for any type of device. Torch 2.11 to 2.13 have it. Without it each type is asked.
-is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+is_any_autocast_enabled: Callable[[], bool] = _attribute(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 # --- Transforms -----------------------------------------------------------------------------------------------------
 
 # How many transforms of torch.func are running. Torch 2.11 to 2.13 have it, and no public function tells. Without it a
 # tensor is asked to require a gradient, which each transform refuses: then the number is only known not to be 0.
-_depth: Callable[[], int] | None = getattr(getattr(torch._C, "_functorch", None), "get_dynamic_layer_stack_depth", None)
+_depth: Callable[[], int] | None = _attribute(torch._C, "_functorch.get_dynamic_layer_stack_depth", None)
 
 
 def transforms() -> int:
@@ -68,7 +88,7 @@ def transforms() -> int:
 
 # Whether forward-mode AD says at which level it is, as torch 2.11 to 2.13 do: -1 outside of all of them. Without it a
 # dual number is made, which is refused there.
-_TELLS_LEVEL = hasattr(forward_ad, "_current_level")
+_TELLS_LEVEL = _attribute(forward_ad, "_current_level", None) is not None
 
 
 def in_forward_mode() -> bool:
@@ -87,9 +107,7 @@ def in_forward_mode() -> bool:
 
 # A number that changes with every write to a tensor in place. Every version has it, and the manual names it. Without it
 # a loss that writes to its parameters, or runs a backward pass of its own, goes unnoticed.
-version: Callable[[torch.Tensor], int] = (
-    operator.attrgetter("_version") if hasattr(torch.Tensor, "_version") else lambda _: 0
-)
+version: Callable[[torch.Tensor], int] = _reader("_version", otherwise=0)
 
 
 def hooks_of(tensor: object) -> Mapping[int, Callable[..., Any]] | None:
@@ -97,19 +115,17 @@ def hooks_of(tensor: object) -> Mapping[int, Callable[..., Any]] | None:
 
     Without this nobody knows of them, and they are not called.
     """
-    hooks: Mapping[int, Callable[..., Any]] | None = getattr(tensor, "_backward_hooks", None)
-    return hooks
+    return _attribute(tensor, "_backward_hooks", None)
 
 
 def acts_on_grad(tensor: object) -> bool:
     """Whether a tensor has a hook of `register_post_accumulate_grad_hook`; False if torch does not tell."""
-    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return bool(_attribute(tensor, "_post_accumulate_grad_hooks", None))
 
 
 # Both at once, (None, None) for a tensor that never had a hook, as most are. Without it each tensor is looked at.
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-hooks_at_a_glance: Callable[[torch.Tensor], tuple[object, ...]] = (
-    operator.attrgetter(*_HOOKS) if all(hasattr(torch.Tensor, name) for name in _HOOKS) else lambda _: ()
+hooks_at_a_glance: Callable[[torch.Tensor], tuple[object, ...]] = _reader(
+    "_backward_hooks", "_post_accumulate_grad_hooks", otherwise=()
 )
 
 
@@ -121,7 +137,7 @@ hooks_at_a_glance: Callable[[torch.Tensor], tuple[object, ...]] = (
 PARAMETERS, BUFFERS, PARTS = "_parameters", "_buffers", "_modules"
 
 # What all BatchNorm layers are. Torch 2.11 to 2.13 have it. Without it they are those that torch itself has.
-BatchNorm: Any = getattr(
+BatchNorm: Any = _attribute(
     nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 )
 
@@ -143,8 +159,20 @@ def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors in the same memory have in common, and no others."""
     # Every version has `_cdata`. Without it empty tensors on a device are thought to share memory.
     storage = tensor.untyped_storage()
-    key: int = getattr(storage, "_cdata", None) or storage.data_ptr()
-    return key
+    return _attribute(storage, "_cdata", 0) or storage.data_ptr()
+
+
+# Whether a tensor tells which one it is a view of. Every version does. Without it two tensors with one storage are
+# taken for views of the same.
+_TELLS_BASE = _attribute(torch.Tensor, "_base", None) is not None
+
+
+def is_view_of_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are one, or one is a view of the other, or both are views of a third."""
+    if not _TELLS_BASE:
+        return storage_key(tensor) == storage_key(other)
+    bases = [each if each._base is None else each._base for each in (tensor, other)]
+    return bases[0] is bases[1]
 
 
 # --- Replicas -------------------------------------------------------------------------------------------------------
@@ -193,8 +221,8 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
     Every version keeps it there. Without it the public function gives it, which may record a graph.
     """
-    held: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
-    return tensor.to_local().detach() if held is None else held
+    shard: torch.Tensor | None = _attribute(tensor, "_local_tensor", None)
+    return tensor.to_local().detach() if shard is None else shard
 
 
 # --- DistributedDataParallel ----------------------------------------------------------------------------------------
@@ -202,12 +230,12 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 def is_in_join(ddp: nn.parallel.DistributedDataParallel) -> bool:
     """Whether a call is inside of `Join`, which is refused. Torch 2.11 to 2.13 tell; without it is not refused."""
-    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+    return bool(_attribute(ddp, "_join_config.enable", False))
 
 
 def has_comm_hooks(ddp: nn.parallel.DistributedDataParallel) -> bool:
     """Whether others than DDP's own reducer communicate. Torch 2.11 to 2.13 tell; without it nobody listens to it."""
-    return bool(getattr(ddp, "_comm_hooks", True))
+    return bool(_attribute(ddp, "_comm_hooks", True))
 
 
 def is_finished(ddp: nn.parallel.DistributedDataParallel, guess: bool) -> bool:
@@ -216,7 +244,7 @@ def is_finished(ddp: nn.parallel.DistributedDataParallel, guess: bool) -> bool:
     The reducer finds it out when it rebuilds its buckets, as the next forward pass would do first. Torch 2.11 to 2.13
     do. Without it every parameter is thought to need a gradient, unless find_unused_parameters=True: the `guess`.
     """
-    rebuild = getattr(ddp.reducer, "_rebuild_buckets", None)
+    rebuild: Callable[[], object] | None = _attribute(ddp.reducer, "_rebuild_buckets", None)
     if rebuild is None:
         return guess or ddp.find_unused_parameters
     try:
@@ -233,7 +261,7 @@ def reset_ddp(ddp: nn.parallel.DistributedDataParallel) -> None:
 
     Torch 2.11 to 2.13 can. Without it the next forward pass raises an error of torch's own.
     """
-    getattr(ddp.reducer, "_reset_state", lambda: None)()
+    _attribute(ddp.reducer, "_reset_state", lambda: None)()
 
 
 # The attribute of a DDP, and of the state of a replicate(), that says whether backward passes synchronise, as no_sync()
@@ -317,7 +345,7 @@ ParamGroup = Any
 def param_groups(module: Any) -> list[ParamGroup]:
     """The groups of a module. Torch 2.11 has one at most."""
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
+    groups: list[ParamGroup] | None = _attribute(state, "_fsdp_param_groups", None)
     return groups if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
 
 
@@ -333,12 +361,13 @@ def sharded_params(group: ParamGroup) -> list[torch.Tensor]:
 
 def unsharded_params(group: ParamGroup) -> list[torch.Tensor]:
     """The leaves that a forward pass computes with; none before the first."""
-    return [param._unsharded_param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    params: list[torch.Tensor | None] = [_attribute(param, "_unsharded_param", None) for param in group.fsdp_params]
+    return [param for param in params if param is not None]
 
 
 def process_groups_of(group: ParamGroup) -> list[Any]:
     """The process group that shards and the one that replicates, those that there are."""
-    groups = [getattr(group.mesh_info, f"{kind}_process_group", None) for kind in ("shard", "replicate")]
+    groups = [_attribute(group.mesh_info, f"{kind}_process_group", None) for kind in ("shard", "replicate")]
     return [process_group for process_group in groups if process_group is not None]
 
 
@@ -361,7 +390,7 @@ def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     alone has used.
     """
     values = [(group, "reduce_grads", True), (group, "all_reduce_grads", True), (group, "_partial_reduce_output", None)]
-    if hasattr(group, "reduce_scatter_unused_params"):
+    if _attribute(group, "reduce_scatter_unused_params", None) is not None:
         values.append((group, "reduce_scatter_unused_params", True))
     return values + [(param, "unsharded_accumulated_grad", None) for param in group.fsdp_params]
 
@@ -374,16 +403,17 @@ def last_backward_flag(module: Any) -> tuple[Any, str, bool]:
 def reset_fsdp2(module: Any) -> None:
     """Drops all sums, and the traces of a pass that an error has ended: `reset_iter_state`, which torch 2.13 has."""
     state, groups = module._get_fsdp_state(), param_groups(module)
-    if not hasattr(module, "reset_iter_state"):
+    reset: Callable[[], None] | None = _attribute(module, "reset_iter_state", None)
+    if reset is None:
         _reset_iter_state(state, groups)
     elif state._is_root:
-        module.reset_iter_state()
+        reset()
     for group in groups:
         group._partial_reduce_output = None
         for param in group.fsdp_params:
             param.unsharded_accumulated_grad = None
-            if getattr(param, "_unsharded_param", None) is not None:
-                param._unsharded_param.grad = None
+        for unsharded in unsharded_params(group):
+            unsharded.grad = None
 
 
 def _reset_iter_state(state: Any, groups: list[ParamGroup]) -> None:
@@ -403,22 +433,7 @@ def _reset_iter_state(state: Any, groups: list[ParamGroup]) -> None:
 
 # What compiles the functions that are called now, also where a function that is compiled runs this one as it is. Torch
 # 2.11 to 2.13 have it. Without it a module_value_and_grad inside of a compiled function runs as it is, uncompiled.
-compiling: Callable[[], object] = getattr(
-    getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), "get_eval_frame_callback", lambda: None
-)
-
-
-# The tensor that a view is one of. Every version has it. Without it two tensors with one storage are taken for views of
-# the same.
-_TELLS_BASE = hasattr(torch.Tensor, "_base")
-
-
-def is_view_of_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are one, or one is a view of the other, or both are views of a third."""
-    if not _TELLS_BASE:
-        return storage_key(tensor) == storage_key(other)
-    bases = [each if each._base is None else each._base for each in (tensor, other)]
-    return bases[0] is bases[1]
+compiling: Callable[[], object] = _attribute(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 
 
 # --- Trees ----------------------------------------------------------------------------------------------------------
