@@ -48,19 +48,19 @@ if TYPE_CHECKING:
     from funcga._parity.problem import Problem as Problem
     from funcga._statistics import batch_moments as batch_moments
     from funcga._statistics import running_statistics as running_statistics
+    from funcga._transform import Transform as Transform
     from funcga._transform.loss_scale import LossScaledState as LossScaledState
     from funcga._transform.loss_scale import loss_scaled as loss_scaled
     from funcga._transform.multi_steps import MultiSteps as MultiSteps
     from funcga._transform.multi_steps import multi_steps as multi_steps
-    from funcga._transform.transform import Transform as Transform
     from funcga._transform.window import MultiStepsState as MultiStepsState
     from funcga._transform.window_size import TargetWeight as TargetWeight
     from funcga._transform.window_size import linear_scaling as linear_scaling
     from funcga._transform.window_size import sqrt_scaling as sqrt_scaling
-    from funcga._trees.interop import shares_memory as shares_memory
-    from funcga._trees.interop import to_jax as to_jax
-    from funcga._trees.interop import to_numpy as to_numpy
-    from funcga._trees.interop import to_torch as to_torch
+    from funcga._trees import shares_memory as shares_memory
+    from funcga._trees import to_jax as to_jax
+    from funcga._trees import to_numpy as to_numpy
+    from funcga._trees import to_torch as to_torch
     from funcga._trees.match import from_state_dict as from_state_dict
     from funcga._trees.match import match as match
     from funcga._trees.match import to_state_dict as to_state_dict
@@ -76,7 +76,7 @@ else:
         "Problem": "funcga._parity.problem",
         "Rule": "funcga.rules",
         "TargetWeight": "funcga._transform.window_size",
-        "Transform": "funcga._transform.transform",
+        "Transform": "funcga._transform",
         "batch_moments": "funcga._statistics",
         "compare": "funcga._compare.compare",
         "from_state_dict": "funcga._trees.match",
@@ -86,12 +86,12 @@ else:
         "multi_steps": "funcga._transform.multi_steps",
         "rules": "funcga.rules",
         "running_statistics": "funcga._statistics",
-        "shares_memory": "funcga._trees.interop",
+        "shares_memory": "funcga._trees",
         "sqrt_scaling": "funcga._transform.window_size",
-        "to_jax": "funcga._trees.interop",
-        "to_numpy": "funcga._trees.interop",
+        "to_jax": "funcga._trees",
+        "to_numpy": "funcga._trees",
         "to_state_dict": "funcga._trees.match",
-        "to_torch": "funcga._trees.interop",
+        "to_torch": "funcga._trees",
         "verify": "funcga._verify.verify",
     }
 

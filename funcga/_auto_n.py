@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from funcga._backend.protocols import Backend
+from funcga._backend import Backend
 from funcga._call.program import Program
 from funcga.errors import FuncgaError
 

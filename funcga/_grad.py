@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
+from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
-from funcga._backend.protocols import Arrays, Backend
 from funcga._call.arguments import argument_names
 from funcga._call.program import Program
 from funcga._fold.tally import as_number, is_quantity

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
+from funcga._backend import Arrays
 from funcga._backend.dispatch import backend_of
-from funcga._backend.protocols import Arrays
 from funcga._fold.tally import is_quantity
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError

@@ -1,6 +1,6 @@
 """The JAX backend of funcga: lax.scan and JAX arrays on any device."""
 
-from funcga._backend.protocols import Backend
+from funcga._backend import Backend
 from jax_backend import arrays, dlpack, gradients, loop, replicas, sums, trees
 from jax_backend import multi_steps as transforms
 from jax_backend import optax_types as optimizers

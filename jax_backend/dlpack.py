@@ -7,8 +7,8 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from funcga._backend.protocols import ExportError, Transfer
-from funcga._trees.interop import Extent, no_device
+from funcga._backend import ExportError, Transfer
+from funcga._trees import Extent, no_device
 from funcga._types import Array, Dtype
 from jax_backend import _private, arrays
 

@@ -11,11 +11,10 @@ import numpy as np
 from jax import lax
 from jax.export import is_symbolic_dim
 
-from funcga._backend.protocols import Backend
+from funcga._backend import Backend
 from funcga._call.arguments import Arguments, groups
 from funcga._call.program import Program
-from funcga._fold import tally
-from funcga._fold.leaf import LeafFold
+from funcga._fold import LeafFold, tally
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._fold.tally import LEAST32, MOST32, Tally, check_narrow
 from funcga._grad import bound

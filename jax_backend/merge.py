@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcga._backend.prefixes import PrefixError, broadcast, outline
-from funcga._fold import tally
-from funcga._fold.leaf import LeafFold
+from funcga._fold import LeafFold, tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Tree
 from funcga.errors import FuncgaError

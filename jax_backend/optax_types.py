@@ -7,8 +7,8 @@ import importlib
 from functools import cache
 from types import ModuleType
 
+from funcga._transform import Transform
 from funcga._transform.multi_steps import MultiSteps
-from funcga._transform.transform import Transform
 
 
 def _optax() -> ModuleType | None:

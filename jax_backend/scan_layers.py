@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from funcga._fold.leaf import LeafFold
+from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._types import Dtype, Scalar, Tree
 from jax_backend import _private

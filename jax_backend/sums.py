@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from funcga._fold.leaf import LeafFold
+from funcga._fold import LeafFold
 from funcga._fold.tally import Tally
 from funcga._types import Array, Reduced, Scalar, Tree
 from jax_backend import arrays

@@ -10,7 +10,7 @@ import pytest
 
 import jax_backend
 import torch_backend
-from funcga._backend.protocols import Arrays, DLPack, Gradients, Loop, Replicas, Sums, Transforms, Trees
+from funcga._backend import Arrays, DLPack, Gradients, Loop, Replicas, Sums, Transforms, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}

@@ -2,7 +2,7 @@
 
 import torch
 
-from funcga._backend.protocols import Backend
+from funcga._backend import Backend
 from funcga._fold.accumulator import AccumulatorState
 from funcga._fold.tally import Tally
 from funcga._transform.loss_scale import LossScaledState

@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from torch.utils import dlpack
 
-from funcga._backend.protocols import ExportError, Transfer
-from funcga._trees.interop import Extent, extent, no_device
+from funcga._backend import ExportError, Transfer
+from funcga._trees import Extent, extent, no_device
 from funcga._types import Array
 from torch_backend import arrays
 from torch_backend.dtensor import is_dtensor, local

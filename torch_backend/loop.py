@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 
-from funcga._backend.protocols import Backend
+from funcga._backend import Backend
 from funcga._call.arguments import Arguments, groups, starts
 from funcga._call.program import Program
 from funcga._grad import GradientFunction

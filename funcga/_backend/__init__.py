@@ -1,1 +1,359 @@
-"""What the core asks of a framework, and which framework owns a call."""
+"""What a framework must supply.
+
+The mathematics of a fold is in this package and is written against an array namespace, `xp`: `torch` or `jax.numpy`.
+A backend supplies only what a framework truly owns: its trees, the facts about its arrays, its loop and its gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from funcga._types import Array, Dtype, Reduced, Scalar, Tree
+
+# These types belong to rooms that import this one, so naming them would be a cycle. Here they only pass through.
+Program = Any
+LeafFold = Any
+Outputs = Any
+Tally = Any
+Window = Any
+MergeMemory = Any
+
+
+# A module implements each of these protocols: `torch_backend.arrays` is an Arrays, `jax_backend.arrays` another one.
+# So a reader finds the two answers to one question under one name.
+
+
+class Trees(Protocol):
+    """A framework's own idea of a tree: which containers it walks, in which order, and what it does with None."""
+
+    def flatten(self, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+        """The leaves, in the framework's order, and the structure that puts them back."""
+        ...
+
+    def unflatten(self, structure: Any, leaves: Sequence[Any]) -> Tree:
+        """The tree of this structure with these leaves."""
+        ...
+
+    def children(self, tree: Tree) -> list[tuple[str, Any]] | None:
+        """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
+        ...
+
+
+class Arrays(Protocol):
+    """The facts about a framework's arrays that the mathematics needs."""
+
+    # The array namespace: `torch` or `jax.numpy`.
+    xp: Any
+
+    # What a leaf is.
+
+    def owns(self, leaf: Any) -> bool:
+        """Whether only this framework can have made the leaf."""
+        ...
+
+    def is_array(self, leaf: Any) -> bool:
+        """Whether the leaf can be split and folded as it is."""
+        ...
+
+    def as_array(self, leaf: Any) -> Array:
+        """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
+        ...
+
+    def moved_like(self, array: Array, like: Array) -> Array:
+        """The array on the devices of another one of its shape."""
+        ...
+
+    def describe(self, leaf: Any) -> str:
+        """`float32[8, 3]`, or the type of anything that is not an array."""
+        ...
+
+    # Dtypes.
+
+    def kind(self, dtype: Dtype) -> str:
+        """'bool', 'int', 'float', 'complex' or 'other'."""
+        ...
+
+    def as_dtype(self, dtype: Any) -> Dtype:
+        """The dtype of this name; TypeError if the framework has none."""
+        ...
+
+    def accumulator_dtype(self, dtype: Dtype) -> Dtype:
+        """The dtype that sums of this dtype are held in: at least 32 bits."""
+        ...
+
+    def cast(self, array: Array, dtype: Dtype) -> Array:
+        """The array in another dtype."""
+        ...
+
+    def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
+        """`size` rows from `start` on, along an axis."""
+        ...
+
+    # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does not wait for.
+
+    def scalar(self, weight: Any) -> Any:
+        """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
+        ...
+
+    def limbs(self, weight: Any) -> tuple[Any, ...]:
+        """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
+        ...
+
+    def addends(self, weight: Any, wide: bool) -> tuple[Array, ...]:
+        """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
+        ...
+
+    def integer(self, number: Any) -> Array:
+        """A count as a 0-d int32 array."""
+        ...
+
+    # Memory and storage.
+
+    def owned(self, array: Array, others: Sequence[Array]) -> Array:
+        """The array, or a copy of it where it is one of these others, or a view of one."""
+        ...
+
+    def stored(self, array: Array) -> Array:
+        """The array as one of numbers, which any file format takes: of random keys, their data."""
+        ...
+
+    def restored(self, numbers: Array, like: Array) -> Array:
+        """What was stored of an array like this one."""
+        ...
+
+    def count(self, steps: int) -> Any:
+        """A number of steps in the type that a loop can carry."""
+        ...
+
+
+class Transfer(NamedTuple):
+    """An array on its way to another framework, and why it was copied: None where it is in its owner's memory."""
+
+    array: Array
+    copied: str | None = None
+
+
+class ExportError(Exception):
+    """What an array is, and why another framework cannot have it; the caller knows its path."""
+
+
+class DLPack(Protocol):
+    """How a framework exports its arrays to others, NumPy among them, and imports theirs."""
+
+    def platforms(self) -> set[str]:
+        """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so on."""
+        ...
+
+    def device(self, name: object) -> Any:
+        """The device of this name; FuncgaError, which says what there is, if there is none."""
+        ...
+
+    def devices(self) -> list[str]:
+        """The names of the devices that there are."""
+        ...
+
+    def export_array(self, leaf: Array, platforms: set[str]) -> Transfer:
+        """The array as others import it: by DLPack, if it lies on one of their platforms, else as NumPy's."""
+        ...
+
+    def check_importable(self, array: Array) -> None:
+        """Raises ExportError if this framework cannot have the array of another, or NumPy's, as it is."""
+        ...
+
+    def import_arrays(self, exports: Sequence[Transfer], device: Any, copy: bool) -> list[Transfer]:
+        """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in new memory."""
+        ...
+
+    def extents(self, leaf: Array) -> list[tuple[int, int]]:
+        """The addresses of the first byte and of that after the last, of every piece of memory of the array."""
+        ...
+
+
+class Gradients(Protocol):
+    """A framework's transforms from a loss to its gradient."""
+
+    def value_and_grad(
+        self, loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    ) -> Any:
+        """A function that returns (value, grads), or ((value, aux), grads)."""
+        ...
+
+    def depends(self, loss: Array) -> bool | None:
+        """Whether a loss depends on what the innermost transform, one of these, differentiates it by.
+
+        None where that cannot be known, and for a constant that is 0 or NaN, as of a micro-batch that is masked whole.
+        """
+        ...
+
+    def check_params(self, params: Tree) -> None:
+        """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
+        ...
+
+
+class Loop(Protocol):
+    """A framework's way to go through the micro-batches."""
+
+    def accumulate(self, program: Program, backend: "Backend") -> Callable[..., Any]:
+        """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+        ...
+
+    def stream(self, program: Program, backend: "Backend") -> Callable[..., Any]:
+        """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+        ...
+
+    def is_traced(self, tree: Tree) -> bool:
+        """Whether these arguments are those of a program that is being compiled."""
+        ...
+
+    def finished(self, tree: Tree) -> Tree:
+        """The tree when it is computed, or the error that computing it raises."""
+        ...
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether the error says that memory has run out."""
+        ...
+
+
+class Replicas(Protocol):
+    """A framework's replicas: what `across=` names, and whether they hold the same."""
+
+    def replicas_of(self, across: Any) -> Any:
+        """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
+        ...
+
+    def check_replicas(self, params: Tree, across: Any) -> None:
+        """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
+        ...
+
+
+class Sums(Protocol):
+    """How a framework adds to the accumulators of a window, scales, divides and empties them.
+
+    What is donated may be written to, and what comes back may lie in its memory.
+    """
+
+    # Whether `donate` is for this framework. In JAX the caller says it to jax.jit.
+    donates: bool
+
+    def add(
+        self,
+        folds: Sequence[LeafFold | None],
+        accumulators: Sequence[Reduced],
+        leaves: Sequence[Array],
+        weight: Scalar,
+        donate: bool,
+    ) -> tuple[list[Reduced], bool]:
+        """The accumulators with one more value of this weight, and whether nobody else has their memory."""
+        ...
+
+    def lifted(self, folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
+        """What one value of this weight contributes to the accumulator of each leaf."""
+        ...
+
+    def finish(
+        self, folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
+    ) -> list[Reduced]:
+        """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
+        ...
+
+    def scaled(self, leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
+        """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
+        ...
+
+    def emptied(
+        self, folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
+    ) -> list[Reduced]:
+        """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
+        ...
+
+
+class Transforms(Protocol):
+    """What a fold that is spread over calls needs of a framework: its branch, and how replicas join their windows."""
+
+    def widened(self, params: Tree) -> Tree:
+        """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits."""
+        ...
+
+    def when(
+        self,
+        predicate: Scalar,
+        emit: Callable[..., tuple[Tree, Tree]],
+        state: Tree,
+        operands: Tree,
+        like: Tree,
+        donate: bool = False,
+    ) -> tuple[Tree, Tree, Scalar]:
+        """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
+
+        And whether it held. `donate`: the zeros need no memory, and then are not to be written to.
+        """
+        ...
+
+    def finite(self, leaves: Sequence[Array]) -> Array:
+        """Whether every number is finite: a 0-d array."""
+        ...
+
+    # Over replicas.
+
+    def check_merged(self, leaves: Sequence[Array], paths: Callable[[], list[str]], replicas: Any) -> None:
+        """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
+        ...
+
+    def merged(
+        self, outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Any, memory: MergeMemory
+    ) -> tuple[list[Reduced], Tally]:
+        """What all replicas hold together."""
+        ...
+
+    def summed(self, number: Scalar, accumulators: Sequence[Reduced], replicas: Any) -> Scalar:
+        """The sum of a scalar over the replicas, which hold these."""
+        ...
+
+    def parts(self, window: Window, replicas: Any) -> list[Window]:
+        """The parts that are this replica's, of a window as a state has it where replicas fold apart."""
+        ...
+
+    def parted(self, window: Window, replicas: Any, is_empty: bool) -> Window:
+        """A window as a state has it where replicas fold apart."""
+        ...
+
+    def in_order(self, windows: Sequence[Window]) -> list[Window]:
+        """The parts of one window, in the order of the replicas. Raises FuncgaError if one is missing."""
+        ...
+
+    def rejoined(self, windows: Sequence[Window]) -> Window:
+        """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
+        ...
+
+
+class Optimizers(Protocol):
+    """The library of transforms that a framework's users have, if there is one: optax for JAX."""
+
+    def owns(self, tx: Any) -> bool:
+        """Whether a transform is one of the library's, which takes this framework's arrays alone."""
+        ...
+
+    def imported(self, tx: Any) -> Any:
+        """A transform as the library's own combinators would call it, with extra arguments that it may ignore."""
+        ...
+
+    def exported(self, tx: Any) -> Any:
+        """A transform of funcga's in the type that the library's combinators take."""
+        ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One framework's parts, under the framework's name."""
+
+    name: str
+    trees: Trees
+    arrays: Arrays
+    dlpack: DLPack
+    gradients: Gradients
+    loop: Loop
+    replicas: Replicas
+    sums: Sums
+    transforms: Transforms
+    # A framework whose users write transforms without a library has none.
+    optimizers: Optimizers | None = None

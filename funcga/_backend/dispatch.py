@@ -4,8 +4,8 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._backend.protocols import Backend
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 

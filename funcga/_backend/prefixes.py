@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from funcga._backend.protocols import Trees
+from funcga._backend import Trees
 from funcga._types import Tree
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from funcga._backend import Backend
 from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths, outline
-from funcga._backend.protocols import Backend
 from funcga._call.examples import Examples, find_examples
 from funcga._types import Array, GradFn, Structure, Tree
 from funcga.errors import FuncgaError

@@ -8,7 +8,7 @@ another array has as many rows.
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from funcga._backend.protocols import Backend, Trees
+from funcga._backend import Backend, Trees
 from funcga._types import Tree
 
 

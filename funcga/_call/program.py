@@ -4,8 +4,8 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, argument_names, read_arguments
 from funcga._fold.outputs import Outputs, sort_outputs
 from funcga._fold.tally import check_weight

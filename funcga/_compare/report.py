@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from funcga._compare import tolerances
 from funcga._compare.row import Row, Shape, row_of
-from funcga._trees.paths import as_numpy, by_path
+from funcga._trees.match import as_numpy, by_path
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.rules import Rule, pairs, permuted

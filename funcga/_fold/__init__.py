@@ -1,1 +1,192 @@
-"""The accumulator of one leaf, and the window of all of them."""
+"""A fold bound to one leaf of a tree: its dtypes decided once, then the mathematics of that leaf."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from funcga import reducers
+from funcga._backend import Arrays
+from funcga._fold.tally import Tally, total
+from funcga._types import Array, Dtype, Reduced, Scalar
+from funcga.errors import FuncgaError
+from funcga.folds import Fold
+
+
+@dataclass(frozen=True)
+class LeafFold:
+    """`identity`, `lift`, `combine` and `normalize` of one leaf, with the casts that keep sums in enough bits.
+
+    `adds` says what a backend may add in place instead of `lift` and `combine`: w * v of a "weighted" sum, v of a
+    "plain" one; None if the fold is no sum.
+    """
+
+    fold: Fold
+    accumulator_dtype: Dtype
+    result_dtype: Dtype
+    arrays: Arrays
+    adds: Literal["weighted", "plain"] | None = None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether sums are held in float32, whose range is smaller than that of the weights."""
+        return self._has_bytes(4)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether sums are held in float64, so that the weights need as many bits."""
+        return self._has_bytes(8)
+
+    def _has_bytes(self, real: int) -> bool:
+        """Whether what is accumulated is a real number of so many bytes, or a complex one of two such parts."""
+        sizes = {"float": real, "complex": 2 * real}
+        return bool(sizes.get(self.arrays.kind(self.accumulator_dtype)) == self.accumulator_dtype.itemsize)
+
+    def identity(self, like: Array) -> Reduced:
+        """The reduced value of no micro-batch at all; `like` gives the shape."""
+        xp = self.arrays.xp
+        # Lifted once, since a reducer may turn a leaf into several arrays, or into one of another shape.
+        zeros = xp.zeros_like(like, dtype=self.accumulator_dtype)
+        return self.fold.reducer.monoid.identity(xp, self.fold.reducer.lift(xp, zeros, 0))
+
+    def lift(self, value: Array, weight: Scalar) -> Reduced:
+        """What one micro-batch's value contributes."""
+        if self.arrays.is_array(weight):
+            weight = self.arrays.cast(weight, self.accumulator_dtype)
+        elif isinstance(weight, int):
+            weight = float(weight)  # JAX takes no int of more than 31 bits as an operand
+        return self.fold.reducer.lift(self.arrays.xp, self.arrays.cast(value, self.accumulator_dtype), weight)
+
+    def takes(self, value: Array, accumulator: Reduced) -> bool:
+        """Whether a value plainly has the shape of its accumulator. It is not lifted for that."""
+        # Arrays that are collected along an axis may differ in their number of rows.
+        if self.fold.reducer.monoid.axis is not None:
+            return True
+        # Of a tuple, such as a sum and a count, the array with the most axes has the shape of the leaf.
+        largest = max(accumulator, key=lambda part: len(part.shape)) if isinstance(accumulator, tuple) else accumulator
+        return bool(value.shape == largest.shape)
+
+    def combine(self, a: Reduced, b: Reduced) -> Reduced:
+        """What both contribute."""
+        return self.fold.reducer.monoid.combine(self.arrays.xp, a, b)
+
+    def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
+        """The result, in the dtype that the caller is to see."""
+        scalars = Tally(self._scalar(total(tally)), self._scalar(tally.steps))
+        return _each(self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, scalars))
+
+    def result(self, reduced: Reduced, tally: Tally) -> Reduced:
+        """The result in memory of its own: the caller may write to it, or donate the memory of the reduced value."""
+        parts = reduced if isinstance(reduced, tuple) else (reduced,)
+        return _each(lambda part: self.arrays.owned(part, parts), self.normalize(reduced, tally))
+
+    def _scalar(self, amount: Scalar) -> Scalar:
+        return self.arrays.cast(amount, self.accumulator_dtype) if self.arrays.is_array(amount) else float(amount)
+
+    def _cast(self, result: Array) -> Array:
+        kinds = [self.arrays.kind(dtype) for dtype in (result.dtype, self.result_dtype)]
+        if kinds == ["int", "bool"]:
+            # Bools are compared as ints. The maximum of no values is the lowest int, and the lowest bool is False.
+            result = result > 0
+        return self.arrays.cast(result, self.result_dtype)
+
+
+def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:
+    """The result with a function applied to each array in it; a named tuple stays one."""
+    # Some normalizers return several arrays, as Moments does.
+    if not isinstance(result, tuple):
+        return function(result)
+    parts = [_each(function, part) for part in result]
+    return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
+
+
+def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree: str = "output") -> LeafFold:
+    """The fold for a leaf of `like`'s dtype, at the path `where()` of an "output" or of "params".
+
+    Raises FuncgaError if the fold cannot take that dtype, or asks for one that the framework does not have.
+    """
+    reducer, normalizer = fold.reducer, fold.normalizer
+    accumulator_dtype = like.dtype if reducer.dtype is None else _named(reducer.dtype, arrays)
+    # Both must be defined for values of this kind: a mean of integers would have to be rounded.
+    kind = arrays.kind(accumulator_dtype)
+    if kind not in reducer.kinds or kind not in normalizer.kinds:
+        raise _unfit(where(), like, kind, arrays, tree)
+    # A dtype that the caller asks for is taken as it is; else sums get at least 32 bits, and a maximum keeps its own.
+    if reducer.dtype is None and reducer.monoid.widens:
+        accumulator_dtype = arrays.accumulator_dtype(like.dtype)
+    adds: Literal["weighted", "plain"] | None = None
+    if reducer.additive:
+        adds = "weighted" if reducer.linear else "plain"
+    result_dtype = _result_dtype(fold, like.dtype, accumulator_dtype, arrays)
+    return LeafFold(fold, accumulator_dtype, result_dtype, arrays, adds)
+
+
+def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, arrays: Arrays) -> Dtype:
+    """The dtype of the result for leaves of the dtype `leaf_dtype`."""
+    reducer, normalizer = fold.reducer, fold.normalizer
+    if normalizer.dtype is not None:
+        return _named(normalizer.dtype, arrays)
+    if normalizer.wide:
+        return arrays.as_dtype("float32") if arrays.kind(accumulator_dtype) == "int" else accumulator_dtype
+    # A maximum of bools is a bool, whereas a sum of them is a number.
+    selects = reducer.dtype is None and reducer.unweighted and reducer.monoid.collective != "sum"
+    keeps_kind = arrays.kind(leaf_dtype) == arrays.kind(accumulator_dtype)
+    return leaf_dtype if selects or keeps_kind else accumulator_dtype
+
+
+# For the error: how a leaf comes to be the stack of arrays that a reducer takes.
+_STACKS = {
+    reducers.pairs: "{}.stack([correct, counted]) for ratio()",
+    reducers.pooled: "funcga.batch_moments makes them for pooled()",
+}
+
+
+def check_shape(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> None:
+    """Raises FuncgaError if the leaf lacks the axis that the fold collects along, or is not the stack that it takes."""
+    axis, stacked = fold.reducer.monoid.axis, fold.reducer.stacked
+    if stacked is not None and like.shape[:1] != (stacked,):
+        raise FuncgaError(
+            f"{where()} is {arrays.describe(like)}, and the fold `{fold.name}` takes leaves of {stacked} arrays that "
+            f"are stacked on axis 0: {_STACKS.get(fold.reducer, 'stack them').format(arrays.xp.__name__)}."
+        )
+    if axis is not None and not -len(like.shape) <= axis < len(like.shape):
+        raise FuncgaError(
+            f"{where()} is {arrays.describe(like)}: it has no axis {axis} for concat(axis={axis}) to collect along. "
+            f"Fold it with funcga.mean() or funcga.sum(), or return one value for each example."
+        )
+
+
+def _named(dtype: Dtype, arrays: Arrays) -> Dtype:
+    try:
+        return arrays.as_dtype(dtype)
+    except TypeError as error:
+        raise FuncgaError(
+            f"the fold asks for dtype {dtype!r}, which the framework of this call does not have ({error}). Give one "
+            f'that it has by name, which both frameworks understand: funcga.mean(dtype="float32")'
+        ) from error
+
+
+def _unfit(path: str, like: Array, kind: str, arrays: Arrays, tree: str) -> FuncgaError:
+    if kind in ("bool", "int") and tree == "params":
+        why, instead = (
+            "its gradients are to be averaged, as only floats are",
+            "Leave it out of the params that init and update get (None in its place, or optax.masked around); or give "
+            'it a fold of its own, as in fold={"w": funcga.mean(), "count": funcga.sum()}',
+        )
+    elif kind in ("bool", "int"):
+        why, instead = (
+            f"{'integers' if kind == 'int' else 'bools'} are not averaged silently",
+            "Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "
+            'funcga.mean()); or average it in floats: funcga.mean(dtype="float32")',
+        )
+    elif kind == "other":
+        why, instead = (
+            "it holds no numbers that this fold could combine",
+            "Thread a random key by funcga.carry(), or collect keys by funcga.concat(). The gradient of an integer is "
+            "nothing: pass integers as another argument, whole, in_axes=(None, None, 0)",
+        )
+    else:
+        why, instead = (
+            f"this fold is not defined for {kind} values",
+            "Fold it with funcga.sum() or funcga.mean(), or cast it",
+        )
+    return FuncgaError(f"{path} is {arrays.describe(like)}, and {why}. {instead}.")

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
-from funcga._backend.protocols import Backend
 from funcga._fold import tally
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._fold.tally import Tally, check_narrow, check_weight

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from funcga._backend import Backend
 from funcga._backend.prefixes import (
     PathError,
     PrefixError,
@@ -15,8 +16,7 @@ from funcga._backend.prefixes import (
     outline,
     paths_apart,
 )
-from funcga._backend.protocols import Backend
-from funcga._fold.leaf import LeafFold, bind, check_shape
+from funcga._fold import LeafFold, bind, check_shape
 from funcga._types import Array, Dtype, Structure, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold

@@ -7,7 +7,7 @@ import numbers
 import sys
 from typing import NamedTuple
 
-from funcga._backend.protocols import Arrays
+from funcga._backend import Arrays
 from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError
 

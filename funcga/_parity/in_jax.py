@@ -9,7 +9,7 @@ import optax  # type: ignore[import-untyped]
 from jax import lax
 
 from funcga._call.arguments import Arguments
-from funcga._transform.transform import Transform
+from funcga._transform import Transform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import trees

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 
 from funcga._accumulate import accumulate
+from funcga._backend import Backend
 from funcga._backend.dispatch import load, load_imported
-from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, groups, read_arguments, starts
 from funcga._compare import tolerances
 from funcga._compare.compare import compare
@@ -21,10 +21,9 @@ from funcga._compare.report import Report
 from funcga._compare.row import Row, row_of
 from funcga._grad import value_and_grad
 from funcga._parity.problem import Problem
-from funcga._transform.transform import Transform
-from funcga._trees import interop
-from funcga._trees.match import match
-from funcga._trees.paths import paths_and_leaves
+from funcga._transform import Transform
+from funcga._trees import to_jax, to_numpy, to_torch
+from funcga._trees.match import match, paths_and_leaves
 from funcga._types import Array, Dtype, Scalar, Tree
 from funcga._verify.verify import Verdict, verify
 from funcga.errors import FuncgaError
@@ -112,7 +111,7 @@ class Side:
             return leaf * (1 + tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)).astype(leaf.dtype)
 
         with self.running():
-            leaves, structure = self.backend.trees.flatten(interop.to_numpy(self.args))
+            leaves, structure = self.backend.trees.flatten(to_numpy(self.args))
             args = self.placed(self.backend.trees.unflatten(structure, [moved(leaf) for leaf in leaves]))
             return self._full(args, self.arguments.rows())
 
@@ -234,13 +233,13 @@ class Side:
 
     def placed(self, tree: Tree) -> Tree:
         """The tree in this framework, on its device."""
-        convert = {"torch": interop.to_torch, "jax": interop.to_jax}[self.framework]
+        convert = {"torch": to_torch, "jax": to_jax}[self.framework]
         return convert(tree, device=self.device)
 
     def named(self, tree: Tree) -> dict[str, Array]:
         """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this framework."""
         leaves = paths_and_leaves(tree, self.backend.trees.children)
-        return {path: interop.to_numpy(leaf) for path, leaf in leaves if self.backend.arrays.is_array(leaf)}
+        return {path: to_numpy(leaf) for path, leaf in leaves if self.backend.arrays.is_array(leaf)}
 
     def report(
         self,
@@ -306,7 +305,7 @@ class Side:
         """The loss and the gradient that a gradient function has returned, divided."""
         loss, gradient = value_and_gradient
         # The loss travels with the gradients, under a path that no leaf of a tree has.
-        named = {"": interop.to_numpy(loss), **self.named(gradient)}
+        named = {"": to_numpy(loss), **self.named(gradient)}
         divided = {
             path: leaf if divisor == 1 else leaf / np.asarray(divisor, leaf.dtype) for path, leaf in named.items()
         }
@@ -329,7 +328,7 @@ def _owner(tree: Tree) -> Backend | None:
 def _as_dtype(leaf: Array, dtype: str, framework: str) -> Array:
     if not hasattr(leaf, "dtype"):
         return leaf
-    array = interop.to_numpy(leaf)
+    array = to_numpy(leaf)
     if is_float(array.dtype):
         return array.astype(numpy_dtype(dtype))
     # torch's losses and indices want 64 bits, and JAX has 32 by default.
@@ -417,7 +416,7 @@ def fold_in_framework(side: Side, micro_batches: Sequence[Result], weights: Sequ
         step = accumulate(_first, len(weights), fold=folds, weight=_weight, in_axes=0)
         with side.lock:
             work = side.own.prepared(step, (gradients, weight))
-        return Folded(*interop.to_numpy(work()))
+        return Folded(*to_numpy(work()))
 
 
 def _first(gradients: dict[str, Array], weights: Array) -> Tree:

@@ -1,1 +1,115 @@
-"""Folds that are spread over calls: `multi_steps` and what belongs to it."""
+"""A transform: an optimizer as two pure functions, as optax has it."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+from funcga._types import Tree
+from funcga.errors import FuncgaError
+
+
+class Transform(NamedTuple):
+    """An optimizer as two pure functions.
+
+    `params` is a tree of arrays; grads and updates are trees of the same structure and shapes. The updates are to be
+    added to params. A state is a tree of arrays, too.
+
+    Attributes:
+        init: `init(params) -> state`.
+        update: `update(grads, state, params, **extra) -> (updates, state)`.
+
+    Example:
+        >>> init = lambda params: ()
+        >>> update = lambda grads, state, params=None: ({name: -0.1 * g for name, g in grads.items()}, state)
+        >>> tx = funcga.multi_steps(funcga.Transform(init, update), 8)
+    """
+
+    init: Callable[..., Tree]
+    update: Callable[..., tuple[Tree, Any]]
+
+
+class UpdateFunction:
+    """The `update` of one of funcga's own transforms: a callable object, which can say what it does."""
+
+    @property
+    def scales(self) -> bool:
+        """Whether the gradients come multiplied by a loss scale."""
+        return False
+
+
+def is_scaled(tx: Transform) -> bool:
+    """Whether a transform is given gradients that are multiplied by a loss scale, which it divides them by."""
+    update: object = tx.update
+    return isinstance(update, UpdateFunction) and update.scales
+
+
+class DonatingTransform(Transform):
+    """A transform with a third function, `donated`: `update`, which may write to the grads and the state it is given.
+
+    What it returns may lie in their memory; the params are left as they are.
+    """
+
+    donated: Callable[..., tuple[Tree, Any]]
+
+    def __new__(
+        cls,
+        init: Callable[..., Tree],
+        update: Callable[..., tuple[Tree, Any]],
+        donated: Callable[..., tuple[Tree, Any]],
+    ) -> Self:
+        """The transform of these three functions."""
+        # A NamedTuple of two, as optax unpacks it; the third function is an attribute beside them.
+        transform = super().__new__(cls, init, update)
+        transform.donated = donated
+        return transform
+
+    def __reduce__(self) -> Any:
+        """How it is copied, as all three are arguments."""
+        return type(self), (self.init, self.update, self.donated)
+
+
+def read_transform(tx: Any, name: str = "tx") -> Transform:
+    """A transform of what can be used as one: any object with init and update, or a pair of functions.
+
+    Raises FuncgaError for anything else.
+    """
+    if not hasattr(tx, "init") and type(tx) is tuple and len(tx) == 2 and all(map(callable, tx)):
+        return Transform(*tx)
+    if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise FuncgaError(_no_transform(tx, name))
+    _check_update(tx, name)
+    return tx  # type: ignore[no-any-return]
+
+
+def _check_update(tx: Any, name: str) -> None:
+    """Raises FuncgaError if the signature of update does not take (grads, state, params)."""
+    try:
+        signature = inspect.signature(tx.update)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        # Partially, since some transforms of optax need further arguments, such as the value of the loss.
+        signature.bind_partial("grads", "state", "params")
+    except TypeError as error:
+        inplace = ", inplace=False" if "inplace" in signature.parameters else ""
+        raise FuncgaError(
+            f"{name}.update is not called as update(grads, state, params): {error}. Adapt it: ({name}.init, lambda "
+            f"grads, state, params: {name}.update(grads, state, params=params{inplace}))."
+        ) from error
+
+
+def _no_transform(tx: Any, name: str) -> str:
+    kind = tx if isinstance(tx, type) else type(tx)
+    # By the name of its module, since torch may not be imported.
+    if any(base.__module__ == "torch.optim.optimizer" for base in kind.__mro__):
+        optimizer = f"{'the class' if tx is kind else 'a'} {kind.__name__}"
+        return (
+            f"{name} is {optimizer}, whose step() changes parameters in place. Make it a pair of pure functions: "
+            f"torch_backend.from_optimizer(torch.optim.{kind.__name__}, lr=1e-3); or keep optimizer.step() and give it "
+            f"gradients: torch_backend.assign_grads(params, grads)."
+        )
+    hint = " Call it first: it seems to be what makes a transform." if callable(tx) else ""
+    return (
+        f"{name} is {tx!r}, which has no functions init and update.{hint} Pass a transform, such as "
+        f"optax.adamw(1e-3) or torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3), or a pair (init, update)."
+    )

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.protocols import Backend
 from funcga._fold.tally import is_quantity
-from funcga._transform.transform import DonatingTransform, Transform, UpdateFunction, read_transform
+from funcga._transform import DonatingTransform, Transform, UpdateFunction, read_transform
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 

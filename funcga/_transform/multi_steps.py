@@ -7,17 +7,16 @@ from difflib import get_close_matches
 from functools import partial, reduce
 from typing import Any, Literal
 
+from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
-from funcga._backend.protocols import Arrays, Backend
-from funcga._fold import tally
+from funcga._fold import LeafFold, tally
 from funcga._fold.accumulator import Accumulation
-from funcga._fold.leaf import LeafFold
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._fold.tally import Tally, check_narrow, check_weight
 from funcga._grad import is_uninitialised, uninitialised
 from funcga._replicas import MergeMemory, step_of
-from funcga._transform.transform import (
+from funcga._transform import (
     DonatingTransform,
     Transform,
     UpdateFunction,

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import leaf_paths, paths_apart
-from funcga._backend.protocols import Arrays, Backend
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.tally import Tally
 from funcga._types import Array, Reduced, Scalar, Tree

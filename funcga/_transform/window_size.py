@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from funcga._backend.protocols import Arrays
+from funcga._backend import Arrays
 from funcga._fold.tally import has_no_axes, is_quantity
 from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError, check_count

@@ -16,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from funcga._accumulate import accumulate
+from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._backend.protocols import Backend
 from funcga._call.arguments import CARRY
 from funcga._call.program import Program
 from funcga._compare.tolerances import epsilon
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
-from funcga._trees.interop import to_numpy
+from funcga._trees import to_numpy
 from funcga._types import Array, Namespace, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, mean, sum

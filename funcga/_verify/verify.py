@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._backend.protocols import Backend
 from funcga._call.program import OwningGradient, Program
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Tree, WeightFn

@@ -12,7 +12,7 @@ import numpy as np
 from funcga._accumulate import accumulate
 from funcga._backend.prefixes import leaf_paths
 from funcga._grad import GradientFunction
-from funcga._trees import interop
+from funcga._trees import to_jax, to_torch
 from funcga._types import Array, Tree
 from funcga._verify.causes import Cause, cause, note
 from funcga._verify.divisors import Variant, variants
@@ -203,7 +203,7 @@ def _is_gradient(probe: Probe, one: Leaves, other: Leaves) -> bool:
 
 def _along(probe: Probe, direction: Leaves, amount: float, leaves: list[Array]) -> list[Array]:
     """The leaves of the parameters, moved along a direction."""
-    convert = {"torch": interop.to_torch, "jax": interop.to_jax}[probe.backend.name]
+    convert = {"torch": to_torch, "jax": to_jax}[probe.backend.name]
     cast = probe.backend.arrays.cast
     return [
         leaf if v is None else leaf + cast(convert(v * amount, device=leaf.device), leaf.dtype)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load
-from funcga._backend.protocols import Backend
 from funcga.errors import FuncgaError
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
+from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._backend.protocols import Backend
 from funcga._call.arguments import Arguments, argument_names
 from funcga._call.program import Program
 from funcga._fold.outputs import Outputs

@@ -3,7 +3,7 @@
 import inspect
 from dataclasses import dataclass
 
-from funcga._transform.transform import DonatingTransform, Transform, UpdateFunction, is_scaled, read_transform
+from funcga._transform import DonatingTransform, Transform, UpdateFunction, is_scaled, read_transform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import trees

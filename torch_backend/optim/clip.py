@@ -8,7 +8,7 @@ import torch
 from torch.nn import utils
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._transform.transform import DonatingTransform
+from funcga._transform import DonatingTransform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees

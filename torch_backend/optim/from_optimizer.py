@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch.optim import Optimizer
 
-from funcga._transform.transform import DonatingTransform
+from funcga._transform import DonatingTransform
 from funcga._types import Tree
 from funcga.errors import FuncgaError, check_callable
 from torch_backend import trees

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from funcga._backend import Transfer
 from funcga._backend.dispatch import load
 from funcga._backend.prefixes import leaf_paths
-from funcga._backend.protocols import Transfer
-from funcga._transform.transform import Transform
-from funcga._trees.interop import converted
+from funcga._transform import Transform
+from funcga._trees import converted
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, dlpack, trees

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from funcga._fold.leaf import LeafFold
+from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
 from funcga._types import Structure, Tree

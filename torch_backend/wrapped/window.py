@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from funcga._backend.protocols import Backend
+from funcga._backend import Backend
 from funcga._call.arguments import CARRY, Arguments
 from funcga._call.program import OwningGradient, Program
-from funcga._fold.leaf import LeafFold
+from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, scaled_loss
 from funcga._types import Array, LossFn, Scalar, Tree

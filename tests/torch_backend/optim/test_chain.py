@@ -8,7 +8,7 @@ from torch import nn, optim
 
 import funcga
 import torch_backend
-from funcga._transform.transform import DonatingTransform, Transform
+from funcga._transform import DonatingTransform, Transform
 from tests.test_errors import check_refused
 from tests.torch_backend.optim.test_from_optimizer import problem, same
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import funcga
 import torch_backend
-from funcga._transform.transform import Transform
+from funcga._transform import Transform
 from tests.kits import needs_cuda
 from tests.processes import processes
 from tests.test_errors import check_refused

@@ -5,7 +5,7 @@ import torch
 
 import funcga
 import torch_backend
-from funcga._fold.leaf import bind
+from funcga._fold import bind
 from torch_backend.reduce.wire import Sums, as_bytes, nbytes, pack, planned, unpack
 
 ARRAYS = [
