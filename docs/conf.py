@@ -1,6 +1,8 @@
 """The site: Sphinx with MyST-NB, as torch, JAX, optax and flax have theirs; the tutorials run when it is built."""
 
 import re
+import shutil
+from pathlib import Path
 
 import funcga
 
@@ -35,7 +37,23 @@ def code_in_docstrings(app, what, name, obj, options, lines):
     lines[:] = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w?)", code, "\n".join(lines)).split("\n")
 
 
+def link_to_notebook(app, pagename, templatename, context, doctree):
+    """Each tutorial offers itself as a notebook, with the outputs of this build."""
+    if pagename.startswith("tutorials/"):
+        name = f"{Path(pagename).name}.ipynb"
+        link = f'<p><a class="reference download" href="{name}" download>Download this page as a notebook</a></p>'
+        context["body"] = context["body"].replace("</h1>", f"</h1>\n{link}", 1)
+
+
+def copy_notebooks(app, exception):
+    """MyST-NB writes what it has executed beside the site."""
+    for notebook in (Path(app.outdir).parent / "jupyter_execute" / "tutorials").glob("*.ipynb"):
+        shutil.copy(notebook, Path(app.outdir, "tutorials"))
+
+
 def setup(app):
     """Sphinx calls it."""
+    app.connect("html-page-context", link_to_notebook)
+    app.connect("build-finished", copy_notebooks)
     app.connect("source-read", link_to_files)
     app.connect("autodoc-process-docstring", code_in_docstrings, priority=100)  # before napoleon
