@@ -80,8 +80,11 @@ def accumulate(
         FuncgaError: The input is bad. It is raised before any work.
 
     Example:
-        >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
-        >>> loss, grads = step(params, batch)
+        >>> loss_fn = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()
+        >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=4)
+        >>> loss, grads = step({"w": torch.zeros(2)}, torch.ones(10, 2), torch.ones(10))  # of 3, 3, 2 and 2 rows
+        >>> loss, grads
+        (tensor(1.), {'w': tensor([-2., -2.])})
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if (n is None) == (microbatch_size is None):

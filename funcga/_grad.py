@@ -321,7 +321,9 @@ def grad(
             loss that is no real scalar, or that depends on no array of what is differentiated.
 
     Example:
-        >>> gradient = funcga.grad(lambda w, x: ((x @ w) ** 2).mean())
+        >>> gradient = funcga.grad(lambda w, x: ((x * w) ** 2).mean())
+        >>> gradient(torch.tensor(3.0), torch.ones(4))
+        tensor(6.)
     """
     return _gradient_function(loss_fn, argnums, has_aux, False, scaled)
 
@@ -358,7 +360,9 @@ def value_and_grad(
         FuncgaError: As in `grad`.
 
     Example:
-        >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
+        >>> gradient = funcga.value_and_grad(lambda w, x: ((x * w) ** 2).mean())
+        >>> gradient(torch.tensor(3.0), torch.ones(4))  # the same in both frameworks
+        (tensor(9.), tensor(6.))
     """
     return _gradient_function(loss_fn, argnums, has_aux, True, scaled)
 

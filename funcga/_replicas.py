@@ -25,7 +25,7 @@ def check_replicas(params: Tree, across: Across) -> None:
         FuncgaError: An array differs. The text names the leaf and the replicas.
 
     Example:
-        >>> funcga.check_replicas(params, dist.group.WORLD)
+        >>> funcga.check_replicas({"w": torch.ones(3)}, dist.group.WORLD)
     """
     backend_of([params], lambda: ["params"]).replicas.check_replicas(params, across)
 

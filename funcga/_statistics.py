@@ -32,7 +32,11 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
         FuncgaError: The count is no number, or a mean and its variance differ in shape or dtype.
 
     Example:
-        >>> leaf = funcga.batch_moments({"mean": x.mean(0), "var": x.var(0)}, len(x))
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> funcga.batch_moments({"mean": x.mean(0), "var": x.var(0, correction=0)}, len(x))
+        tensor([[2.],
+                [2.],
+                [1.]])
     """
     arrays = backend_of([statistics], lambda: ["statistics"]).arrays
     _check_number(count, "count", "how many items a micro-batch has, at least 0", arrays)
@@ -69,7 +73,10 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
         FuncgaError: The share is out of its range, or the trees do not match.
 
     Example:
-        >>> batch_stats = funcga.running_statistics(batch_stats, pooled, share=0.01, unbiased=False)  # flax's defaults
+        >>> old = {"mean": jnp.zeros(2), "var": jnp.ones(2)}
+        >>> new = funcga.Pooled(jnp.full(2, 8.0), jnp.ones(2), jnp.ones(2))
+        >>> funcga.running_statistics(old, new, share=0.01, unbiased=False)["mean"]  # share and variance as in flax
+        Array([0.01, 0.01], dtype=float32)
     """
     arrays = backend_of([statistics, pooled], lambda: ["statistics", "pooled"]).arrays
     _check_number(share, "share", "the part of the new statistics, from 0 to 1", arrays, most=1)

@@ -56,9 +56,11 @@ def stream(
         FuncgaError: The input is bad, or the iterable has no micro-batch, and no other replica has one.
 
     Example:
-        >>> step = funcga.stream(funcga.value_and_grad(loss_fn))
+        >>> step = funcga.stream(funcga.grad(lambda w, x: (w * x).mean()))
+        >>> loader = [torch.ones(2), torch.ones(2), torch.full((1,), 6.0)]  # the last batch is smaller
         >>> for window in funcga.windows(loader, 8):
-        ...     loss, grads = step(params, window)
+        ...     print(step(torch.tensor(1.0), window))
+        tensor(2.)
     """
     program = read_program(grad_fn, fold, weight, in_axes, across, device=device)
 
@@ -139,8 +141,9 @@ def windows(iterable: Iterable[Item], n: int | TargetWeight, *, weight: WeightFn
     Example:
         >>> [len(window) for window in funcga.windows(range(10), 4)]
         [4, 4, 2]
-        >>> for window in funcga.windows(loader, funcga.TargetWeight(256), weight=lambda x, y: len(x)):
-        ...     loss, grads = step(params, window)
+        >>> loader = [torch.ones(100), torch.ones(100), torch.ones(100)]
+        >>> [len(window) for window in funcga.windows(loader, funcga.TargetWeight(150), weight=len)]
+        [2, 1]
     """
     # By their methods, since a Dataset that can be indexed can be iterated over as well.
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):

@@ -12,7 +12,7 @@ class FuncgaError(ValueError):
     fails has changed nothing. Errors that your own functions raise pass through untouched.
 
     Example:
-        >>> funcga.accumulate(gradient, 0)
+        >>> funcga.accumulate(lambda x: x.mean(), 0)
         Traceback (most recent call last):
         funcga.errors.FuncgaError: n is 0: it must be at least 1. Write n=1 for one micro-batch.
     """

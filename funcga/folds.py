@@ -23,8 +23,9 @@ class Fold:
         FuncgaError: A part is anything else.
 
     Example:
-        >>> from funcga import Fold, normalizers, reducers
-        >>> every_microbatch_alike = Fold(reducers.sum, normalizers.by_steps)
+        >>> by_steps = funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)  # every micro-batch counts alike
+        >>> funcga.accumulate(lambda x: x.mean(), 2, in_axes=0, fold=by_steps)(torch.tensor([1.0, 1.0, 7.0]))
+        tensor(4.)
     """
 
     reducer: Reducer
@@ -83,7 +84,10 @@ def mean(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
         A Fold.
 
     Example:
-        >>> step = funcga.accumulate(funcga.grad(mean_loss), 8, fold=funcga.mean(dtype="float32"))
+        >>> w, x = torch.ones(3, dtype=torch.bfloat16), torch.ones(8, 3, dtype=torch.bfloat16)
+        >>> gradient = funcga.grad(lambda w, x: (x @ w).mean())
+        >>> funcga.accumulate(gradient, 4, fold=funcga.mean(out_dtype="float32"))(w, x)
+        tensor([1., 1., 1.])
     """
     return Fold(replace(reducers.weighted, dtype=dtype), replace(normalizers.by_weight, dtype=out_dtype))
 
@@ -99,8 +103,12 @@ def per_weight(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
         A Fold.
 
     Example:
+        >>> sum_loss = lambda w, batch: (w * batch["x"] * (batch["labels"] != -100)).sum()
         >>> tokens = lambda batch: (batch["labels"] != -100).sum()
-        >>> step = funcga.accumulate(funcga.grad(sum_loss), 8, fold=funcga.per_weight(), weight=tokens)
+        >>> step = funcga.accumulate(funcga.grad(sum_loss), 2, fold=funcga.per_weight(), weight=tokens)
+        >>> batch = {"x": torch.ones(3, 2), "labels": torch.tensor([[1, 2], [3, -100], [-100, -100]])}
+        >>> step(torch.tensor(2.0), batch)  # the mean over the three tokens that count
+        tensor(1.)
     """
     return Fold(replace(reducers.sum, dtype=dtype), replace(normalizers.by_weight, dtype=out_dtype))
 
@@ -116,7 +124,10 @@ def sum(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
         A Fold.
 
     Example:
-        >>> fold = ((funcga.mean(), funcga.sum()), funcga.mean())  # of ((loss, correct), grads)
+        >>> right = lambda w, x: ((x @ w).mean(), (x @ w > 0).sum())  # (loss, how many are right)
+        >>> step = funcga.accumulate(right, 4, fold=(funcga.mean(), funcga.sum()))
+        >>> step(torch.ones(3), torch.ones(10, 3))
+        (tensor(3.), tensor(10))
     """
     return Fold(replace(reducers.sum, dtype=dtype), replace(normalizers.identity, dtype=out_dtype))
 
@@ -135,7 +146,10 @@ def ratio(*, out_dtype: Dtype = None) -> Fold:
         A Fold.
 
     Example:
-        >>> loss, {"accuracy": jnp.stack([correct.sum(), correct.size])}
+        >>> accuracy = lambda correct: torch.stack((correct.sum(), torch.tensor(len(correct))))
+        >>> step = funcga.accumulate(accuracy, 2, in_axes=0, fold=funcga.ratio())
+        >>> step(torch.tensor([True, True, False, True]))
+        tensor(0.7500)
     """
     return Fold(reducers.pairs, replace(normalizers.ratio, dtype=out_dtype))
 
@@ -147,7 +161,9 @@ def max() -> Fold:
         A Fold.
 
     Example:
-        >>> fold = ((funcga.mean(), {"largest": funcga.max()}), funcga.mean())
+        >>> step = funcga.accumulate(lambda x: x.max(), 2, in_axes=0, fold=funcga.max())
+        >>> step(torch.tensor([1.0, 5.0, 3.0]))
+        tensor(5.)
     """
     return Fold(reducers.max, normalizers.identity)
 
@@ -159,7 +175,9 @@ def min() -> Fold:
         A Fold.
 
     Example:
-        >>> fold = ((funcga.mean(), {"smallest": funcga.min()}), funcga.mean())
+        >>> step = funcga.accumulate(lambda x: x.min(), 2, in_axes=0, fold=funcga.min())
+        >>> step(torch.tensor([4.0, 5.0, 3.0]))
+        tensor(3.)
     """
     return Fold(reducers.min, normalizers.identity)
 
@@ -177,8 +195,10 @@ def moments(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
         A Fold.
 
     Example:
-        >>> step = funcga.accumulate(funcga.grad(loss_fn), 8, fold=funcga.moments())
-        >>> noise = step(params, batch)["w"].variance
+        >>> gradient = funcga.grad(lambda w, x: (w * x).mean())
+        >>> noise = funcga.accumulate(gradient, 2, fold=funcga.moments())(torch.tensor(1.0), torch.tensor([1.0, 3.0]))
+        >>> noise.mean, noise.variance
+        (tensor(2.), tensor(1.))
     """
     return Fold(replace(reducers.moments, dtype=dtype), replace(normalizers.moments, dtype=out_dtype))
 
@@ -201,7 +221,10 @@ def pooled(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
         A Fold.
 
     Example:
-        >>> leaf = torch.stack((torch.full((3,), float(len(x))), x.mean(0), x.var(0, correction=0)))
+        >>> statistics = lambda x: torch.stack((torch.tensor(float(len(x))), x.mean(), x.var(correction=0)))
+        >>> step = funcga.accumulate(statistics, 2, in_axes=0, fold=funcga.pooled())
+        >>> step(torch.tensor([1.0, 3.0, 5.0, 7.0])).variance
+        tensor(5.)
     """
     return Fold(replace(reducers.pooled, dtype=dtype), replace(normalizers.pooled, dtype=out_dtype))
 
@@ -218,7 +241,11 @@ def concat(axis: int = 0) -> Fold:
         A Fold.
 
     Example:
+        >>> grad_fn = funcga.value_and_grad(lambda w, x: ((x @ w).mean(), x @ w), has_aux=True)
         >>> fold = ((funcga.mean(), funcga.concat()), funcga.mean())  # of ((loss, logits), grads)
+        >>> (loss, logits), grads = funcga.accumulate(grad_fn, 4, fold=fold)(torch.ones(3), torch.ones(10, 3))
+        >>> logits.shape
+        torch.Size([10])
     """
     return Fold(reducers.concat(axis), normalizers.identity)
 
@@ -230,7 +257,9 @@ def carry() -> Fold:
         A Fold.
 
     Example:
-        >>> step = funcga.accumulate(f, 8, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))
-        >>> grads, state = step(params, state, batch)
+        >>> f = lambda params, seen, x: (params * x.mean(), seen + len(x))  # (value, state)
+        >>> step = funcga.accumulate(f, 3, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))
+        >>> step(torch.tensor(2.0), torch.tensor(0), torch.arange(7.0))
+        (tensor(6.), tensor(7))
     """
     return Fold(reducers.carry, normalizers.carry)

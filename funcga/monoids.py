@@ -8,6 +8,12 @@ Its laws, up to rounding:
 So micro-batches may be grouped in any way. All but `last` and `concat`, which keep the order, are commutative too.
 Operands are what a reducer lifts from one leaf: one array, or a tuple of arrays; `sum`, `max` and `min` work on each
 array of it.
+
+Example:
+    >>> funcga.monoids.sum.combine(torch, torch.tensor(2.0), torch.tensor(3.0))
+    tensor(5.)
+    >>> funcga.monoids.max.identity(torch, torch.tensor(2.0))
+    tensor(-inf)
 """
 
 from collections.abc import Callable
@@ -36,8 +42,11 @@ class Monoid:
         FuncgaError: for another collective.
 
     Example:
-        >>> product = Monoid(lambda xp, like: xp.ones_like(like), lambda xp, a, b: a * b)
-        >>> fold = funcga.Fold(Reducer(lambda xp, value, weight: value, product), normalizers.identity)
+        >>> product = funcga.Monoid(lambda xp, like: xp.ones_like(like), lambda xp, a, b: a * b)
+        >>> value = funcga.Reducer(lambda xp, value, weight: value, product, kinds=("float",))
+        >>> fold = funcga.Fold(value, funcga.normalizers.identity)
+        >>> funcga.accumulate(lambda x: x.prod(), 2, in_axes=0, fold=fold)(torch.tensor([1.0, 2.0, 3.0]))
+        tensor(6.)
     """
 
     identity: Callable[[Namespace, Reduced], Reduced]

@@ -1,6 +1,15 @@
 """A normalizer: what becomes of the reduced value, once, at the end.
 
 It divides by what was folded, never by what was planned; a total of 0 gives zeros, not NaN.
+
+Example:
+    >>> by_weight, by_steps = funcga.normalizers.by_weight, funcga.normalizers.by_steps
+    >>> x = torch.tensor([1.0, 1.0, 7.0])  # micro-batches [1, 1] and [7]
+    >>> for normalizer in (by_weight, by_steps):
+    ...     fold = funcga.Fold(funcga.reducers.weighted, normalizer)
+    ...     print(funcga.accumulate(lambda x: x.mean(), 2, in_axes=0, fold=fold)(x))
+    tensor(3.)
+    tensor(4.5000)
 """
 
 from collections.abc import Callable
@@ -24,8 +33,11 @@ class Normalizer:
         divides_by: "weight" or "steps" if all it does is divide by the tally's, which a backend may do in place.
 
     Example:
-        >>> root = Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced), kinds=("float",))
+        >>> root = funcga.Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced), kinds=("float",))
+        >>> squares = funcga.Reducer(lambda xp, value, weight: value * value, funcga.monoids.sum, kinds=("float",))
         >>> norm = funcga.Fold(squares, root)
+        >>> funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=norm)(torch.tensor([3.0, 4.0]))
+        tensor(5.)
     """
 
     apply: Callable[[Namespace, Reduced, Any], Any]
@@ -36,14 +48,27 @@ class Normalizer:
 
 
 class Moments(NamedTuple):
-    """Weighted mean and (population) variance over micro-batches: two arrays of the leaf's shape and dtype."""
+    """Weighted mean and (population) variance over micro-batches: two arrays of the leaf's shape and dtype.
+
+    Example:
+        >>> step = funcga.accumulate(lambda x: x.mean(), 2, in_axes=0, fold=funcga.moments())
+        >>> step(torch.tensor([1.0, 3.0, 5.0, 7.0]))  # the means of two micro-batches are 2 and 6
+        Moments(mean=tensor(4.), variance=tensor(4.))
+    """
 
     mean: Array
     variance: Array
 
 
 class Pooled(NamedTuple):
-    """Count, mean and population variance, sum((x - mean)**2) / count, of all that was counted: arrays of one shape."""
+    """Count, mean and population variance, sum((x - mean)**2) / count, of all that was counted: arrays of one shape.
+
+    Example:
+        >>> statistics = lambda x: funcga.batch_moments({"mean": x.mean(), "var": x.var(correction=0)}, len(x))
+        >>> step = funcga.accumulate(statistics, 2, in_axes=0, fold=funcga.pooled())
+        >>> step(torch.tensor([1.0, 3.0, 5.0, 7.0]))
+        Pooled(count=tensor(4.), mean=tensor(4.), variance=tensor(5.))
+    """
 
     count: Array
     mean: Array

@@ -3,6 +3,12 @@
 What a window holds is combine(lift(v1, w1), combine(lift(v2, w2), ...)), of values v and weights w. Weights enter by
 `lift` alone: with `weighted`, a micro-batch of weight 0 contributes nothing, whatever its value, so a fully masked
 micro-batch whose mean is NaN does no harm.
+
+Example:
+    >>> funcga.reducers.weighted.lift(torch, torch.tensor(5.0), 3)
+    tensor(15.)
+    >>> funcga.reducers.sum.lift(torch, torch.tensor(5.0), 3)
+    tensor(5.)
 """
 
 from collections.abc import Callable
@@ -32,8 +38,10 @@ class Reducer:
         over_steps: Whether the result depends on how the rows are split, as statistics over micro-batches do.
 
     Example:
-        >>> squares = Reducer(lambda xp, value, weight: value * value, monoids.sum, kinds=("float",))
-        >>> fold = funcga.Fold(squares, normalizers.by_steps)
+        >>> squares = funcga.Reducer(lambda xp, value, weight: value * value, funcga.monoids.sum, kinds=("float",))
+        >>> mean_square = funcga.Fold(squares, funcga.normalizers.by_steps)
+        >>> funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=mean_square)(torch.tensor([1.0, 3.0]))
+        tensor(5.)
     """
 
     lift: Callable[[Namespace, Array, Scalar], Reduced]

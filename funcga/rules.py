@@ -1,4 +1,10 @@
-"""Rules: what a leaf of one library is called in another, and how its axes lie there."""
+"""Rules: what a leaf of one library is called in another, and how its axes lie there.
+
+Example:
+    >>> torch_params, flax_params = {"fc.weight": np.ones((2, 3))}, {"fc": {"kernel": np.zeros((3, 2))}}
+    >>> funcga.match(torch_params, flax_params, rules=funcga.rules.torch_to_flax)["fc"]["kernel"].shape
+    (3, 2)
+"""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +35,8 @@ class Rule:
 
     Example:
         >>> rules = [funcga.Rule(r"fc1\.(.*)", r"Dense_0.\1"), *funcga.rules.torch_to_flax]
+        >>> funcga.match({"fc1.bias": np.ones(2)}, {"Dense_0": {"bias": np.zeros(2)}}, rules=rules)
+        {'Dense_0': {'bias': array([1., 1.])}}
     """
 
     pattern: str

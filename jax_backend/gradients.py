@@ -59,8 +59,8 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         FuncgaError: The two have different structures, or an update has another shape than its parameter.
 
     Example:
-        >>> updates, state = tx.update(grads, state, params)
-        >>> params = jax_backend.apply_updates(params, updates)
+        >>> jax_backend.apply_updates({"w": jnp.ones(2)}, {"w": jnp.full(2, -0.5)})
+        {'w': Array([0.5, 0.5], dtype=float32)}
     """
     leaves, structure = trees.flatten(params, _is_none)
     additions, updates_structure = trees.flatten(updates, _is_none)

@@ -23,8 +23,8 @@ class Collective(NamedTuple):
         bytes: The size of its operands, on one device.
 
     Example:
-        >>> jax_backend.collectives(step, params, batch)[0].kind
-        'all-reduce'
+        >>> jax_backend.Collective("all-reduce", depth=0, bytes=4096)
+        Collective(kind='all-reduce', depth=0, bytes=4096)
     """
 
     kind: str
@@ -46,8 +46,12 @@ def collectives(fn: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[Co
         A Collective for each, which says how many loops it is in.
 
     Example:
-        >>> [found.depth for found in jax_backend.collectives(step, params, batch)]
-        [0]
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> grad_fn = jax.value_and_grad(lambda w, x: (w * x).mean())
+        >>> step = jax_backend.replicated(funcga.accumulate(grad_fn, 2, across="data"), mesh)
+        >>> found = jax_backend.collectives(step, jnp.ones(()), jnp.ones(8))
+        >>> {collective.depth for collective in found}  # none is in a loop: one reduction an update
+        {0}
     """
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     text = jitted.lower(*args, **kwargs).compile().as_text()

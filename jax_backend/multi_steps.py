@@ -259,8 +259,11 @@ def state_specs(tx: MultiSteps) -> MultiStepsState:
         FuncgaError: The transform merges over no replicas.
 
     Example:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> tx = funcga.multi_steps(optax.sgd(0.1), 8, across="data")
         >>> specs = jax_backend.state_specs(tx)
-        >>> state = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(params)
+        >>> init = jax.shard_map(tx.init, mesh=mesh, in_specs=jax.P(), out_specs=specs)
+        >>> state = init({"w": jnp.ones(2)})
     """
     if not isinstance(tx, MultiSteps) or tx.across is None:
         raise FuncgaError(

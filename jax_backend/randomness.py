@@ -34,8 +34,10 @@ def example_keys(key: jax.Array, indices: Array) -> jax.Array:
             JAX would drop some.
 
     Example:
+        >>> epoch, indices = 0, jnp.arange(4)
         >>> keys = jax_backend.example_keys(jax_backend.example_keys(jax.random.key(0), epoch), indices)
-        >>> loss, grads = step(params, keys, x, y)
+        >>> keys.shape
+        (4,)
     """
     try:
         single = jax.random.key_data(key).ndim == 1
@@ -96,7 +98,10 @@ def sampled(sampler: Sampler, keys: jax.Array, shape: tuple[int, ...] = ()) -> j
         FuncgaError: The keys are not one for each row.
 
     Example:
+        >>> keys = jax_backend.example_keys(jax.random.key(0), jnp.arange(4))
         >>> kept = jax_backend.sampled(jax.random.uniform, keys, (16,)) < 0.9
+        >>> kept.shape
+        (4, 16)
     """
     if not arrays.is_array(keys) or keys.ndim != (1 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 2):
         raise FuncgaError(

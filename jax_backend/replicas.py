@@ -37,7 +37,14 @@ class Replicas:
         FuncgaError: The axis is no name, or is named twice.
 
     Example:
-        >>> across = jax_backend.Replicas("data", scatter=(None, 0))  # (loss, grads)
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> across = jax_backend.Replicas("data", scatter=(None, 0))  # of (loss, grads)
+        >>> grad_fn = jax.value_and_grad(lambda w, x: (x @ w).mean())
+        >>> step = funcga.accumulate(grad_fn, 2, across=across)
+        >>> out_specs = (jax.P(), jax.P("data"))
+        >>> loss, grads = jax_backend.replicated(step, mesh, out_specs=out_specs)(jnp.ones(8), jnp.ones((8, 8)))
+        >>> grads.sharding.is_fully_replicated
+        False
     """
 
     axis: str | tuple[str, ...]

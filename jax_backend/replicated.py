@@ -59,8 +59,12 @@ def replicated(
         FuncgaError: if rows do not divide among the devices, and for a result that no step has merged.
 
     Example:
-        >>> step = jax_backend.replicated(funcga.accumulate(grad_fn, 8, across="data"), mesh)
-        >>> loss, grads = step(params, batch)
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> grad_fn = jax.value_and_grad(lambda w, x: (w * x).mean())
+        >>> step = jax_backend.replicated(funcga.accumulate(grad_fn, 2, across="data"), mesh)
+        >>> loss, grads = step(jnp.ones(()), jnp.arange(8.0))
+        >>> float(loss), float(grads)
+        (3.5, 3.5)
     """
     names = _names(mesh, axis)
 

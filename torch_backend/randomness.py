@@ -41,8 +41,10 @@ def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
         FuncgaError: for a key or indices that are no integers.
 
     Example:
-        >>> keys = torch_backend.example_keys(torch_backend.example_keys(seed, epoch), indices)
-        >>> loss, grads = step(params, keys, x, y)
+        >>> epoch, indices = 0, torch.arange(4)
+        >>> keys = torch_backend.example_keys(torch_backend.example_keys(1234, epoch), indices)
+        >>> keys.shape, keys.dtype
+        (torch.Size([4]), torch.int64)
     """
     _check_integers("key", key, "example_keys(0, indices)")
     _check_integers("indices", indices, "torch.arange(len(x))")
@@ -109,7 +111,10 @@ def sampled(sampler: Callable[..., torch.Tensor], keys: torch.Tensor, shape: tup
         FuncgaError: for keys that are no int64 [rows].
 
     Example:
+        >>> keys = torch_backend.example_keys(1234, torch.arange(4))
         >>> kept = torch_backend.sampled(torch.rand, keys, (16,)) < 0.9
+        >>> kept.shape
+        torch.Size([4, 16])
     """
     if not _are_keys(keys):
         raise FuncgaError(
@@ -148,9 +153,11 @@ def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
         FuncgaError: for other keys, and for keys that are not as many as the rows.
 
     Example:
-        >>> loss_fn = torch_backend.seeded(lambda module, x, y: mse_loss(module(x), y))
-        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), 8)
-        >>> loss, grads = step(params, keys, x, y)
+        >>> model = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.1))
+        >>> loss_fn = torch_backend.seeded(lambda model, x, y: F.mse_loss(model(x), y))
+        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn)), 4)
+        >>> keys = torch_backend.example_keys(1234, torch.arange(10))
+        >>> loss, grads = step(torch_backend.trainable(model), keys, torch.randn(10, 3), torch.randn(10, 1))
     """
     if isinstance(loss_fn, PureLoss):
         raise FuncgaError(

@@ -35,7 +35,10 @@ class Replicas:
         FuncgaError: If `group` is no group of which this process is a member.
 
     Example:
-        >>> step = funcga.accumulate(gradient, 8, across=torch_backend.Replicas(group, wire_dtype=torch.bfloat16))
+        >>> across = torch_backend.Replicas(dist.group.WORLD, wire_dtype=torch.bfloat16)
+        >>> step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, across=across)
+        >>> step(torch.tensor(1.0), torch.ones(4))
+        tensor(1.)
     """
 
     group: Any

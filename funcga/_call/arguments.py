@@ -14,7 +14,14 @@ from funcga.errors import FuncgaError
 
 
 class Carry:
-    """The type of CARRY."""
+    """The type of CARRY.
+
+    Example:
+        >>> f = lambda params, seen, x: (params * x.mean(), seen + len(x))  # (value, state)
+        >>> step = funcga.accumulate(f, 3, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))
+        >>> step(torch.tensor(2.0), torch.tensor(0), torch.arange(7.0))
+        (tensor(6.), tensor(7))
+    """
 
     def __repr__(self) -> str:
         return "funcga.CARRY"

@@ -52,7 +52,10 @@ def compare(
         FuncgaError: A tree holds what cannot be compared, or an argument is out of its range.
 
     Example:
-        >>> funcga.compare(torch_grads, flax_grads, rules=funcga.rules.torch_to_flax).assert_close()
+        >>> report = funcga.compare({"w": torch.ones(3)}, {"w": jnp.ones(3)})
+        >>> report.ok
+        True
+        >>> report.assert_close()
     """
     # NumPy is not needed to install funcga, so only what compares imports it.
     _check(rtol, atol, reduction, names)

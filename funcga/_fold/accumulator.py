@@ -106,6 +106,12 @@ class AccumulatorState(NamedTuple):
         leaves: For every leaf of the folded value, in order, what its reducer holds: an array or a tuple of arrays.
         like: A 0-d array of the leaf's dtype for every leaf, in the structure of the folded value.
         tally: The total weight and the number of updates.
+
+    Example:
+        >>> accumulator = funcga.Accumulator(funcga.mean())
+        >>> state = accumulator.update(accumulator.init(torch.zeros(2)), torch.ones(2), weight=3)
+        >>> state.leaves, float(state.tally.weight[0])
+        ((tensor([3., 3.]),), 3.0)
     """
 
     leaves: tuple[Reduced, ...]
@@ -126,9 +132,11 @@ class Accumulator:
 
     Example:
         >>> accumulator = funcga.Accumulator(funcga.mean())
-        >>> state = accumulator.init(grads)
-        >>> state = accumulator.update(state, grads, weight=tokens)
-        >>> average = accumulator.finalize(state)
+        >>> state = accumulator.init({"w": torch.zeros(2)})
+        >>> state = accumulator.update(state, {"w": torch.tensor([1.0, 2.0])}, weight=3)
+        >>> state = accumulator.update(state, {"w": torch.tensor([5.0, 6.0])}, weight=1)
+        >>> accumulator.finalize(state)
+        {'w': tensor([2., 3.])}
     """
 
     fold: FoldTree = field(default_factory=mean)
@@ -146,7 +154,7 @@ class Accumulator:
             FuncgaError: The fold does not fit the values.
 
         Example:
-            >>> state = accumulator.init(params)  # gradients are like the parameters
+            >>> state = accumulator.init({"w": torch.zeros(2)})  # gradients are like the parameters
         """
         backend = backend_of([like], lambda: ["like"])
         outputs = bind_outputs(self.fold, like, backend)
@@ -177,7 +185,7 @@ class Accumulator:
             FuncgaError: The value has another structure, shape or dtype, or the weight is negative.
 
         Example:
-            >>> state = accumulator.update(state, grads, weight=tokens)
+            >>> state = accumulator.update(state, {"w": torch.ones(2)}, weight=3)
         """
         window = self._opened(state, backend_of([state, value], lambda: ["state", "value"]))
         weight = check_weight(weight, window.outputs.backend.arrays)
@@ -205,7 +213,7 @@ class Accumulator:
             FuncgaError: The states were made for different values.
 
         Example:
-            >>> both = accumulator.merge(first_half, second_half)
+            >>> both = accumulator.merge(state, state)
         """
         window = self._opened(a, backend_of([a, b], lambda: ["a", "b"]))
         window.outputs.leaves(b.like, "the second state")
@@ -223,7 +231,8 @@ class Accumulator:
             The values, normalised by the weights and steps in the state, in their structure and dtypes.
 
         Example:
-            >>> average = accumulator.finalize(state)
+            >>> accumulator.finalize(state)
+            {'w': tensor([1., 1.])}
         """
         window = self._opened(state, backend_of([state], lambda: ["state"]))
         leaves = window.outputs.backend.sums.finish(

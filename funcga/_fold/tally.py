@@ -25,8 +25,10 @@ class Tally(NamedTuple):
         steps: How many micro-batches have been folded.
 
     Example:
-        >>> state.tally.steps
-        8
+        >>> accumulator = funcga.Accumulator(funcga.mean())
+        >>> state = accumulator.update(accumulator.init(torch.zeros(())), torch.ones(()), weight=3)
+        >>> int(state.tally.steps)
+        1
     """
 
     weight: tuple[Scalar, ...] | Scalar

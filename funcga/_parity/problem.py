@@ -40,7 +40,11 @@ class Problem:
             do not match, NaN in the data.
 
     Example:
-        >>> problem = funcga.Problem(params, (images, labels), torch_loss=torch_loss, jax_loss=jax_loss)
+        >>> params = {"w": np.ones((3, 2), "float32")}
+        >>> batch = (np.ones((8, 3), "float32"), np.zeros((8, 2), "float32"))
+        >>> torch_loss = lambda params, x, y: F.mse_loss(x @ params["w"], y)
+        >>> jax_loss = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
+        >>> problem = funcga.Problem(params, batch, torch_loss=torch_loss, jax_loss=jax_loss)
     """
 
     params: Tree

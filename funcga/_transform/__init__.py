@@ -22,6 +22,8 @@ class Transform(NamedTuple):
         >>> init = lambda params: ()
         >>> update = lambda grads, state, params=None: ({name: -0.1 * g for name, g in grads.items()}, state)
         >>> tx = funcga.multi_steps(funcga.Transform(init, update), 8)
+        >>> tx.flush(tx.accumulate({"w": torch.ones(2)}, tx.init({"w": torch.zeros(2)})))[0]
+        {'w': tensor([-0.1000, -0.1000])}
     """
 
     init: Callable[..., Tree]

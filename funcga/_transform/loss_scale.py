@@ -24,7 +24,10 @@ class LossScaledState(NamedTuple):
         skipped: How many windows were no update.
 
     Example:
-        >>> loss, grads = gradient(params, batch, loss_scale=state.scale)
+        >>> tx = funcga.loss_scaled(torch_backend.from_optimizer(torch.optim.SGD, lr=0.1), init_scale=1024.0)
+        >>> state = tx.init({"w": torch.ones(2)})
+        >>> state.scale
+        tensor(1024.)
     """
 
     inner: Tree
@@ -73,9 +76,11 @@ def loss_scaled(
         FuncgaError: A number is out of its range. `update` raises it for a state that is no LossScaledState.
 
     Example:
-        >>> tx = funcga.multi_steps(funcga.loss_scaled(optax.adamw(1e-3)), 8)
-        >>> gradient = funcga.value_and_grad(loss_fn, scaled=True)
-        >>> loss, grads = gradient(params, batch, loss_scale=state.inner.scale)
+        >>> params = {"w": jnp.ones(2, "float16")}
+        >>> tx = funcga.multi_steps(funcga.loss_scaled(optax.sgd(0.1), init_scale=1024.0), 8)
+        >>> gradient = funcga.value_and_grad(lambda params, x: (x * params["w"]).mean(), scaled=True)
+        >>> state = tx.init(params)
+        >>> loss, grads = gradient(params, jnp.ones(2, "float16"), loss_scale=state.inner.scale)
         >>> updates, state = tx.update(grads, state, params)
     """
     _check("init_scale", is_quantity(init_scale, _LEAST, _MOST), init_scale, "a finite number above 0", "65536.0")

@@ -47,9 +47,12 @@ class MultiSteps(Transform):
         update: `update(grads, state, params, weight=1, **extra) -> (updates, state)`.
 
     Example:
-        >>> tx = funcga.multi_steps(optax.adamw(1e-3), 8)
-        >>> state = tx.accumulate(grads, tx.init(params), weight=tokens)
+        >>> params, grads = {"w": jnp.ones(2)}, {"w": jnp.ones(2)}
+        >>> tx = funcga.multi_steps(optax.sgd(0.1), 8)
+        >>> state = tx.accumulate(grads, tx.init(params), weight=12)
         >>> updates, state = tx.flush(state, params)
+        >>> updates
+        {'w': Array([-0.1, -0.1], dtype=float32)}
     """
 
     __slots__ = ()
@@ -71,7 +74,7 @@ class MultiSteps(Transform):
             FuncgaError: As `update` does.
 
         Example:
-            >>> state = tx.accumulate(grads, state, weight=tokens)
+            >>> state = tx.accumulate(grads, state, weight=12)
         """
         return self.update.accumulate(grads, state, weight)
 
@@ -107,8 +110,8 @@ class MultiSteps(Transform):
             A bool, or in JAX a 0-d array of one.
 
         Example:
-            >>> if tx.has_updated(state):
-            ...     scheduler_steps += 1
+            >>> bool(tx.has_updated(state))
+            True
         """
         return _backend_of_state(state).arrays.scalar(state.updated)
 
@@ -130,6 +133,8 @@ class MultiSteps(Transform):
             FuncgaError: A replica's state is missing or there twice, or the states are not of one moment.
 
         Example:
+            >>> tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD), 8, across=dist.group.WORLD)
+            >>> state = tx.accumulate({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}))
             >>> states = [None] * dist.get_world_size()
             >>> dist.all_gather_object(states, state)
             >>> torch.save(tx.merge(states), "state.pt")  # load it on every replica, then go on: tx.update(...)
@@ -195,9 +200,14 @@ def multi_steps(
         FuncgaError: The input is bad. The state given to a call that raises it is as good as before.
 
     Example:
-        >>> tx = funcga.multi_steps(optax.adamw(1e-3), 8)
+        >>> params, grads = {"w": jnp.ones(2)}, {"w": jnp.ones(2)}
+        >>> tx = funcga.multi_steps(optax.sgd(0.1), 2)
         >>> state = tx.init(params)
-        >>> updates, state = tx.update(grads, state, params)  # zeros, but for every 8th call
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(grads, state, params)
+        ...     print(updates["w"])  # zeros, but for every second call
+        [0. 0.]
+        [-0.1 -0.1]
     """
     if callable(fold):
         raise FuncgaError(f"fold= is the function {getattr(fold, '__name__', fold)}. Call it: fold=funcga.mean().")

@@ -55,9 +55,13 @@ class MultiStepsState(NamedTuple):
         dropped: How many micro-batches and windows have been dropped.
 
     Example:
-        >>> lr = schedule(state.updates)
+        >>> params = {"w": jnp.ones(2)}
+        >>> tx = funcga.multi_steps(optax.sgd(0.1), 8)
+        >>> state = tx.accumulate({"w": jnp.ones(2)}, tx.init(params))
         >>> if state.offered > 0:  # after the last epoch: the window that is not full
         ...     updates, state = tx.flush(state, params)
+        >>> int(state.updates)
+        1
     """
 
     inner: Tree

@@ -23,8 +23,15 @@ class TargetWeight:
         FuncgaError: The number is not positive.
 
     Example:
-        >>> tx = funcga.multi_steps(optax.adamw(1e-3), funcga.TargetWeight(1_000_000))
-        >>> updates, state = tx.update(grads, state, params, weight=tokens)
+        >>> params = {"w": jnp.ones(2)}
+        >>> tx = funcga.multi_steps(optax.sgd(0.1), funcga.TargetWeight(1000))
+        >>> state = tx.init(params)
+        >>> for tokens in (600, 300, 200):
+        ...     updates, state = tx.update({"w": jnp.ones(2)}, state, params, weight=tokens)
+        ...     print(bool(tx.has_updated(state)))
+        False
+        False
+        True
     """
 
     weight: float | Callable[[Any], Scalar]

@@ -38,8 +38,8 @@ def to_torch(tree: Tree, *, copy: bool | None = True, device: object = None) -> 
             key of JAX (convert `jax.random.key_data(key)`), traced by jit, or donated. Or there is no such device.
 
     Example:
-        >>> params = funcga.to_torch(params)  # as they come from optax, flax or equinox
-        >>> batch = funcga.to_torch(batch, copy=None, device="cuda")
+        >>> funcga.to_torch({"w": jnp.ones(2)})
+        {'w': tensor([1., 1.])}
     """
     return converted(tree, load("torch"), copy, device)
 
@@ -76,8 +76,8 @@ def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tr
             of a running torch.func transform. Or there is no such device.
 
     Example:
-        >>> params = funcga.to_jax(module.state_dict())
-        >>> logits = model.apply(params, funcga.to_jax(batch, copy=None))
+        >>> funcga.to_jax({"w": torch.ones(2)})
+        {'w': Array([1., 1.], dtype=float32)}
     """
     return converted(tree, load("jax"), copy, device)
 
@@ -105,7 +105,8 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
             `to_jax`.
 
     Example:
-        >>> numpy.savez("params.npz", **funcga.to_numpy(params, copy=None))
+        >>> funcga.to_numpy({"w": torch.ones(2)}, copy=None)
+        {'w': array([1., 1.], dtype=float32)}
     """
     _check_copy(copy)
     walk = _walk(tree, None)
@@ -207,8 +208,9 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
         FuncgaError: One tree has arrays that the other has not; the error names their paths.
 
     Example:
-        >>> funcga.shares_memory(params, funcga.to_jax(params, copy=None))
-        {"['w']": True, "['b']": True}
+        >>> params = {"w": torch.ones(2), "b": torch.ones(1)}
+        >>> funcga.shares_memory(params, {"w": params["w"], "b": torch.ones(1)})
+        {"['w']": True, "['b']": False}
     """
     # Trees of two frameworks have their leaves in different orders, so these are matched by path.
     lefts, rights = _extents(left), _extents(right)

@@ -37,7 +37,10 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
         FuncgaError: A path is missing or new, or an array has another shape; the error names the paths.
 
     Example:
-        >>> params = funcga.match(module.state_dict(), model.init(key, x), rules=funcga.rules.torch_to_flax)
+        >>> tree = {"layer.weight": torch.ones(2, 3)}
+        >>> like = {"layer": {"kernel": jax.ShapeDtypeStruct((3, 2), "float32")}}
+        >>> funcga.match(tree, like, rules=funcga.rules.torch_to_flax)["layer"]["kernel"].shape
+        (3, 2)
     """
     # Which paths there must be, which there are, and which goes to which.
     likes = by_path(like, "like")
@@ -233,8 +236,8 @@ def to_state_dict(tree: Tree) -> dict[str, Array]:
         FuncgaError: The tree has no arrays, or arrays of two frameworks.
 
     Example:
-        >>> numpy.savez("state.npz", **funcga.to_numpy(funcga.to_state_dict(state)))
-        >>> safetensors.torch.save_file(funcga.to_state_dict(state), "state.safetensors")
+        >>> state = optax.adam(1e-3).init({"w": jnp.ones(2)})
+        >>> np.savez("state.npz", **funcga.to_numpy(funcga.to_state_dict(state)))
     """
     backend = backend_of([tree], lambda: ["tree"])
     leaves = zip(leaf_paths(tree, backend.trees), backend.trees.flatten(tree)[0], strict=True)
@@ -255,7 +258,9 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
         FuncgaError: A path is missing or new, or an array has another shape or dtype; the error names the paths.
 
     Example:
-        >>> state = funcga.from_state_dict(tx.init(params), numpy.load("state.npz"))
+        >>> tx = optax.adam(1e-3)
+        >>> saved = funcga.to_state_dict(tx.init({"w": jnp.ones(2)}))
+        >>> state = funcga.from_state_dict(tx.init({"w": jnp.zeros(2)}), saved)
     """
     if not isinstance(state_dict, Mapping):
         raise FuncgaError(

@@ -165,7 +165,12 @@ def verify(
             gradient that is not finite.
 
     Example:
-        >>> funcga.verify(funcga.value_and_grad(loss_fn), params, batch, n=4).assert_exact()
+        >>> mean_loss = lambda w, x: ((x @ w) ** 2).mean()
+        >>> funcga.verify(funcga.value_and_grad(mean_loss), torch.ones(3), torch.randn(16, 3), n=4).assert_exact()
+        >>> sum_loss = lambda w, x: ((x @ w) ** 2).sum()
+        >>> verdict = funcga.verify(funcga.value_and_grad(sum_loss), torch.ones(3), torch.randn(16, 3), n=4)
+        >>> [cause.name for cause in verdict.causes]
+        ['sum under mean']
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if isinstance(grad_fn, OwningGradient):

@@ -39,7 +39,13 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
         FuncgaError: for layers that the module does not have, and for anything that is not pooled.
 
     Example:
-        >>> module.load_state_dict(torch_backend.running_buffers(module, statistics), strict=False)
+        >>> model = nn.BatchNorm1d(3)
+        >>> loss = torch_backend.pure_loss(model, lambda model, x: model(x).square().mean(), statistics=True)
+        >>> fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
+        >>> step = funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), n=4, fold=fold)
+        >>> (value, statistics), grads = step(dict(model.named_parameters()), torch.randn(10, 3))
+        >>> sorted(torch_backend.running_buffers(model, statistics))
+        ['num_batches_tracked', 'running_mean', 'running_var']
     """
     tracking = {name: layer for name, layer in module.named_modules(remove_duplicate=False) if _tracks(layer)}
     if not isinstance(pooled, Mapping):

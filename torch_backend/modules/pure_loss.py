@@ -71,19 +71,22 @@ def pure_loss(module: nn.Module, loss_fn: LossFn, *, buffers: bool = False, stat
             or is a SyncBatchNorm.
 
     Example:
-        >>> loss = torch_backend.pure_loss(model, lambda model, x, y: F.cross_entropy(model(x), y))
-        >>> step = funcga.accumulate(funcga.value_and_grad(loss), n=8)
-        >>> value, grads = step(dict(model.named_parameters()), x, y)
+        >>> model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+        >>> loss_fn = lambda model, x, y: F.cross_entropy(model(x), y)
+        >>> params, x, y = dict(model.named_parameters()), torch.randn(10, 3), torch.randint(2, (10,))
+        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn)), n=4)
+        >>> value, grads = step(params, x, y)
 
         >>> gradient = funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn, buffers=True), has_aux=True)
         >>> fold = ((funcga.mean(), funcga.carry()), funcga.mean())
-        >>> step = funcga.accumulate(gradient, n=8, in_axes=(None, funcga.CARRY, 0, 0), fold=fold)
-        >>> (value, buffers), grads = step(dict(model.named_parameters()), dict(model.named_buffers()), x, y)
+        >>> step = funcga.accumulate(gradient, n=4, in_axes=(None, funcga.CARRY, 0, 0), fold=fold)
+        >>> (value, buffers), grads = step(params, dict(model.named_buffers()), x, y)
 
         >>> gradient = funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn, statistics=True), has_aux=True)
-        >>> step = funcga.accumulate(gradient, n=8, fold=((funcga.mean(), funcga.pooled()), funcga.mean()))
-        >>> (value, statistics), grads = step(dict(model.named_parameters()), x, y)
-        >>> model.load_state_dict(torch_backend.running_buffers(model, statistics), strict=False)
+        >>> step = funcga.accumulate(gradient, n=4, fold=((funcga.mean(), funcga.pooled()), funcga.mean()))
+        >>> (value, statistics), grads = step(params, x, y)
+        >>> model.load_state_dict(torch_backend.running_buffers(model, statistics), strict=False).unexpected_keys
+        []
     """
     check_module_and_loss(module, loss_fn, "pure_loss")
     check_not_scripted(module)
@@ -112,10 +115,13 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
         FuncgaError: if no parameter requires grad, or `module` is not a module.
 
     Example:
-        >>> model.requires_grad_(False)
-        >>> model.head.requires_grad_(True)
-        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn)), n=8)
-        >>> loss, grads = step(torch_backend.trainable(model), x, y)
+        >>> model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        >>> model[0] = model[0].requires_grad_(False)
+        >>> list(torch_backend.trainable(model))
+        ['1.weight', '1.bias']
+        >>> loss_fn = lambda model, x, y: F.mse_loss(model(x), y)
+        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn)), n=4)
+        >>> loss, grads = step(torch_backend.trainable(model), torch.randn(10, 3), torch.randn(10, 1))
         >>> torch_backend.assign_grads(model, grads)
     """
     if not isinstance(module, nn.Module):

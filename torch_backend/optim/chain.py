@@ -26,9 +26,12 @@ def chain(*transforms: object) -> DonatingTransform:
             for a state that is not of as many.
 
     Example:
-        >>> adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)
-        >>> tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
+        >>> sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=1.0)
+        >>> tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0), sgd)
         >>> updates, state = tx.update(grads, tx.init(params), params)
+        >>> updates
+        {'w': tensor([-0.6000, -0.8000])}
     """
     # Pairs of functions become transforms. What is wrong with a link is said with its position.
     links = [read_transform(tx, f"transforms[{index}]") for index, tx in enumerate(transforms)]

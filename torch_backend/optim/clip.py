@@ -39,8 +39,10 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: 
             not a gradient, and for a sparse one, which torch does not clip either.
 
     Example:
-        >>> adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)
-        >>> tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
+        >>> tx = torch_backend.clip_grad_norm(1.0)
+        >>> updates, state = tx.update({"w": torch.tensor([30.0, 40.0])}, tx.init({"w": torch.ones(2)}))
+        >>> updates
+        {'w': tensor([0.6000, 0.8000])}
     """
     _check_limit("max_norm", max_norm)
     _check_norm(norm_type)
@@ -65,7 +67,10 @@ def clip_grad_value(clip_value: float) -> DonatingTransform:
             torch does not clip either.
 
     Example:
-        >>> tx = torch_backend.chain(torch_backend.clip_grad_value(0.5), torch_backend.from_optimizer(torch.optim.SGD))
+        >>> tx = torch_backend.clip_grad_value(0.5)
+        >>> updates, state = tx.update({"w": torch.tensor([0.1, -3.0])}, tx.init({"w": torch.ones(2)}))
+        >>> updates
+        {'w': tensor([ 0.1000, -0.5000])}
     """
     _check_limit("clip_value", clip_value)
     return _stateless(partial(utils.clip_grad_value_, clip_value=clip_value))

@@ -63,10 +63,12 @@ def from_optimizer(
             keep what belongs to no parameter.
 
     Example:
-        >>> tx = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+        >>> tx = torch_backend.from_optimizer(torch.optim.SGD, lr=0.5)
         >>> state = tx.init(params)
         >>> updates, state = tx.update(grads, state, params)
-        >>> params = torch_backend.apply_updates(params, updates)
+        >>> torch_backend.apply_updates(params, updates)
+        {'w': tensor([0.5000, 0.5000])}
     """
     _check(optimizer, groups, scheduler, options)
     schedule = None if scheduler is None else Schedule(scheduler)

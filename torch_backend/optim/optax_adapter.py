@@ -52,8 +52,11 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
             DTensors, sparse tensors, and structures that differ.
 
     Example:
-        >>> tx = torch_backend.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
+        >>> tx = torch_backend.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
         >>> updates, state = tx.update(grads, tx.init(params), params)
+        >>> updates
+        {'w': tensor([-0.6000, -0.8000])}
     """
     try:
         import optax

@@ -34,8 +34,9 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         FuncgaError: The two differ in structure or shape; the error names the paths.
 
     Example:
-        >>> updates, state = tx.update(grads, state, params)
-        >>> params = torch_backend.apply_updates(params, updates)
+        >>> params = {"w": torch.ones(2)}
+        >>> torch_backend.apply_updates(params, {"w": torch.full((2,), -0.5)})
+        {'w': tensor([0.5000, 0.5000])}
     """
     leaves, structure = trees.flatten(params)
     additions = matched(updates, params, "updates")
@@ -95,10 +96,12 @@ def assign_grads(params: Tree, grads: Tree) -> None:
             or of a tensor that no optimizer steps, as those of state_dict(). Nothing is set then.
 
     Example:
-        >>> loss, grads = step(dict(module.named_parameters()), x, y)
-        >>> torch_backend.assign_grads(module, grads)
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> gradient = torch_backend.module_value_and_grad(model, lambda model, x, y: F.mse_loss(model(x), y))
+        >>> loss, grads = funcga.accumulate(gradient, n=4)(torch.randn(10, 3), torch.randn(10, 1))
+        >>> torch_backend.assign_grads(model, grads)
         >>> optimizer.step()
-        >>> scheduler.step()
     """
     # The three lists go together: the path of each parameter, the parameter, and its gradient.
     if isinstance(params, nn.Module):

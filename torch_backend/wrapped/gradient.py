@@ -66,10 +66,13 @@ def module_value_and_grad(
         FuncgaError: for folds that are no sums, 16-bit sums where the fold promises 32, and what a wrapper cannot do.
 
     Example:
-        >>> model = nn.parallel.DistributedDataParallel(model)
+        >>> model = nn.Linear(3, 2)  # or one wrapped by DistributedDataParallel, fully_shard, ...
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         >>> gradient = torch_backend.module_value_and_grad(model, lambda model, x, y: F.cross_entropy(model(x), y))
-        >>> loss, grads = funcga.accumulate(gradient, n=8)(x, y)
+        >>> step = funcga.accumulate(gradient, n=4)
+        >>> loss, grads = step(torch.randn(10, 3), torch.randint(2, (10,)))
         >>> torch_backend.assign_grads(model, grads)
+        >>> optimizer.step()
     """
     check_module_and_loss(module, loss_fn, "module_value_and_grad")
     if sync not in ("last", "every", "outer"):

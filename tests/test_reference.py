@@ -1,0 +1,85 @@
+"""The reference: every public name has an example that runs, and stands on a page."""
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import funcga
+import jax_backend
+import torch_backend
+
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+PUBLIC = [
+    (package, name)
+    for package, names in (
+        (funcga, [*funcga.__all__, "max", "min", "sum"]),
+        (torch_backend, torch_backend.__all__),
+        (jax_backend, jax_backend.__all__),
+    )
+    for name in names
+]
+
+# The imports that the examples take for granted, as the first page of the reference says.
+IMPORTS = {
+    "F": F, "dist": dist, "funcga": funcga, "jax": jax, "jax_backend": jax_backend, "jnp": jnp, "nn": nn, "np": np,
+    "optax": optax, "torch": torch, "torch_backend": torch_backend,
+}  # fmt: skip
+FLAGS = doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE
+
+
+def examples(value):
+    """The docstrings of a public name that have examples: its own first, then those of its methods."""
+    methods = vars(value).values() if inspect.isclass(value) else ()
+    docs = [inspect.getdoc(item) or "" for item in (value, *methods) if item is value or inspect.isfunction(item)]
+    return [doc[doc.index("Example:") :] for doc in docs if "Example:" in doc]
+
+
+def run(docs, name):
+    """Runs the examples one after the other, in one namespace, and returns what failed."""
+    names, report = dict(IMPORTS), []
+    for doc in docs:
+        test = doctest.DocTestParser().get_doctest(inspect.cleandoc(doc), names, name, None, 0)
+        doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.append, clear_globs=False)
+        names = test.globs
+    return "".join(report)
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory):
+    """For an example with `dist`: a process group of one."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("package", "name"), PUBLIC, ids=[f"{p.__name__}.{name}" for p, name in PUBLIC])
+@pytest.mark.usefixtures("replica")
+def test_it_has_an_example_that_runs(package, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where files are saved
+    docs = examples(getattr(package, name))
+    assert ">>>" in docs[0] if docs else False, "its docstring has no `Example:` with a line that runs"
+    with jax.numpy_dtype_promotion("standard"):
+        failures = run(docs, name)
+    assert not failures, failures
+
+
+def test_an_example_that_is_wrong_is_found():
+    assert "Expected" in run(["Example:\n    >>> torch.ones(2).sum()\n    tensor(3.)\n"], "wrong")
+
+
+def test_every_public_name_stands_on_one_page():
+    text = "\n".join(page.read_text() for page in REFERENCE.glob("*.md"))
+    documented = re.findall(r"^\.\. auto(?:function|class|data|module):: (\S+)", text, re.MULTILINE)
+    assert sorted(documented) == sorted(f"{package.__name__}.{name}" for package, name in PUBLIC)
