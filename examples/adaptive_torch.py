@@ -35,7 +35,7 @@ def target_batches(module, loader, rows, lr=0.1):
     """The parameters after updates of at least so many rows, and the rows of each update."""
     loss_fn = torch_backend.pure_loss(module, lambda module, x, y: mse_loss(module(x), y))
     step, tx = funcga.stream(funcga.grad(loss_fn)), torch_backend.from_optimizer(torch.optim.SGD, lr=lr)
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    params = torch_backend.trainable(module)
     state, sizes = tx.init(params), []
     for window in funcga.windows(loader, funcga.TargetWeight(rows), weight=lambda x, y: len(x)):
         updates, state = tx.update(step(params, window), state, params)
@@ -53,7 +53,7 @@ def made(rows):
 def main():
     """A batch of 64 rows, with room for 20 of them and then for 5; and updates of 64 rows from batches of 24."""
     module, x, y = made(64)
-    params, memory = dict(module.named_parameters()), Memory(64)
+    params, memory = torch_backend.trainable(module), Memory(64)
     step = funcga.accumulate(funcga.grad(torch_backend.pure_loss(module, memory.loss)), n="auto")
     whole = step(params, x, y)
     for room in (20, 5):

@@ -31,7 +31,7 @@ def train(module, loader, n):
     loss_fn = torch_backend.pure_loss(module, lambda module, x, y: mse_loss(module(x), y))
     step = funcga.stream(funcga.value_and_grad(loss_fn))
     for window in funcga.windows(loader, n):
-        _loss, grads = step(dict(module.named_parameters()), window)
+        _loss, grads = step(torch_backend.trainable(module), window)
         torch_backend.assign_grads(module, grads)
         optimizer.step()
     return module

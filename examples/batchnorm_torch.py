@@ -43,14 +43,14 @@ def threaded(module, x, y, n=4):
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn, buffers=True), has_aux=True)
     fold = ((funcga.mean(), funcga.carry()), funcga.mean())
     step = funcga.accumulate(gradient, n, in_axes=(None, funcga.CARRY, 0, 0), fold=fold)
-    (_loss, buffers), _grads = step(dict(module.named_parameters()), dict(module.named_buffers()), x, y)
+    (_loss, buffers), _grads = step(torch_backend.trainable(module), dict(module.named_buffers()), x, y)
     return buffers
 
 
 def frozen(module, x, y, n=4):
     """The same: what the layers write is dropped."""
     step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), n)
-    _loss, _grads = step(dict(module.named_parameters()), x, y)
+    _loss, _grads = step(torch_backend.trainable(module), x, y)
     return dict(module.named_buffers())
 
 
@@ -58,7 +58,7 @@ def merged(module, x, y, n=4):
     """The same: one update by what all micro-batches saw."""
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn, statistics=True), has_aux=True)
     step = funcga.accumulate(gradient, n, fold=((funcga.mean(), funcga.pooled()), funcga.mean()))
-    (_loss, statistics), _grads = step(dict(module.named_parameters()), x, y)
+    (_loss, statistics), _grads = step(torch_backend.trainable(module), x, y)
     return torch_backend.running_buffers(module, statistics)
 
 

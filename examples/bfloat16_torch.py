@@ -29,7 +29,7 @@ def autocast_loss(module, x, y):
 def gradients(module, x, y, n):
     """The gradients of float32 parameters under autocast."""
     gradient = funcga.grad(torch_backend.pure_loss(module, autocast_loss))
-    return funcga.accumulate(gradient, n)(dict(module.named_parameters()), x, y)
+    return funcga.accumulate(gradient, n)(torch_backend.trainable(module), x, y)
 
 
 def main():

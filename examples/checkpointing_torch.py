@@ -79,7 +79,7 @@ def gradients(kind, n):
     module, x, y = Net(16, kind), torch.randn(1024, 16), torch.randn(1024, 16)
     step = funcga.accumulate(funcga.grad(torch_backend.pure_loss(module, lambda m, x, y: mse_loss(m(x), y))), n)
     with Peak([*module.parameters(), x, y]) as peak:
-        return step(dict(module.named_parameters()), x, y), peak.bytes
+        return step(torch_backend.trainable(module), x, y), peak.bytes
 
 
 def main():

@@ -27,7 +27,7 @@ def stepped(module, loader, n):
     step = funcga.stream(funcga.grad(torch_backend.pure_loss(module, loss_fn)))
     norms = []
     for window in funcga.windows(loader, n):
-        torch_backend.assign_grads(module, step(dict(module.named_parameters()), window))
+        torch_backend.assign_grads(module, step(torch_backend.trainable(module), window))
         norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM).item())
         optimizer.step()
     return norms
@@ -38,7 +38,7 @@ def transformed(module, loader, n):
     sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=LR)
     tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(MAX_NORM), sgd), n)
     gradient = funcga.grad(torch_backend.pure_loss(module, loss_fn))
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    params = torch_backend.trainable(module)
     state = tx.init(params)
     for window in funcga.windows(loader, n):
         for x, y in window:

@@ -29,7 +29,7 @@ def made(*layers):
 def difference(module, inputs, targets, sizes):
     """A report: the gradients of batches of these sizes against those of all their rows at once."""
     gradient = funcga.grad(torch_backend.pure_loss(module, loss_fn))
-    params = dict(module.named_parameters())
+    params = torch_backend.trainable(module)
     small = zip(inputs.split(sizes), targets.split(sizes), strict=True)
     accumulated = funcga.stream(gradient)(params, small)
     return funcga.compare(accumulated, gradient(params, inputs, targets), names=("accumulated", "large"))
@@ -38,7 +38,7 @@ def difference(module, inputs, targets, sizes):
 def verdict(module, inputs, targets, **how):
     """Whether accumulation is exact, and why not."""
     gradient = funcga.grad(torch_backend.pure_loss(module, loss_fn))
-    return funcga.verify(gradient, dict(module.named_parameters()), inputs, targets, n=3, **how)
+    return funcga.verify(gradient, torch_backend.trainable(module), inputs, targets, n=3, **how)
 
 
 def main():

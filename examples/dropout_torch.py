@@ -51,7 +51,7 @@ def gradients(loss, n, epoch=0):
     """The gradient of the first layer, of 16 examples in n micro-batches."""
     net = module()
     step = funcga.accumulate(funcga.grad(torch_backend.pure_loss(net, loss)), n)
-    return step(dict(net.named_parameters()), keys_of(torch.arange(ROWS), epoch), x, y)["0.weight"]
+    return step(torch_backend.trainable(net), keys_of(torch.arange(ROWS), epoch), x, y)["0.weight"]
 
 
 def streamed(loss, epoch=0):
@@ -59,7 +59,7 @@ def streamed(loss, epoch=0):
     net, shuffled = module(), DataLoader(data, batch_size=4, shuffle=True)
     step = funcga.stream(funcga.grad(torch_backend.pure_loss(net, loss)), weight=lambda keys, x, y: len(x))
     microbatches = ((keys_of(indices, epoch), x, y) for indices, x, y in shuffled)
-    return step(dict(net.named_parameters()), microbatches)["0.weight"]
+    return step(torch_backend.trainable(net), microbatches)["0.weight"]
 
 
 def masks(epoch=0, n=4):

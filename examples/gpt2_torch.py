@@ -45,7 +45,7 @@ def main():
 
     loss_fn = torch_backend.pure_loss(module, summed_loss)
     step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=5, fold=funcga.per_weight(), weight=count_tokens)
-    loss, grads = step(dict(module.named_parameters()), tokens, labels)
+    loss, grads = step(torch_backend.trainable(module), tokens, labels)
 
     whole = module(tokens, labels=labels).loss
     whole.backward()

@@ -46,7 +46,7 @@ def train(epochs=2):
     step = funcga.stream(gradient, fold=((funcga.mean(), {"rows": funcga.sum()}), funcga.mean()))
     for _ in range(epochs):
         for window in funcga.windows(epoch(), funcga.TargetWeight(TARGET), weight=lambda x, y: len(x)):
-            (loss, metrics), grads = step(dict(module.named_parameters()), window)
+            (loss, metrics), grads = step(torch_backend.trainable(module), window)
             torch_backend.assign_grads(module, grads)
             lr = warmed_up(funcga.linear_scaling(LR, BASE, int(metrics["rows"])), update)
             optimizer.param_groups[0]["lr"], update = lr, update + 1

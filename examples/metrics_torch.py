@@ -35,7 +35,7 @@ def train(module, loader, n, across=None):
     total = funcga.Accumulator({"loss": funcga.mean(), "right": funcga.sum(), "tokens": funcga.sum()})
     updates, epoch = [], None
     for window in funcga.windows(loader, n):
-        (loss, counts), grads = step(dict(module.named_parameters()), window)
+        (loss, counts), grads = step(torch_backend.trainable(module), window)
         torch_backend.assign_grads(module, grads)
         optimizer.step()
         updates.append({"loss": loss, **counts})

@@ -32,7 +32,7 @@ def forward_in_chunks(module, inputs, targets, size):
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss_and_outputs), has_aux=True)
     fold = (funcga.mean(), funcga.concat()), funcga.mean()
     step = funcga.accumulate(gradient, microbatch_size=size, fold=fold, weight=count_labels)
-    return step(dict(module.named_parameters()), inputs, targets)
+    return step(torch_backend.trainable(module), inputs, targets)
 
 
 @torch.no_grad()

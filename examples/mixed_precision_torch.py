@@ -56,7 +56,7 @@ def functional(init_scale):
     clipped = torch_backend.chain(torch_backend.clip_grad_norm(MAX_NORM), adamw)
     tx = funcga.loss_scaled(clipped, init_scale=init_scale, growth_interval=INTERVAL)
     step = funcga.stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), scaled=True))
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    params = torch_backend.trainable(module)
     state = tx.init(params)
     for window in funcga.windows(loader(), N):
         _loss, grads = step(params, window, loss_scale=state.scale)
@@ -73,7 +73,7 @@ def stepped(init_scale):
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=INTERVAL)
     step = funcga.stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), scaled=True))
     for window in funcga.windows(loader(), N):
-        params, scale = dict(module.named_parameters()), scaler.get_scale()
+        params, scale = torch_backend.trainable(module), scaler.get_scale()
         _loss, grads = step(params, window, loss_scale=scaler.scale(torch.ones(())))
         torch_backend.assign_grads(module, grads)
         scaler.unscale_(optimizer)

@@ -45,7 +45,7 @@ def functional(module):
         4,
     )
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss))
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    params = torch_backend.trainable(module)
     state = tx.init(params)
     for i, batch in enumerate(loader):
         if i == 13:
@@ -76,12 +76,12 @@ def stepped(module):
     scheduler = schedule(optimizer)
     step = funcga.stream(funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss)), weight=count_tokens)
     for window in funcga.windows(loader, 4):
-        _loss, grads = step(dict(module.named_parameters()), window)
+        _loss, grads = step(torch_backend.trainable(module), window)
         torch_backend.assign_grads(module, grads)
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return torch_backend.trainable(module)
 
 
 def main():

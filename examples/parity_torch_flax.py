@@ -55,7 +55,7 @@ def in_torch(module, images, labels):
     """The loss and the gradients in torch, by name."""
     loss_fn = torch_backend.pure_loss(module, lambda m, x, y: torch.nn.functional.cross_entropy(m(x), y))
     step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=3)
-    loss, grads = step(dict(module.named_parameters()), *funcga.to_torch((images, labels)))
+    loss, grads = step(torch_backend.trainable(module), *funcga.to_torch((images, labels)))
     return {"loss": loss, **grads}
 
 

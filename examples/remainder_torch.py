@@ -27,14 +27,14 @@ def gradients(module, loader, n):
     """The gradients of each window of an epoch, the parameters as they are."""
     step = funcga.stream(funcga.grad(torch_backend.pure_loss(module, loss_fn)))
     for window in funcga.windows(loader, n):
-        yield step(dict(module.named_parameters()), window)
+        yield step(torch_backend.trainable(module), window)
 
 
 def over_epochs(module, loader, n, epochs, lr=0.1):
     """The parameters after some epochs, and the number of updates, where no epoch ends a window."""
     gradient = funcga.grad(torch_backend.pure_loss(module, loss_fn))
     tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=lr), n)
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    params = torch_backend.trainable(module)
     state = tx.init(params)
     for _ in range(epochs):
         for x, y in loader:
@@ -55,7 +55,7 @@ def main():
     """The gradient of the last three rows, and two epochs without an update at the end of the first."""
     module, x, y, loader = made()
     *_, last = gradients(module, loader, 4)
-    whole = funcga.grad(torch_backend.pure_loss(module, loss_fn))(dict(module.named_parameters()), x[16:], y[16:])
+    whole = funcga.grad(torch_backend.pure_loss(module, loss_fn))(torch_backend.trainable(module), x[16:], y[16:])
     funcga.compare(last, whole, names=("the last window", "its rows at once")).assert_close()
     print("the last window has the gradient of its three rows")
 

@@ -18,7 +18,7 @@ def main(replicas):
     """One update."""
     torch.manual_seed(0)
     module = torch.nn.Linear(1, 2, bias=False)
-    params = {name: p.detach() for name, p in module.named_parameters()}
+    params = torch_backend.trainable(module)
     funcga.check_replicas(params, replicas)  # do they start from the same?
 
     step = funcga.stream(
@@ -28,7 +28,7 @@ def main(replicas):
         across=replicas,
     )
     loss, grads = step(params, window(dist.get_rank(), dist.get_world_size(), n=2, size=4))
-    params = {name: p - 0.08 * grads[name] for name, p in params.items()}
+    params = torch_backend.apply_updates(params, {name: -0.08 * grad for name, grad in grads.items()})
 
     weights = [round(w, 4) for w in params["weight"].flatten().tolist()]
     print(f"rank {dist.get_rank()}: loss {loss:.4f}, weights {weights}")

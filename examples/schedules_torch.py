@@ -54,7 +54,7 @@ def stepped(module, loader, by_update=None, by_epoch=None):
     step, rates = funcga.stream(funcga.grad(torch_backend.pure_loss(module, loss_fn))), []
     for _ in range(EPOCHS):
         for window in funcga.windows(loader, N):
-            torch_backend.assign_grads(module, step(dict(module.named_parameters()), window))
+            torch_backend.assign_grads(module, step(torch_backend.trainable(module), window))
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             if by_update:
@@ -68,7 +68,7 @@ def transformed(module, loader, scheduler):
     """The parameters after the same training, without an object that changes."""
     tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=0.1, scheduler=scheduler), N)
     gradient = funcga.grad(torch_backend.pure_loss(module, loss_fn))
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    params = torch_backend.trainable(module)
     state = tx.init(params)
     for _ in range(EPOCHS):
         for window in funcga.windows(loader, N):

@@ -40,7 +40,7 @@ def main(arguments=None):
     (x, y), (test_x, test_y) = [(torch.from_numpy(x), torch.from_numpy(y).long()) for x, y in (train, test)]
     torch.manual_seed(0)
     module = network()
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}  # in its memory
+    params = torch_backend.trainable(module)  # its own, which the optimizer updates
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.updates)
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss, statistics=True), has_aux=True)

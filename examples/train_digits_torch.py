@@ -44,7 +44,7 @@ def main(arguments=None):
     tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw), 4)
     total = funcga.Accumulator((funcga.mean(), funcga.pooled()))  # of the loss, and of what BatchNorm sees
 
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    params = torch_backend.trainable(module)
     state, seen, curve, start = tx.init(params), None, [], 0
     if args.resume:
         params, buffers, state, seen, curve, start = load(args, torch.load)

@@ -45,7 +45,7 @@ def main(arguments=None):
     args, texts = options(__file__, arguments, updates=40), torch.from_numpy(paragraphs()).long()
     torch.manual_seed(0)
     module = Transformer(texts.shape[1])
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}  # in its memory
+    params = torch_backend.trainable(module)  # its own, which the optimizer updates
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.updates)
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, mean_loss))

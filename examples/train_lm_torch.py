@@ -49,7 +49,7 @@ def main(arguments=None):
     tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw), 4)
     mean = funcga.Accumulator(funcga.mean())
 
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    params = torch_backend.trainable(module)
     state, total, curve, start = tx.init(params), mean.init(torch.zeros(())), [], 0
     if args.resume:
         params, state, total, curve, start = load(args, torch.load)

@@ -32,7 +32,7 @@ def trained(microbatches, loss_fn, updates=1, n=None, **how):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.08)
     step = funcga.stream(funcga.grad(torch_backend.pure_loss(module, loss_fn)), **how)
     for _ in range(updates):
-        grads = step(dict(module.named_parameters()), itertools.islice(iterator, n))
+        grads = step(torch_backend.trainable(module), itertools.islice(iterator, n))
         torch_backend.assign_grads(module, grads)
         optimizer.step()
     return module.weight.detach().flatten()

@@ -239,7 +239,7 @@ def _no_gradient(leaf: Any, path: str, name: str, backend: Backend) -> FuncgaErr
     if hasattr(leaf, "named_parameters") or type(leaf).__name__ == "generator":
         return FuncgaError(
             f"`{name}` is {shown}, and a gradient is taken with respect to its arrays. Give a module's parameters by "
-            f"name: dict(module.named_parameters())."
+            f"name: torch_backend.trainable(module)."
         )
     return FuncgaError(
         f"`{path}` is {shown}, and a gradient is taken with respect to `{name}`: only float and complex arrays have "

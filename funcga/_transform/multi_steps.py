@@ -276,7 +276,7 @@ class MultiStepsUpdate(UpdateFunction):
         if hasattr(params, "named_parameters") or isinstance(params, Iterator):
             raise FuncgaError(
                 f"params are of type {type(params).__name__}: a transform takes a tree of arrays. Give a module's by "
-                f"name: tx.init(dict(module.named_parameters()))."
+                f"name: tx.init(torch_backend.trainable(module))."
             )
         backend = _backend_of(params, "params")
         self._check_params(params, backend)

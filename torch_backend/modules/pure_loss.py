@@ -39,10 +39,10 @@ def pure_loss(module: nn.Module, loss_fn: LossFn, *, buffers: bool = False, stat
     and find the parameters only then. More terms of the loss can be written in loss_fn, which has the parameters as
     `module.parameters()`.
 
-    `params` are `{name: tensor}` as `dict(module.named_parameters())`, or `torch_backend.trainable(module)` where some
-    are frozen; those that are not given are the module's own. A parameter that the module uses under several names,
-    tied, has one of them. What is left out and requires grad is recorded, as in a loop by hand; frozen by
-    requires_grad_(False), its activations are not kept.
+    `params` are `{name: tensor}`, such as `torch_backend.trainable(module)`, the parameters that require grad. Those
+    that are not given are the module's own, as they are: they are not copied, and get no gradient. A parameter that the
+    module uses under several names, tied, has one of them. What is left out and requires grad is recorded, as in a loop
+    by hand; frozen by requires_grad_(False), its activations are not kept.
 
     Args:
         module: any module, in train or eval mode as it is at the time of a call.
@@ -73,7 +73,7 @@ def pure_loss(module: nn.Module, loss_fn: LossFn, *, buffers: bool = False, stat
     Example:
         >>> model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
         >>> loss_fn = lambda model, x, y: F.cross_entropy(model(x), y)
-        >>> params, x, y = dict(model.named_parameters()), torch.randn(10, 3), torch.randint(2, (10,))
+        >>> params, x, y = torch_backend.trainable(model), torch.randn(10, 3), torch.randint(2, (10,))
         >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn)), n=4)
         >>> value, grads = step(params, x, y)
 

@@ -23,7 +23,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     lose nothing before.
 
     Args:
-        params: A tree of tensors, such as `dict(module.named_parameters())`.
+        params: A tree of tensors, such as `torch_backend.trainable(module)`.
         updates: A tree of the same structure and shapes; None leaves a parameter as it is.
 
     Returns:
@@ -129,7 +129,7 @@ def _of_module(module: nn.Module, grads: Tree) -> tuple[list[str], list[Array], 
     if not isinstance(grads, Mapping):
         raise FuncgaError(
             f"grads are {arrays.describe(grads)}, and those of a module are {{name: gradient}}, as they come from "
-            f"step(dict(module.named_parameters()), ...). Give params in the structure of grads instead of a module."
+            f"step(torch_backend.trainable(module), ...). Give params in the structure of grads instead of a module."
         )
     # Frozen parameters need no gradient; every gradient needs a parameter.
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -272,5 +272,5 @@ def check_parameters(leaves: Sequence[Array], params: Tree) -> None:
         raise FuncgaError(
             f"`params{leaf_paths(params, trees)[index]}` is {arrays.describe(leaf)}: parameters are tensors of "
             f"floating point or complex numbers. Leave it out, or put None there; a module's are "
-            f"dict(module.named_parameters())."
+            f"torch_backend.trainable(module)."
         )

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn, optim
 from torch.func import functional_call, grad_and_value
@@ -58,6 +59,29 @@ def test_trainable():
         "trainable was given generator as its module. Pass the module whose parameters are trained: torch_backend.trainable(model).",
         torch_backend.trainable, module.parameters(),
     )  # fmt: skip
+
+
+def test_trainable_names_are_those_of_the_module_that_is_given():
+    """A DDP and a compiled module put a prefix before each name; gradients, optimizer and module agree on it."""
+    module, x, y = problem()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(module)
+        params = torch_backend.trainable(wrapped)
+        loss, grads = funcga.accumulate(torch_backend.module_value_and_grad(wrapped, mse), 4)(x, y)
+        torch_backend.assign_grads(wrapped, grads)
+    finally:
+        dist.destroy_process_group()
+    assert list(params) == list(grads) == [f"module.{name}" for name in TRAINED]
+    assert all(torch.equal(params[name].grad, grads[name]) for name in params)
+
+    compiled = torch.compile(module, backend="eager")
+    params = torch_backend.trainable(compiled)
+    assert list(params) == [f"_orig_mod.{name}" for name in TRAINED]
+    pure = torch_backend.pure_loss(compiled, mse)
+    found = funcga.accumulate(funcga.value_and_grad(pure), 4)(params, x, y)
+    expected = {f"_orig_mod.{name.removeprefix('module.')}": grad for name, grad in grads.items()}
+    assert difference(TORCH, found, (loss, expected)) <= 2 * LIMITS["float32"]
 
 
 def ways(module):

@@ -601,7 +601,7 @@ def test_what_is_no_tensor_is_not_kept():
         ("groups('w') gives an option `decay`, which is no option of Adam. Its options are lr,",
          lambda: torch_backend.from_optimizer(optim.Adam, groups=lambda name: {"decay": 1}).init({"w": torch.ones(1)})),
         ("`params['w']` is int64[1]: parameters are tensors of floating point or complex numbers. Leave it out, or put None "
-         "there; a module's are dict(module.named_parameters()).", lambda: ADAMW.init({"w": torch.ones(1, dtype=torch.int64)})),
+         "there; a module's are torch_backend.trainable(module).", lambda: ADAMW.init({"w": torch.ones(1, dtype=torch.int64)})),
         ("`params['w']` is of type Linear: parameters", lambda: ADAMW.init({"w": torch.nn.Linear(1, 1)})),
     ],
 )  # fmt: skip

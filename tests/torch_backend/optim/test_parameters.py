@@ -158,7 +158,7 @@ def without(grads, name):
         (lambda g: {**g, "1.bais": None}, "`grads['1.bais']` is of no parameter of the module (`1.bias`?). Their names are those of "
          "dict(module.named_parameters())."),
         (lambda g: list(g.values()), "grads are of type list, and those of a module are {name: gradient}, as they come from "
-         "step(dict(module.named_parameters()), ...). Give params in the structure of grads instead of a module."),
+         "step(torch_backend.trainable(module), ...). Give params in the structure of grads instead of a module."),
         (lambda g: {**g, "1.bias": torch.ones(3)}, "`grads['1.bias']` is float32[3], and `params['1.bias']` is float32[2]. A gradient has its "
          "parameter's shape: give the parameters that it was computed for."),
         (lambda g: {**g, "1.bias": 1.0}, "`grads['1.bias']` is of type float, and `params['1.bias']` is float32[2]. Give a tensor, or None where "
