@@ -43,7 +43,7 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
         >>> loss = torch_backend.pure_loss(model, lambda model, x: model(x).square().mean(), statistics=True)
         >>> fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
         >>> step = funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), n=4, fold=fold)
-        >>> (value, statistics), grads = step(dict(model.named_parameters()), torch.randn(10, 3))
+        >>> (value, statistics), grads = step(torch_backend.trainable(model), torch.randn(10, 3))
         >>> sorted(torch_backend.running_buffers(model, statistics))
         ['num_batches_tracked', 'running_mean', 'running_var']
     """
