@@ -22,13 +22,14 @@ nb_merge_streams = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 nitpicky = False
 
 
 def link_to_files(app, docname, source):
     """Links to programs of the repository, which are no pages of the site, become their names."""
-    source[0] = re.sub(r"\[([^\]]*)\]\((?:\.\./)+(?:examples|benchmarks)/[^)]*\)", r"`\1`", source[0])
+    source[0] = re.sub(r"(?<!!)\[([^\]]*)\]\((?:\.\./)+(?:examples|benchmarks)/[^)]*\)", r"`\1`", source[0])
 
 
 def code_in_docstrings(app, what, name, obj, options, lines):

@@ -370,7 +370,7 @@ def test_pictures(tmp_path, sample, suffix):
     file = tmp_path / f"picture{suffix}"
     written = draw(sample, file)
     assert [picture.stem for picture in written] == ["picture-torch", "picture-summary"]
-    assert all(5_000 < picture.stat().st_size < 150_000 for picture in written)
+    assert all(4_000 < picture.stat().st_size < 150_000 for picture in written)
     only = sample._replace(cases={"imports": sample.cases["imports"]})
     assert draw(only, file) == []  # nothing of what it draws
 
