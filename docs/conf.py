@@ -3,8 +3,10 @@
 import re
 import shutil
 from pathlib import Path
+from typing import TypeVar
 
 import funcga
+import funcga.folds
 
 project, author, copyright = "funcga", "the funcga developers", "2026, the funcga developers"
 version = release = funcga.__version__
@@ -38,6 +40,13 @@ def code_in_docstrings(app, what, name, obj, options, lines):
     lines[:] = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w?)", code, "\n".join(lines)).split("\n")
 
 
+def name_the_fold_tree(app, obj, bound_method):
+    """The type of `fold=` is recursive: shown by its name, not written out."""
+    fold_tree = TypeVar("FoldTree")
+    annotations = getattr(obj, "__annotations__", {})
+    annotations.update({name: fold_tree for name, hint in annotations.items() if hint == funcga.folds.FoldTree})
+
+
 def link_to_notebook(app, pagename, templatename, context, doctree):
     """Each tutorial offers itself as a notebook, with the outputs of this build."""
     if pagename.startswith("tutorials/"):
@@ -54,6 +63,7 @@ def copy_notebooks(app, exception):
 
 def setup(app):
     """Sphinx calls it."""
+    app.connect("autodoc-before-process-signature", name_the_fold_tree)
     app.connect("html-page-context", link_to_notebook)
     app.connect("build-finished", copy_notebooks)
     app.connect("source-read", link_to_files)
