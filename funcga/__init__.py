@@ -42,7 +42,7 @@ from funcga.reducers import Reducer as Reducer
 # These load when they are first used, so that `import funcga` is quick; type checkers see them at once.
 if TYPE_CHECKING:
     from funcga import rules as rules
-    from funcga._compare.compare import compare as compare
+    from funcga._compare import compare as compare
     from funcga._fold.accumulator import Accumulator as Accumulator
     from funcga._fold.accumulator import AccumulatorState as AccumulatorState
     from funcga._parity.problem import Problem as Problem
@@ -78,7 +78,7 @@ else:
         "TargetWeight": "funcga._transform.window_size",
         "Transform": "funcga._transform",
         "batch_moments": "funcga._statistics",
-        "compare": "funcga._compare.compare",
+        "compare": "funcga._compare",
         "from_state_dict": "funcga._trees.match",
         "linear_scaling": "funcga._transform.window_size",
         "loss_scaled": "funcga._transform.loss_scale",

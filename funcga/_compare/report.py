@@ -8,13 +8,11 @@ from os import PathLike
 from typing import TYPE_CHECKING, TypeVar
 
 from funcga._compare import tolerances
-from funcga._compare.row import Row, Shape, row_of
-from funcga._trees.match import as_numpy, by_path
-from funcga._types import Tree
+from funcga._compare.row import Row, Shape
 from funcga.errors import FuncgaError
-from funcga.rules import Rule, pairs, permuted
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.table import Table
 
 _SHOWN = 8
@@ -167,38 +165,29 @@ class Report:
         Raises:
             FuncgaError: matplotlib is not installed, or cannot write such a file.
         """
-        from funcga._compare.picture import draw
-
-        draw(self.rows, self.names, f"{self.verdict}\n{self.tolerance}", file)
-
-
-def report_of(
-    left: Tree,
-    right: Tree,
-    rtol: float | None,
-    atol: float,
-    reduction: int | None,
-    rules: Sequence[Rule],
-    names: tuple[str, str],
-    check_dtype: bool,
-) -> Report:
-    """The Report that `funcga.compare` returns; the arguments are those, checked."""
-    # The rules say which left leaf is compared with which path on the right, whether there is one or not.
-    lefts, rights = by_path(left, names[0]), by_path(right, names[1])
-    terms = tolerances.TERMS if reduction is None else reduction
-    matched = {pair.right: pair for pair in pairs(lefts, rights, rules)}
-
-    def row_at(path: str) -> Row:
-        pair = matched.get(path)
-        actual = None if pair is None else permuted(as_numpy(lefts[pair.left], pair.left), pair)
-        left_path = path if pair is None else pair.left
-        expected = as_numpy(rights[path], path) if path in rights else None
-        return row_of(path, actual, expected, left_path=left_path, limit=rtol, atol=atol, reduction=terms,
-                   check_dtype=check_dtype)  # fmt: skip
-
-    # What only the left tree has comes last.
-    rows = [row_at(path) for path in (*rights, *(path for path in matched if path not in rights))]
-    return Report(tuple(rows), names, terms if rtol is None else None, rtol, atol)
+        try:
+            # Not pyplot, which keeps every figure and may want a screen.
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise FuncgaError(
+                f"{error.name} is not installed, and report.plot draws with it. Install it: pip install "
+                f"'funcga[parity]'"
+            ) from error
+        figure = Figure(figsize=(9, 1.8 + 0.24 * len(self.rows)), layout="constrained")
+        _draw(figure.add_subplot(), self.rows)
+        (axes,) = figure.axes
+        axes.set_title(f"{self.verdict}\n{self.tolerance}", fontsize="small", loc="left", wrap=True)
+        axes.set_xlabel(f"largest |{self.names[0]} - {self.names[1]}| / largest |{self.names[1]}| of the leaf")
+        axes.set_ylabel("leaf")
+        if str(file).rpartition(".")[2].lower() not in FigureCanvasAgg(figure).get_supported_filetypes():
+            raise FuncgaError(f"report.plot cannot write {str(file)!r}: name a .png, .svg or .pdf file.")
+        try:
+            figure.savefig(file, dpi=120)
+        except OSError as error:
+            raise FuncgaError(
+                f"report.plot cannot write {str(file)!r}: {error.strerror}. Name a file in a folder that exists."
+            ) from error
 
 
 def _json(value: object) -> object:
@@ -276,3 +265,33 @@ def _summary(row: Row, names: tuple[str, str]) -> str:
         "missing": f"is missing in {names[0]}",
         "extra": f"is in {names[0]} alone",
     }[row.status]
+
+
+# The picture: marks that can be told apart without their colours.
+_FINE = {"equal": "|", "within": "o"}
+_BAD = {"beyond": "X", "nan": "*", "inf": "P", "shape": "s", "dtype": "D", "missing": "<", "extra": ">"}
+
+
+def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
+    """Leaves from top to bottom; what is 0 stands at the left edge, what has no size at the right one."""
+    # A logarithmic axis has no 0 and no infinity: both are drawn at its ends.
+    sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]
+    low, high = (min(sizes) / 10, max(sizes) * 10) if sizes else (1e-9, 1.0)
+    axes.set_xscale("log")
+    axes.set_xlim(low / 3, high * 3)
+    axes.set_yticks(range(len(rows)), [row.path or "(the array)" for row in rows], fontsize="small")
+    # From the larger to the smaller number, as the first leaf stands on top.
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    axes.grid(alpha=0.3)
+    # One call for each status, which gives it a mark, a colour and a line in the legend.
+    for status, mark in (_FINE | _BAD).items():
+        marked = [(line, row.relative) for line, row in enumerate(rows) if row.status == status]
+        if marked:
+            shown = [max(size, low) if math.isfinite(size) else high for _, size in marked]
+            color = "tab:blue" if status in _FINE else "tab:red"
+            axes.plot(shown, [line for line, _ in marked], mark, label=f"{status} ({len(marked)})", color=color)
+    limits = [(row.allowed, line) for line, row in enumerate(rows) if 0 < row.allowed < math.inf]
+    if limits:
+        axes.plot(*zip(*limits, strict=True), marker=4, markersize=9, color="k", linestyle="none", label="limit")
+    if rows:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,157 +11,6 @@ from funcga._types import Array, Dtype
 from funcga.errors import FuncgaError
 
 Shape = tuple[int, ...]
-
-CHUNK = 2**20
-"""The elements that are looked at at once: what is computed takes that much memory, however large the arrays."""
-
-
-class Difference(NamedTuple):
-    """The largest absolute difference, the largest finite `|right|`, and the rest of what a Row says.
-
-    absolute: NaN where an element is, infinite where infinities do not match; infinities of one sign in one place are
-    equal. position: of the element, in the flat array, that differs most; None where nothing differs.
-    """
-
-    absolute: float
-    scale: float
-    ulps: float | None
-    cosine: float | None
-    position: int | None
-    nans: tuple[int, int]
-    infs: tuple[int, int]
-
-
-def difference(left: Array, right: Array) -> Difference:
-    """The Difference of two NumPy arrays of one shape, in float64 or complex128, to which longdoubles are rounded.
-
-    Of integers it is exact, and beside floats it is 0 only if both are equal exactly.
-    """
-    # One pass over the elements in chunks, so that float64 copies never take more than a chunk's memory. Units in the
-    # last place are counted only between floats of one dtype.
-    ordered = left.dtype == right.dtype and _bits(left.dtype) is not None
-    worst, position, ulps = 0.0, None, 0.0
-    scales, nans, infs = (0.0, 0.0), (0, 0), (0, 0)
-    for start, a, b in _chunks(left, right):
-        x, y = _wide(a), _wide(b)
-        scales = max(scales[0], _largest(x)), max(scales[1], _largest(y))
-        nans = nans[0] + _count(np.isnan(x)), nans[1] + _count(np.isnan(y))
-        infs = infs[0] + _count(np.isinf(x)), infs[1] + _count(np.isinf(y))
-        apart = _between(a, b, x, y)
-        # The first NaN, if there is one. Once the worst is NaN, it stays so.
-        most = int(np.argmax(apart))
-        if not (math.isnan(worst) or apart[most] <= worst):
-            worst, position = float(apart[most]), start + most
-        if ordered:
-            finite = np.isfinite(x) & np.isfinite(y)
-            ulps = max(ulps, float(_gaps(_ordered(a[finite]), _ordered(b[finite])).max(initial=0)))
-    return Difference(worst, scales[1], ulps if ordered else None, _cosine(left, right, scales), position, nans, infs)
-
-
-def _chunks(left: Array, right: Array) -> Iterator[tuple[int, Array, Array]]:
-    """(first position, elements of the left, elements of the right), flat, piece by piece."""
-    a, b = left.reshape(-1), right.reshape(-1)
-    for start in range(0, a.size, CHUNK):
-        yield start, a[start : start + CHUNK], b[start : start + CHUNK]
-
-
-def _wide(array: Array) -> Array:
-    # A signalling NaN of less than 32 bits would warn.
-    with np.errstate(invalid="ignore"):
-        return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
-
-
-def _largest(array: Array) -> float:
-    """The largest absolute value that is finite."""
-    size = np.abs(array)
-    return float(np.max(size, initial=0.0, where=np.isfinite(size)))
-
-
-def _count(mask: Array) -> int:
-    return int(np.count_nonzero(mask))
-
-
-def _between(left: Array, right: Array, x: Array, y: Array) -> Array:
-    """`|left - right|` of every element in float64, and what is hidden where they are converted to it, as x and y."""
-    kinds = left.dtype.kind, right.dtype.kind
-    if all(kind in "biu" for kind in kinds):
-        return _between_whole(left, right)
-    apart = _apart(x, y)
-    # An integer beside a float: beyond 2**53 a float64 does not hold every integer, and different numbers can become
-    # the same. There Python's own integers decide.
-    if any(kind in "iu" for kind in kinds):
-        hidden = (apart == 0) & (np.abs(y) >= 2.0**53)
-        pairs = zip(left[hidden].tolist(), right[hidden].tolist(), strict=True)
-        apart[hidden] = [abs(_whole(a) - _whole(b)) for a, b in pairs]
-    return apart
-
-
-def _whole(number: Array) -> int:
-    """A number whose fraction is zero as Python's int, of any size."""
-    return int(number.real)
-
-
-def _between_whole(left: Array, right: Array) -> Array:
-    apart = _gaps(left, right).astype(np.float64)
-    # From an int64 below 0 to a uint64 the gap may need 65 bits.
-    if left.dtype != right.dtype:
-        across = (left < 0) != (right < 0)
-        apart[across] = np.abs(_wide(left[across]) - _wide(right[across]))
-    return apart
-
-
-def _apart(left: Array, right: Array) -> Array:
-    """`|left - right|` of every element: infinite where infinities do not match, NaN where a NaN is."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.abs(left - right)
-    # In this order: infinities of one sign are equal, though their difference is NaN; other infinities are infinitely
-    # far apart; and where a NaN is, the difference is NaN.
-    matched = left == right
-    apart[matched] = 0.0
-    apart[~matched & (np.isinf(left) | np.isinf(right))] = math.inf
-    apart[np.isnan(left) | np.isnan(right)] = math.nan
-    return apart
-
-
-def _gaps(left: Array, right: Array) -> Array:
-    """`|left - right|` of integers as uint64, without overflow: what wraps around in the subtraction wraps back."""
-    # NumPy subtracts no bools.
-    a, b = (part.astype(np.uint8) if part.dtype.kind == "b" else part for part in (left, right))
-    x, y = a.astype(np.uint64), b.astype(np.uint64)
-    return np.where(a > b, x - y, y - x)
-
-
-def _bits(dtype: Dtype) -> str | None:
-    """The integers to look at the bits of a floating dtype with; None for what has no sign bit on top."""
-    # e8m0 has an exponent alone, without a sign.
-    name = dtype.name
-    has_sign = name in ("float16", "bfloat16", "float32", "float64") or (
-        name.startswith("float8") and "e8m0" not in name
-    )
-    return f"int{8 * dtype.itemsize}" if has_sign else None
-
-
-def _ordered(array: Array) -> Array:
-    """Integers in the order of the floats, one for each; 0 and -0 are both 0."""
-    # Read as integers, the bits of positive floats are in the order of the floats, and those of negative ones run
-    # backwards.
-    bits = array.view(_bits(array.dtype))
-    return np.where(bits < 0, -(bits & np.iinfo(bits.dtype).max), bits)
-
-
-def _cosine(left: Array, right: Array, scales: tuple[float, float]) -> float | None:
-    """The cosine of the angle between two vectors of finite elements; None if one is zero."""
-    product = lefts = rights = 0.0
-    for _, a, b in _chunks(left, right):
-        # Scaled, so that no square overflows or vanishes.
-        x, y = _wide(a), _wide(b)
-        finite = np.isfinite(x) & np.isfinite(y)
-        x, y = x[finite] / (scales[0] or 1.0), y[finite] / (scales[1] or 1.0)
-        product += float(np.vdot(x, y).real)
-        lefts += float(np.vdot(x, x).real)
-        rights += float(np.vdot(y, y).real)
-    norm = math.sqrt(lefts) * math.sqrt(rights)
-    return max(-1.0, min(1.0, product / norm)) if norm else None
 
 
 @dataclass(frozen=True)
@@ -187,16 +35,16 @@ class Row:
     left_path: str
     shapes: tuple[Shape | None, Shape | None]
     dtypes: tuple[str | None, str | None]
-    absolute: float
-    relative: float
-    limit: float
-    ulps: float | None
-    cosine: float | None
-    index: Shape | None
-    values: tuple[Array, Array] | None
-    nans: tuple[int, int]
-    infs: tuple[int, int]
-    status: str
+    absolute: float = math.inf
+    relative: float = math.inf
+    limit: float = 0.0
+    ulps: float | None = None
+    cosine: float | None = None
+    index: Shape | None = None
+    values: tuple[Array, Array] | None = None
+    nans: tuple[int, int] = (0, 0)
+    infs: tuple[int, int] = (0, 0)
+    status: str = ""
     largest: float = 0.0
     atol: float = 0.0
 
@@ -248,18 +96,17 @@ def row_of(
     shapes, dtypes = (_shape(left), _shape(right)), (_dtype(left), _dtype(right))
     if limit is None:
         limit = tolerances.limit(tolerances.coarser(*(dtype or "" for dtype in dtypes)), reduction)
-    # A row that says nothing yet but what is compared; each way of comparing fills in what it learns.
-    blank = Row(path, path if left_path is None else left_path, shapes, dtypes, math.inf, math.inf, limit, None, None,
-               None, None, (0, 0), (0, 0), "", atol=atol)  # fmt: skip
+    # Says nothing yet but what is compared; each way of comparing fills in what it learns.
+    row = Row(path, path if left_path is None else left_path, shapes, dtypes, limit=limit, atol=atol)
     if left is None or right is None:
-        return replace(blank, status="missing" if left is None else "extra")
-    if not _is_array(left) or not _is_array(right):
-        return _of_objects(blank, left, right)
-    if shapes[0] != shapes[1]:
-        return replace(blank, status="shape")
+        return replace(row, status="missing" if left is None else "extra")
+    if not isinstance(left, np.ndarray) or not isinstance(right, np.ndarray):
+        return _of_objects(row, left, right)
+    if left.shape != right.shape:
+        return replace(row, status="shape")
     if not _has_numbers(left) or not _has_numbers(right):
-        return _of_texts(blank, left, right, check_dtype)
-    return _of_arrays(blank, left, right, difference(left, right), check_dtype)
+        return _of_texts(row, left, right, check_dtype)
+    return _of_numbers(row, left, right, check_dtype)
 
 
 def _as_array(leaf: Array, path: str) -> Array:
@@ -283,36 +130,30 @@ def _unfit(leaf: Array, array: Array) -> str:
         return "masked, and what is under a mask has no value. Pass x.filled(0), or the elements alone: x.compressed()"
     if array.dtype.names:
         return f"structured, and has no one number in a place. Pass its fields: x[{array.dtype.names[0]!r}]"
-    if array.dtype.kind == "O" or not (_has_numbers(array) or array.dtype.kind in _ORDERLY):
+    # Texts, bytes, dates and times are equal or not.
+    if array.dtype.kind == "O" or not (_has_numbers(array) or array.dtype.kind in "USTMm"):
         return "whose elements are no numbers. Pass numbers, x.astype('float64'), or a list, whose items are leaves"
     return ""
-
-
-_ORDERLY = "USTMm"
-"""The kinds of dtypes that are equal or not: texts, bytes, dates and times."""
 
 
 def _has_numbers(array: Array) -> bool:
     return array.dtype.kind in "biufc" or array.dtype.type.__module__ == "ml_dtypes"
 
 
-def _is_array(leaf: Array) -> bool:
-    return isinstance(leaf, np.ndarray)
-
-
 def _shape(leaf: Array) -> Shape | None:
-    return None if leaf is None else leaf.shape if _is_array(leaf) else ()
+    return None if leaf is None else leaf.shape if isinstance(leaf, np.ndarray) else ()
 
 
 def _dtype(leaf: Array) -> str | None:
-    return None if leaf is None else leaf.dtype.name if _is_array(leaf) else type(leaf).__name__
+    return None if leaf is None else leaf.dtype.name if isinstance(leaf, np.ndarray) else type(leaf).__name__
 
 
 def _of_objects(row: Row, left: Array, right: Array) -> Row:
-    if type(left) is type(right) and bool(left == right):
+    if type(left) is not type(right):
+        return replace(row, status="dtype", values=(repr(left), repr(right)))
+    if bool(left == right):
         return replace(row, status="equal", absolute=0.0, relative=0.0)
-    status = "beyond" if type(left) is type(right) else "dtype"
-    return replace(row, status=status, values=(repr(left), repr(right)))
+    return replace(row, status="beyond", values=(repr(left), repr(right)))
 
 
 def _of_texts(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
@@ -322,31 +163,142 @@ def _of_texts(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
     apart = np.atleast_1d(left != right)
     if not apart.any():
         return replace(row, status="equal", absolute=0.0, relative=0.0)
-    index = tuple(map(int, np.unravel_index(int(np.argmax(apart)), right.shape)))
+    index = _index(int(np.argmax(apart)), right.shape)
     return replace(row, status="beyond", index=index, values=(str(left[index]), str(right[index])))
 
 
-def _of_arrays(row: Row, left: Array, right: Array, difference: Difference, check_dtype: bool) -> Row:
-    index = None if difference.position is None else tuple(map(int, np.unravel_index(difference.position, right.shape)))
-    return replace(
+def _index(position: int, shape: Shape) -> Shape:
+    """The index of an element, from its position in the flat array."""
+    return tuple(map(int, np.unravel_index(position, shape)))
+
+
+CHUNK = 2**20
+"""The elements that are looked at at once: what is computed takes that much memory, however large the arrays."""
+
+
+def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
+    """The Row of two arrays of one shape, in float64 or complex128, to which longdoubles are rounded.
+
+    Of integers it is exact, and beside floats it is 0 only if both are equal exactly.
+    """
+    # One pass over the elements in chunks, so that float64 copies never take more than a chunk's memory. Units in the
+    # last place are counted only between floats of one dtype.
+    has_ulps = left.dtype == right.dtype and _bits(left.dtype) is not None
+    worst, position, ulps = 0.0, None, 0.0
+    scales, nans, infs = np.zeros(2), np.zeros(2, int), np.zeros(2, int)
+    for start, a, b in _chunks(left, right):
+        x, y = _wide(a), _wide(b)
+        scales = np.maximum(scales, [_largest(x), _largest(y)])
+        nans += [np.count_nonzero(np.isnan(x)), np.count_nonzero(np.isnan(y))]
+        infs += [np.count_nonzero(np.isinf(x)), np.count_nonzero(np.isinf(y))]
+        apart = _apart(a, b, x, y)
+        # The first NaN, if there is one. Once the worst is NaN, it stays so.
+        most = int(np.argmax(apart))
+        if not (math.isnan(worst) or apart[most] <= worst):
+            worst, position = float(apart[most]), start + most
+        if has_ulps:
+            finite = np.isfinite(x) & np.isfinite(y)
+            ulps = max(ulps, float(_ulps(a[finite], b[finite]).max(initial=0)))
+    largest = float(scales[1])
+    index = None if position is None else _index(position, right.shape)
+    compared = replace(
         row,
-        absolute=difference.absolute,
-        relative=_relative(difference),
-        ulps=difference.ulps,
-        cosine=difference.cosine,
+        absolute=worst,
+        relative=worst / largest if largest else math.inf if worst > 0 else worst,  # of zeros: infinite, 0 or NaN
+        ulps=ulps if has_ulps else None,
+        cosine=_cosine(left, right, scales),
         index=index,
         values=None if index is None else (_number(left[index]), _number(right[index])),
-        nans=difference.nans,
-        infs=difference.infs,
-        largest=difference.scale,
-        status=_status(row, difference, check_dtype),
+        nans=tuple(nans.tolist()),
+        infs=tuple(infs.tolist()),
+        largest=largest,
     )
+    return replace(compared, status=_status(compared, check_dtype))
 
 
-def _relative(difference: Difference) -> float:
-    if difference.scale:
-        return difference.absolute / difference.scale
-    return math.inf if difference.absolute > 0 else difference.absolute  # which is 0 or NaN
+def _chunks(left: Array, right: Array) -> Iterator[tuple[int, Array, Array]]:
+    """(first position, elements of the left, elements of the right), flat, piece by piece."""
+    a, b = left.reshape(-1), right.reshape(-1)
+    for start in range(0, a.size, CHUNK):
+        yield start, a[start : start + CHUNK], b[start : start + CHUNK]
+
+
+def _wide(array: Array) -> Array:
+    # A signalling NaN of less than 32 bits would warn.
+    with np.errstate(invalid="ignore"):
+        return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _largest(array: Array) -> float:
+    """The largest absolute value that is finite."""
+    size = np.abs(array)
+    return float(np.max(size, initial=0.0, where=np.isfinite(size)))
+
+
+def _apart(left: Array, right: Array, x: Array, y: Array) -> Array:
+    """`|left - right|` of every element, from what they are as floats, x and y.
+
+    It is infinite where infinities do not match, and NaN where a NaN is.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(x - y)
+    # In this order: infinities of one sign are equal, though their difference is NaN; other infinities are infinitely
+    # far apart; and where a NaN is, the difference is NaN.
+    matched = x == y
+    apart[matched] = 0.0
+    apart[~matched & (np.isinf(x) | np.isinf(y))] = math.inf
+    apart[np.isnan(x) | np.isnan(y)] = math.nan
+    # From 2**53 on a float64 does not hold every integer. There Python's own integers decide: between two of them
+    # always, beside a float where both have become the same number.
+    whole = [array.dtype.kind in "biu" for array in (left, right)]
+    if any(whole):
+        inexact = np.maximum(np.abs(x), np.abs(y)) >= 2.0**53
+        if not all(whole):
+            inexact &= apart == 0
+        pairs = zip(left[inexact].tolist(), right[inexact].tolist(), strict=True)
+        apart[inexact] = [abs(int(a.real) - int(b.real)) for a, b in pairs]
+    return apart
+
+
+def _ulps(left: Array, right: Array) -> Array:
+    """How many floats are between two, of every element, as uint64: the differences of their places in the order."""
+    a, b = _ordered(left), _ordered(right)
+    # What wraps around in the conversion wraps back in the subtraction.
+    x, y = a.astype(np.uint64), b.astype(np.uint64)
+    return np.where(a > b, x - y, y - x)
+
+
+def _ordered(array: Array) -> Array:
+    """Integers in the order of the floats, one for each; 0 and -0 are both 0."""
+    # Read as integers, the bits of positive floats are in the order of the floats, and those of negative ones run
+    # backwards.
+    bits = array.view(_bits(array.dtype))
+    return np.where(bits < 0, -(bits & np.iinfo(bits.dtype).max), bits)
+
+
+def _bits(dtype: Dtype) -> str | None:
+    """The integers to look at the bits of a floating dtype with; None for what has no sign bit on top."""
+    # e8m0 has an exponent alone, without a sign.
+    name = dtype.name
+    has_sign = name in ("float16", "bfloat16", "float32", "float64") or (
+        name.startswith("float8") and "e8m0" not in name
+    )
+    return f"int{8 * dtype.itemsize}" if has_sign else None
+
+
+def _cosine(left: Array, right: Array, scales: Array) -> float | None:
+    """The cosine of the angle between two vectors of finite elements; None if one is zero."""
+    product = lefts = rights = 0.0
+    for _, a, b in _chunks(left, right):
+        # Scaled, so that no square overflows or vanishes.
+        x, y = _wide(a), _wide(b)
+        finite = np.isfinite(x) & np.isfinite(y)
+        x, y = x[finite] / (scales[0] or 1.0), y[finite] / (scales[1] or 1.0)
+        product += float(np.vdot(x, y).real)
+        lefts += float(np.vdot(x, x).real)
+        rights += float(np.vdot(y, y).real)
+    norm = math.sqrt(lefts) * math.sqrt(rights)
+    return max(-1.0, min(1.0, product / norm)) if norm else None
 
 
 def _number(element: Array) -> Array:
@@ -356,14 +308,14 @@ def _number(element: Array) -> Array:
     return complex(element) if element.dtype.kind == "c" else float(element)  # item() of a longdouble is itself
 
 
-def _status(row: Row, difference: Difference, check_dtype: bool) -> str:
+def _status(row: Row, check_dtype: bool) -> str:
     # What explains most comes first: a NaN, say, is also beyond every limit.
     if check_dtype and row.dtypes[0] != row.dtypes[1]:
         return "dtype"
-    if any(difference.nans):
+    if any(row.nans):
         return "nan"
-    if math.isinf(difference.absolute) and any(difference.infs):
+    if math.isinf(row.absolute) and any(row.infs):
         return "inf"
-    if difference.absolute == 0:
+    if row.absolute == 0:
         return "equal"
-    return "within" if difference.absolute <= row.atol + row.limit * difference.scale else "beyond"
+    return "within" if row.absolute <= row.atol + row.limit * row.largest else "beyond"

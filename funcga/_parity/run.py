@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from funcga._backend.dispatch import load
-from funcga._compare.compare import compare
+from funcga._compare import compare
 from funcga._compare.report import Report
 from funcga._parity.problem import Problem
 from funcga._parity.problems import Choice

@@ -15,8 +15,7 @@ from funcga._accumulate import accumulate
 from funcga._backend import Backend
 from funcga._backend.dispatch import load, load_imported
 from funcga._call.arguments import Arguments, groups, read_arguments, starts
-from funcga._compare import tolerances
-from funcga._compare.compare import compare
+from funcga._compare import compare, tolerances
 from funcga._compare.report import Report
 from funcga._compare.row import Row, row_of
 from funcga._grad import value_and_grad
