@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from funcga import __version__
 from funcga._loading import blamed
 from funcga._versions import check_installed
 from funcga.errors import FuncgaError
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         options = _parser().parse_args(arguments)
-    # This is how argparse ends after --help.
+    # This is how argparse ends after --help and --version.
     except SystemExit:
         return 0
     except FuncgaError as error:
@@ -55,6 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("funcga", description="Gradient accumulation as a pure fold, for PyTorch and JAX.")
+    parser.add_argument("--version", action="version", version=f"funcga {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="parity | verify | info", required=True)
     _add_parity(commands)
     _add_verify(commands)
@@ -158,22 +160,22 @@ def _picture(text: str) -> Path:
 def _parity(options: argparse.Namespace) -> int:
     # Imported only now, so that --help is quick, and a missing package is named before it is needed.
     check_installed("numpy", "rich")
-    from funcga._cli.parity import Outputs, parity
+    check_installed(*(("matplotlib",) if options.plot else ()), *(("matplotlib", "jinja2") if options.html else ()))
+    from funcga._cli import run_parity
     from funcga._parity.problems import choices
     from funcga._parity.run import Plan
 
-    check_installed(*(("matplotlib",) if options.plot else ()), *(("matplotlib", "jinja2") if options.html else ()))
     plan = Plan(options.dtype, sorted(options.n), options.updates, options.device, options.ranks)
-    outputs = Outputs(options.json, options.html, options.plot)
-    return parity(choices(options.problem, options.seed), plan, outputs)
+    return run_parity(choices(options.problem, options.seed), plan, options.json, options.html, options.plot)
 
 
 def _verify(options: argparse.Namespace) -> int:
     check_installed("numpy", "rich")
-    from funcga._cli.verify import Options, verify_file
+    from funcga._cli import run_verify
 
-    chosen = (options.grad_fn, options.args, options.n, options.fold, options.weight, options.seed, options.json)
-    return verify_file(Options(*chosen))
+    return run_verify(
+        options.grad_fn, options.args, options.n, options.fold, options.weight, options.seed, options.json
+    )
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -2,12 +2,13 @@
 
 import difflib
 import importlib.util
+import inspect
 import sys
 import traceback
-from inspect import ismodule
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from funcga.errors import FuncgaError
 
@@ -20,30 +21,36 @@ class Loaded(NamedTuple):
     module: ModuleType
 
 
-def load_object(where: str, default: str) -> Loaded:
-    """The object of `FILE.py:NAME`, or that of the default name in `FILE.py`.
+def load_object(where: str, definition: str, can_run: Callable[[object, ModuleType], bool]) -> Loaded:
+    """The object of `FILE.py:NAME`; of `FILE.py` alone, that of the name which the definition has.
 
     The file is run as Python runs a script, with its own folder first in sys.path, but not as `__main__`. Raises
-    FuncgaError if there is no such file or name, and for whatever the file raises.
+    FuncgaError for whatever the file raises, and if there is no such file or name: then it offers the names of what can
+    be run, or else the definition, such as `problem = funcga.Problem(...)`.
     """
     # A colon may also stand in a path, so the name begins after ".py:".
     file, _, name = where.partition(".py:")
     path = Path(file if file.endswith(".py") else f"{file}.py")
+    default = definition.split()[0]
     name = name or default
     if not path.is_file():
         raise FuncgaError(f"{where}: there is no file {path}. Write FILE.py:{default}, a path from the current folder.")
     module = _module(path)
-    if name not in vars(module):
-        raise FuncgaError(f"{where}: {path} has no `{name}`. {_there(module, name, path)}")
-    return Loaded(vars(module)[name], name, module)
+    variables = vars(module)
+    if name not in variables:
+        # The names closest to the one that was asked for, else the last ones: results stand at the end of a file.
+        names = [each for each, value in variables.items() if not each.startswith("_") and can_run(value, module)]
+        offered = difflib.get_close_matches(name, names, n=3) or names[-6:]
+        raise FuncgaError(
+            f"{where}: {path} has no `{name}`. "
+            + (f"It has {', '.join(offered)}: write {path}:{offered[0]}." if offered else f"Add one: {definition}.")
+        )
+    return Loaded(variables[name], name, module)
 
 
-def _there(module: ModuleType, name: str, path: Path) -> str:
-    """What the file has instead."""
-    # The names closest to the one that was asked for, else the last ones: results stand at the end of a file.
-    names = [each for each, value in vars(module).items() if not each.startswith("_") and not ismodule(value)]
-    close = difflib.get_close_matches(name, names, n=3) or names[-6:]
-    return f"It has {', '.join(close)}: write {path}:{close[0]}." if close else "It defines nothing."
+def is_function_of(value: object, module: ModuleType) -> TypeGuard[Callable[..., object]]:
+    """Whether it is a function that the file defines, also one that a framework has transformed."""
+    return callable(value) and not isinstance(value, type) and inspect.getmodule(value) is module
 
 
 _PREFIX = "funcga_loaded_"

@@ -4,12 +4,13 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from funcga import rules
-from funcga._loading import load_object
+from funcga._loading import is_function_of, load_object
 from funcga._parity.problem import OPTIMIZERS, Problem
 from funcga._types import Array, Tree
 from funcga._versions import check_installed
@@ -209,19 +210,28 @@ def chosen(choice: Choice) -> Problem:
         return PROBLEMS[where](choice.seed)
     if ".py" not in where:
         raise FuncgaError(f"{where!r} is no problem: {', '.join(PROBLEMS)}, all, or one of your own, FILE.py:problem.")
-    value, name, _ = load_object(where, "problem")
+    definition = "problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...)"
+    value, name, _ = load_object(where, definition, _can_be_chosen)
     if callable(value) and not isinstance(value, Problem):
         value = value(seed=choice.seed) if "seed" in inspect.signature(value).parameters else value()
     if not isinstance(value, Problem):
         raise FuncgaError(
             f"{where} is of type {type(value).__name__}, and parity takes a funcga.Problem, or a function that returns "
-            f"one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...)."
+            f"one: {definition}."
         )
     # In a report a problem without a name goes by its variable.
     problem = value if value.name else replace(value, name=name)
     check_installed(*problem.frameworks, *(["optax"] if problem.jax_loss is not None else []))
     _check(problem)
     return problem
+
+
+def _can_be_chosen(value: object, module: ModuleType) -> bool:
+    """Whether it is a Problem, or a function that can be called for one."""
+    if not is_function_of(value, module):
+        return isinstance(value, Problem)
+    parameters = inspect.signature(value).parameters.values()
+    return all(p.name == "seed" or p.default is not p.empty for p in parameters)
 
 
 def _check(problem: Problem) -> None:

@@ -47,11 +47,37 @@ def fails(seed):
     raise RuntimeError("no data here")
 """
 
+# Of these names only `gradient` and `traced` can be verified, and none can be compared.
+LOSSES = """
+import functools, jax, torch, funcga
+from funcga import mean, Problem
+model = torch.nn.Linear(3, 1)
+
+
+class Config:
+    rate = 3
+
+
+def loss(p, x):
+    return (p * x).mean()
+
+
+def noise(*shape, scale):
+    return scale * torch.randn(shape)
+
+
+args, number, weight = (torch.ones(()), torch.ones(8)), 3, len
+gradient, traced = funcga.grad(loss), jax.grad(loss)
+_private = gradient
+"""
+
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MINE)
+    Path("losses.py").write_text(LOSSES)
+    Path("twice.py").write_text("def twice(x):\n    return 2 * x\n")
     Path("broken.py").write_text("import nothing_of_this_name\n")
     Path("crooked.py").write_text("x = (\n")
     Path("stops.py").write_text("raise SystemExit(0)\n")
@@ -79,7 +105,11 @@ REFUSED = {
     "parity broken.py": "broken.py does not import: ModuleNotFoundError: No module named 'nothing_of_this_name' (line 1 of ",
     "parity crooked.py": "crooked.py does not import: SyntaxError: '(' was never closed (line 1 of ",
     "parity stops.py": "stops.py does not import: SystemExit: 0 (line 1 of ",
-    "parity mine.py": "mine.py: mine.py has no `problem`. It has ",
+    "parity mine.py": "mine.py: mine.py has no `problem`. It has nan, others, folds, optimizers, makes, fails: write mine.py:nan.",
+    "parity losses.py": "losses.py: losses.py has no `problem`. Add one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...).",
+    "verify losses.py": "losses.py has no `grad_fn`. It has gradient: write losses.py:gradient.",
+    "verify losses.py:no_loss": "losses.py has no `no_loss`. It has gradient, traced: write losses.py:gradient.",
+    "verify twice.py": "twice.py has no `grad_fn`. Add one: grad_fn = funcga.value_and_grad(loss_fn).",
     "parity mine.py:godo": "mine.py:godo: mine.py has no `godo`. It has good: write mine.py:good.",
     "parity mine.py:number": "mine.py:number is of type int, and parity takes a funcga.Problem, or a function that returns one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...).",
     "parity mine.py:makes": "mine.py:makes is of type int, and parity takes a funcga.Problem",
@@ -148,6 +178,23 @@ def test_verify_says_what_is_right_and_what_is_wrong(mine, capsys):
     assert found["total"]["ok"] is False
     assert [cause["name"] for cause in found["total"]["causes"]] == ["sum under mean"]
     assert main(["verify", "mine.py:total", "--fold", "per_weight", "--weight", "rows", "--n", "2,5"]) == 0
+
+
+def test_a_loss_alone_certifies_its_values_only(mine, capsys):
+    assert main(["verify", "losses.py:loss", "--n", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "loss: The values agree, and no gradient was compared: see the note." in out
+    assert (
+        "`loss` returns no gradients, and values that agree say nothing of them. Write grad_fn = "
+        f"funcga.value_and_grad(loss) in the file, and verify {Path('losses.py').resolve()}:grad_fn.\n"
+    ) in out
+    assert main(["verify", "losses.py:gradient", "--n", "2"]) == 0
+    assert "returns no gradients" not in capsys.readouterr().out
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"funcga {funcga.__version__}\n"
 
 
 def test_verify_of_a_problem_is_of_both_frameworks(mine, capsys):
