@@ -66,7 +66,7 @@ def noise(*shape, scale):
     return scale * torch.randn(shape)
 
 
-args, number, weight = (torch.ones(()), torch.ones(8)), 3, len
+args, number, weight = (torch.ones(3), torch.ones(8, 3)), 3, len
 gradient, traced = funcga.grad(loss), jax.grad(loss)
 _private = gradient
 """
