@@ -1,6 +1,7 @@
 """The documentation: every block of every page runs, in the order of the page, in every framework that it is for."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import jax
@@ -11,16 +12,25 @@ import torch.distributed as dist
 
 import funcga
 from tests.kits import JAX, TORCH
+from tests.processes import launched
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = {
     str(page.relative_to(DOCS)): page.read_text() for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts
 }
-TUTORIALS = [name for name in PAGES if name.startswith("tutorials/")]
 
 
 def blocks(page):
-    return re.findall(r"```(?:\{code-cell\} )?python\n(.*?)```", PAGES[page], re.DOTALL)
+    """The blocks that run. Those inside of a list are indented, and those of another language only show something."""
+    found = re.finditer(r"^( *)```(?:\{code-cell\} )?python\n(.*?)^ *```", PAGES[page], re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block[2]) for block in found]
+
+
+# A page is of one of two kinds. One that imports funcga is a program: its blocks run from top to bottom, with nothing but
+# what they import and make. Every block of any other page runs by itself, among the names of a user (`context`).
+PROGRAMS = [page for page in PAGES if re.search(r"^import funcga$", "".join(blocks(page)), re.MULTILINE)]
+# What a page may need besides what this project does, and the warnings of these about their own future.
+FRAMEWORKS = ("accelerate", "lightning", "peft", "transformers")
 
 
 def context(kit):
@@ -54,7 +64,7 @@ def frameworks(block):
 
 
 CASES = [
-    (kit, page, block) for page in PAGES if page not in TUTORIALS for block in blocks(page) for kit in frameworks(block)
+    (kit, page, block) for page in PAGES if page not in PROGRAMS for block in blocks(page) for kit in frameworks(block)
 ]
 
 
@@ -84,18 +94,30 @@ def test_a_block_runs(kit, page, block, tmp_path, monkeypatch):
         assert all(np.isfinite(leaf).all() for leaf in kit.leaves(names["grads"]))
 
 
-@pytest.mark.parametrize("page", TUTORIALS)
-def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {}
+def run_from_top_to_bottom(page):
+    names = {"__name__": "__main__"}
     with jax.numpy_dtype_promotion("standard"):
         for block in blocks(page):
             exec(compile(block, page, "exec"), names)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    for framework in FRAMEWORKS:
+        if re.search(rf"^(?:import|from) {framework}\b", "".join(blocks(page)), re.MULTILINE):
+            pytest.importorskip(framework)
+    monkeypatch.chdir(tmp_path)
+    if "torchrun" in PAGES[page]:  # it is a program of several processes
+        launched(run_from_top_to_bottom, page, count=2)
+    else:
+        run_from_top_to_bottom(page)
+
+
 def test_there_are_blocks():
     assert len(CASES) > 12
-    assert len(TUTORIALS) == 4
+    assert len(PROGRAMS) > 8
+    assert {page for page in PAGES if page.startswith("tutorials/")} < {*PROGRAMS}
 
 
 @pytest.mark.parametrize("page", PAGES)
