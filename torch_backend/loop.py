@@ -21,8 +21,8 @@ from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.recording import is_recorded
 from torch_backend.engine.window import Engine, detached, result_of_others
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
+from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
-from torch_backend.reduce.reduction import Reduction
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import ModuleWindow
 

@@ -1,9 +1,20 @@
-"""Replicas: what across= names, and whether they hold the same."""
+"""Replicas: what across= names, what they tell each other, and whether they hold the same.
 
+All processes of a group have to call its collectives in one order. A loss may call some in its backward pass while
+gradients are sent, and a branch in the loss makes the order differ between replicas. So headers, descriptions, and
+gradients on the CPU travel over a channel: a process group that nobody else uses. It is made once for each group of the
+user's, with gloo, which needs no device: numbers on the host never wait for one.
+"""
+
+import atexit
 import ctypes
 import hashlib
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,10 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from funcga._backend.prefixes import leaf_paths
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor, local, ranks_with_other_shards
-from torch_backend.reduce.channel import Channel, channel_of, check_alike
-from torch_backend.reduce.wire import as_bytes
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
 
@@ -56,7 +65,7 @@ class Replicas:
             )
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> "Channel":
         """What the replicas exchange messages over. Making it is a collective, so all must first ask together."""
         return channel_of(self.group)
 
@@ -96,6 +105,117 @@ def _group(across: Any) -> dist.ProcessGroup:
 def replicas_of(across: Any) -> Replicas:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
     return across if isinstance(across, Replicas) else Replicas(across)
+
+
+# ---------------------------------------------------------------------------------------------------------- the channel
+
+
+class Owed(Protocol):
+    """A window that an error has ended here, while other replicas may still wait for what it sends."""
+
+    def settle(self) -> None:
+        """Sends it, without waiting for anybody."""
+        ...
+
+
+class Channel:
+    """A process group of funcga's own, on the processes of a user's group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.count = group, group.rank(), group.size()
+        self.owed: list[Owed] = []
+
+    def carrier(self, device: torch.device, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The group that arrays on this device travel over: funcga's own on the CPU, the user's elsewhere."""
+        # A second communicator of NCCL would take some 100 MB of each device.
+        return self.group if device.type == "cpu" else group
+
+    def settle(self) -> None:
+        """Sends what is owed to the others, before anything new."""
+        while self.owed:
+            self.owed.pop(0).settle()
+
+    def gathered(self, mine: object) -> list[Any]:
+        """What each replica says, in their order: any objects that can be pickled."""
+        with explained():
+            # The lengths are sent first: an all_gather takes tensors of one shape, so the data is padded to the
+            # longest.
+            data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+            lengths = [int(length) for length in all_gathered(self.group, torch.tensor([data.numel()]))]
+            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            padded[: data.numel()] = data
+            rows = all_gathered(self.group, padded)
+        return [pickle.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def all_gathered(group: dist.ProcessGroup, mine: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A tensor of each process, all of one shape, in their order."""
+    tensors = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([tensors], [mine]).wait()
+    return tensors
+
+
+# A channel lives as long as its group: the keys are weak.
+_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+# Threads of gloo that outlive the interpreter may end the process with an abort.
+atexit.register(_CHANNELS.clear)
+
+
+def channel_if_any(group: dist.ProcessGroup) -> Channel | None:
+    """The channel of a process group, if there is one."""
+    return _CHANNELS.get(group)
+
+
+def channel_of(group: dist.ProcessGroup) -> Channel:
+    """The channel of a process group. When it is first asked for, every process of the group has to ask."""
+    channel = _CHANNELS.get(group)
+    if channel is None:
+        with explained():
+            channel = _CHANNELS[group] = Channel(_private.group_of_our_own(group))
+    return channel
+
+
+COULD_NOT_MERGE = (
+    "funcga: the replicas could not be merged. One of them has died, has raised an error of its own, or did not call "
+    "the step within the group's timeout; see what the other processes say."
+)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """A context that adds to an error in a collective what it means for the replicas."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(COULD_NOT_MERGE)
+        raise
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether an error comes from torch's collectives, as far as its type and text tell, and is not explained yet."""
+    unexplained = COULD_NOT_MERGE not in vars(error).get("__notes__", ())
+    return unexplained and (isinstance(error, dist.DistError) or "gloo/" in str(error))
+
+
+class Listener:
+    """Tells whether collectives have been called since it was made: of one group, or of any."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.group = group
+        self.before = _private.collectives_called(group)
+
+    @property
+    def heard(self) -> bool:
+        """Whether there were any; False if torch does not tell."""
+        return _private.collectives_called(self.group) != self.before
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether there were none; False if torch does not tell."""
+        return _private.collectives_called(self.group) == self.before is not None
+
+
+# ----------------------------------------------------------------------------------------------------- what is the same
 
 
 def check_replicas(params: Tree, across: Any) -> None:
@@ -148,3 +268,39 @@ def _digest(leaf: torch.Tensor) -> bytes:
         chunk = data[start : start + _CHUNK].cpu()
         digest.update(ctypes.string_at(chunk.data_ptr(), chunk.numel()))
     return digest.digest()
+
+
+def as_bytes(array: torch.Tensor) -> torch.Tensor:
+    """The elements of an array as uint8[nbytes], in its own memory if that is contiguous."""
+    whole = array.detach().resolve_conj().resolve_neg().contiguous()
+    # Torch calls an array of one element, or of none, contiguous whatever its strides. A view of bytes needs stride 1.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> None:
+    """Raises FuncgaError if two replicas describe the same path differently.
+
+    Each replica has a description for every path, or None if it has nothing to say. `problem` goes into the error, such
+    as "fold different structures".
+    """
+    said = [(rank, description) for rank, description in enumerate(descriptions) if description is not None]
+    for rank, theirs in said[1:]:
+        differences = _differences(*said[0], rank, theirs)
+        if differences:
+            more = f"; and {len(differences) - 4} more" if differences[4:] else ""
+            raise FuncgaError(
+                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. They are merged leaf by leaf: build the "
+                f"model, the batch and the fold alike on every rank."
+            )
+
+
+def _differences(first: int, expected: dict[str, str], rank: int, theirs: dict[str, str]) -> list[str]:
+    """How a rank differs from the first one: in the paths, in what is at them, or in their order."""
+    paths = [path for path in {**expected, **theirs} if expected.get(path) != theirs.get(path)]
+    if not paths and [*expected] != [*theirs]:
+        return [f"rank {rank} has the leaves of rank {first} in another order"]
+    here, there = f"on rank {first}", f"on rank {rank}"
+    return [
+        f"`{path}` is {expected.get(path, 'missing')} {here} and {theirs.get(path, 'missing')} {there}"
+        for path in paths
+    ]

@@ -34,8 +34,8 @@ from torch_backend.gradients import are_plain, put_hooks
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.modules.pure_loss import PureLoss
 from torch_backend.modules.visits import own_parameters
-from torch_backend.reduce.channel import Listener
-from torch_backend.reduce.reduction import Reduction
+from torch_backend.reduce import Reduction
+from torch_backend.replicas import Listener
 
 _NOTHING = nullcontext()
 

@@ -5,7 +5,7 @@ This takes two more collectives, once for each structure. In later windows a dig
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.engine.buffers import Layout
-from torch_backend.reduce.channel import Report, check_alike, digest_of
+from torch_backend.reduce.header import Report, digest_of
 from torch_backend.reduce.wire import Plan, planned
-from torch_backend.replicas import Replicas
+from torch_backend.replicas import Replicas, check_alike
 
 # Makes what the others fold of a tree's structure: the Outputs, and leaves like theirs.
 Rebuild = Callable[[Structure], tuple[Outputs, list[Any]]]
@@ -91,13 +91,13 @@ def proposed(
     """
     # The engine has one Outputs for all windows of a structure, so no key has to be made. Any other gradient function
     # has a new one for each window.
-    earlier = [agreement for agreement in history.agreements if agreement.outputs is outputs]
-    if earlier:
-        return earlier[-1]
+    for agreement in reversed(history.agreements):
+        if agreement.outputs is outputs:
+            return agreement
     key = _key(outputs, leaves)
-    earlier = [agreement for agreement in history.agreements if agreement.key == key]
-    if earlier:
-        return earlier[-1]
+    for agreement in reversed(history.agreements):
+        if agreement.key == key:
+            return agreement
     summed_by_autograd = {*layout.weighted_in_backward, *layout.plain_in_backward}
     likes = [
         None if fold is None or leaf is None else _like(leaf, leaf_index in summed_by_autograd)
@@ -144,13 +144,14 @@ def _proposal(
     specs = {index: spec_of(like) for index, like in reduced.items() if is_dtensor(like)}
     for spec in specs.values():
         _check_copies(spec, replicas)
-    plan = _planned(layout, {index: local(like) for index, like in reduced.items()}, replicas)
+    shards = {index: local(like) for index, like in reduced.items()}
+    sums = [index for index, like in shards.items() if index in layout.sums or _is_sum(layout.folds[index], like)]
     description = _description(outputs, likes, replicas)
     return Agreement(
         key=key,
         outputs=outputs,
         likes=[None if like is None else local(like).detach().to("meta") for like in likes],
-        plan=plan,
+        plan=planned(layout.folds, shards, sums, replicas.bucket_bytes, replicas.wire_dtype),
         specs=specs,
         description=description,
         digest=digest_of([*description.items()]),
@@ -166,11 +167,6 @@ def _check_copies(spec: Spec, replicas: Replicas) -> None:
             f"{spec.device_mesh}: merging would add one part to another. A DTensor is reduced over its own mesh "
             f"without across=; name the axis of the mesh that copies lie on: across=mesh['dp']."
         )
-
-
-def _planned(layout: Layout, likes: Mapping[int, torch.Tensor], replicas: Replicas) -> Plan:
-    sums = [index for index, like in likes.items() if index in layout.sums or _is_sum(layout.folds[index], like)]
-    return planned(layout.folds, likes, sums, replicas.bucket_bytes, replicas.wire_dtype)
 
 
 def _is_sum(fold: LeafFold, like: torch.Tensor) -> bool:
@@ -245,7 +241,7 @@ def agreed(
     check_alike([each.description for each in said], "fold different structures")
     structure = next((each.structure for each in said if each.structure is not None), None)
     if structure is not None:
-        mine = _shared(mine or _adopted(history, structure, rebuild, replicas), replicas)
+        mine = _shared(history, mine, structure, rebuild, replicas)
     assert mine is not None
     mine.steps = steps
     return mine
@@ -304,29 +300,30 @@ def rebuilt(structure: Structure, device: torch.device) -> tuple[Tree, list[torc
     return trees.unflatten(trees.flatten(skeleton)[1], leaves), leaves
 
 
-def _adopted(history: History, structure: bytes | str, rebuild: Rebuild | None, replicas: Replicas) -> Agreement | str:
-    """The Agreement on what the others fold, on a replica that folds nothing; a text says why there is none."""
-    if isinstance(structure, str):
-        return structure
-    assert rebuild is not None
-    try:
-        outputs, leaves = rebuild(pickle.loads(structure))
-        agreement = _proposal(_key(outputs, leaves), outputs, leaves, Layout(outputs), replicas)
-    except Exception as error:  # whatever the user's class raises
-        return f"{type(error).__name__}: {error}"
-    history.agreements.append(agreement)
-    return agreement
+def _shared(
+    history: History, mine: Agreement | None, structure: bytes | str, rebuild: Rebuild | None, replicas: Replicas
+) -> Agreement:
+    """The Agreement where some replicas have nothing to fold, and make what the others fold from its structure.
 
-
-def _shared(mine: Agreement | str, replicas: Replicas) -> Agreement:
-    """The Agreement, if all replicas have one, and all of them are alike."""
-    # All replicas first say whether they have one. If one has not, all of them raise, and none is left waiting.
-    problems = replicas.channel.gathered(mine if isinstance(mine, str) else None)
-    if isinstance(mine, str) or any(problems):
+    Raises FuncgaError, on all of them, if one cannot.
+    """
+    problem = structure if isinstance(structure, str) else ""
+    if mine is None and isinstance(structure, bytes):
+        assert rebuild is not None
+        try:
+            outputs, leaves = rebuild(pickle.loads(structure))
+            mine = _proposal(_key(outputs, leaves), outputs, leaves, Layout(outputs), replicas)
+            history.agreements.append(mine)
+        except Exception as error:  # whatever the user's class raises
+            problem = f"{type(error).__name__}: {error}"
+    # All replicas say what they would fold, or why they cannot. If one cannot, all of them raise: none is left waiting.
+    said: list[dict[str, str] | str] = replicas.channel.gathered(problem if mine is None else mine.description)
+    problems = [each for each in said if isinstance(each, str)]
+    if mine is None or problems:
         raise FuncgaError(
             f"a replica has nothing to fold in its first window, and cannot be told what the others fold "
-            f"({next(filter(None, problems))}). Give every replica a micro-batch in the first window, later ones may "
-            f"have none; or return dicts, tuples and lists of arrays."
+            f"({problems[0]}). Give every replica a micro-batch in the first window, later ones may have none; or "
+            f"return dicts, tuples and lists of arrays."
         )
-    check_alike(replicas.channel.gathered(mine.description), "fold different structures")
+    check_alike([each for each in said if isinstance(each, dict)], "fold different structures")
     return mine

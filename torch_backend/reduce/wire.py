@@ -5,7 +5,7 @@ as moments or collected rows, are gathered, and combined in the order of the rep
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from funcga._fold import LeafFold
-from funcga._fold.outputs import Outputs
+from funcga._types import Reduced
+from torch_backend import trees
 from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers
-from torch_backend.reduce.channel import Channel
+from torch_backend.replicas import Channel, as_bytes
 
 # So few elements are not worth a bucket of their own.
 _FEW = 8
@@ -32,6 +33,11 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     is_complex: bool  # then the last axis has the real and the imaginary parts, as not every carrier adds complex ones
+
+    @property
+    def end(self) -> int:
+        """The element after its last."""
+        return self.start + math.prod(self.shape)
 
 
 class Bucket(NamedTuple):
@@ -75,16 +81,32 @@ def planned(
     if len(sums) < len(likes):
         # A few counts in a dtype of their own go with what is gathered anyway: a bucket is one collective more.
         groups = {group: leaves for group, leaves in groups.items() if not _are_few_counts(leaves, folds, likes)}
-    buckets = [
-        Bucket(dtype, device, wire, *part)
-        for (dtype, device, wire), leaves in groups.items()
-        for part in _cut({leaf: _accumulator(folds[leaf], likes[leaf]) for leaf in leaves}, bucket_bytes)
-    ]
+    buckets: list[Bucket] = []
+    for (dtype, device, wire), leaves in groups.items():
+        slots: list[Slot] = []
+        end = 0
+        for leaf in leaves:
+            slot = _slot(leaf, end, likes[leaf], folds[leaf].accumulator_dtype.is_complex)
+            # A leaf that does not fit begins a new bucket, however large it is.
+            if slots and slot.end * dtype.itemsize > bucket_bytes:
+                buckets.append(Bucket(dtype, device, wire, tuple(slots), end))
+                slots, slot = [], slot._replace(start=0)
+            slots.append(slot)
+            end = slot.end
+        buckets.append(Bucket(dtype, device, wire, tuple(slots), end))
     if not buckets:  # an empty one, for the mark of an error
         device = next((like.device for like in likes.values()), torch.device("cpu"))
         buckets = [Bucket(torch.float32, device, torch.float32, (), 0)]
     in_buckets = {slot.leaf for bucket in buckets for slot in bucket.slots}
     return Plan(tuple(buckets), {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in in_buckets})
+
+
+def _slot(leaf: int, end: int, like: torch.Tensor, is_complex: bool) -> Slot:
+    """The Slot for a leaf, in a bucket whose leaves take up its elements until `end`."""
+    start = -(-end // _ALIGNED) * _ALIGNED  # rounded up
+    if is_complex:
+        return Slot(leaf, start, (*like.shape, 2), (*[2 * stride for stride in like.stride()], 1), True)
+    return Slot(leaf, start, tuple(like.shape), like.stride(), False)
 
 
 def _groups(
@@ -109,28 +131,6 @@ def _are_few_counts(leaves: list[int], folds: Sequence[LeafFold], likes: Mapping
     """Whether these are sums without weights, and take less memory than a collective is worth."""
     elements = sum(likes[leaf].numel() for leaf in leaves)
     return elements <= _FEW and all(folds[leaf].fold.reducer.unweighted for leaf in leaves)
-
-
-def _accumulator(fold: LeafFold, like: torch.Tensor) -> torch.Tensor:
-    """What a fold accumulates of a leaf like this one, without memory."""
-    return torch.empty_strided(like.shape, like.stride(), dtype=fold.accumulator_dtype, device="meta")
-
-
-def _cut(accumulators: Mapping[int, torch.Tensor], bucket_bytes: int) -> Iterator[tuple[tuple[Slot, ...], int]]:
-    """The slots and the length of each bucket: as many leaves as fit into `bucket_bytes`, one at least."""
-    # A leaf that does not fit begins a new bucket, however large it is.
-    slots: list[Slot] = []
-    end = 0
-    for leaf, accumulator in accumulators.items():
-        real = torch.view_as_real(accumulator) if accumulator.is_complex() else accumulator
-        # Rounded up.
-        start = -(-end // _ALIGNED) * _ALIGNED
-        if slots and (start + real.numel()) * real.itemsize > bucket_bytes:
-            yield tuple(slots), end
-            slots, start = [], 0
-        slots.append(Slot(leaf, start, tuple(real.shape), real.stride(), accumulator.is_complex()))
-        end = start + real.numel()
-    yield tuple(slots), end
 
 
 class Sums:
@@ -228,43 +228,35 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire) -> Callable[[], None]:
 
     The function that it returns waits for them, and combines and joins them in the order of the replicas.
     """
-    outputs, mine = buffers.outputs, {}
-    for leaf, shape in plan.gathered.items():
-        mine[leaf] = local(buffers.reduced[leaf])
-        # Where nothing was folded the identity is sent, so that all replicas send the same shapes.
-        if mine[leaf] is None:
-            dtype = outputs.dtypes[outputs.reduced[leaf]]
-            mine[leaf] = buffers.folds[leaf].identity(torch.zeros(shape, dtype=dtype, device=wire.device))
-    # First all arrays of this replica in one list. Its order is the same on all replicas.
-    arrays = [part for lifted in mine.values() for part in (lifted if isinstance(lifted, tuple) else (lifted,))]
-    axes = {leaf_index: _axis(outputs, leaf_index) for leaf_index in outputs.collected}
-    arrays += [_rows(buffers, leaf_index, axis, wire.device) for leaf_index, axis in axes.items()]
-    received = _gathered(arrays, bool(axes), wire)
+    lifted = [_lifted(buffers, leaf, shape, wire.device) for leaf, shape in plan.gathered.items()]
+    rows = [_rows(buffers, leaf_index, wire.device) for leaf_index in buffers.outputs.collected]
+    # All arrays of this replica in one list, whose order is the same on all replicas.
+    arrays, structure = trees.flatten((lifted, rows))
+    received = _gathered(arrays, bool(rows), wire)
 
     def combine() -> None:
-        # Then the lists of all replicas, taken apart in that order.
-        arrays_of_ranks = [iter(arrays) for arrays in received()]
-        for leaf, lifted in mine.items():
-            lifted_of_ranks = [
-                tuple([next(arrays) for _ in lifted]) if isinstance(lifted, tuple) else next(arrays)
-                for arrays in arrays_of_ranks
-            ]
-            buffers.reduced[leaf] = reduce(buffers.folds[leaf].combine, lifted_of_ranks)
-        for leaf_index in axes:
-            buffers.collected[leaf_index] = [next(arrays) for arrays in arrays_of_ranks]
+        of_ranks = [trees.unflatten(structure, arrays) for arrays in received()]
+        for position, leaf in enumerate(plan.gathered):
+            buffers.reduced[leaf] = reduce(buffers.folds[leaf].combine, [lifted[position] for lifted, _ in of_ranks])
+        for position, leaf_index in enumerate(buffers.outputs.collected):
+            buffers.collected[leaf_index] = [rows[position] for _, rows in of_ranks]
 
     return combine
 
 
-def _axis(outputs: Outputs, leaf_index: int) -> int:
-    fold = outputs.folds[leaf_index]
-    assert fold is not None
-    return fold.fold.reducer.monoid.axis or 0
+def _lifted(buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.device) -> Reduced:
+    """What this replica has folded of a leaf. Where that is nothing it is the identity: all send the same shapes."""
+    if buffers.reduced[leaf] is not None:
+        return local(buffers.reduced[leaf])
+    dtype = buffers.outputs.dtypes[buffers.outputs.reduced[leaf]]
+    return buffers.folds[leaf].identity(torch.zeros(shape, dtype=dtype, device=device))
 
 
-def _rows(buffers: Buffers, leaf_index: int, axis: int, device: torch.device) -> torch.Tensor:
+def _rows(buffers: Buffers, leaf_index: int, device: torch.device) -> torch.Tensor:
     """What this replica has collected of a leaf: no rows, if it has folded nothing."""
-    shape = [*(buffers.outputs.shapes[leaf_index] or ())]
+    fold, shape = buffers.outputs.folds[leaf_index], [*(buffers.outputs.shapes[leaf_index] or ())]
+    assert fold is not None
+    axis = fold.fold.reducer.monoid.axis or 0
     shape[axis] = 0
     empty = torch.zeros(shape, dtype=buffers.outputs.dtypes[leaf_index], device=device)
     return torch.cat([empty, *buffers.collected[leaf_index]], dim=axis)
@@ -326,13 +318,6 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 def nbytes(kinds: Sequence[Kind]) -> int:
     """How long arrays of these kinds are together."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
-
-
-def as_bytes(array: torch.Tensor) -> torch.Tensor:
-    """The elements of an array as uint8[nbytes], in its own memory if that is contiguous."""
-    whole = array.detach().resolve_conj().resolve_neg().contiguous()
-    # Torch calls an array of one element, or of none, contiguous whatever its strides. A view of bytes needs stride 1.
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def pack(arrays: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

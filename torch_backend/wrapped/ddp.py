@@ -19,8 +19,7 @@ from funcga._types import Array
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.engine.backward import is_alone
-from torch_backend.reduce.channel import Listener
-from torch_backend.replicas import Replicas, replicas_of
+from torch_backend.replicas import Listener, Replicas, replicas_of
 
 
 class Wrapper:

@@ -35,9 +35,10 @@ from torch_backend.engine.recording import is_constant, recording_loss
 from torch_backend.engine.window import detached
 from torch_backend.modules.checks import modules_in
 from torch_backend.modules.layers import called
+from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
-from torch_backend.reduce.channel import COULD_NOT_MERGE, is_of_a_collective, nothing_to_fold
-from torch_backend.reduce.reduction import Reduction
+from torch_backend.reduce.header import nothing_to_fold
+from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.wrapped.ddp import Wrapper
 
 _NOTHING = nullcontext()

@@ -15,7 +15,7 @@ import funcga
 from tests.processes import Processes, processes
 from tests.torch_backend.reduce.test_replicas import averaged, difference, layers, made, problem, refused
 from torch_backend import Replicas, module_value_and_grad
-from torch_backend.reduce import channel
+from torch_backend import replicas as channel
 
 
 def alone(function, *args, count=2):

@@ -393,7 +393,7 @@ def counted():
         yield mode.calls
 
 
-HEADER = ("allgather_", 8 * len(torch_backend.reduce.channel.Report._fields))
+HEADER = ("allgather_", 8 * len(torch_backend.reduce.header.Report._fields))
 
 
 def deep(params, x):
@@ -413,22 +413,22 @@ def sends(group, count, n, options, calls=2):
     step = funcga.accumulate(funcga.value_and_grad(deep), n, across=Replicas(group, **options))
     early, found = [], []
     with counted() as sent:
-        real, done = torch_backend.reduce.reduction.Reduction.finish, torch_backend.reduce.channel.Header.done
+        real, done = torch_backend.reduce.Reduction.finish, torch_backend.reduce.header.Header.done
         # as if the other replicas were as far: a bucket is sent only then
-        torch_backend.reduce.channel.Header.done = property(lambda header: bool(header.reports()))
+        torch_backend.reduce.header.Header.done = property(lambda header: bool(header.reports()))
 
         def finish(self, state):
             early.append(self.sums.sent)
             return real(self, state)
 
-        torch_backend.reduce.reduction.Reduction.finish = finish
+        torch_backend.reduce.Reduction.finish = finish
         try:
             for _ in range(calls):
                 sent.clear()
                 step(params, x)
                 found.append(list(sent))
         finally:
-            torch_backend.reduce.reduction.Reduction.finish, torch_backend.reduce.channel.Header.done = real, done
+            torch_backend.reduce.Reduction.finish, torch_backend.reduce.header.Header.done = real, done
     return found, early
 
 

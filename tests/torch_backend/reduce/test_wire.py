@@ -6,7 +6,8 @@ import torch
 import funcga
 import torch_backend
 from funcga._fold import bind
-from torch_backend.reduce.wire import Sums, as_bytes, nbytes, pack, planned, unpack
+from torch_backend.reduce.wire import Sums, nbytes, pack, planned, unpack
+from torch_backend.replicas import as_bytes
 
 ARRAYS = [
     torch.arange(6.0).view(2, 3).T,

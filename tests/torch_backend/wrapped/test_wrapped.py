@@ -1543,7 +1543,7 @@ def wrongly(group, how):
         result = funcga.stream(f, weight=lambda *batch: 1)(own)
     elif how == "averages the means of the ranks":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torch_backend.reduce.reduction.Reduction.finish", lambda self, state: state)
+            patch.setattr("torch_backend.reduce.Reduction.finish", lambda self, state: state)
             patch.setattr("torch_backend.wrapped.ddp.DDP.scales", lambda self, params: [1.0 for _ in params])
             result = funcga.stream(f, weight=count)(own)
     else:
