@@ -1,0 +1,493 @@
+"""The museum of wrong gradients: public bugs, each computed the way it was, and the right way with funcga.
+
+An exhibit is a function that returns a wrong tree, a right one and the true one: float64 autograd on the whole batch.
+`python -m tests.museum` writes their table into docs/museum.md.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import funcga
+import jax_backend
+import torch_backend
+
+PAGE = Path(__file__).parent.parent / "docs" / "museum.md"
+N = 4  # the micro-batches of a window
+SUM_IN_FLOAT32, FLOAT64 = 1e-6, 1e-12
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    hall: str
+    threads: tuple[str, ...]  # "owner/repository#number"
+    computed: str  # what the loop computed
+    instead: str  # what to write with funcga
+    run: Callable[[], tuple[object, object, object]]  # the wrong tree, the right one and the true one
+    limit: float = FLOAT64
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+EXHIBITS: list[Exhibit] = []
+
+
+def exhibit(hall, *threads, computed, instead, limit=FLOAT64):
+    return lambda run: EXHIBITS.append(Exhibit(hall, threads, computed, instead, run, limit)) or run
+
+
+# The common problem: sentences of different lengths, a linear classifier of their tokens, in float64.
+LENGTHS = [6, 5, 5, 4, 3, 2, 1, 1]
+CLASSES, FEATURES = 4, 5
+_random = np.random.default_rng(0)
+_labels = np.where(np.arange(6) < np.array(LENGTHS)[:, None], _random.integers(CLASSES, size=(8, 6)), -100)
+_x = _random.normal(size=(8, 6, FEATURES)) + np.arange(8)[:, None, None] / 4  # rows that differ, as shards of data do
+BATCH = {"x": torch.from_numpy(_x), "labels": torch.from_numpy(_labels)}
+PARAMS = {"w": torch.from_numpy(_random.normal(size=(FEATURES, CLASSES))), "b": torch.zeros(CLASSES).double()}
+
+
+def logits(params, batch):
+    return batch["x"] @ params["w"] + params["b"]
+
+
+def token_loss(params, batch, reduction="mean"):
+    return F.cross_entropy(logits(params, batch).flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+
+
+sum_of_token_losses = partial(token_loss, reduction="sum")
+
+
+def count_tokens(batch):
+    return (batch["labels"] != -100).sum()
+
+
+def by_autograd(loss, params, *batch):
+    """The gradient by torch.autograd alone, without funcga."""
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+    return dict(zip(leaves, torch.autograd.grad(loss(leaves, *batch), list(leaves.values())), strict=True))
+
+
+def rows(batch, start, stop):
+    return {name: leaf[start:stop] for name, leaf in batch.items()}
+
+
+def microbatches(batch, size=2):
+    return [rows(batch, start, start + size) for start in range(0, len(batch["x"]), size)]
+
+
+def total(gradients, scale=1.0):
+    return {name: sum(gradient[name] for gradient in gradients) * scale for name in gradients[0]}
+
+
+DENOMINATORS, REPLICAS, NUMBERS, UPDATES, ROWS = (
+    "Wrong denominators",
+    "Wrong averages over replicas",
+    "Wrong sums",
+    "What belongs to an update, done for every micro-batch",
+    "Rows that see each other",
+)
+
+
+@exhibit(
+    DENOMINATORS,
+    "Lightning-AI/pytorch-lightning#2199",
+    "ml-explore/mlx-lm#1413",
+    computed="each micro-batch's mean over its own tokens, and the mean of these means",
+    instead="`weight=count_tokens`",
+)
+def uneven_tokens():
+    wrong = total([by_autograd(token_loss, PARAMS, part) for part in microbatches(BATCH)], 1 / N)
+    right = funcga.accumulate(funcga.grad(token_loss), N, weight=count_tokens)(PARAMS, BATCH)
+    return wrong, right, by_autograd(token_loss, PARAMS, BATCH)
+
+
+@exhibit(
+    DENOMINATORS,
+    "keras-team/keras#20241",
+    computed="micro-batches of 3, 3 and 2 rows, counted alike",
+    instead="nothing: rows are the default weight",
+)
+def smaller_microbatch():
+    batch = BATCH | {"labels": BATCH["labels"].clamp(min=0)}  # every token counts
+    wrong = total([by_autograd(token_loss, PARAMS, part) for part in microbatches(batch, 3)], 1 / 3)
+    right = funcga.accumulate(funcga.grad(token_loss), microbatch_size=3)(PARAMS, batch)
+    return wrong, right, by_autograd(token_loss, PARAMS, batch)
+
+
+@exhibit(
+    DENOMINATORS,
+    "huggingface/transformers#46204",
+    computed="the loss of labels that are shifted by one, divided by the count of all labels",
+    instead='`weight=lambda b: (b["labels"][:, 1:] != -100).sum()`',
+)
+def shifted_labels():
+    def loss(params, batch, reduction="mean"):
+        shifted = {"x": batch["x"][:, :-1], "labels": batch["labels"][:, 1:]}
+        return token_loss(params, shifted, reduction)
+
+    # Two tokens or more in each micro-batch, as a causal model has them.
+    batch = BATCH | {"labels": torch.where(torch.arange(6) < 2, BATCH["labels"].clamp(min=0), BATCH["labels"])}
+    summed = partial(loss, reduction="sum")
+    wrong = total([by_autograd(summed, PARAMS, part) for part in microbatches(batch)], 1 / float(count_tokens(batch)))
+    count = lambda batch: (batch["labels"][:, 1:] != -100).sum()
+    right = funcga.accumulate(funcga.grad(summed), N, fold=funcga.per_weight(), weight=count)(PARAMS, batch)
+    return wrong, right, by_autograd(loss, PARAMS, batch)
+
+
+@exhibit(
+    DENOMINATORS,
+    "pytorch/pytorch#72047",
+    computed="`CrossEntropyLoss(weight=...)`, a mean that is weighted by the classes of the micro-batch, divided by n",
+    instead='`weight=lambda b: class_weights[b["labels"]].sum()`, which is what the loss divides by',
+)
+def class_weights():
+    weights = torch.tensor([1.0, 10.0, 2.0, 0.5]).double()
+    batch = {"x": BATCH["x"][:, 0], "labels": torch.tensor([0, 1, 3, 3, 2, 1, 0, 3])}
+    loss = lambda params, batch: F.cross_entropy(logits(params, batch), batch["labels"], weight=weights)
+    wrong = total([by_autograd(loss, PARAMS, part) for part in microbatches(batch)], 1 / N)
+    weight = lambda batch: weights[batch["labels"]].sum()
+    right = funcga.accumulate(funcga.grad(loss), N, weight=weight)(PARAMS, batch)
+    return wrong, right, by_autograd(loss, PARAMS, batch)
+
+
+@exhibit(
+    DENOMINATORS,
+    "Lightning-AI/pytorch-lightning#19987",
+    "jingyaogong/minimind#749",
+    computed="the last window of an epoch has 2 micro-batches, and their losses are divided by n = 4",
+    instead="`for window in funcga.windows(loader, 4)`, `stream`",
+)
+def last_window():
+    last = rows(BATCH, 0, 4)
+    tokens = float(count_tokens(last)) / 2  # a micro-batch, so that n alone is wrong here
+    loss = lambda params, batch: sum_of_token_losses(params, batch) / tokens
+    wrong = total([by_autograd(loss, PARAMS, part) for part in microbatches(last)], 1 / N)
+    *_, window = funcga.windows([*microbatches(BATCH), *microbatches(last)], N)  # a window of four, and one of two
+    step = funcga.stream(funcga.grad(token_loss), weight=count_tokens)
+    return wrong, step(PARAMS, window), by_autograd(token_loss, PARAMS, last)
+
+
+@exhibit(
+    DENOMINATORS,
+    "karpathy/nanoGPT#168",
+    computed="the sum of n mean losses, so that clipping is n times as strict and epsilon n times as small",
+    instead="nothing: the fold of a mean is a mean",
+)
+def not_divided():
+    batch = BATCH | {"labels": BATCH["labels"].clamp(min=0)}
+    wrong = total([by_autograd(token_loss, PARAMS, part) for part in microbatches(batch)])
+    right = funcga.accumulate(funcga.grad(token_loss), N)(PARAMS, batch)
+    return wrong, right, by_autograd(token_loss, PARAMS, batch)
+
+
+@exhibit(
+    DENOMINATORS,
+    "modelscope/ms-swift#10117",
+    computed="sums of losses, divided by the tokens of the window and then by n as well",
+    instead="`fold=funcga.per_weight(), weight=count_tokens`",
+)
+def divided_twice():
+    tokens = float(count_tokens(BATCH))
+    scaled = lambda params, batch: sum_of_token_losses(params, batch) / tokens
+    wrong = total([by_autograd(scaled, PARAMS, part) for part in microbatches(BATCH)], 1 / N)
+    step = funcga.accumulate(funcga.grad(sum_of_token_losses), N, fold=funcga.per_weight(), weight=count_tokens)
+    return wrong, step(PARAMS, BATCH), by_autograd(token_loss, PARAMS, BATCH)
+
+
+@exhibit(
+    DENOMINATORS,
+    "NVIDIA-NeMo/Automodel#3359",
+    computed="a loss divided by the tokens of the window, plus an auxiliary loss a micro-batch that is divided by nothing",
+    instead="both terms as means over tokens, `weight=count_tokens`",
+)
+def auxiliary_loss():
+    def router_z_loss(params, batch):
+        return 0.1 * logits(params, batch).logsumexp(-1)[batch["labels"] != -100].square().mean()
+
+    tokens = float(count_tokens(BATCH))
+    one_micro_batch = lambda params, batch: sum_of_token_losses(params, batch) / tokens + router_z_loss(params, batch)
+    wrong = total([by_autograd(one_micro_batch, PARAMS, part) for part in microbatches(BATCH)])
+    loss = lambda params, batch: token_loss(params, batch) + router_z_loss(params, batch)
+    right = funcga.accumulate(funcga.grad(loss), N, weight=count_tokens)(PARAMS, BATCH)
+    return wrong, right, by_autograd(loss, PARAMS, BATCH)
+
+
+@exhibit(
+    REPLICAS,
+    "huggingface/transformers#34242",
+    computed="the mean over each replica's own tokens, averaged over the replicas, as DDP does",
+    instead='`weight=count_tokens, across="data"`',
+)
+def uneven_tokens_on_replicas():
+    halves = [rows(BATCH, 0, 4), rows(BATCH, 4, 8)]
+    wrong = total([by_autograd(token_loss, PARAMS, half) for half in halves], 1 / 2)
+
+    def jax_loss(params, batch):
+        scores = jax.nn.log_softmax(batch["x"] @ params["w"] + params["b"])
+        counts = batch["labels"] != -100
+        picked = jnp.take_along_axis(scores, jnp.where(counts, batch["labels"], 0)[..., None], -1)[..., 0]
+        return -jnp.where(counts, picked, 0).sum() / jnp.maximum(counts.sum(), 1).astype(picked.dtype)
+
+    count = lambda batch: (batch["labels"] != -100).sum()
+    with jax.enable_x64(True):
+        mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+        step = funcga.accumulate(jax.grad(jax_loss), 2, weight=count, across="data")
+        grads = jax_backend.replicated(step, mesh)(funcga.to_jax(PARAMS), funcga.to_jax(BATCH))
+        right = funcga.to_torch(jax.device_get(grads))
+    return wrong, right, by_autograd(token_loss, PARAMS, BATCH)
+
+
+@exhibit(
+    REPLICAS,
+    "pytorch/pytorch#67253",
+    computed="replicas with 6 and 2 rows, whose gradients DDP divides by the number of replicas",
+    instead="`across=group`: the states of the replicas are merged with their weights",
+)
+def uneven_rows_on_replicas():
+    batch = BATCH | {"labels": BATCH["labels"].clamp(min=0)}
+    shares = [rows(batch, 0, 6), rows(batch, 6, 8)]
+    gradients = [by_autograd(token_loss, PARAMS, share) for share in shares]
+    accumulator = funcga.Accumulator(funcga.mean())  # what `across=` merges
+    states = [
+        accumulator.update(accumulator.init(PARAMS), gradient, weight=len(share["x"]))
+        for gradient, share in zip(gradients, shares, strict=True)
+    ]
+    right = accumulator.finalize(accumulator.merge(*states))
+    return total(gradients, 1 / 2), right, by_autograd(token_loss, PARAMS, batch)
+
+
+@exhibit(
+    NUMBERS,
+    "deepspeedai/DeepSpeed#1800",
+    computed="512 gradients in bfloat16, added in bfloat16: what is small beside the sum is rounded away",
+    instead="nothing: sums of bfloat16 are float32",
+    limit=SUM_IN_FLOAT32,
+)
+def bfloat16_sums():
+    x = torch.from_numpy(np.random.default_rng(1).uniform(0.5, 1.5, size=(512, 8))).bfloat16()
+    w = torch.zeros(8).bfloat16()
+    wrong = torch.zeros_like(w)
+    for row in x:  # the gradient of (x @ w).mean() is the row
+        wrong += row
+    step = funcga.accumulate(funcga.grad(lambda w, x: (x @ w).mean()), 512, fold=funcga.mean(out_dtype="float32"))
+    return {"w": wrong.double() / 512}, {"w": step(w, x)}, {"w": x.double().mean(0)}
+
+
+@exhibit(
+    NUMBERS,
+    "allenai/OLMo-core#657",
+    "pytorch/pytorch#116349",
+    computed="a micro-batch whose labels are all masked: its mean loss is 0 / 0, and so is the loss of the window",
+    instead="`weight=count_tokens`: what weighs 0 is left out, whatever it is",
+)
+def masked_microbatch():
+    batch = BATCH | {"labels": BATCH["labels"].where(torch.arange(8)[:, None] < 6, -100)}
+    loss_and_gradient = lambda part: by_autograd(token_loss, PARAMS, part) | {"loss": token_loss(PARAMS, part)}
+    wrong = total([loss_and_gradient(part) for part in microbatches(batch)], 1 / N)
+    loss, grads = funcga.accumulate(funcga.value_and_grad(token_loss), N, weight=count_tokens)(PARAMS, batch)
+    return wrong, grads | {"loss": loss}, loss_and_gradient(batch)
+
+
+@exhibit(
+    NUMBERS,
+    "pytorch/pytorch#36601",
+    computed="`scaler.update()` after every micro-batch: the loss scale doubles in the middle of a window, which is "
+    "unscaled by the last one",
+    instead="`multi_steps(loss_scaled(tx), n)`: a window has one scale",
+)
+def changing_loss_scale():
+    loss = lambda params, batch: sum_of_token_losses(params, batch) / float(count_tokens(BATCH))
+    scales = [1024.0, 1024.0, 2048.0, 2048.0]
+    parts = microbatches(BATCH)
+    scaled = [total([by_autograd(loss, PARAMS, part)], scale) for part, scale in zip(parts, scales, strict=True)]
+    wrong = total(scaled, 1 / scales[-1])
+
+    sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=1.0)
+    tx = funcga.multi_steps(funcga.loss_scaled(sgd, init_scale=1024.0), N, fold=funcga.sum())
+    state = tx.init(PARAMS)
+    gradient = funcga.value_and_grad(loss, scaled=True)
+    for part in parts:
+        _, grads = gradient(PARAMS, part, loss_scale=state.inner.scale)
+        updates, state = tx.update(grads, state, PARAMS)
+    right = {name: -update for name, update in updates.items()}  # SGD of learning rate 1
+    return wrong, right, by_autograd(token_loss, PARAMS, BATCH)
+
+
+@exhibit(
+    UPDATES,
+    "huggingface/transformers#986",
+    "huggingface/transformers#1563",
+    computed="`clip_grad_norm_` after every `backward()`, so that early micro-batches are clipped again and again",
+    instead="`multi_steps(chain(clip_grad_norm(0.5), tx), n)`, or `clip_grad_norm_` after `assign_grads`",
+)
+def clipped_every_time():
+    loss = lambda params, batch: sum_of_token_losses(params, batch) / float(count_tokens(BATCH))
+    norm = 0.2
+
+    def clipped(grads):
+        copies = {name: nn.Parameter(g.clone()) for name, g in grads.items()}
+        for copy, g in zip(copies.values(), grads.values(), strict=True):
+            copy.grad = g.clone()
+        nn.utils.clip_grad_norm_(copies.values(), norm)
+        return {name: copy.grad for name, copy in copies.items()}
+
+    wrong = total([PARAMS], 0.0)
+    for part in microbatches(BATCH):
+        wrong = clipped(total([wrong, by_autograd(loss, PARAMS, part)]))
+
+    sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=1.0)
+    tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(norm), sgd), N)
+    state = tx.init(PARAMS)
+    for part in microbatches(BATCH):
+        grads = funcga.grad(token_loss)(PARAMS, part)
+        updates, state = tx.update(grads, state, PARAMS, weight=count_tokens(part))
+    right = {name: -update for name, update in updates.items()}
+    return wrong, right, clipped(by_autograd(token_loss, PARAMS, BATCH))
+
+
+def moved(params):
+    """How far the parameters have come."""
+    return total([params, total([PARAMS], -1.0)])
+
+
+def train(learning_rates):
+    """Parameters after one update of plain gradient descent by each learning rate, on the whole batch."""
+    params = PARAMS
+    for learning_rate in learning_rates:
+        params = total([params, total([by_autograd(token_loss, params, BATCH)], -learning_rate)])
+    return params
+
+
+@exhibit(
+    UPDATES,
+    "Lightning-AI/pytorch-lightning#1476",
+    "huggingface/accelerate#963",
+    computed="`scheduler.step()` after every micro-batch: a warm-up of 16 updates is over after 4",
+    instead="`multi_steps(from_optimizer(..., scheduler=...), n)`: schedules count updates",
+)
+def schedule_of_microbatches():
+    warm_up = lambda count: 0.1 * min(1.0, count / 16)
+    wrong = train([warm_up(N * update) for update in range(4)])
+
+    sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=warm_up)
+    tx = funcga.multi_steps(sgd, N)
+    params, state = PARAMS, tx.init(PARAMS)
+    for part in 4 * microbatches(BATCH):
+        grads = funcga.grad(token_loss)(params, part)
+        updates, state = tx.update(grads, state, params, weight=count_tokens(part))
+        params = torch_backend.apply_updates(params, updates)
+    return moved(wrong), moved(params), moved(train([warm_up(update) for update in range(4)]))
+
+
+@exhibit(
+    UPDATES,
+    "keras-team/keras#19990",
+    computed="weight decay at every micro-batch, so n times an update",
+    instead="`multi_steps(tx, n)`: the optimizer runs once a window",
+)
+def decay_of_microbatches():
+    learning_rate, decay = 0.1, 0.1
+    step = total([by_autograd(token_loss, PARAMS, BATCH)], -learning_rate)
+    decayed = lambda times: total([PARAMS], (1 - learning_rate * decay) ** times)
+    wrong, exact = (moved(total([decayed(times), step])) for times in (N, 1))
+
+    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=learning_rate, weight_decay=decay), N)
+    state = tx.init(PARAMS)
+    for part in microbatches(BATCH):
+        grads = funcga.grad(token_loss)(PARAMS, part)
+        updates, state = tx.update(grads, state, PARAMS, weight=count_tokens(part))
+    return wrong, updates, exact
+
+
+@exhibit(
+    ROWS,
+    "pytorch/pytorch#46516",
+    "andreped/GradientAccumulator#6",
+    computed="BatchNorm's running statistics, updated n times an update, by the variances within micro-batches",
+    instead="`pure_loss(model, loss_fn, statistics=True)`, `fold=pooled()`, `running_buffers`",
+)
+def running_statistics():
+    x = BATCH["x"][:, 0]
+    layer = lambda: nn.BatchNorm1d(FEATURES).double()
+    buffers = lambda layer: {name: b.clone() for name, b in layer.named_buffers() if b.dtype == torch.float64}
+    wrong, whole, model = layer(), layer(), layer()
+    for start in range(0, len(x), 2):
+        wrong(x[start : start + 2])
+    whole(x)
+    loss = torch_backend.pure_loss(model, lambda model, x: model(x).square().mean(), statistics=True)
+    fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
+    step = funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), N, fold=fold)
+    (_, statistics), _ = step(dict(model.named_parameters()), x)
+    model.load_state_dict(torch_backend.running_buffers(model, statistics), strict=False)
+    return buffers(wrong), buffers(model), buffers(whole)
+
+
+@exhibit(
+    ROWS,
+    "huggingface/sentence-transformers#1822",
+    "openai/CLIP#25",
+    computed="a contrastive loss a micro-batch: each row has the negatives of its own micro-batch alone",
+    instead="two passes: embeddings with `concat()`, then their cotangents with `sum()`",
+)
+def in_batch_negatives():
+    image, text = BATCH["x"][:, 0], BATCH["x"][:, 1]
+    encode = lambda params, image, text: (image @ params["w"], text @ params["w"] + params["b"])
+    contrast = lambda a, b: F.cross_entropy(a @ b.T, torch.arange(len(a)))
+    loss = lambda params, image, text: contrast(*encode(params, image, text))
+    parts = [slice(start, start + 2) for start in range(0, 8, 2)]
+    wrong = total([by_autograd(loss, PARAMS, image[part], text[part]) for part in parts], 1 / N)
+
+    embeddings = funcga.accumulate(encode, N, in_axes=(None, 0, 0), fold=funcga.concat())(PARAMS, image, text)
+    cotangents = funcga.grad(contrast, argnums=(0, 1))(*embeddings)
+    pullback = lambda params, image, text, a, b: sum(
+        (embedding * cotangent).sum() for embedding, cotangent in zip(encode(params, image, text), (a, b), strict=True)
+    )
+    right = funcga.accumulate(funcga.grad(pullback), N, fold=funcga.sum())(PARAMS, image, text, *cotangents)
+    return wrong, right, by_autograd(loss, PARAMS, image, text)
+
+
+def error(tree, true):
+    """The largest difference, relative to the largest element of the true tree; NaN if there is one."""
+    scale = max(float(leaf.abs().max()) for leaf in true.values())
+    differences = [(tree[name].double() - leaf.double()).abs().max() for name, leaf in true.items()]
+    return float(torch.stack(differences).max()) / scale
+
+
+def table():
+    """The tables of the page, a hall each, with the figures of this run."""
+    lines = []
+    for hall in dict.fromkeys(exhibit.hall for exhibit in EXHIBITS):
+        lines += ["", f"## {hall}", "", "| found in | it computed | off by | write |", "|---|---|---|---|"]
+        for item in EXHIBITS:
+            if item.hall == hall:
+                wrong, _, true = item.run()
+                off = error(wrong, true)
+                links = ", ".join(
+                    f"[{thread.replace('#', ' #')}](https://github.com/{thread.replace('#', '/issues/')})"
+                    for thread in item.threads
+                )
+                figure = "NaN" if math.isnan(off) else f"{100 * off:.0f} %"
+                lines.append(f"| {links} | {item.computed} | {figure} | {item.instead} |")
+    return "\n".join([*lines[1:], ""])
+
+
+def with_table(page):
+    """The text of the page, with the tables of this run between its marks."""
+    before, rest = page.split("<!-- exhibits -->\n")
+    return f"{before}<!-- exhibits -->\n{table()}<!-- /exhibits -->\n{rest.split('<!-- /exhibits -->' + chr(10))[1]}"
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 2)
+    PAGE.write_text(with_table(PAGE.read_text()))
