@@ -9,9 +9,9 @@ from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
 from torch_backend import arrays, dlpack, gradients, loop, replicas, sums, trees
 from torch_backend import multi_steps as transforms
+from torch_backend.modules import pure_loss as pure_loss
+from torch_backend.modules import trainable as trainable
 from torch_backend.modules.layers import running_buffers as running_buffers
-from torch_backend.modules.pure_loss import pure_loss as pure_loss
-from torch_backend.modules.pure_loss import trainable as trainable
 from torch_backend.optim.chain import chain as chain
 from torch_backend.optim.clip import clip_grad_norm as clip_grad_norm
 from torch_backend.optim.clip import clip_grad_value as clip_grad_value

@@ -1,6 +1,6 @@
 """The transforms from a loss to its gradient."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -182,18 +182,3 @@ def _acts_on_grad(tensors: Sequence[Any], paths: list[str]) -> FuncgaError:
         f"and here gradients are returned, not left in .grad. Remove it with handle.remove(), and do to the gradients "
         f"that the step returns what it does. A hook of register_hook, on the gradient itself, is called."
     )
-
-
-def check_hooks_called(params: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-    """Raises FuncgaError if a parameter of a module has hooks, and the tensor differentiated in its place has none.
-
-    A transform of torch.func differentiates tensors of its own, and calls no hooks of the tensors they are made of.
-    """
-    for name, tensor in params.items():
-        # A tensor that was computed from a parameter, as in meta-learning, is no leaf, and has no use for its hooks.
-        is_differentiated = tensor.requires_grad and tensor.is_leaf
-        if is_differentiated and _private.hooks_of(parameters[name]) and not _private.hooks_of(tensor):
-            raise FuncgaError(
-                f"`{name}` has a hook of register_hook, which a transform of torch.func does not call. Take the "
-                f"gradient with funcga.grad or funcga.value_and_grad, which do; or remove it with handle.remove()."
-            )

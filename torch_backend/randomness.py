@@ -15,7 +15,7 @@ from torch import nn
 from funcga._types import Array, R, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.modules.pure_loss import PureLoss
+from torch_backend.modules import PureLoss
 
 # The step from one number of a stream to the next, and the two factors of the mix. They are unsigned numbers of 64
 # bits, written as the int64 of the same bits: sums and products wrap around alike.

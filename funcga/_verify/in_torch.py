@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcga._types import GradFn, Tree
 from torch_backend import arrays, trees
 from torch_backend.engine.recording import recording_loss
+from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import modules_in
-from torch_backend.modules.pure_loss import PureLoss
 
 
 def precision(precise: bool) -> AbstractContextManager[None]:

@@ -31,8 +31,8 @@ from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.others import GradsWatch, Surroundings, last_applied
 from torch_backend.engine.recording import is_constant, recording_loss, switched_off
 from torch_backend.gradients import are_plain, put_hooks
+from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_unfrozen
-from torch_backend.modules.pure_loss import PureLoss
 from torch_backend.modules.visits import own_parameters
 from torch_backend.reduce import Reduction
 from torch_backend.replicas import Listener

@@ -1,1 +1,311 @@
-"""Modules as pure functions."""
+"""Modules as pure functions: losses of a module, as functions of its parameters.
+
+Only torch has this file: models of JAX are functions of their parameters as they are.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from funcga._types import LossFn
+from funcga.errors import FuncgaError, similar
+from torch_backend import _private, arrays
+from torch_backend.modules.checks import (
+    ModuleLoss,
+    check_hooks_called,
+    check_module_and_loss,
+    check_none_frozen,
+    check_not_scripted,
+    check_not_wrapped,
+)
+from torch_backend.modules.layers import Watch, called, check_no_max_norm, embeddings_with_max_norm, within_norm
+from torch_backend.modules.visits import Visit, named, owners
+
+Tensors = Mapping[str, torch.Tensor]
+# What loss_fn returns: a scalar, or (scalar, aux).
+Output = object
+
+
+def pure_loss(module: nn.Module, loss_fn: LossFn, *, buffers: bool = False, statistics: bool = False) -> "PureLoss":
+    """`loss(params, *batch)`, pure, from `loss_fn(module, *batch)`: its value where the module has these parameters.
+
+    The module is left as it was, its parameters, buffers and `.grad`s too, whatever happens. The loss works in
+    torch.func and torch.compile. In `accumulate` and `stream` over `funcga.grad(loss)` the parameters are in the module
+    during a micro-batch; between two of them it has its own. Other threads that use the module through a pure_loss wait
+    meanwhile. Give it to `funcga.grad` as it is if the module has checkpoints: they run it again in the backward pass,
+    and find the parameters only then. More terms of the loss can be written in loss_fn, which has the parameters as
+    `module.parameters()`.
+
+    `params` are `{name: tensor}`, such as `torch_backend.trainable(module)`, the parameters that require grad. Those
+    that are not given are the module's own, as they are: they are not copied, and get no gradient. A parameter that the
+    module uses under several names, tied, has one of them. What is left out and requires grad is recorded, as in a loop
+    by hand; frozen by requires_grad_(False), its activations are not kept.
+
+    Args:
+        module: any module, in train or eval mode as it is at the time of a call.
+        loss_fn: `loss_fn(module, *batch)` returns a scalar, or (scalar, aux) for has_aux=True.
+        buffers: if False, every call sees the module's own buffers, and what it writes to them, as BatchNorm does its
+            running statistics, is dropped. If True, they are an argument and a result:
+            `loss(params, buffers, *batch) -> (loss, buffers)`, or `(loss, (aux, buffers))`; `{name: tensor}` as
+            `dict(module.named_buffers())`. To thread them through a window they are CARRY among the arguments and
+            carry() among the folds; `module.load_state_dict(buffers, strict=False)` writes them back.
+        statistics: if True, what the BatchNorm layers see of a micro-batch is a result: `loss(params, *batch) ->
+            (loss, statistics)`, or `(loss, (aux, statistics))`; `{name of the layer: tensor [3, channels]}`, a leaf for
+            the fold `pooled()`, which makes of them what the layers saw of the window, as if of one batch. With
+            `running_buffers` the running statistics are updated once a window. It is for layers in train mode that have
+            running statistics, which loss_fn must not read meanwhile, and not for torch.compile, though the module may
+            be compiled. Each micro-batch is still normalised by its own statistics, so that the gradient is not that of
+            the whole batch, and what a layer behind another BatchNorm sees depends on n.
+
+    Returns:
+        A function for `funcga.grad` and `funcga.value_and_grad`, torch.func, or to be called by itself.
+
+    Raises:
+        FuncgaError: for names that the module does not have, for gradients of frozen parameters, for modules wrapped in
+            DDP or FSDP, whose gradients would silently not be reduced, for a micro-batch with one value per channel of
+            a BatchNorm layer, for an embedding with max_norm that would shorten a row, and where threads would wait for
+            one another for ever. With statistics=True if there is no such layer, if one runs twice in a forward pass,
+            or is a SyncBatchNorm.
+
+    Example:
+        >>> model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+        >>> loss_fn = lambda model, x, y: F.cross_entropy(model(x), y)
+        >>> params, x, y = torch_backend.trainable(model), torch.randn(10, 3), torch.randint(2, (10,))
+        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn)), n=4)
+        >>> value, grads = step(params, x, y)
+
+        >>> gradient = funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn, buffers=True), has_aux=True)
+        >>> fold = ((funcga.mean(), funcga.carry()), funcga.mean())
+        >>> step = funcga.accumulate(gradient, n=4, in_axes=(None, funcga.CARRY, 0, 0), fold=fold)
+        >>> (value, buffers), grads = step(params, dict(model.named_buffers()), x, y)
+
+        >>> gradient = funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn, statistics=True), has_aux=True)
+        >>> step = funcga.accumulate(gradient, n=4, fold=((funcga.mean(), funcga.pooled()), funcga.mean()))
+        >>> (value, statistics), grads = step(params, x, y)
+        >>> model.load_state_dict(torch_backend.running_buffers(model, statistics), strict=False).unexpected_keys
+        []
+    """
+    check_module_and_loss(module, loss_fn, "pure_loss")
+    check_not_scripted(module)
+    check_not_wrapped(module)
+    if buffers and statistics:
+        raise FuncgaError(
+            "pure_loss was given buffers=True and statistics=True: running statistics are threaded from one "
+            "micro-batch to the next, or pooled over them all. Give one of the two."
+        )
+    return PureLoss(module, loss_fn, buffers, statistics, _Calling(module))
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """`{name: parameter}` of the module's parameters that require grad, as `module.named_parameters()` names them.
+
+    What a `pure_loss`, or `torch.func.functional_call`, takes as params where some are frozen, as in LoRA: the others
+    are the module's own there. They cost no gradient and no memory, and no optimizer moves them.
+
+    Args:
+        module: any module. A parameter that it uses under several names, tied, is named once.
+
+    Returns:
+        A new dict of the module's own parameters, in the module's order.
+
+    Raises:
+        FuncgaError: if no parameter requires grad, or `module` is not a module.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        >>> model[0] = model[0].requires_grad_(False)
+        >>> list(torch_backend.trainable(model))
+        ['1.weight', '1.bias']
+        >>> loss_fn = lambda model, x, y: F.mse_loss(model(x), y)
+        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn)), n=4)
+        >>> loss, grads = step(torch_backend.trainable(model), torch.randn(10, 3), torch.randn(10, 1))
+        >>> torch_backend.assign_grads(model, grads)
+    """
+    if not isinstance(module, nn.Module):
+        raise FuncgaError(
+            f"trainable was given {type(module).__name__} as its module. Pass the module whose parameters are trained: "
+            f"torch_backend.trainable(model)."
+        )
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not trained:
+        raise FuncgaError(
+            f"no parameter of the {type(module).__name__} requires grad, so there is nothing to train. Unfreeze what "
+            f"is to be trained: module.requires_grad_(True), or parameter.requires_grad_(True)."
+        )
+    return trained
+
+
+@dataclass(frozen=True, eq=False)
+class PureLoss(ModuleLoss):
+    """A pure function of a module's parameters. Made by `pure_loss`."""
+
+    module: nn.Module
+    loss_fn: LossFn
+    buffers: bool
+    statistics: bool
+    calling: "_Calling"
+
+    def __call__(self, params: Tensors, *args: object, **kwargs: object) -> Output:
+        """The loss of a batch with these parameters; with the buffers, if they are threaded."""
+        if torch.compiler.is_compiling():
+            return self._traced(params, *args, **kwargs)
+        with self.entered(params) as loss:
+            return loss(*args, **kwargs)
+
+    def entered(self, params: Tensors, recorded: bool = False) -> "Entered":
+        """A context in which the module has these parameters, and its value is called as `loss(*batch)`.
+
+        `recorded`: parameters that are left out require grad if the module's own do. Functions that recompute in the
+        backward pass may be recorded for their sake alone.
+
+        It can be entered again and again. While it is entered, other threads that want to put parameters into the
+        module, or into one that overlaps with it, wait.
+        """
+        return Entered(self, params, recorded)
+
+    def _traced(self, params: Tensors, *args: object, **kwargs: object) -> Output:
+        """The same by functional_call, which torch.compile knows, also in a loop."""
+        if self.statistics:
+            raise FuncgaError(
+                "pure_loss(..., statistics=True) is in a function that torch.compile compiles, where layers cannot be "
+                "watched. Call the step without torch.compile; the module itself may be compiled. Or thread the "
+                "buffers: buffers=True."
+            )
+        check_no_max_norm(self.module)
+        parts = [*owners(self.module)]
+        parameters = named(parts, _private.PARAMETERS)
+        _by_what_they_replace(params, parameters, "parameters")
+        check_none_frozen(params, parameters)
+        buffers = dict(self.module.named_buffers())
+        threaded: Tensors = {}
+        if self.buffers:
+            threaded, args = args[0], args[1:]  # type: ignore[assignment]
+            _by_what_they_replace(threaded, named(parts, _private.BUFFERS), "buffers")
+            buffers.update(threaded)
+        # The buffers are copied: functional_call lets the module write to the tensors that it gets.
+        tensors = {f"module.{name}": tensor for name, tensor in params.items()}
+        tensors |= {f"module.{name}": tensor.clone() for name, tensor in buffers.items()}
+        output, after = torch.func.functional_call(self.calling, tensors, (self.loss_fn, *args), kwargs)
+        return _with_state(output, {name: after[name] for name in threaded}) if self.buffers else output
+
+
+class _Calling(nn.Module):
+    """A module around the module, so that functional_call runs loss_fn on it."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, loss_fn: LossFn, *args: object, **kwargs: object) -> tuple[Output, dict[str, torch.Tensor]]:
+        output = loss_fn(self.module, *args, **kwargs)
+        return output, {name: buffer.detach() for name, buffer in self.module.named_buffers()}
+
+
+_NOTHING = nullcontext()
+
+
+class Entered:
+    """A context in which the module of a loss has other parameters: `loss(*batch)`. It can be entered again."""
+
+    def __init__(self, loss: PureLoss, params: Tensors, recorded: bool):
+        check_not_wrapped(loss.module)
+        self.loss, self.params = loss, params
+        self.visit = Visit(loss.module, self._chosen, recorded)
+        self.embeddings = embeddings_with_max_norm(self.visit.owners)
+        self.watch: Watch | None = None
+        self.stack: ExitStack | None = None
+
+    def _chosen(self, parameters: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The params by the ids of the module's own parameters, checked."""
+        replacements = _by_what_they_replace(self.params, parameters, "parameters")
+        check_none_frozen(self.params, parameters)
+        # The engine puts the hooks of a parameter on its leaf, and autograd calls them there. torch.func calls none.
+        if _private.transforms():
+            check_hooks_called(self.params, parameters)
+        return replacements
+
+    def __enter__(self) -> "Entered":
+        # Usually there is nothing to watch, and a stack would cost time in each micro-batch.
+        if not (self.loss.statistics or self.embeddings):
+            self.visit.__enter__()
+            return self
+        with ExitStack() as stack:
+            stack.enter_context(self.visit)
+            stack.enter_context(within_norm(self.embeddings))
+            if self.loss.statistics:
+                self.watch = Watch(self.loss.module) if self.watch is None else self.watch
+                stack.enter_context(self.watch.watching())
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        (self.visit if self.stack is None else self.stack).__exit__(*error)  # type: ignore[arg-type]
+
+    def __call__(self, *args: object, **kwargs: object) -> Output:
+        """The loss of a batch, on copies of the module's own buffers, or of those that are threaded."""
+        loss, threaded = self.loss, dict[str, torch.Tensor]()
+        if loss.buffers:
+            threaded, args = args[0], args[1:]  # type: ignore[assignment]
+            buffers = named(self.visit.owners, _private.BUFFERS)
+            self.visit.put_buffers(_by_what_they_replace(threaded, buffers, "buffers"))
+        else:
+            self.visit.put_buffers({})
+        with _NOTHING if self.watch is None else self.watch.micro_batch():
+            output = called(loss.loss_fn, loss.module, *args, **kwargs)
+        if self.watch is not None:
+            return _with_state(output, self.watch.statistics())
+        if not loss.buffers:
+            return output
+        # They are copied: a checkpoint runs the forward pass again later, and writes to the buffers once more.
+        after = named(self.visit.owners, _private.BUFFERS)
+        return _with_state(output, {name: after[name].detach().clone() for name in threaded})
+
+
+def _with_state(output: Output, state: dict[str, torch.Tensor]) -> tuple[Output, Output]:
+    if isinstance(output, tuple | list) and len(output) == 2:
+        return output[0], (output[1], state)
+    return output, state
+
+
+def _by_what_they_replace(tensors: Tensors, originals: Tensors, what: str) -> dict[int, torch.Tensor]:
+    """The tensors by the ids of the module's own. Raises FuncgaError for names that are not the module's."""
+    if not isinstance(tensors, Mapping):
+        raise FuncgaError(
+            f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of name to tensor, such "
+            f"as dict(module.named_{what}())."
+        )
+    # Usually all fit, and one comparison for all of them shows it. Only if not is the culprit looked for.
+    if originals.keys() >= tensors.keys():
+        replaced = [originals[name] for name in tensors]
+        by_id = dict(zip(map(id, replaced), tensors.values(), strict=True))
+        shapes = [tensor.shape if isinstance(tensor, torch.Tensor) else None for tensor in tensors.values()]
+        if shapes == [tensor.shape for tensor in replaced] and len(by_id) == len(tensors):
+            return by_id
+    raise _misfit(tensors, originals, what)
+
+
+def _misfit(tensors: Tensors, originals: Tensors, what: str) -> FuncgaError:
+    """The error for the first tensor that the module does not take."""
+    spelling = f"dict(module.named_{what}())"
+    first_names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if name not in originals:
+            return FuncgaError(
+                f"the module has no `{name}`{similar(name, originals)} among its {what}. Their names are those "
+                f"of {spelling}."
+            )
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != originals[name].shape:
+            return FuncgaError(
+                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(originals[name])}. "
+                f"Give each of the {what} in the shape that it has there: {spelling}."
+            )
+        # Two names of one tensor: it can be replaced only once.
+        twin = first_names.setdefault(id(originals[name]), name)
+        if twin != name:
+            break
+    return FuncgaError(
+        f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as {spelling} does."
+    )

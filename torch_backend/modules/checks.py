@@ -17,7 +17,7 @@ from funcga._call.arguments import argument_names
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, LossFn, Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays, trees
+from torch_backend import _private, arrays, trees
 
 # --- arguments that are no module, or no loss
 
@@ -73,8 +73,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     """How the module is wrapped to reduce its gradients; None if it is not."""
     # A wrapper whose module is not imported can wrap nothing, so nothing is imported here.
     for kind in _KINDS:
-        wrapping = getattr(sys.modules.get(kind.module), kind.class_name, None)
-        if wrapping is not None and isinstance(module, wrapping):
+        if kind.module in sys.modules and isinstance(module, vars(sys.modules[kind.module]).get(kind.class_name, ())):
             return kind
     return None
 
@@ -217,6 +216,21 @@ def _frozen(path: str, count: int) -> FuncgaError:
         f"Give the parameters that are trained: torch_backend.trainable(module). Or unfreeze it: "
         f"parameter.requires_grad_(True)."
     )
+
+
+def check_hooks_called(params: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises FuncgaError if a parameter of a module has hooks, and the tensor differentiated in its place has none.
+
+    A transform of torch.func differentiates tensors of its own, and calls no hooks of the tensors they are made of.
+    """
+    for name, tensor in params.items():
+        # A tensor that was computed from a parameter, as in meta-learning, is no leaf, and has no use for its hooks.
+        is_differentiated = tensor.requires_grad and tensor.is_leaf
+        if is_differentiated and _private.hooks_of(parameters[name]) and not _private.hooks_of(tensor):
+            raise FuncgaError(
+                f"`{name}` has a hook of register_hook, which a transform of torch.func does not call. Take the "
+                f"gradient with funcga.grad or funcga.value_and_grad, which do; or remove it with handle.remove()."
+            )
 
 
 def check_not_differentiated(name: str, tree: Tree) -> None:

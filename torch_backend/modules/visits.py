@@ -209,7 +209,7 @@ def _original(tensor: Array, thread: int) -> Array:
 
 def _thread_of(tensor: object) -> int | None:
     """The thread that has put this tensor into a module, where it stands in for another one."""
-    thread, _ = getattr(tensor, "_stands_in", (None, None))
+    thread, _ = vars(tensor).get("_stands_in", (None, None)) if isinstance(tensor, torch.Tensor) else (None, None)
     return thread
 
 
@@ -284,8 +284,10 @@ _REGISTER = _Register()
 
 def _seconds_worked(thread: int) -> float:
     """The CPU time of a thread; where the system does not tell, the clock, as if the thread never rested."""
-    clock = getattr(time, "pthread_getcpuclockid", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock(thread))
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    except AttributeError:
+        return time.monotonic()
 
 
 def _deadlock(module: nn.Module) -> FuncgaError:

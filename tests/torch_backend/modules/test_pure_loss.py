@@ -377,7 +377,7 @@ def test_an_exception_leaves_the_module_as_it_was(where):
 
 
 def test_what_goes_in_is_worked_out_once_a_window(monkeypatch):
-    from torch_backend.modules.pure_loss import PureLoss
+    from torch_backend.modules import PureLoss
 
     module, (x, y) = net(), batch()
     monkeypatch.setattr(PureLoss, "entered", (made := counted(PureLoss.entered))[0])
