@@ -24,7 +24,7 @@ from torch_backend.randomness import example_keys as example_keys
 from torch_backend.randomness import sampled as sampled
 from torch_backend.randomness import seeded as seeded
 from torch_backend.replicas import Replicas as Replicas
-from torch_backend.wrapped.gradient import module_value_and_grad as module_value_and_grad
+from torch_backend.wrapped import module_value_and_grad as module_value_and_grad
 
 __all__ = [
     "Replicas",

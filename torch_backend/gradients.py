@@ -162,15 +162,15 @@ _NO_HOOKS = (None, None)
 def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any], paths: Callable[[], list[str]]) -> bool:
     """Puts the gradient hooks of the tensors on their leaves, to be called in every micro-batch; whether there are any.
 
-    Raises FuncgaError, with its path, for a tensor with hooks that act on its `.grad`.
+    A tensor may be its own leaf. Raises FuncgaError, with its path, for one with hooks that act on its `.grad`.
     """
     if any(map(_private.acts_on_grad, tensors)):
         raise _acts_on_grad(tensors, paths())
     hooks_of_tensors = [*map(_private.hooks_of, tensors)]
     if not any(hooks_of_tensors):
         return False
-    for leaf, hooks in zip(leaves, hooks_of_tensors, strict=True):
-        for hook in [] if hooks is None else hooks.values():
+    for tensor, leaf, hooks in zip(tensors, leaves, hooks_of_tensors, strict=True):
+        for hook in [] if hooks is None or leaf is tensor else hooks.values():
             leaf.register_hook(hook)
     return True
 

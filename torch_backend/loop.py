@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -17,62 +17,17 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import arrays, trees
 from torch_backend.dtensor import devices_of_rows, local_rows
+from torch_backend.engine import Window
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.recording import is_recorded
-from torch_backend.engine.window import Engine, detached, result_of_others
+from torch_backend.engine.window import Engine, detached, reduction_of, result_of_others
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.agreement import Progress
 from torch_backend.wrapped.gradient import ModuleGradient
-from torch_backend.wrapped.window import ModuleWindow
-
-
-class Window(Protocol):
-    """One window: every micro-batch is folded into it, then it gives the result.
-
-    It is a context: leaving it undoes whatever it has changed, and tells the replicas that wait for it of an error.
-
-    `records`: whether autograd records what is computed. `may_be_short`: whether other replicas may have more
-    micro-batches, so there may be fewer than n here, or none. `looks_ahead`: whether `fold` must be told which
-    micro-batch is the last.
-    """
-
-    records: bool
-    may_be_short: bool
-    looks_ahead: bool
-
-    def __enter__(self) -> Self:
-        """Begins the window, before its arguments are read."""
-        ...
-
-    def __exit__(self, *error: Any) -> None:
-        """Ends it."""
-        ...
-
-    def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
-        """The arguments without graphs; `leading`: those before the micro-batch of a stream."""
-        ...
-
-    def fold(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
-    ) -> list[Any]:
-        """Folds one micro-batch in, which is `args`, and returns the state that is threaded to the next."""
-        ...
-
-    def result(self, state: list[Any]) -> Tree:
-        """The normalised result, in the structure of grad_fn's output."""
-        ...
-
-    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
-        """The result where other replicas have micro-batches and this one has none; `state` is what came in."""
-        ...
 
 
 def _window_of(program: Program, backend: Backend) -> Window:
-    """The window for a program: by autograd where funcga made the gradient function, otherwise by calls of grad_fn.
-
-    A module that reduces its gradients itself has a window of its own.
-    """
+    """The window for a program: by autograd where funcga made the gradient function, otherwise by calls of grad_fn."""
     grad_fn = program.grad_fn
     if program.across is not None and arrays.in_transform():
         raise _differentiated_across()
@@ -82,10 +37,8 @@ def _window_of(program: Program, backend: Backend) -> Window:
     if may_be_wrapped and check_no_wrapped_module_in(grad_fn):
         program.keep(_NotWrapped)
     if isinstance(grad_fn, ModuleGradient):
-        return ModuleWindow(program, grad_fn, backend)
-    reduction = None
-    if program.across is not None:
-        reduction = Reduction(program.keep(Progress, program.step), program.replicas(backend))
+        return grad_fn.window(program, backend)
+    reduction = reduction_of(program, backend)
     if isinstance(grad_fn, GradientFunction):
         # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
         if not (torch.compiler.is_compiling() or arrays.in_transform()):
@@ -325,7 +278,7 @@ class Calls:
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
         """The result on a replica that has nothing to fold."""
         assert self.reduction is not None
-        return result_of_others(self.program, self.reduction, arguments, state)
+        return result_of_others(lambda value: self.program.bind(value, arguments)[0], self.reduction, arguments, state)
 
 
 def is_traced(tree: Any) -> bool:

@@ -100,8 +100,6 @@ class Backward:
         self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
         self.begun = False  # whether every sum has an accumulator
         self.accumulators: list[torch.Tensor] = []  # all of them, where every leaf has one as its `.grad`, and no hook
-        # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
-        self.versions = sum(map(_private.version, self.inputs))
         self.autocast = (
             autocasting({leaf.device.type for leaf in self.inputs}) if _private.is_any_autocast_enabled() else []
         )
@@ -285,14 +283,8 @@ class Backward:
     def release(self) -> None:
         """Takes the accumulators from the leaves, so that the buffers alone hold them.
 
-        Raises FuncgaError if a parameter, or its `.grad`, was written to during the window.
+        Raises FuncgaError if a `.grad` was replaced during the window.
         """
-        if sum(map(_private.version, self.inputs)) != self.versions:
-            raise FuncgaError(
-                "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of "
-                "its micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the "
-                "parameters when the window is done."
-            )
         if not self.accumulators or any(map(operator.is_not, map(_GRAD, self.inputs), self.accumulators)):
             self._check_grads()
         for leaf in self.inputs:

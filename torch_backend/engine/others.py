@@ -91,15 +91,21 @@ def _is_compiled(kind: type) -> bool:
 
 
 @contextmanager
-def left_alone(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A context in which these leaves have no `.grad`. Each gets its own back afterwards."""
-    before = [(leaf, leaf.grad) for leaf in leaves]
-    for leaf, _ in before:
+def left_alone(leaves: Iterable[torch.Tensor], with_dtypes: bool = False) -> Iterator[None]:
+    """A context in which these leaves have no `.grad`. Each gets its own back afterwards.
+
+    `with_dtypes`: they may get gradients of other dtypes meanwhile.
+    """
+    before = [(leaf, leaf.grad, leaf.grad_dtype if with_dtypes else None) for leaf in leaves]
+    for leaf, _, _ in before:
         leaf.grad = None
     try:
         yield
     finally:
-        for leaf, gradient in before:
+        for leaf, gradient, dtype in before:
+            leaf.grad = None
+            if with_dtypes and leaf.grad_dtype != dtype:
+                leaf.grad_dtype = dtype
             leaf.grad = gradient
 
 

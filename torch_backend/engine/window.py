@@ -4,18 +4,20 @@ Only torch has this file: XLA fuses the sum into the loop by itself.
 
 For each parameter the call makes a leaf of its own, `p.detach().requires_grad_()`, which shares the parameter's memory.
 So arguments, modules and their `.grad`s stay as they are, and everything that autograd can do works: checkpointing,
-saved-tensor hooks, custom functions, compiled losses.
+saved-tensor hooks, custom functions, compiled losses. Of a module's own gradients the leaves are its parameters
+themselves, whose `.grad`s are put aside meanwhile.
 """
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
@@ -26,33 +28,51 @@ from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
+from torch_backend.dtensor import as_dtensor, is_dtensor, local
 from torch_backend.engine.backward import Backward, Routes, autocasting, ran_backward
 from torch_backend.engine.buffers import Buffers, Layout
-from torch_backend.engine.others import GradsWatch, Surroundings, last_applied
+from torch_backend.engine.others import GradsWatch, Surroundings, last_applied, left_alone
 from torch_backend.engine.recording import is_constant, recording_loss, switched_off
 from torch_backend.gradients import are_plain, put_hooks
 from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_unfrozen
+from torch_backend.modules.layers import called
 from torch_backend.modules.visits import own_parameters
 from torch_backend.reduce import Reduction
+from torch_backend.reduce.agreement import Progress
 from torch_backend.replicas import Listener
 
 _NOTHING = nullcontext()
+_OWN = -1  # in place of the index of an argument: the module's own parameters
 
 
 class Engine:
-    """One window of a program whose grad_fn is a GradientFunction: `fold` each micro-batch, then take the `result`."""
+    """One window of a gradient that autograd computes: `fold` each micro-batch, then take the `result`.
+
+    With a `module` the gradients are those of its own parameters, and `gradient` is that of `loss_fn(module, *args)`.
+    """
 
     records = True
     inference: AbstractContextManager[object] = _NOTHING  # in which tensors can be recorded
 
-    def __init__(self, program: Program, gradient: GradientFunction, backend: Backend, reduction: Reduction | None):
+    def __init__(
+        self,
+        program: Program,
+        gradient: GradientFunction,
+        backend: Backend,
+        reduction: Reduction | None,
+        module: nn.Module | None = None,
+    ):
+        self.module = module
         self.program, self.gradient, self.backend, self.reduction = program, gradient, backend, reduction
         self.looks_ahead = self.may_be_short = reduction is not None
         self.kept = program.keep(Kept)
         self.backward: Backward | None = None  # None before the first loss
         self.hooked = False  # whether a parameter has hooks
         self.watch: GradsWatch | None = None
+        self.others = ExitStack()  # ends with the `.grad`s of others as they were
+        # Whether the replicas merge the shards of parameters that lie on other meshes, once the window is over.
+        self.merges_shards = False
         self.unreached = False  # whether a loss reached no leaf, though it should have
         # Losses may call collectives themselves. One listener hears those of any group, the other only those of the
         # group that gradients may travel over.
@@ -74,15 +94,16 @@ class Engine:
         self.inference.__exit__(*error)
         if error[0] is not None and self.reduction is not None:
             self.reduction.give_up()
-        if self.watch is not None:
-            self.watch.changed()  # restores the `.grad`s after an exception, too
+        self.others.close()  # restores the `.grad`s after an exception, too
         # Autocast caches a cast of each leaf. The leaves end with the window, and the casts would outlive them.
         if _private.is_any_autocast_enabled() and autocasting(("cuda",)):
             torch.clear_autocast_cache()
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs, except those that are differentiated; `leading`: those of a stream."""
-        if leading:
+        if self.module is not None:
+            argnums: tuple[int, ...] = ()
+        elif leading:
             entries = self.gradient.argnums
             argnums = entries if isinstance(entries, tuple) else (entries,)
         else:
@@ -142,13 +163,18 @@ class Engine:
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
         """Makes leaves of the arguments that are differentiated and are not split."""
         self.since = last_applied()
+        if self.module is not None:
+            self._begin_with_parameters(self.module)
+            return
         self.arity, self.argnums = len(args), self._argnums(len(args))
         self.whole_args = {argnum: args[argnum] for argnum in self.argnums if not arguments.parts[argnum].axes}
         self.is_whole = len(self.whole_args) == len(self.argnums)
         self.leaves = {argnum: self._leaves_of(arg, argnum) for argnum, arg in self.whole_args.items()}
         # A loss that runs .backward() on the parameters themselves would write to their `.grad`s.
         watched = [leaf for leaf in self._originals() if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        self.watch = GradsWatch(watched) if watched else None
+        if watched:
+            self.watch = GradsWatch(watched)
+            self.others.callback(self.watch.changed)
         # The context that the loss is called in, and the first argument that it is given. A pure_loss is given no
         # parameters: during the visit they are in its module.
         self.visit: AbstractContextManager[Callable[..., Any]] = nullcontext(self.gradient.loss_fn)
@@ -156,6 +182,19 @@ class Engine:
         if isinstance(self.gradient.loss_fn, PureLoss) and not arguments.parts[0].axes:
             params = self.leaves[0].tree if 0 in self.leaves else args[0]
             self.visit, self.first = self.gradient.loss_fn.entered(params, recorded=True), 1
+
+    def _begin_with_parameters(self, module: nn.Module) -> None:
+        """Takes the module's own parameters for the leaves. None of them is an argument."""
+        params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        leaves: list[torch.Tensor | None] = [*params.values()]
+        structure = trees.flatten(params)[1]
+        self.arity, self.argnums, self.whole_args, self.is_whole = 0, (_OWN,), {_OWN: params}, True
+        self.leaves = {_OWN: _Leaves(params, leaves, structure, leaves)}
+        if not are_plain(leaves):
+            self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, _OWN))
+        self.others.enter_context(left_alone(params.values(), with_dtypes=True))
+        self.merges_shards = self.reduction is not None and any(map(is_dtensor, leaves))
+        self.visit, self.first = nullcontext(partial(called, self.gradient.loss_fn, module)), 0
 
     def _originals(self) -> list[Any]:
         """The tensors that the leaves of the whole window are made of."""
@@ -186,7 +225,8 @@ class Engine:
         return _Leaves(trees.unflatten(structure, leaves), leaves, structure, originals)
 
     def _paths(self, tree: Tree, argnum: int) -> list[str]:
-        return leaf_paths(tree, trees, argument_names(self.gradient.loss_fn, argnum + 1)[argnum])
+        name = "parameters" if argnum == _OWN else argument_names(self.gradient.loss_fn, argnum + 1)[argnum]
+        return leaf_paths(tree, trees, name)
 
     def _evaluate(
         self, loss_fn: Callable[..., Any], args: list[Tree], kwargs: dict[str, Tree]
@@ -210,7 +250,7 @@ class Engine:
         announce = None
         if self.reduction is not None:
             self._note_collectives()
-            if last and self.reduction.overlaps:
+            if last and not self.merges_shards and self.reduction.overlaps:
                 announce = partial(self._announce, self.reduction, weight)
         return announce, self.any_group.heard
 
@@ -253,8 +293,12 @@ class Engine:
                 # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
                 self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
             value = self.gradient.compose(loss, aux, [leaves[argnum].tree for argnum in self.argnums])
-            self.reduction.begin(self.buffers, trees.flatten(value)[0])
+            self.likes = trees.flatten(value)[0]
+            if not self.merges_shards:
+                self.reduction.begin(self.buffers, self.likes)
         in_backward = self._by_leaf_index(plan.in_backward)
+        # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
+        self.versions = sum(map(_private.version, in_backward.values()))
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
         seeds = not self.hooked
         return Backward(self.buffers, in_backward, plan.routes, lambda: self.around, self.since, seeds)
@@ -312,7 +356,8 @@ class Engine:
     def around(self) -> Surroundings:
         """What functions of the loss may write to in backward passes of their own."""
         paths = lambda: [path for argnum, tree in self.whole_args.items() for path in self._paths(tree, argnum)]
-        return Surroundings(self._originals(), paths, self.gradient, in_module=self.first == 1)
+        in_module = self.first == 1 or self.module is not None
+        return Surroundings(self._originals(), paths, self.gradient, in_module)
 
     # --- the end of the window
 
@@ -321,28 +366,62 @@ class Engine:
         assert self.backward is not None
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.arity, self.backend)
-        # The leaves give the accumulators back first: from here on only the buffers hold them.
+        # A module may write to parameters of its own, as an embedding with max_norm does.
+        if self.module is None and sum(map(_private.version, self.backward.inputs)) != self.versions:
+            raise FuncgaError(
+                "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of "
+                "its micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the "
+                "parameters when the window is done."
+            )
+        # The leaves give the accumulators back: from here on only the buffers hold them.
         self.backward.release()
         if self.watch is not None:
             self.watch.check()
         self.buffers.settle(self.backward.leaves)
-        if self.reduction is not None:
-            if not self.reduction.sums.sent:
-                self._note_collectives()  # those of the last backward pass, too
-            state = self.reduction.finish(state)
-        return self.buffers.result(state)
+        if self.reduction is None:
+            return self.buffers.result(state)
+        if self.merges_shards:
+            self.buffers.reduced = [*map(local, self.buffers.reduced)]
+            self.reduction.begin(self.buffers, [*map(local, self.likes)])
+        if not self.reduction.sums.sent:
+            self._note_collectives()  # those of the last backward pass, too
+        state = self.reduction.finish(state)
+        return self._on_meshes(self.buffers.result(state))
+
+    def _on_meshes(self, result: Tree) -> Tree:
+        """The result with the gradients of a module where its parameters lie."""
+        if not self.merges_shards:
+            return result
+        value, grads = result
+        return value, {name: as_dtensor(grads[name], p) for name, p in self.leaves[_OWN].tree.items()}
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
         """The result on a replica that has nothing to fold."""
         assert self.reduction is not None
-        return result_of_others(self.program, self.reduction, arguments, state)
+        bind = lambda value: self.program.bind(value, arguments)[0]
+        if self.module is not None:
+            self._begin_with_parameters(self.module)
+            # The others say what their shards are like, and here the parameters are.
+            bind = lambda value: self.program.bind((value[0], self.leaves[_OWN].tree), arguments)[0]
+        return self._on_meshes(result_of_others(bind, self.reduction, arguments, state))
 
 
-def result_of_others(program: Program, reduction: Reduction, arguments: Arguments, state: list[Any]) -> Tree:
-    """The result on a replica that has nothing to fold; `arguments` are all that it was called with."""
+def reduction_of(program: Program, backend: Backend) -> Reduction | None:
+    """What merges a window over the replicas of `across=`; None without it."""
+    if program.across is None:
+        return None
+    return Reduction(program.keep(Progress, program.step), program.replicas(backend))
+
+
+def result_of_others(
+    bind: Callable[[Tree], Outputs], reduction: Reduction, arguments: Arguments, state: list[Any]
+) -> Tree:
+    """The result on a replica that has nothing to fold; `arguments` are all that it was called with.
+
+    `bind(value)` is the Outputs of a value like those of the others.
+    """
     leaves = [leaf for part in arguments.parts for leaf in trees.flatten(part.value)[0] if arrays.is_array(leaf)]
-    device = leaves[0].device if leaves else torch.device("cpu")
-    reduction.take_part(lambda value: program.bind(value, arguments)[0], device)
+    reduction.take_part(bind, leaves[0].device if leaves else torch.device("cpu"))
     state = reduction.finish(state)
     return reduction.buffers.result(state)
 

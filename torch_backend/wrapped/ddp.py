@@ -1,4 +1,4 @@
-"""What wrappers of a module need over a window: the base class, for no wrapper; DistributedDataParallel; replicate.
+"""What wrappers of a module need over a window: the base class; DistributedDataParallel; replicate.
 
 Only torch has this file: in JAX nothing synchronises but what the program says.
 
@@ -23,23 +23,23 @@ from torch_backend.replicas import Listener, Replicas, replicas_of
 
 
 class Wrapper:
-    """How the gradients of a module are reduced over a window. The base class is for a module that nothing wraps.
+    """How a wrapper reduces the gradients of a module over a window.
 
-    `wrapped`: the outermost modules that are wrapped. `fresh`: whether the gradients lie in memory that nobody else
-    will write to. `in_step`: whether all replicas need equally many micro-batches, even if all but the last wait.
-    `remedy`: what to do where sums in 16 bits are refused.
+    `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the gradients lie in memory
+    that nobody else will write to. `in_step`: whether all replicas need equally many micro-batches, even if all but the
+    last wait. `remedy`: what to do where sums in 16 bits are refused.
     """
 
     fresh = False
     in_step = False
-    remedy = "Use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), which sums in float32."
+    remedy: str
 
-    def __init__(self, module: nn.Module, wrapped: Sequence[nn.Module] = (), name: str = ""):
+    def __init__(self, module: nn.Module, wrapped: Sequence[nn.Module], name: str):
         self.module, self.wrapped, self.name = module, wrapped, name
 
     def covered(self) -> set[int]:
-        """The ids of the parameters whose gradients it computes."""
-        return {id(p) for p in self.module.parameters()}
+        """The ids of the parameters whose gradients it reduces."""
+        raise NotImplementedError
 
     def check(self, sync: str) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
@@ -56,15 +56,11 @@ class Wrapper:
 
     def check_outer(self) -> None:
         """Raises FuncgaError if it cannot be told when to all-reduce over the outer of two dimensions of a mesh."""
-        raise FuncgaError(
-            f'sync="outer" was asked of {self.name or "a module that is not wrapped"}, which has no outer mesh to '
-            f"all-reduce over. It is for fully_shard with a mesh of two dimensions (HSDP). Write "
-            f'sync="last", to synchronise once, or sync="every".'
-        )
+        raise no_outer_mesh(self.name)
 
     def groups_of_parts(self) -> list[list[dist.ProcessGroup]]:
         """For every wrapped part the process groups that its gradients are reduced over, the inner one first."""
-        return []
+        raise NotImplementedError
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Those of all parts, which `check` has found to have the same."""
@@ -75,8 +71,6 @@ class Wrapper:
 
         Raises FuncgaError if the two differ.
         """
-        if not self.name:
-            return [] if across is None else [replicas_of(across)]
         # On a mesh of two dimensions a process sees only its own row, the inner group, and its own column, the outer
         # one. All other ranks follow from these, because the rows are the same row shifted along the column.
         inner, *outer = map(_ranks, self.groups())
@@ -120,6 +114,14 @@ class Wrapper:
 
     def recover(self) -> None:
         """Forgets a window that an exception has ended."""
+
+
+def no_outer_mesh(what: str) -> FuncgaError:
+    """The error for a module, wrapped by this, without an outer dimension of a mesh to all-reduce over."""
+    return FuncgaError(
+        f'sync="outer" was asked of {what}, which has no outer mesh to all-reduce over. It is for fully_shard with a '
+        f'mesh of two dimensions (HSDP). Write sync="last", to synchronise once, or sync="every".'
+    )
 
 
 class DDP(Wrapper):

@@ -1,140 +1,36 @@
-"""Gradients of modules that reduce them by themselves: DDP, FSDP1, FSDP2 and replicate.
+"""The gradient function of a module's own parameters.
 
-Only torch has this file: in JAX nothing reduces gradients but the program.
+Only torch has this file: models of JAX are functions of their parameters.
 """
 
 import inspect
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 
 import torch
 from torch import nn
 
+from funcga._backend import Backend
 from funcga._backend.dispatch import load
 from funcga._call.arguments import Argument, Arguments
-from funcga._call.program import Program
-from funcga._grad import check_scaled
+from funcga._call.program import OwningGradient, Program
+from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
-from torch_backend.modules.checks import check_module_and_loss, kind_of
-from torch_backend.wrapped.ddp import Wrapper
-from torch_backend.wrapped.window import ModuleWindow, WrappedLoss
+from torch_backend import _private, arrays
+from torch_backend.engine import Window
+from torch_backend.engine.window import Engine, reduction_of
 
 
-def module_value_and_grad(
-    module: nn.Module, loss_fn: LossFn, *, has_aux: bool = False, sync: str = "last", scaled: bool = False
-) -> "ModuleGradient":
-    """`f(*batch) -> (value, {name: gradient})`, or `((value, aux), {name: gradient})`, of `loss_fn(module, *batch)`.
+@dataclass(frozen=True, eq=False)
+class ModuleGradient(OwningGradient):
+    """The gradient function of the parameters of a module that nothing wraps. Made by `module_value_and_grad`."""
 
-    For `accumulate` and `stream`, which run the module as its wrapper needs it. Weights count over the micro-batches of
-    all replicas, whatever each has, although the wrappers average: the result is that of the whole batch on one device,
-    and the same on every replica. All arguments are split, unless in_axes says otherwise. Called by itself, f is one
-    micro-batch, synchronised.
-
-    The parameters' `.grad`s, the wrapper's flags and the parameters are as before, whatever happens. Buffers are the
-    module's, and its forward passes write to them as in any loop.
-
-    With FSDP, whose forward passes communicate, and with sync="every", all replicas need equally many micro-batches:
-    one with fewer rows than n runs passes that add nothing. So does one without any row, whose batch is empty: over a
-    row of zeros. A stream cannot, and needs a micro-batch on every replica. A stream holds one micro-batch more than
-    otherwise, as it looks for the last. The weight is the cotangent of a micro-batch's loss, which a loss in float16
-    may not hold: return it in float32.
-
-    Args:
-        module: wrapped by DistributedDataParallel, FullyShardedDataParallel (HYBRID_SHARD too), fully_shard (a mesh of
-            two dimensions too) or replicate, or by nothing: then it is a gradient of this process alone.
-        loss_fn: returns a scalar, or (scalar, aux) with has_aux. The gradients' fold is a sum: mean(), per_weight(),
-            sum(), or Fold(reducers.weighted, normalizers.by_steps); that of value and aux is any.
-        has_aux: whether loss_fn returns (scalar, aux).
-        sync: when the gradients are reduced over the replicas.
-            "last": in the last micro-batch of a window alone, the least traffic. FSDP1 and FSDP2 then hold an unsharded
-            gradient from the first micro-batch on: as much as all parameters take, in FSDP2's reduce_dtype.
-            "every": in every micro-batch, n times the traffic; gradients stay sharded.
-            "outer": for fully_shard with a mesh of two dimensions. Every micro-batch reduce-scatters over the inner
-            one, and the last all-reduces the shards over the outer one.
-        scaled: f takes one keyword argument more, `loss_scale`, as in `funcga.value_and_grad`; but the backward pass
-            begins with the weight times that, as the weight is the cotangent: weigh in units of a micro-batch, such as
-            weight=lambda x, y: len(x) / 32, so that a weight is about 1.
-
-    Returns:
-        A gradient function. The gradients are those of `dict(module.named_parameters())` that require grad, in the
-        shapes that these have on this replica, DTensors for fully_shard; zeros where the loss does not depend on one.
-
-    Raises:
-        FuncgaError: for folds that are no sums, 16-bit sums where the fold promises 32, and what a wrapper cannot do.
-
-    Example:
-        >>> model = nn.Linear(3, 2)  # or one wrapped by DistributedDataParallel, fully_shard, ...
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        >>> gradient = torch_backend.module_value_and_grad(model, lambda model, x, y: F.cross_entropy(model(x), y))
-        >>> step = funcga.accumulate(gradient, n=4)
-        >>> loss, grads = step(torch.randn(10, 3), torch.randint(2, (10,)))
-        >>> torch_backend.assign_grads(model, grads)
-        >>> optimizer.step()
-    """
-    check_module_and_loss(module, loss_fn, "module_value_and_grad")
-    if sync not in ("last", "every", "outer"):
-        raise FuncgaError(
-            f'sync is {sync!r}. Write sync="last", to synchronise once a window, sync="every", to do so in every '
-            f'micro-batch, or sync="outer", for a mesh of two dimensions.'
-        )
-    check_scaled(loss_fn, scaled)
-    wrapper = _wrapper_of(module)
-    # These checks read most of the private attributes that a window needs. If this version of torch lacks one, the
-    # error comes here, and not in the middle of a window.
-    try:
-        wrapper.check(sync)
-        _check_covered(module, wrapper)
-    except AttributeError as error:
-        raise FuncgaError(
-            f"{wrapper.name} of torch {torch.__version__} has no `{error.name}`, without which its gradients cannot be "
-            f"summed over a window. Use torch 2.11 to 2.13; or let funcga reduce: accumulate(funcga.value_and_grad("
-            f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
-        ) from error
-    return ModuleGradient(module, loss_fn, has_aux, sync, wrapper, scaled)
-
-
-def _wrapper_of(module: nn.Module) -> Wrapper:
-    wrapped = [*_outermost(module)]
-    kinds = {kind.name: kind for part in wrapped if (kind := kind_of(part)) is not None}
-    if len(kinds) > 1:
-        raise FuncgaError(
-            f"parts of the module are wrapped by {' and '.join(sorted(kinds))}, which reduce gradients in different "
-            f"ways. Wrap all of it in one of them."
-        )
-    for kind in kinds.values():
-        # The file of a wrapper is loaded only when a module is wrapped: its imports take time.
-        file, class_name = kind.wrapper.split(":")
-        wrapper_class = vars(import_module(f"torch_backend.wrapped.{file}"))[class_name]
-        wrapper: Wrapper = wrapper_class(module, wrapped, kind.name)
-        return wrapper
-    return Wrapper(module)
-
-
-def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are wrapped and are not inside of another wrapped one."""
-    if kind_of(module) is not None:
-        yield module
-    else:
-        for child in module.children():
-            yield from _outermost(child)
-
-
-def _check_covered(module: nn.Module, wrapper: Wrapper) -> None:
-    covered = wrapper.covered()
-    for name, p in module.named_parameters():
-        if p.requires_grad and id(p) not in covered:
-            raise FuncgaError(
-                f"`{name}` is trained and is not among what {wrapper.name} reduces, as only other parts of the module "
-                f"are wrapped, or it was ignored: replicas would drift apart. Wrap the whole module, or freeze it: "
-                f"parameter.requires_grad_(False)."
-            )
-
-
-class ModuleGradient(WrappedLoss):
-    """The gradient function of a module's own parameters. Made by `module_value_and_grad`."""
+    module: nn.Module
+    loss_fn: LossFn
+    has_aux: bool
+    scaled: bool
 
     @property
     def __signature__(self) -> inspect.Signature | None:
@@ -145,36 +41,48 @@ class ModuleGradient(WrappedLoss):
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
     @cached_property
+    def parts(self) -> "LossOfModule":
+        """What splits the output of loss_fn, and composes that of a gradient function."""
+        return LossOfModule(self.loss_fn, 0, self.has_aux, True, self.scaled)
+
+    @cached_property
     def _alone(self) -> Program:
         """The fold of one micro-batch."""
         return Program(self, mean())
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """The value and the gradients of one micro-batch on every replica, weighed by its rows."""
+        """The value and the gradients of one micro-batch. A wrapper weighs it by its rows."""
         backend = load("torch")
-        window = ModuleWindow(self._alone, self, backend, alone=True)
+        window = self.window(self._alone, backend, alone=True)
         arguments = Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self, backend)
-        args, kwargs = window.detached(args), dict(zip(kwargs, window.detached(tuple(kwargs.values())), strict=True))
         # There are no in_axes here, so the first tensor tells how many rows the batch has.
         rows = [len(leaf) for leaf in backend.trees.flatten(args)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
         with window:
+            args, kwargs = window.detached(args), dict(zip(kwargs, window.detached((*kwargs.values(),)), strict=True))
             return window.result(window.fold(arguments, args, kwargs, rows[0] if rows else 1, last=True))
 
-    def check_search(self) -> None:
-        """Raises FuncgaError if the replicas would have to search together."""
-        if self.wrapper.name:
+    def window(self, program: Program, backend: Backend, alone: bool = False) -> Window:
+        """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
+        self.check_not_traced()
+        return Engine(program, self.parts, backend, reduction_of(program, backend), self.module)
+
+    def check_not_traced(self) -> None:
+        """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""
+        if torch.compiler.is_compiling() or arrays.in_transform() or callable(_private.compiling()):
             raise FuncgaError(
-                f'n="auto" replays a window when memory runs out, and the module is wrapped by {self.wrapper.name}: '
-                f"the other replicas would wait for ever. Say how many: accumulate(f, n=8), or microbatch_size=4."
+                "module_value_and_grad runs .backward() on the module's own parameters, which can be neither compiled "
+                "nor transformed by torch.func. Compile the module, or loss_fn; inside of a transform use "
+                "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))."
             )
 
-    def check_stream(self) -> None:
-        """Raises FuncgaError, as a replica without micro-batches would make the others wait."""
-        if self.wrapper.name:
-            raise FuncgaError(
-                f"there is no micro-batch on this replica, and the module is wrapped by {self.wrapper.name}, which "
-                f"synchronises inside the backward pass of a micro-batch: without one the others wait for ever. Give "
-                f"every replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica "
-                f"may have none: stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
-                f"across=group), with the module that was wrapped."
-            )
+
+class LossOfModule(GradientFunction):
+    """The loss of a module, whose gradients are those of its own parameters."""
+
+    def unreached(self, count: int, backend: Backend) -> FuncgaError:
+        """The error for a loss that depends on no parameter of the module."""
+        return FuncgaError(
+            "the loss does not depend on any parameter of the module: nothing would be trained. loss_fn uses "
+            "another module, that it closes over, or it detaches what it computes. Call the module that it is "
+            "given: lambda module, x, y: F.mse_loss(module(x), y)."
+        )

@@ -1,4 +1,4 @@
-"""One window of a module's own gradients: the `.backward()` loop that its wrapper needs, weighed over all replicas.
+"""One window of a wrapped module: the `.backward()` loop that its wrapper needs, weighed over all replicas.
 
 Only torch has this file: in JAX parameters are arguments, and nothing is reduced but by the program.
 
@@ -20,18 +20,18 @@ from torch import nn
 
 from funcga._backend import Backend
 from funcga._call.arguments import CARRY, Arguments
-from funcga._call.program import OwningGradient, Program
+from funcga._call.program import Program
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
-from funcga._grad import GradientFunction, scaled_loss
-from funcga._types import Array, LossFn, Scalar, Tree
+from funcga._grad import scaled_loss
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.backward import autocasting, holds, is_alone
 from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.others import last_applied, left_alone, reach
-from torch_backend.engine.recording import is_constant, recording_loss
+from torch_backend.engine.recording import recording_loss
 from torch_backend.engine.window import detached
 from torch_backend.modules.checks import modules_in
 from torch_backend.modules.layers import called
@@ -40,25 +40,17 @@ from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.wrapped.ddp import Wrapper
+from torch_backend.wrapped.gradient import ModuleGradient
 
 _NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
-class WrappedLoss(OwningGradient):
-    """The loss of a module, and its wrapper: what a window differentiates."""
+class WrappedGradient(ModuleGradient):
+    """The gradient function of the parameters of a module that is wrapped to reduce them."""
 
-    module: nn.Module
-    loss_fn: LossFn
-    has_aux: bool
     sync: str
     wrapper: Wrapper
-    scaled: bool = False
-
-    @cached_property
-    def parts(self) -> GradientFunction:
-        """What splits the output of loss_fn, and composes that of a gradient function."""
-        return GradientFunction(self.loss_fn, 0, self.has_aux, True, self.scaled)
 
     @cached_property
     def other_modules(self) -> list[nn.Module]:
@@ -66,34 +58,45 @@ class WrappedLoss(OwningGradient):
         inner = {*self.module.modules()}
         return [module for module in modules_in(self.loss_fn) if module not in inner]
 
+    def window(self, program: Program, backend: Backend, alone: bool = False) -> "ModuleWindow":
+        """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
+        self.check_not_traced()
+        return ModuleWindow(program, self, backend, alone)
+
+    def check_search(self) -> None:
+        """Raises FuncgaError, as the replicas would have to search together."""
+        raise FuncgaError(
+            f'n="auto" replays a window when memory runs out, and the module is wrapped by {self.wrapper.name}: '
+            f"the other replicas would wait for ever. Say how many: accumulate(f, n=8), or microbatch_size=4."
+        )
+
+    def check_stream(self) -> None:
+        """Raises FuncgaError, as a replica without micro-batches would make the others wait."""
+        raise FuncgaError(
+            f"there is no micro-batch on this replica, and the module is wrapped by {self.wrapper.name}, which "
+            f"synchronises inside the backward pass of a micro-batch: without one the others wait for ever. Give "
+            f"every replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica "
+            f"may have none: stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
+            f"across=group), with the module that was wrapped."
+        )
+
 
 class ModuleWindow:
-    """One window of a WrappedLoss: `fold` each micro-batch, and say which is the last; then take the `result`.
+    """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then take the `result`.
 
     A context, in which the parameters' `.grad`s are the window's. One that is `alone` has a single micro-batch.
     """
 
-    records = True
-    looks_ahead = True
+    records = looks_ahead = may_be_short = True
 
-    def __init__(self, program: Program, gradient: WrappedLoss, backend: Backend, alone: bool = False):
-        if torch.compiler.is_compiling() or arrays.in_transform() or callable(_private.compiling()):
-            raise FuncgaError(
-                "module_value_and_grad runs .backward() on the module's own parameters, which can be neither compiled "
-                "nor transformed by torch.func. Compile the module, or loss_fn; inside of a transform use "
-                "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))."
-            )
+    def __init__(self, program: Program, gradient: WrappedGradient, backend: Backend, alone: bool):
         self.program, self.gradient, self.backend, self.alone = program, gradient, backend, alone
         self.wrapper, self.parts = gradient.wrapper, gradient.parts
         progress = program.keep(Progress, program.step)
         self.reductions = [Reduction(progress, replicas) for replicas in self.wrapper.replicas(program.across)]
-        # A replica without micro-batches can take part in the merge only where no wrapper communicates.
-        self.reduction = None if self.wrapper.name or not self.reductions else self.reductions[0]
-        self.may_be_short = bool(self.wrapper.name) or self.reduction is not None
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
         self.has_begun = False  # a pass, of which something may be left
         self.buffers: Buffers | None = None
-        self.is_unreached = False  # whether a loss may have come to no parameter though it should have
         self.since = last_applied()
         # The number of nodes of the last graph, and of the graph that was walked through last. NaN equals nothing.
         self.graph_size = self.walked_size = math.nan
@@ -120,17 +123,14 @@ class ModuleWindow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The stack closes last: `recover` and the merge still need the window's `.grad`s and flags.
+        # The stack closes last: `recover` still needs the window's `.grad`s and flags.
         with self.stack:
             self.waiting.close()
             if error is not None:
                 if self.has_begun:
                     self.wrapper.recover()
-                if self.wrapper.name and is_of_a_collective(error):
+                if is_of_a_collective(error):
                     error.add_note(COULD_NOT_MERGE)
-                # Other replicas may wait for this one in the merge.
-                if self.reduction is not None:
-                    self.reduction.give_up()
         if autocasting(("cuda",)):
             torch.clear_autocast_cache()
 
@@ -153,9 +153,9 @@ class ModuleWindow:
 
     def _begin_last(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         """Runs the passes that this replica lacks, then ends the waiting: the next pass synchronises."""
-        n, is_wrapped = self.program.n, bool(self.wrapper.name)
+        n = self.program.n
         # Here even passes that wait communicate. If other replicas run a pass and this one does not, they hang.
-        if n is not None and is_wrapped and (self.wrapper.in_step or self.gradient.sync != "last"):
+        if n is not None and (self.wrapper.in_step or self.gradient.sync != "last"):
             for _ in range(n - 1 - (0 if self.buffers is None else self.buffers.steps)):
                 self._keep_step(args, kwargs)
         self.waiting.close()
@@ -221,15 +221,10 @@ class ModuleWindow:
     def _backward(self, loss: torch.Tensor, cotangent: torch.Tensor) -> None:
         """loss.backward(cotangent), outside of autocast: that is for the forward pass. Others' `.grad`s stay."""
         if not loss.requires_grad:
-            if self.wrapper.name:
-                raise FuncgaError(
-                    f"the loss does not depend on any parameter, so there is no backward pass for "
-                    f"{self.wrapper.name} to synchronise in. Return a loss that is computed from module(x), 0 times "
-                    f"that if need be."
-                )
-            self.is_unreached |= is_constant(loss)
-            return
-        self.is_unreached = True
+            raise FuncgaError(
+                f"the loss does not depend on any parameter, so there is no backward pass for {self.wrapper.name} to "
+                f"synchronise in. Return a loss that is computed from module(x), 0 times that if need be."
+            )
         inputs, others = self._inputs_and_others(loss)
         with ExitStack() as stack:
             for device in autocasting((loss.device.type,)):
@@ -290,15 +285,10 @@ class ModuleWindow:
         return loss.detach(), aux
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> Tree:
-        """The result on a replica that has no micro-batch in this window."""
-        if self.wrapper.name:
-            self._run_a_blank_row(arguments, kwargs, state)
-        else:
-            self._take_part(arguments)
-        return self.result(state)
+        """The result on a replica that has no micro-batch in this window.
 
-    def _run_a_blank_row(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> None:
-        """Runs the passes that the others wait for, over a row of zeros: many modules cannot run on an empty batch."""
+        It runs the passes that the others wait for, over a row of zeros: many modules cannot run on an empty batch.
+        """
         if self.program.n is None and (self.wrapper.in_step or self.gradient.sync != "last"):
             self.gradient.check_stream()  # nobody knows how often the others call the module
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
@@ -307,23 +297,14 @@ class ModuleWindow:
         self._begin_last(args, kwargs)
         loss, aux = self._keep_step(args, kwargs)
         self._make_room(self._planned(loss, aux, arguments))
-
-    def _take_part(self, arguments: Arguments) -> None:
-        """Learns what the others fold. They wait for no pass, so none is run."""
-        assert self.reduction is not None
-        bound = lambda value: self.program.bind((value[0], self.params), arguments)[0]
-        device = next((p.device for p in self.params.values()), torch.device("cpu"))
-        outputs = self.reduction.take_part(bound, device)
-        rest = outputs.part(range(len(outputs.folds) - len(self.params)), None)
-        self._make_room(self._plan(None, outputs, rest, [None] * len(rest.folds)))
+        return self.result(state)
 
     # --- the result
 
     def result(self, state: list[Array]) -> Tree:
         """The normalised result, in the structure of grad_fn's output, the same on every replica."""
-        buffers, is_wrapped = self.buffers, bool(self.wrapper.name)
+        buffers = self.buffers
         assert buffers is not None
-        self._check_reached()
         with torch.no_grad():
             gradients = [_taken(p, self.wrapper.fresh) for p in self.params.values()]
             # Of a DTensor only the local shard is divided.
@@ -332,19 +313,14 @@ class ModuleWindow:
             # is in units of that scale, as the buffers understand it.
             scale = _rescaled(sums, self.wrapper.scales(self.params.values()))
             buffers.hold_in(1.0)
-            # Gradients that no wrapper reduces are merged with the value. The wrapper's are merged already, so they
-            # join the buffers only after the others have been merged.
-            if not is_wrapped:
-                self._put(sums)
-            leaves = [*self.plan.likes, *([None] * len(sums) if is_wrapped else sums)]
+            # The wrapper has merged the gradients already, so they join the buffers only after the rest is merged.
             for reduction in self.reductions:
-                reduction.begin(buffers, leaves)
+                reduction.begin(buffers, [*self.plan.likes, *[None] * len(sums)])
                 state = reduction.finish(state)
             if not buffers.steps:
                 raise nothing_to_fold()
-            if is_wrapped:
-                buffers.hold_in(scale)
-                self._put(sums)
+            buffers.hold_in(scale)
+            self._put(sums)
             value, folded = buffers.result(state)
         # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor. Only a result in
         # another dtype has memory of its own.
@@ -353,20 +329,6 @@ class ModuleWindow:
             name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
             for name, gradient, shard in named
         }
-
-    def _check_reached(self) -> None:
-        """Raises FuncgaError if no parameter has a gradient, here and in every window before, and the loss is why."""
-        # Wrappers notice it in the backward pass.
-        if self.parts.reached or self.wrapper.name:
-            return
-        if any(p.grad is not None for p in self.params.values()):
-            self.parts.reached.add(True)
-        elif self.is_unreached and self.params:
-            raise FuncgaError(
-                "the loss does not depend on any parameter of the module: nothing would be trained. loss_fn uses "
-                "another module, that it closes over, or it detaches what it computes. Call the module that it is "
-                "given: lambda module, x, y: F.mse_loss(module(x), y)."
-            )
 
     def _put(self, sums: list[torch.Tensor]) -> None:
         """Puts the sums of the gradients into the buffers."""
@@ -425,7 +387,7 @@ class ModuleWindow:
             if not self.alone and torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
                 narrow, promised = (str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype))
                 raise FuncgaError(
-                    f"`{name}` has gradients that {self.wrapper.name or 'autograd'} sums in {narrow} over the "
+                    f"`{name}` has gradients that {self.wrapper.name} sums in {narrow} over the "
                     f"micro-batches, and the fold promises {promised}. {self.wrapper.remedy} Or say that {narrow} is "
                     f"meant: funcga.mean(dtype={narrow!r})."
                 )

@@ -701,14 +701,13 @@ def half(group, wrapper, sync="last", dtype=torch.bfloat16, fold=None, n=2):
             group, made(), mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
         ),
         "ddp": lambda: ddp(group, made(dtype)),
-        "plain": lambda: made(dtype),
     }
     module = policies[wrapper]()
     f = module_value_and_grad(module, lambda module, x, y: ((module(x).float() - y) ** 2).mean(), sync=sync)
-    x, y = rows_of(group.rank(), dtype if "16" in wrapper or wrapper in ("ddp", "plain") else torch.float32)
+    x, y = rows_of(group.rank(), dtype if "16" in wrapper or wrapper == "ddp" else torch.float32)
     step = funcga.accumulate(f, n, fold=funcga.mean() if fold is None else funcga.mean(dtype=fold))
     value, grads = step(x, y.float())
-    loss, expected = whole_rows(group.size() if wrapper != "plain" else 1, torch.float32)
+    loss, expected = whole_rows(group.size(), torch.float32)
     error = max(abs(value - loss).item(), difference([g.float() for g in full(module, grads)], expected))
     return error, [str(g.dtype) for g in grads.values()]
 
@@ -767,8 +766,6 @@ NARROW = "has gradients that {} sums in bfloat16 over the micro-batches, and the
         ("fsdp2 reduces in 16 bits", "`0.weight` " + NARROW.format("fully_shard", (
             "Say that it sums in float32: fully_shard(module, mp_policy=MixedPrecisionPolicy("
             "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."))),
-        ("plain", "`0.weight` " + NARROW.format("autograd", (
-            "Use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), which sums in float32."))),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("n", [1, 2])
@@ -777,7 +774,7 @@ def test_sums_of_16_bits_are_refused(wrapper, text, n):
 
 
 def half_loss(group, unseen):
-    f = module_value_and_grad(made(torch.bfloat16), mean_square)
+    f = module_value_and_grad(ddp(group, made(torch.bfloat16)), mean_square)
     weight = lambda x, y: torch.tensor(257).as_subclass(Unseen if unseen else torch.Tensor)
     x, y = rows_of(0, torch.bfloat16)
     funcga.accumulate(f, 2, fold=funcga.mean(dtype="bfloat16"), weight=weight)(x, y)

@@ -1,0 +1,220 @@
+"""The gradients of a module that nothing wraps are those of the functional way, and the module is as before."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import funcga
+from torch_backend import module_value_and_grad, pure_loss, trainable
+
+ROWS = 11
+
+
+def network(dtype=torch.float32, norm=False):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(dtype=torch.float32):
+    torch.manual_seed(1)
+    return torch.randn(ROWS, 4, dtype=torch.float64).to(dtype), torch.randn(ROWS, 3, dtype=torch.float64).to(dtype)
+
+
+def mse(module, x, y):
+    return F.mse_loss(module(x), y)
+
+
+def functional(module, loss_fn, **options):
+    """A step over the module's own parameters, the functional way."""
+    gradient = funcga.value_and_grad(pure_loss(module, loss_fn), **options)
+    return lambda n, *args, **kwargs: funcga.accumulate(gradient, n, **kwargs)(trainable(module), *args)
+
+
+def identical(a, b):
+    leaves, structure = torch.utils._pytree.tree_flatten(a)
+    others, other_structure = torch.utils._pytree.tree_flatten(b)
+    assert structure == other_structure
+    for leaf, other in zip(leaves, others, strict=True):
+        assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape)
+        assert torch.equal(leaf, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 4, 11])
+@pytest.mark.parametrize("fold", [funcga.mean(), funcga.sum(), funcga.max(), funcga.moments()], ids=lambda f: f.name)
+def test_it_is_the_functional_way_bit_for_bit(dtype, n, fold):
+    module, data = network(dtype), batch(dtype)
+    found = funcga.accumulate(module_value_and_grad(module, mse), n, fold=fold)(*data)
+    identical(found, functional(module, mse)(n, *data, fold=fold))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_some_gradients_are_weighed_and_others_are_not(n):
+    module, data = network(), batch()
+    folds = dict.fromkeys(dict(module.named_parameters()), funcga.mean())
+    fold = (funcga.mean(), {**folds, "0.bias": funcga.moments(), "2.bias": funcga.sum()})
+    found = funcga.accumulate(module_value_and_grad(module, mse), n, fold=fold)(*data)
+    identical(found, functional(module, mse)(n, *data, fold=fold))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weight", [None, lambda x, y: 257 + len(x)], ids=["rows", "more than 8 bits hold"])
+def test_sums_of_16_bits_are_held_in_32(dtype, weight):
+    """Against the mean of the micro-batches' gradients, taken in float64: rounded once, to the parameters' dtype."""
+    module, (x, y) = network(dtype), batch(dtype)
+    _, grads = funcga.accumulate(module_value_and_grad(module, mse), ROWS, weight=weight)(x, y)
+    sums = dict.fromkeys(grads, 0)
+    for row in range(ROWS):
+        alone = copy.deepcopy(module)
+        mse(alone, x[row : row + 1], y[row : row + 1]).backward()
+        sums = {name: sums[name] + p.grad.double() for name, p in alone.named_parameters()}
+    for name, gradient in grads.items():
+        mean = sums[name] / ROWS
+        assert gradient.dtype == dtype
+        # Half a unit in the last place, and the rounding of sums in float32.
+        torch.testing.assert_close(
+            gradient.double(), mean, rtol=torch.finfo(dtype).eps / 2 + ROWS * 2**-23, atol=2.0**-24
+        )
+
+
+def test_a_thousand_small_gradients_are_not_lost():
+    module = nn.Linear(1, 1, bias=False).bfloat16()
+    step = funcga.accumulate(module_value_and_grad(module, lambda m, x: m(x).sum()), 1024, fold=funcga.sum())
+    _, grads = step(torch.ones(1024, 1, dtype=torch.bfloat16))
+    assert grads["weight"].item() == 1024  # a sum in bfloat16 stays at 256
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fails", [False, True])
+def test_grads_of_the_user_and_their_dtypes_come_back(dtype, fails):
+    module, data = network(dtype), batch(dtype)
+    module[0].weight.grad_dtype = torch.float32
+    kept = torch.ones_like(module[0].weight, dtype=torch.float32)
+    module[0].weight.grad = kept
+
+    def loss_fn(m, x, y):
+        calls.append(1)
+        return mse(m, x, y) if not fails or len(calls) < 3 else 1 / 0
+
+    calls = []
+    step = funcga.accumulate(module_value_and_grad(module, loss_fn), 4)
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            step(*data)
+    else:
+        identical(step(*data), functional(module, mse)(4, *data))
+    assert module[0].weight.grad is kept
+    assert bool((kept == 1).all())
+    assert [p.grad_dtype for p in module.parameters()] == [torch.float32, dtype, dtype, dtype]
+    assert [p.grad for p in module.parameters()][1:] == [None] * 3
+
+
+def test_results_are_kept_when_the_next_window_runs():
+    module, data = network(), batch()
+    step = funcga.accumulate(module_value_and_grad(module, mse), 4)
+    first = step(*data)
+    before = copy.deepcopy(first)
+    step(*[2 * t for t in data])
+    identical(first, before)
+
+
+def test_aux_and_threaded_state():
+    def loss_fn(m, count, x, y):
+        out = m(x)
+        return F.mse_loss(out, y), {"rows": torch.tensor(len(x)), "out": out, "count": count + len(x), "none": None}
+
+    module, (x, y) = network(torch.float64), batch(torch.float64)
+    gradient = module_value_and_grad(module, loss_fn, has_aux=True)
+    aux = {"rows": funcga.sum(), "out": funcga.concat(), "count": funcga.carry(), "none": funcga.mean()}
+    step = funcga.accumulate(gradient, 4, in_axes=(funcga.CARRY, 0, 0), fold=((funcga.mean(), aux), funcga.mean()))
+    (value, aux), grads = step(torch.tensor(5), x, y)
+    assert (aux["rows"].item(), aux["count"].item(), aux["none"]) == (ROWS, ROWS + 5, None)
+    torch.testing.assert_close(aux["out"], module(x).detach(), rtol=1e-13, atol=1e-15)
+    mse(module, x, y).backward()
+    torch.testing.assert_close(value, mse(module, x, y).detach(), rtol=1e-13, atol=0)
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, rtol=1e-13, atol=1e-15)
+
+
+def test_called_by_itself_it_is_one_micro_batch():
+    module, (x, y) = network(torch.bfloat16), batch(torch.bfloat16)
+    gradient = module_value_and_grad(module, lambda m, x, y: (mse(m, x, y), {"out": m(x)}), has_aux=True)
+    (value, aux), grads = gradient(x, y)
+    assert torch.equal(aux["out"], module(x))
+    identical((value, grads), funcga.accumulate(module_value_and_grad(module, mse), 1)(x, y))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batch_norm_updates_its_buffers_as_a_loop_does(dtype):
+    module, (x, y) = network(dtype, norm=True), batch(dtype)
+    expected = copy.deepcopy(module)
+    value, grads = funcga.accumulate(module_value_and_grad(module, mse), 3)(x, y)
+    total = 0.0
+    for rows in torch.arange(ROWS).tensor_split(3):
+        loss = mse(expected, x[rows], y[rows])
+        (loss.float() * len(rows) / ROWS).backward()
+        total += loss.item() * len(rows) / ROWS
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(dict(module.named_buffers())[name], buffer)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.02}
+    assert value.item() == pytest.approx(total, rel=1e-5 if dtype is torch.float32 else 0.01)
+    for name, p in expected.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, **tolerance)
+
+
+def test_an_embedding_may_shorten_its_rows_as_in_a_loop():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 1))
+    expected, tokens = copy.deepcopy(module), torch.arange(5)
+    _, grads = funcga.accumulate(module_value_and_grad(module, lambda m, x: m(x).sum()), 5, fold=funcga.sum())(tokens)
+    for token in tokens:
+        expected(token[None]).sum().backward()
+    for name, p in expected.named_parameters():
+        assert torch.equal(dict(module.named_parameters())[name], p)
+        torch.testing.assert_close(grads[name], p.grad)
+
+
+def clears(module, x, y):
+    loss = mse(module, x, y)
+    module.zero_grad()
+    return loss
+
+
+def runs_backward(module, x, y):
+    mse(module, x, y).backward()
+    return mse(module, x, y)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [(clears, "loss_fn cleared or replaced the .grad"), (runs_backward, "loss_fn called .backward()")],
+)
+def test_a_loss_that_touches_what_is_accumulated_is_refused(loss_fn, text):
+    module = network()
+    with pytest.raises(funcga.FuncgaError) as caught:
+        funcga.accumulate(module_value_and_grad(module, loss_fn), 3)(*batch())
+    assert str(caught.value).startswith(text)
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_hook_that_acts_on_grad_is_refused():
+    module = network()
+    handle = module[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    step = funcga.accumulate(module_value_and_grad(module, mse), 3)
+    with pytest.raises(funcga.FuncgaError, match=r"`parameters\['0.weight'\]` has a hook of register_post_accumulate"):
+        step(*batch())
+    handle.remove()
+    identical(step(*batch()), functional(module, mse)(3, *batch()))
+
+
+def test_a_stream_and_a_search():
+    module, (x, y) = network(torch.float64), batch(torch.float64)
+    gradient = module_value_and_grad(module, mse)
+    parts = [*zip(x.tensor_split(4), y.tensor_split(4), strict=True)]
+    identical(funcga.stream(gradient)(parts), funcga.accumulate(gradient, 4)(x, y))
+    value, _ = funcga.accumulate(gradient, "auto")(x, y)
+    torch.testing.assert_close(value, mse(module, x, y).detach())
