@@ -1,6 +1,7 @@
 """What the how-to pages say of Trainer, Accelerate, Lightning and peft, against autograd of whole batches in float64."""
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -195,7 +196,8 @@ def test_gradients_of_adapters_in_bfloat16_are_added_in_float32():
         (module_loss(model, *microbatch) / 300).backward()
     by_hand = [p.grad for p in model.parameters() if p.requires_grad]
     assert off_by(grads.values(), expected) < 0.02  # what one micro-batch rounds
-    assert off_by(by_hand, expected) > 0.1
+
+    assert off_by(by_hand, expected) > 0.05
 
 
 def test_peft_is_exact():
@@ -280,8 +282,7 @@ def test_the_models_of_the_page_on_lightning_are_exact(capfd):
         model, optimizer = lightning_model(kind, module)
         lightning_trainer().fit(model, loader)
         expected = [
-            whole_gradient(module_loss, module, x[start:end], y[start:end])
-            for start, end in zip(ends, ends[1:], strict=False)
+            whole_gradient(module_loss, module, x[start:end], y[start:end]) for start, end in itertools.pairwise(ends)
         ]
         assert len(optimizer.updates) == len(expected)
         for grads, whole in zip(optimizer.updates, expected, strict=True):
