@@ -12,10 +12,10 @@ from torch_backend import multi_steps as transforms
 from torch_backend.modules import pure_loss as pure_loss
 from torch_backend.modules import trainable as trainable
 from torch_backend.modules.layers import running_buffers as running_buffers
+from torch_backend.optim import from_optimizer as from_optimizer
 from torch_backend.optim.chain import chain as chain
-from torch_backend.optim.clip import clip_grad_norm as clip_grad_norm
-from torch_backend.optim.clip import clip_grad_value as clip_grad_value
-from torch_backend.optim.from_optimizer import from_optimizer as from_optimizer
+from torch_backend.optim.chain import clip_grad_norm as clip_grad_norm
+from torch_backend.optim.chain import clip_grad_value as clip_grad_value
 from torch_backend.optim.optax_adapter import from_optax as from_optax
 from torch_backend.optim.parameters import apply_updates as apply_updates
 from torch_backend.optim.parameters import assign_grads as assign_grads

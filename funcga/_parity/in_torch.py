@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 from funcga._call.arguments import Arguments
 from funcga._transform import Transform
 from funcga._types import Tree
-from torch_backend.optim.from_optimizer import from_optimizer
+from torch_backend.optim import from_optimizer
 from torch_backend.optim.parameters import apply_updates
 
 PAD = 255

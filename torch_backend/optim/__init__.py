@@ -1,1 +1,295 @@
 """Optimizers of torch as pure functions."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch.optim import Optimizer
+
+from funcga._transform import DonatingTransform
+from funcga._types import Tree
+from funcga.errors import FuncgaError, check_callable
+from torch_backend import trees
+from torch_backend.arrays import with_strides_of, without_overlap
+from torch_backend.dtensor import local_tensors
+from torch_backend.modules.checks import check_not_differentiated
+from torch_backend.optim.options import Options, Schedule, check_kept, check_names, check_scheduler, shared
+from torch_backend.optim.parameters import check_parameters
+from torch_backend.optim.state import Arguments, OptimizerState, Slot, from_slot, initial_state, on_tensors, to_slot
+
+Closure = Callable[[], torch.Tensor]
+
+
+def from_optimizer(
+    optimizer: type[Optimizer],
+    *,
+    groups: Callable[[str], Mapping[str, object]] | None = None,
+    scheduler: Callable[[Optimizer], object] | None = None,
+    **options: object,
+) -> DonatingTransform:
+    """Makes an optimizer of torch a transform: two pure functions, `(init, update)`.
+
+    `init(params)` is an OptimizerState. `update(grads, state, params)` is `(updates, state)`: new parameters minus old
+    ones, in the dtype of both, by the optimizer's own step on a copy, so that the state is bitwise identical to that of
+    `optimizer.step()`. A parameter whose gradient is None is skipped, as torch does, and its update is 0. `donated` is
+    the same, in the memory of the state it is given, and it may write to the gradients.
+
+    `update(..., closure=f)`: `f(params) -> (loss, grads)`, pure, for optimizers that evaluate the loss themselves. For
+    LBFGS with max_iter=1 and no line search the gradients are enough. Other extra arguments are ignored, as they may be
+    meant for other transforms of a chain.
+
+    The state is complete from init on, so a checkpoint can be restored into it: one step on a copy of each parameter by
+    itself finds what the optimizer keeps. What it does not keep in such a step appears with the first update, as for
+    SparseAdam, which takes no dense gradients, and LBFGS.
+
+    Args:
+        optimizer: A class, any of torch.optim or one's own, which keeps what it keeps for each parameter in `.state`.
+        groups: `groups(name)` is a dict of the options that one parameter has for itself; {} for none. Names are the
+            keys of the tree, joined by dots: those of `module.named_parameters()`.
+        scheduler: Makes a scheduler of torch.optim.lr_scheduler, which is stepped once an update, such as
+            `functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=100)`.
+        **options: The optimizer's own: lr, betas, fused, foreach, maximize ... One that is a function is a schedule of
+            the count of updates, from 0 on: `lr=lambda count: 1e-3 * 0.9**count`.
+
+    Returns:
+        The transform.
+
+    Raises:
+        FuncgaError: The optimizer does not have an option. The functions raise it for structures, shapes and dtypes
+            that differ, for a state without what the optimizer keeps, such as another one's, and for optimizers that
+            keep what belongs to no parameter.
+
+    Example:
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+        >>> tx = torch_backend.from_optimizer(torch.optim.SGD, lr=0.5)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(grads, state, params)
+        >>> torch_backend.apply_updates(params, updates)
+        {'w': tensor([0.5000, 0.5000])}
+    """
+    _check(optimizer, groups, scheduler, options)
+    schedule = None if scheduler is None else Schedule(scheduler)
+    functions = _Functions(Options(optimizer, options, groups, schedule))
+    return DonatingTransform(functions.init, partial(functions.updated, False), partial(functions.updated, True))
+
+
+def _check(
+    optimizer: type[Optimizer], groups: object, scheduler: Callable[..., object] | None, options: dict[str, object]
+) -> None:
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise FuncgaError(
+            f"from_optimizer makes the optimizer anew for each update, so it takes a class and its options, and was "
+            f"given {optimizer!r}. Write from_optimizer(torch.optim.AdamW, lr=1e-3)."
+        )
+    check_names(optimizer, options)
+    if options.get("differentiable"):
+        raise FuncgaError(
+            "differentiable=True steps through autograd, and an update is computed on a copy, without it. Leave it out."
+        )
+    if groups is not None:
+        check_callable(groups, "groups", 'lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}.')
+    if scheduler is not None:
+        check_callable(scheduler, "scheduler", "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30).")
+        check_scheduler(scheduler)
+    if scheduler is not None and callable(options.get("lr")):
+        raise FuncgaError(
+            "lr is a function of the count of updates, and scheduler sets lr, too. Give one of the two: a number for "
+            "lr, or no scheduler."
+        )
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """The functions of the transform."""
+
+    options: Options
+
+    @cached_property
+    def is_stock(self) -> bool:
+        """Whether the optimizer is torch's own, of which it is known what they write to."""
+        return self.options.optimizer.__module__.startswith("torch.optim.")
+
+    @cached_property
+    def needs_closure(self) -> bool:
+        """Whether its step must be given a closure."""
+        closure = inspect.signature(self.options.optimizer.step).parameters.get("closure")
+        return closure is not None and closure.default is closure.empty
+
+    @torch.no_grad()
+    def init(self, params: Tree) -> OptimizerState:
+        """The state before the first update."""
+        check_not_differentiated("an optimizer of torch", params)
+        leaves = trees.flatten(params)[0]
+        check_parameters(leaves, params)
+        singles = self.options.singles([leaf.detach() for leaf in leaves if leaf is not None], params)
+        return initial_state(params, [{} if leaf is None else self._zeros(*next(singles)) for leaf in leaves])
+
+    def _zeros(self, copy: torch.Tensor, optimizer: Optimizer) -> Slot:
+        """Zeros for what the optimizer of a copy keeps for it, as one step shows."""
+        # Gradients of zeros leave zeros in momenta and averages, and any other state is set to zeros below.
+        copy.grad = torch.zeros_like(copy)
+        before = shared(optimizer)
+        try:
+            _step(optimizer, _constant(optimizer) if self.needs_closure else None)
+        except (FuncgaError, RuntimeError):
+            # SparseAdam takes no dense gradients, and LBFGS may ask for a function of the parameters. Their slots begin
+            # empty.
+            return {}
+        check_kept(before, optimizer)
+        zeros: Slot = on_tensors(torch.zeros_like, self._slot(optimizer, copy))
+        return zeros
+
+    def updated(
+        self,
+        owned: bool,
+        /,
+        grads: Tree,
+        state: OptimizerState,
+        params: Tree = None,
+        closure: object = None,
+        **_: object,
+    ) -> tuple[Tree, OptimizerState]:
+        """What the step adds to the parameters, and the state after it.
+
+        If they are `owned`, it lies in the memory of the state, and the gradients may be written to.
+        """
+        arguments = Arguments(grads, state, params)
+        with torch.no_grad():
+            return self._stepped(arguments, closure, owned)
+
+    def _stepped(self, arguments: Arguments, function: object, owned: bool) -> tuple[Tree, OptimizerState]:
+        if not arguments.entries:
+            return arguments.result([], [], owned)
+        # A new optimizer of copies of the parameters gets the old state. The caller's parameters are never written to.
+        copies = [entry.parameter.clone().requires_grad_() for entry in arguments.entries]
+        optimizer = self.options.build(copies, arguments.params, int(arguments.state.count))
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            _check_sparse(arguments)
+        # The gradients come before the step: a closure, if there is one, replaces them inside of it.
+        closure = _constant(optimizer) if self.needs_closure and function is None else None
+        if function is not None:
+            closure = _evaluating(function, arguments, copies)
+        for copy, grad in zip(copies, self._gradients(optimizer, arguments, copies, owned), strict=True):
+            copy.grad = grad
+        for copy, entry in zip(copies, arguments.entries, strict=True):
+            if entry.started and entry.slot:
+                optimizer.state[copy] = from_slot(entry.slot, owned, copy)
+        # It steps, and what it has changed is read from the copies and its state.
+        before = shared(optimizer)
+        _step_from(arguments, optimizer, closure)
+        check_kept(before, optimizer)
+        slots = [self._slot(optimizer, copy) for copy in copies]
+        # If a step adds a key to a slot that is in use, it has missed that key there: the state is another optimizer's.
+        # LBFGS alone adds keys in its second update.
+        if self.is_stock and not self.needs_closure:
+            arguments.check_keys(slots, type(optimizer).__name__)
+        return arguments.result(copies, slots, owned)
+
+    def _gradients(
+        self, optimizer: Optimizer, arguments: Arguments, copies: list[torch.Tensor], owned: bool
+    ) -> list[torch.Tensor | None]:
+        """The gradients, in the strides of the copies and in memory that the step may write to."""
+        grads = [entry.grad for entry in arguments.entries]
+        pairs = zip(grads, copies, strict=True)
+        strided = [None if grad is None else with_strides_of(grad, copy) for grad, copy in pairs]
+        if self.is_stock and not _writes_to_gradients(optimizer):
+            return strided
+        if owned:
+            return without_overlap(strided)
+        # The caller still has these gradients, so they are copied. Those in other strides are copies already.
+        for index, grad in enumerate(grads):
+            if strided[index] is grad and grad is not None:
+                strided[index] = grad.clone()
+        return strided
+
+    def _slot(self, optimizer: Optimizer, copy: torch.Tensor) -> Slot:
+        """What the optimizer keeps for a parameter."""
+        slot = to_slot(optimizer.state.get(copy, {}))
+        if not self.is_stock:
+            for name, kept in slot.items():
+                on_tensors(partial(_check_alias, copy, name, type(optimizer).__name__), {name: kept})
+        return slot
+
+
+def _writes_to_gradients(optimizer: Optimizer) -> bool:
+    """Whether the step of one of torch's own may write to the gradients, as SGD alone does, in its foreach form."""
+    return isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups)
+
+
+def _check_sparse(arguments: Arguments) -> None:
+    if any(entry.grad is not None and entry.grad.layout is torch.strided for entry in arguments.entries):
+        raise FuncgaError(
+            "SparseAdam takes sparse gradients alone, and was given a dense one: what funcga sums, in accumulate, "
+            "stream and multi_steps, is dense. Use torch.optim.Adam; or give it the sparse gradients of a .backward()."
+        )
+
+
+def _check_alias(copy: torch.Tensor, name: str, optimizer: str, kept: torch.Tensor) -> torch.Tensor:
+    if _address(kept) == _address(copy) != 0:
+        raise FuncgaError(
+            f"{optimizer} keeps the memory of the parameter itself as `{name}`, which a pure update cannot follow. "
+            f"Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads)."
+        )
+    return kept
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(local_tensors([tensor])[0].untyped_storage().data_ptr())
+
+
+def _step_from(arguments: Arguments, optimizer: Optimizer, closure: Closure | None) -> None:
+    try:
+        _step(optimizer, closure)
+    except KeyError as error:
+        # With a closure the KeyError may be the closure's own.
+        if closure is None:
+            arguments.check_keys([error.args] * len(arguments.entries), type(optimizer).__name__)
+        raise
+
+
+def _step(optimizer: Optimizer, closure: Closure | None) -> None:
+    if closure is None:
+        optimizer.step()
+    else:
+        optimizer.step(closure)  # type: ignore[arg-type]  # what it returns is a 0-d tensor
+
+
+def _constant(optimizer: Optimizer) -> Closure:
+    """A closure that leaves the gradients as they are; FuncgaError if the optimizer asks for them more than once."""
+    for group in optimizer.param_groups:
+        if group.get("max_iter") != 1 or group.get("line_search_fn") is not None:
+            name = type(optimizer).__name__
+            raise FuncgaError(
+                f"{name} evaluates the loss several times in an update, and was given the gradients of one place. Give "
+                f"it the function: tx.update(grads, state, params, closure=f), f = lambda params: "
+                f"funcga.value_and_grad(loss_fn)(params, batch); or let it take one step without a search: "
+                f"from_optimizer({name}, max_iter=1)."
+            )
+    return lambda: torch.zeros(())
+
+
+def _evaluating(function: object, arguments: Arguments, copies: list[torch.Tensor]) -> Closure:
+    """A closure that sets the gradients to those of `function(params)`, (loss, grads), where the copies are now."""
+    if not callable(function):
+        raise FuncgaError(_no_closure(f"closure is {function!r}"))
+
+    def closure() -> torch.Tensor:
+        output = function(arguments.tree([copy.detach() for copy in copies]))
+        if not (isinstance(output, tuple) and len(output) == 2):
+            raise FuncgaError(_no_closure(f"closure returned {type(output).__name__}"))
+        loss, grads = output
+        gradients = arguments.gradients(grads)
+        for entry, copy in zip(arguments.entries, copies, strict=True):
+            copy.grad = gradients[entry.leaf_index]
+        return loss  # type: ignore[no-any-return]
+
+    return closure
+
+
+def _no_closure(problem: str) -> str:
+    return (
+        f"{problem}. It is a function of the parameters that returns (loss, grads): "
+        f"closure=lambda params: funcga.value_and_grad(loss_fn)(params, batch)."
+    )

@@ -1,12 +1,20 @@
-"""Transforms in a chain: each is given what the one before it made of the gradients."""
+"""Transforms to put before an optimizer: clipping, and the chain, in which each gets what the one before it made."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+from torch.nn import utils
+
+from funcga._backend.prefixes import leaf_paths
 from funcga._transform import DonatingTransform, Transform, UpdateFunction, is_scaled, read_transform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from torch_backend import trees
+from torch_backend import arrays, trees
+from torch_backend.arrays import without_overlap
+from torch_backend.modules.checks import check_not_differentiated
 
 
 def chain(*transforms: object) -> DonatingTransform:
@@ -50,7 +58,7 @@ def chain(*transforms: object) -> DonatingTransform:
     if not links:
         raise FuncgaError("chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx).")
     functions = _Chain(tuple(links))
-    return DonatingTransform(functions.init, functions, functions.donated)
+    return DonatingTransform(functions.init, functions, partial(functions.updated, True))
 
 
 @dataclass(frozen=True)
@@ -70,15 +78,12 @@ class _Chain(UpdateFunction):
 
     def __call__(self, grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         """What the last link makes of the gradients, and the states of all."""
-        return self._through(grads, state, params, extra, owned=False)
+        return self.updated(False, grads, state, params, **extra)
 
-    def donated(self, grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
-        """The same, which may write to the gradients and the state."""
-        return self._through(grads, state, params, extra, owned=True)
-
-    def _through(
-        self, grads: Tree, state: Tree, params: Tree, extra: dict[str, object], owned: bool
+    def updated(
+        self, owned: bool, /, grads: Tree, state: Tree, params: Tree = None, **extra: object
     ) -> tuple[Tree, Tree]:
+        """The same, which may write to the gradients and the state if these are `owned`."""
         if not isinstance(state, tuple) or len(state) != len(self.links):
             raise FuncgaError(
                 f"state is not the tuple of {len(self.links)} that this chain has: state = tx.init(params); "
@@ -112,3 +117,125 @@ def _returns_new_memory(link: Transform) -> bool:
     # Transforms of others may return their argument, or keep what they return.
     update: object = link.update
     return _returns_new_memory(update.links[-1]) if isinstance(update, _Chain) else isinstance(link, DonatingTransform)
+
+
+# --------------------------------------------------------------------------------------------------------- clipping
+
+Clip = Callable[[list[torch.Tensor]], object]
+"""A function of torch.nn.utils, which writes to the `.grad`s of parameters."""
+
+
+def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> DonatingTransform:
+    """Makes a transform that scales gradients down, so that their norm, as of one vector, is at most max_norm.
+
+    The bits are those of `torch.nn.utils.clip_grad_norm_`, which runs on copies. The norm stays on the device, unless
+    error_if_nonfinite. A gradient that is None stays None. There is no state: it is `()`.
+
+    Args:
+        max_norm: The norm that gradients have at most.
+        norm_type: The order of the norm, a number or "inf".
+        error_if_nonfinite: Whether the host waits for the norm, and torch's RuntimeError says that it is infinite or
+            NaN.
+
+    Returns:
+        The transform.
+
+    Raises:
+        FuncgaError: max_norm is negative, or norm_type is not a number. The functions raise it for anything that is
+            not a gradient, and for a sparse one, which torch does not clip either.
+
+    Example:
+        >>> tx = torch_backend.clip_grad_norm(1.0)
+        >>> updates, state = tx.update({"w": torch.tensor([30.0, 40.0])}, tx.init({"w": torch.ones(2)}))
+        >>> updates
+        {'w': tensor([0.6000, 0.8000])}
+    """
+    _check_limit("max_norm", max_norm)
+    _check_norm(norm_type)
+    clip = partial(utils.clip_grad_norm_, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
+    return _stateless(clip)
+
+
+def clip_grad_value(clip_value: float) -> DonatingTransform:
+    """Makes a transform that cuts each number of the gradients to be between -clip_value and clip_value.
+
+    The bits are those of `torch.nn.utils.clip_grad_value_`, which runs on copies. A gradient that is None stays None.
+    There is no state: it is `()`.
+
+    Args:
+        clip_value: The largest magnitude of a number.
+
+    Returns:
+        The transform.
+
+    Raises:
+        FuncgaError: clip_value is negative. The functions raise it for what is no gradient, or a sparse one, which
+            torch does not clip either.
+
+    Example:
+        >>> tx = torch_backend.clip_grad_value(0.5)
+        >>> updates, state = tx.update({"w": torch.tensor([0.1, -3.0])}, tx.init({"w": torch.ones(2)}))
+        >>> updates
+        {'w': tensor([ 0.1000, -0.5000])}
+    """
+    _check_limit("clip_value", clip_value)
+    return _stateless(partial(utils.clip_grad_value_, clip_value=clip_value))
+
+
+def _check_limit(name: str, limit: object) -> None:
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
+        raise FuncgaError(f"{name} is {limit!r}, and must be a number, at least 0: {name}=1.0.")
+
+
+def _check_norm(norm_type: object) -> None:
+    # "inf" is a number to float() and to torch; NaN is none, as it is not equal to itself.
+    try:
+        is_number = not isinstance(norm_type, bool) and float(norm_type) == float(norm_type)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        is_number = False
+    if not is_number:
+        raise FuncgaError(f'norm_type is {norm_type!r}, and must be a number, or "inf": norm_type=2.0.')
+
+
+def _stateless(clip: Clip) -> DonatingTransform:
+    """The transform that does to gradients what `clip` does to the `.grad`s of parameters."""
+    return DonatingTransform(_no_state, partial(_clipped, clip, False), partial(_clipped, clip, True))
+
+
+def _no_state(params: Tree) -> tuple[()]:
+    return ()
+
+
+def _clipped(
+    clip: Clip, owned: bool, /, grads: Tree, state: Tree, params: Tree = None, **extra: object
+) -> tuple[Tree, Tree]:
+    """The gradients clipped, in their own memory if they are `owned`, and the state as it is."""
+    check_not_differentiated("clipping", grads)  # before graphs are switched off, which would hide a loss around it
+    leaves, structure = trees.flatten(grads)
+    for index, leaf in enumerate(leaves):
+        _check_gradient(leaf, index, grads)
+    with torch.no_grad():
+        plain = [None if leaf is None else leaf.detach() for leaf in leaves]
+        clipped = without_overlap(plain) if owned else [None if grad is None else grad.clone() for grad in plain]
+        # torch clips the `.grad`s of parameters in place, so each copy is the `.grad` of a tensor made for it.
+        clip([_holder(grad) for grad in clipped if grad is not None])
+    return trees.unflatten(structure, clipped), state
+
+
+def _check_gradient(leaf: object, leaf_index: int, grads: Tree) -> None:
+    if leaf is None or (isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided):
+        return
+    path = leaf_paths(grads, trees)[leaf_index]
+    if not isinstance(leaf, torch.Tensor):
+        raise FuncgaError(f"`grads{path}` is {arrays.describe(leaf)}. Give a tensor, or None where there is none.")
+    raise FuncgaError(
+        f"`grads{path}` is a sparse tensor {arrays.describe(leaf)}, which torch does not clip. Give a dense one: "
+        f"grad.to_dense(), or nn.Embedding(..., sparse=False)."
+    )
+
+
+def _holder(grad: torch.Tensor) -> torch.Tensor:
+    """A tensor in the memory of a gradient, which has that gradient."""
+    holder = grad.detach()
+    holder.grad = grad
+    return holder

@@ -5,7 +5,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
@@ -202,42 +202,34 @@ def _no_schedule(returned: object) -> FuncgaError:
     )
 
 
-class Shared(NamedTuple):
-    """What an optimizer keeps that belongs to no parameter."""
+def shared(optimizer: Optimizer) -> dict[str, object]:
+    """What an optimizer keeps now that belongs to no parameter: options of its groups, state, numbers and tensors.
 
-    options: dict[str, object]  # of its groups, and state under other keys than parameters
-    attributes: dict[str, object]  # numbers and tensors
+    Later `check_kept` says whether any of it has changed, also in place.
+    """
+    options = {
+        f"param_groups[{index}][{name!r}]": value
+        for index, group in enumerate(optimizer.param_groups)
+        for name, value in _without_params(group).items()
+    }
+    # State under a key that is no parameter is lost, too; that it appears is what shows.
+    state = {f"state[{key!r}]": None for key in optimizer.state if not isinstance(key, torch.Tensor)}
+    attributes = {k: v for k, v in vars(optimizer).items() if type(v) in (int, float, torch.Tensor)}
+    return {name: _snapshot(value) for name, value in {**options, **state, **attributes}.items()}
 
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> Self:
-        """What the optimizer keeps now."""
-        options = {
-            f"param_groups[{index}][{name!r}]": _snapshot(value)
-            for index, group in enumerate(optimizer.param_groups)
-            for name, value in _without_params(group).items()
-        }
-        # State under a key that is no parameter is lost, too; that it appears is what shows.
-        options |= {f"state[{key!r}]": None for key in optimizer.state if not isinstance(key, torch.Tensor)}
-        numbers = {k: v for k, v in vars(optimizer).items() if type(v) in (int, float, torch.Tensor)}
-        return cls(options, {name: _snapshot(value) for name, value in numbers.items()})
 
-    def check_kept(self, optimizer: Optimizer) -> None:
-        """Raises FuncgaError if the step changed something of this since, which a pure update would lose."""
-        after = Shared.of(optimizer)
-        changed = [name for name, value in after.options.items() if not _is_same(value, name, self.options)]
-        # An attribute that is new is a cache, as LBFGS has one.
-        old = {**after.attributes, **self.attributes}
-        changed += [name for name, value in after.attributes.items() if not _is_same(value, name, old)]
-        if changed:
+def check_kept(before: dict[str, object], optimizer: Optimizer) -> None:
+    """Raises FuncgaError if a step has changed what was `shared` before it, which a pure update would lose."""
+    for name, value in shared(optimizer).items():
+        # An attribute that is new is a cache, as LBFGS has one. Values are compared in lists, where an object equals
+        # itself, even a NaN.
+        is_kept = [value] == [before[name]] if name in before else name in vars(optimizer)
+        if not is_kept:
             raise FuncgaError(
-                f"a step of {type(optimizer).__name__} changes its `{changed[0]}`, which belongs to no parameter, so "
+                f"a step of {type(optimizer).__name__} changes its `{name}`, which belongs to no parameter, so "
                 f"that it is in no state, and a pure update would lose it. Keep optimizer.step() and give it "
                 f"gradients: torch_backend.assign_grads(params, grads)."
             )
-
-
-def _is_same(value: object, name: str, old: Mapping[str, object]) -> bool:
-    return name in old and [value] == [old[name]]  # lists, as an object in one equals itself, even a NaN
 
 
 class _Snapshot:
