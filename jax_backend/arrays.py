@@ -11,7 +11,7 @@ from jax import lax
 from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
-from funcga._fold.tally import two_sum
+from funcga._fold.tally import Tally, two_sum
 from funcga._types import Array, Dtype, Scalar
 from jax_backend import _private
 
@@ -113,9 +113,10 @@ def scalar(weight: Scalar) -> Scalar:
     return weight.item() if {device.platform for device in weight.devices()} == {"cpu"} else weight
 
 
-def limbs(weight: Scalar) -> tuple[jax.Array, ...]:
-    """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
-    return addends(weight, wide=jax.dtypes.canonicalize_dtype(np.float64) == np.float64)
+def tally(weight: Scalar, steps: int = 1) -> Tally:
+    """The Tally of micro-batches that weigh this much together, in the widest type that counts."""
+    wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+    return Tally(addends(weight, wide), jnp.asarray(steps, dtype=jnp.int32))
 
 
 def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
@@ -163,11 +164,6 @@ def restored(numbers: Array, like: Array) -> Array:
 
 def _is_key(array: object) -> bool:
     return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
-def count(steps: int) -> jax.Array:
-    """A number of steps in the type that a loop can carry."""
-    return jnp.asarray(steps, dtype=jnp.int32)
 
 
 # -- types: how an array is sharded over the Explicit axes of a mesh, and varies over the manual ones of shard_map

@@ -14,7 +14,7 @@ from jax.export import is_symbolic_dim
 from funcga._backend import Backend
 from funcga._call.arguments import Arguments, groups
 from funcga._call.program import Program
-from funcga._fold import LeafFold, tally
+from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._fold.tally import LEAST32, MOST32, Tally, check_narrow
 from funcga._grad import bound
@@ -179,13 +179,13 @@ class _Microbatch:
                 as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
         return value
 
-    def weigh(self, start: Scalar, state: list[jax.Array]) -> tuple[jax.Array, ...]:
-        """Its weight as limbs."""
+    def weigh(self, start: Scalar, state: list[jax.Array]) -> Tally:
+        """Its tally."""
         args = self.arguments.cut(start, self.size, state, self.narrow)
         weight = self.program.weigh(self.arguments, args, None)
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
-        return arrays.limbs(weight)
+        return arrays.tally(weight)
 
 
 class _Step(NamedTuple):
@@ -193,7 +193,7 @@ class _Step(NamedTuple):
 
     outputs: Outputs
     gradient: Gradient
-    weigh: Callable[..., tuple[jax.Array, ...]]
+    weigh: Callable[..., Tally]
     weights: list[Scalar] | None = None  # one for each leaf that is reduced, where they are known before the loop
 
 
@@ -202,8 +202,8 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
     outputs, total, weights = step.outputs, carry.total, step.weights
     if total is not None:
         # Before the gradient: the weight takes part in a loop over layers that folds in place.
-        counted = Tally(step.weigh(start, carry.state), arrays.count(1))
-        total, weights = tally.merge(total, counted), [tally.total(of_leaf) for of_leaf in _tallies(outputs, counted)]
+        counted = step.weigh(start, carry.state)
+        total, weights = total.merge(counted), [of_leaf.total for of_leaf in _tallies(outputs, counted)]
     assert weights is not None
     into = {
         leaf_index: Into(before, fold, weight)
@@ -221,7 +221,7 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
 
 def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
     """A tally for each leaf that is reduced: NaN where a float32 cannot hold the weight, so that no 0 comes of it."""
-    weight = tally.total(total)
+    weight = total.total
     # A float32 of this range can be multiplied with and divided by, and its reciprocal is one as well.
     fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
     narrowed = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
@@ -231,7 +231,7 @@ def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
 def _nothing(outputs: Outputs, types: "Sequence[ShapedArray]") -> tuple[list[Tree], Tally]:
     """What no micro-batch has contributed, where grad_fn returns leaves of these types."""
     pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
-    return [fold.identity(arrays.zeros(types[leaf_index])) for leaf_index, fold in pairs], tally.empty(arrays)
+    return [fold.identity(arrays.zeros(types[leaf_index])) for leaf_index, fold in pairs], arrays.tally(0, steps=0)
 
 
 def _pinned(spread: Spread, outputs: Outputs, carry: Carry) -> Carry:
@@ -249,7 +249,7 @@ def _scan(
     total = carry.total
     # Weights that are known need no tally in the loop.
     if step.weights is not None and total is not None:
-        total = tally.merge(total, tally.of(count * size, arrays, steps=count))
+        total = total.merge(arrays.tally(count * size, count))
         carry = carry._replace(total=None)
     body = partial(_add, step)
     starts = first + size * jnp.arange(count, dtype=jnp.int32)

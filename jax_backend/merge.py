@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcga._backend.prefixes import PrefixError, broadcast, outline
-from funcga._fold import LeafFold, tally
+from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
+from funcga._fold.tally import Tally
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
@@ -26,7 +27,7 @@ class Folded(NamedTuple):
     """What a loop has folded, before it is normalised."""
 
     reduced: list[Tree]
-    total: tally.Tally
+    total: Tally
     state: list[jax.Array]
     collected: list[jax.Array]
 
@@ -69,17 +70,17 @@ def _merge_leaf(collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatt
     return _each(lambda part: collectives.extreme(part, "max" if which == "max" else "min"), lifted)
 
 
-def _merge_tally(collectives: "_Collectives", total: tally.Tally) -> Callable[[], tally.Tally]:
+def _merge_tally(collectives: "_Collectives", total: Tally) -> Callable[[], Tally]:
     """The tally of all replicas. Its counts travel as floats, with the gradients, as addends that are exact."""
     limbs = len(total.weight)
     # As float32 a count would be exact up to 2**24 alone; as two addends it is as exact as the weight.
     numbers = jnp.stack([*total.weight, *arrays.addends(total.steps, wide=limbs == 1)])
     gathered = collectives.gather(numbers)
 
-    def later() -> tally.Tally:
+    def later() -> Tally:
         rows = gathered()  # for each replica the limbs of its weight, and those of its steps
         steps = rows[:, limbs:].astype(jnp.int32).sum(axis=1, dtype=jnp.int32)
-        merged: tally.Tally = _in_order(tally.merge, tally.Tally(tuple(rows[:, :limbs].T), steps))
+        merged: Tally = _in_order(Tally.merge, Tally(tuple(rows[:, :limbs].T), steps))
         return merged
 
     return later
@@ -130,7 +131,7 @@ def _is_axis(value: object) -> bool:
 
 def _check_scatter(outputs: Outputs, leaf_index: int, axis: int, lifted: Tree, replicas: Replicas) -> int:
     """The axis, counted from the first. Raises FuncgaError, which names the leaf, if it cannot be cut along it."""
-    fold, path, count = outputs.folds[leaf_index], outputs.paths[leaf_index], int(lax.axis_size(replicas.names))
+    fold, path, count = outputs.folds[leaf_index], outputs.paths()[leaf_index], int(lax.axis_size(replicas.names))
     if lifted is None or fold is None or fold.fold.reducer.monoid.collective != "sum":
         raise FuncgaError(
             f"scatter={axis} for {path}, and its fold is no sum: only what is summed over the replicas can be "

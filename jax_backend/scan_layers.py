@@ -73,7 +73,7 @@ def in_place(gradient: Gradient, program: "ClosedJaxpr", outputs: Outputs, value
     # If the leaves are in another order, or unlike those before, the plain gradient function says so.
     if not stacked or not is_alike:
         return gradient
-    paths = outputs.paths
+    paths = outputs.paths()
 
     def gradient_in_place(into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
         args = jax.tree.leaves(operands)

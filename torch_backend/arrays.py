@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from funcga._fold.tally import Tally
 from funcga._types import Dtype, Scalar
 from torch_backend import _private
 from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
@@ -125,13 +126,13 @@ def scalar(weight: Scalar) -> Scalar:
     return weight.item()
 
 
-def limbs(weight: Scalar) -> tuple[Scalar, ...]:
-    """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
+def tally(weight: Scalar, steps: int = 1) -> Tally:
+    """The Tally of micro-batches that weigh this much together, in the widest type that counts."""
     if not isinstance(weight, torch.Tensor):
-        return (weight,)
+        return Tally((weight,), steps)
     if not weight.is_floating_point():
-        return (weight.to(torch.int64),)
-    return (weight.to(torch.float32 if weight.device.type == "mps" else torch.float64),)
+        return Tally((weight.to(torch.int64),), steps)
+    return Tally((weight.to(torch.float32 if weight.device.type == "mps" else torch.float64),), steps)
 
 
 def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
@@ -163,11 +164,6 @@ def stored(array: torch.Tensor) -> torch.Tensor:
 def restored(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """What was stored of an array like this one."""
     return numbers
-
-
-def count(steps: int) -> int:
-    """A number of steps in the type that a loop can carry."""
-    return steps
 
 
 # --- Memory ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from funcga._fold import largest
 from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
 from funcga._replicas import MergeMemory
@@ -126,10 +127,7 @@ def merged(
     if not isinstance(memory.progress, Progress):
         memory.progress = Progress(memory.step)
     reduction = Reduction(memory.progress, replicas)
-    leaves = [
-        max(accumulator, key=lambda part: part.ndim) if isinstance(accumulator, tuple) else accumulator
-        for accumulator in accumulators
-    ]
+    leaves = [*map(largest, accumulators)]
     # The merge of a window of one call does the rest: these accumulators become its buffers. They are copied, because
     # it works in place.
     buffers = Buffers(Layout(outputs))

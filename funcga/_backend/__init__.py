@@ -95,8 +95,8 @@ class Arrays(Protocol):
         """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
         ...
 
-    def limbs(self, weight: Any) -> tuple[Any, ...]:
-        """A weight as addends in the widest scalar type: one if that has 53 bits and more, else two."""
+    def tally(self, weight: Scalar, steps: int = 1) -> Tally:
+        """The Tally of micro-batches that weigh this much together, in the widest type that counts."""
         ...
 
     def addends(self, weight: Any, wide: bool) -> tuple[Array, ...]:
@@ -119,10 +119,6 @@ class Arrays(Protocol):
 
     def restored(self, numbers: Array, like: Array) -> Array:
         """What was stored of an array like this one."""
-        ...
-
-    def count(self, steps: int) -> Any:
-        """A number of steps in the type that a loop can carry."""
         ...
 
 

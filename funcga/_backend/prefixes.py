@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from funcga._backend import Trees
 from funcga._types import Tree
+from funcga.errors import listed
 
 
 class PrefixValue(NamedTuple):
@@ -37,11 +38,22 @@ def paths_apart(expected: Sequence[str], paths: Sequence[str]) -> tuple[list[str
 
 
 class PathError(Exception):
-    """A tree has leaves at other paths than were expected; the caller knows what to say about it."""
+    """A tree has leaves at other paths than were expected; its text says which, and the caller what that means."""
 
     def __init__(self, missing: list[str], new: list[str]):
         super().__init__(missing, new)
         self.missing, self.new = missing, new
+
+    def __str__(self) -> str:
+        missing, new = (listed([f"`{path}`" for path in paths]) for paths in (self.missing, self.new))
+        return f"missing {missing}, new {new}"
+
+
+def check_paths(expected: Sequence[str], paths: Sequence[str]) -> None:
+    """Raises PathError if a path is missing, or new."""
+    missing, new = paths_apart(expected, paths)
+    if missing or new:
+        raise PathError(missing, new)
 
 
 def leaves_in_order(tree: Tree, paths: Sequence[str], trees: Trees, root: str = "") -> list[Any]:
@@ -50,9 +62,7 @@ def leaves_in_order(tree: Tree, paths: Sequence[str], trees: Trees, root: str = 
     The paths begin with `root`. Raises PathError if a leaf is missing, or there is one more.
     """
     by_path = dict(zip(leaf_paths(tree, trees, root), trees.flatten(tree)[0], strict=True))
-    missing, new = paths_apart(paths, [*by_path])
-    if missing or new:
-        raise PathError(missing, new)
+    check_paths(paths, [*by_path])
     return [by_path[path] for path in paths]
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
-from funcga._fold.outputs import Outputs, sort_outputs
+from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._fold.tally import check_weight
 from funcga._replicas import Step, step_of
 from funcga._types import Across, GradFn, Scalar, Tree, WeightFn
@@ -90,7 +90,7 @@ class Program:
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs of a first micro-batch with this output, and the leaves of it."""
         # The first micro-batch shows the structure; all later ones are checked against it.
-        outputs, leaves = sort_outputs(self.fold, value, arguments.carried(), arguments.backend)
+        outputs, leaves = bind_outputs(self.fold, value, arguments.backend, carried=arguments.carried())
         if outputs.threads:
             _check_state([leaves[leaf_index] for leaf_index in outputs.threads], arguments)
         return outputs, leaves

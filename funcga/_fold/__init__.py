@@ -6,7 +6,7 @@ from typing import Literal
 
 from funcga import reducers
 from funcga._backend import Arrays
-from funcga._fold.tally import Tally, total
+from funcga._fold.tally import Tally
 from funcga._types import Array, Dtype, Reduced, Scalar
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -17,7 +17,8 @@ class LeafFold:
     """`identity`, `lift`, `combine` and `normalize` of one leaf, with the casts that keep sums in enough bits.
 
     `adds` says what a backend may add in place instead of `lift` and `combine`: w * v of a "weighted" sum, v of a
-    "plain" one; None if the fold is no sum.
+    "plain" one; None if the fold is no sum. `is_narrow`: whether sums are held in float32, whose range is smaller than
+    that of the weights. `is_wide`: whether in float64, so that the weights need as many bits.
     """
 
     fold: Fold
@@ -25,21 +26,8 @@ class LeafFold:
     result_dtype: Dtype
     arrays: Arrays
     adds: Literal["weighted", "plain"] | None = None
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether sums are held in float32, whose range is smaller than that of the weights."""
-        return self._has_bytes(4)
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether sums are held in float64, so that the weights need as many bits."""
-        return self._has_bytes(8)
-
-    def _has_bytes(self, real: int) -> bool:
-        """Whether what is accumulated is a real number of so many bytes, or a complex one of two such parts."""
-        sizes = {"float": real, "complex": 2 * real}
-        return bool(sizes.get(self.arrays.kind(self.accumulator_dtype)) == self.accumulator_dtype.itemsize)
+    is_narrow: bool = False
+    is_wide: bool = False
 
     def identity(self, like: Array) -> Reduced:
         """The reduced value of no micro-batch at all; `like` gives the shape."""
@@ -61,9 +49,7 @@ class LeafFold:
         # Arrays that are collected along an axis may differ in their number of rows.
         if self.fold.reducer.monoid.axis is not None:
             return True
-        # Of a tuple, such as a sum and a count, the array with the most axes has the shape of the leaf.
-        largest = max(accumulator, key=lambda part: len(part.shape)) if isinstance(accumulator, tuple) else accumulator
-        return bool(value.shape == largest.shape)
+        return bool(value.shape == largest(accumulator).shape)
 
     def combine(self, a: Reduced, b: Reduced) -> Reduced:
         """What both contribute."""
@@ -71,16 +57,16 @@ class LeafFold:
 
     def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result, in the dtype that the caller is to see."""
-        scalars = Tally(self._scalar(total(tally)), self._scalar(tally.steps))
-        return _each(self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, scalars))
+        scalars = [
+            self.arrays.cast(amount, self.accumulator_dtype) if self.arrays.is_array(amount) else float(amount)
+            for amount in (tally.total, tally.steps)
+        ]
+        return _each(self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, Tally(*scalars)))
 
     def result(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result in memory of its own: the caller may write to it, or donate the memory of the reduced value."""
-        parts = reduced if isinstance(reduced, tuple) else (reduced,)
+        parts = parts_of(reduced)
         return _each(lambda part: self.arrays.owned(part, parts), self.normalize(reduced, tally))
-
-    def _scalar(self, amount: Scalar) -> Scalar:
-        return self.arrays.cast(amount, self.accumulator_dtype) if self.arrays.is_array(amount) else float(amount)
 
     def _cast(self, result: Array) -> Array:
         kinds = [self.arrays.kind(dtype) for dtype in (result.dtype, self.result_dtype)]
@@ -97,6 +83,16 @@ def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:
         return function(result)
     parts = [_each(function, part) for part in result]
     return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
+
+
+def parts_of(reduced: Reduced) -> tuple[Array, ...]:
+    """The arrays of what is accumulated of a leaf."""
+    return reduced if isinstance(reduced, tuple) else (reduced,)
+
+
+def largest(reduced: Reduced) -> Array:
+    """The array of them that has the shape of the leaf: of a tuple, such as a sum and a count, that of most axes."""
+    return max(reduced, key=lambda part: len(part.shape)) if isinstance(reduced, tuple) else reduced
 
 
 def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree: str = "output") -> LeafFold:
@@ -117,7 +113,9 @@ def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree
     if reducer.additive:
         adds = "weighted" if reducer.linear else "plain"
     result_dtype = _result_dtype(fold, like.dtype, accumulator_dtype, arrays)
-    return LeafFold(fold, accumulator_dtype, result_dtype, arrays, adds)
+    # A complex number has two parts.
+    bits = accumulator_dtype.itemsize * {"float": 8, "complex": 4}.get(kind, 0)
+    return LeafFold(fold, accumulator_dtype, result_dtype, arrays, adds, is_narrow=bits == 32, is_wide=bits == 64)
 
 
 def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, arrays: Arrays) -> Dtype:

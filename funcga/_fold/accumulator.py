@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
-from funcga._fold import tally
+from funcga._fold import parts_of
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._fold.tally import Tally, check_narrow, check_weight
 from funcga._types import Array, Reduced, Scalar, Tree
@@ -31,30 +31,28 @@ class Accumulation(NamedTuple):
         """The window with one more micro-batch of this weight; in the same memory if that is donated."""
         backend = self.outputs.backend
         accumulators, owned = backend.sums.add(self.outputs.folds, self.accumulators, leaves, weight, donate)
-        of_microbatch = Tally(self._addends(weight), backend.arrays.count(1))
-        counted = _merge_tallies(self.tally, of_microbatch, backend)
-        return self._replace(accumulators=accumulators, tally=counted, owned=owned)
+        return self._replace(accumulators=accumulators, tally=self._tally_with(self.tally_of(weight)), owned=owned)
 
-    def merge_value(self, leaves: Sequence[Array], weight: Scalar) -> "Accumulation":
-        """The window merged with that of one micro-batch alone.
-
-        `add` gives the same sums to rounding: it may multiply and add in one operation, which rounds once.
-        """
-        backend = self.outputs.backend
-        lifted = backend.sums.lifted(self.outputs.folds, leaves, weight)
-        return self.merge(Accumulation(self.outputs, lifted, Tally(self._addends(weight), backend.arrays.count(1))))
-
-    def _addends(self, weight: Scalar) -> tuple[Scalar, ...]:
-        """The weight as addends of as many bits as the tally has."""
-        arrays, counted = self.outputs.backend.arrays, self.tally.weight
-        if len(counted) == 2:
-            return arrays.addends(weight, wide=False)
+    def tally_of(self, weight: Scalar) -> Tally:
+        """The tally of one micro-batch of this weight, in as many bits as the window has."""
+        counted, arrays = self.tally.weight, self.outputs.backend.arrays
         # The tally is one Python number so far, or one 64-bit array. The first weight that is an array turns a Python
         # number into two addends, which a framework without 64-bit types can take over. It stays one scalar beside a
         # 64-bit count, and beside sums in 64 bits.
-        if arrays.is_array(weight) and not arrays.is_array(counted[0]) and self.is_narrow:
-            return arrays.addends(weight, wide=False)
-        return arrays.limbs(weight)
+        turns = arrays.is_array(weight) and not arrays.is_array(counted[0]) and self.is_narrow
+        if len(counted) == 2 or turns:
+            return Tally(arrays.addends(weight, wide=False), 1)
+        tally: Tally = arrays.tally(weight)
+        return tally
+
+    def _tally_with(self, other: Tally) -> Tally:
+        """The tally of both. In torch one may count in a Python number, and the other in two addends."""
+        tallies = [self.tally, other]
+        if len(other.weight) != len(self.tally.weight):
+            for index, (weight, steps) in enumerate(tallies):
+                if isinstance(weight[0], int | float):
+                    tallies[index] = Tally(self.outputs.backend.arrays.addends(weight[0], wide=False), steps)
+        return Tally.merge(*tallies)
 
     @property
     def is_narrow(self) -> bool:
@@ -67,8 +65,8 @@ class Accumulation(NamedTuple):
             None if fold is None else fold.combine(first, second)
             for fold, first, second in zip(self.outputs.folds, self.accumulators, other.accumulators, strict=True)
         ]
-        total = _merge_tallies(self.tally, other.tally, self.outputs.backend)
-        return Accumulation(self.outputs, accumulators, total, self.rejected + other.rejected)
+        rejected = self.rejected + other.rejected
+        return Accumulation(self.outputs, accumulators, self._tally_with(other.tally), rejected)
 
     def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
         """Itself where the condition is true, else the other window. The host need not see the condition."""
@@ -80,23 +78,9 @@ class Accumulation(NamedTuple):
                 return tuple(select(*parts) for parts in zip(chosen, otherwise, strict=True))
             return None if chosen is None else xp.where(condition, chosen, otherwise)
 
-        accumulators = [select(*pair) for pair in zip(self.accumulators, other.accumulators, strict=True)]
-        total = Tally(select(self.tally.weight, other.tally.weight), select(self.tally.steps, other.tally.steps))
-        return Accumulation(self.outputs, accumulators, total, select(self.rejected, other.rejected), owned=True)
-
-
-def _merge_tallies(a: Tally, b: Tally, backend: Backend) -> Tally:
-    """The tally of both. In torch one may count in a Python number, and the other in two addends."""
-    if len(a.weight) != len(b.weight):
-        a, b = (_in_two_addends(counted, backend) for counted in (a, b))
-    return tally.merge(a, b)
-
-
-def _in_two_addends(counted: Tally, backend: Backend) -> Tally:
-    number = counted.weight[0]
-    if not isinstance(number, int | float):
-        return counted
-    return Tally(backend.arrays.addends(number, wide=False), counted.steps)
+        both = [(tuple(window.accumulators), tuple(window.tally), window.rejected) for window in (self, other)]
+        accumulators, counted, rejected = select(*both)
+        return Accumulation(self.outputs, accumulators, Tally(*counted), rejected, owned=True)
 
 
 class AccumulatorState(NamedTuple):
@@ -157,15 +141,12 @@ class Accumulator:
             >>> state = accumulator.init({"w": torch.zeros(2)})  # gradients are like the parameters
         """
         backend = backend_of([like], lambda: ["like"])
-        outputs = bind_outputs(self.fold, like, backend)
-        xp, as_array = backend.arrays.xp, backend.arrays.as_array
-        pairs = zip(outputs.folds, backend.trees.flatten(like)[0], strict=True)
-        arrays = [None if fold is None else as_array(leaf) for fold, leaf in pairs]
+        outputs, leaves = bind_outputs(self.fold, like, backend)
         # The state remembers dtypes and structure as 0-d arrays: unlike a dtype, an array passes through jit.
-        dtype_marks = [None if array is None else xp.zeros((), dtype=array.dtype) for array in arrays]
-        pairs = zip(outputs.folds, arrays, strict=True)
-        accumulators = [None if fold is None else fold.identity(array) for fold, array in pairs]
-        return AccumulatorState(tuple(accumulators), outputs.structure_of(dtype_marks), tally.empty(backend.arrays))
+        zeros = backend.arrays.xp.zeros
+        dtype_marks = [None if dtype is None else zeros((), dtype=dtype) for dtype in outputs.dtypes]
+        empty = Accumulation(outputs, outputs.identities(leaves), backend.arrays.tally(0, steps=0))
+        return self._closed(empty, outputs.structure_of(dtype_marks))
 
     def update(self, state: AccumulatorState, value: Tree, weight: Scalar = 1) -> AccumulatorState:
         """The state with one more value.
@@ -197,7 +178,10 @@ class Accumulator:
             fold, accumulator = window.outputs.folds[leaf_index], window.accumulators[leaf_index]
             if fold is not None and not fold.takes(leaf, accumulator):
                 _check_shapes(window, leaf_index, fold.lift(leaf, weight))
-        return self._closed(window.merge_value(leaves, weight), state)
+        # `add` would give the same sums to rounding: it may multiply and add in one operation, which rounds once.
+        lifted = window.outputs.backend.sums.lifted(window.outputs.folds, leaves, weight)
+        one = Accumulation(window.outputs, lifted, window.tally_of(weight))
+        return self._closed(window.merge(one), state.like)
 
     def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
         """The state of what two states have folded: two halves of a window, or two replicas.
@@ -219,7 +203,7 @@ class Accumulator:
         window.outputs.leaves(b.like, "the second state")
         for leaf_index, second in enumerate(b.leaves):
             _check_shapes(window, leaf_index, second)
-        return self._closed(window.merge(Accumulation(window.outputs, b.leaves, b.tally)), a)
+        return self._closed(window.merge(Accumulation(window.outputs, b.leaves, b.tally)), a.like)
 
     def finalize(self, state: AccumulatorState) -> Tree:
         """The result of the fold.
@@ -246,10 +230,11 @@ class Accumulator:
                 f"the state is of type {type(state).__name__}. Start with state = accumulator.init(like) and pass on "
                 f"what update and merge return."
             )
-        return Accumulation(bind_outputs(self.fold, state.like, backend, shaped=False), state.leaves, state.tally)
+        outputs, _ = bind_outputs(self.fold, state.like, backend, shaped=False)
+        return Accumulation(outputs, state.leaves, state.tally)
 
-    def _closed(self, window: Accumulation, state: AccumulatorState) -> AccumulatorState:
-        return AccumulatorState(tuple(window.accumulators), state.like, window.tally)
+    def _closed(self, window: Accumulation, like: Tree) -> AccumulatorState:
+        return AccumulatorState(tuple(window.accumulators), like, window.tally)
 
 
 def _check_shapes(window: Accumulation, leaf_index: int, contribution: Reduced) -> None:
@@ -258,11 +243,10 @@ def _check_shapes(window: Accumulation, leaf_index: int, contribution: Reduced) 
     if fold is None or fold.fold.reducer.monoid.axis is not None:
         return
     describe = window.outputs.backend.arrays.describe
-    both = [reduced if isinstance(reduced, tuple) else (reduced,) for reduced in (accumulator, contribution)]
-    for before, added in zip(*both, strict=True):
+    for before, added in zip(parts_of(accumulator), parts_of(contribution), strict=True):
         if before.shape != added.shape:
             raise FuncgaError(
-                f"{window.outputs.paths[leaf_index]} is {describe(added)}, and the state was made for "
+                f"{window.outputs.paths()[leaf_index]} is {describe(added)}, and the state was made for "
                 f"{describe(before)}: the two cannot be combined. Make a state for each shape, or, if it has a "
                 f"row for each example, fold with funcga.concat()."
             )

@@ -17,7 +17,7 @@ from funcga._backend.prefixes import (
     paths_apart,
 )
 from funcga._fold import LeafFold, bind, check_shape
-from funcga._types import Array, Dtype, Structure, Tree
+from funcga._types import Array, Dtype, Reduced, Structure, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 
@@ -48,10 +48,14 @@ class Outputs:
             folds = [self.folds[leaf_index] for leaf_index in leaf_indices]
             object.__setattr__(self, name, tuple([fold for fold in folds if fold is not None]))
 
-    @property
-    def paths(self) -> list[str]:
-        """The path of every leaf: for error messages, and to match what comes in another order."""
-        return leaf_paths(self.structure_of(range(len(self.folds))), self.backend.trees, "output")
+    def paths(self, name: str = "output") -> list[str]:
+        """The path of every leaf in a tree of this name: for errors, and to match what comes in another order."""
+        return leaf_paths(self.structure_of(range(len(self.folds))), self.backend.trees, name)
+
+    def identities(self, leaves: Sequence[Any]) -> list[Reduced]:
+        """What is accumulated of nothing, for each of these leaves."""
+        pairs = zip(self.folds, leaves, strict=True)
+        return [None if fold is None else fold.identity(leaf) for fold, leaf in pairs]
 
     def structure_of(self, leaves: Iterable[Any]) -> Tree:
         """The tree of these leaves."""
@@ -85,21 +89,28 @@ class Outputs:
 
         The order of a dict may differ. Raises FuncgaError if the structure, a shape or a dtype is not the first one's.
         """
-        leaves, structure = self.backend.trees.flatten(value)
+        try:
+            leaves = self.in_order(value)
+        except PathError as error:
+            raise FuncgaError(
+                f"grad_fn returned another structure for {which} than for the first: {error}. A fold needs one "
+                f"structure. Return the same keys for every micro-batch, with zeros where there is nothing to add."
+            ) from None
+        # Leaves that plainly are as before are the usual case. Numbers, None and collected rows need a closer look.
         is_array = self.backend.arrays.is_array
-        # Three cases: another structure, whose leaves may only stand in another order; leaves that plainly are as
-        # before; and leaves to be looked at one by one, such as numbers, None, or collected rows.
-        if structure != self.structure:
-            try:
-                leaves = leaves_in_order(value, self.paths, self.backend.trees, "output")
-            except PathError as error:
-                raise _restructured(error, which) from None
-        elif all(
+        if all(
             is_array(leaf) and leaf.shape == shape and leaf.dtype == dtype
             for leaf, shape, dtype in zip(leaves, self.shapes, self.dtypes, strict=True)
         ):
             return leaves
         return [self._checked(leaf_index, leaf, which) for leaf_index, leaf in enumerate(leaves)]
+
+    def in_order(self, value: Tree, name: str = "output") -> list[Any]:
+        """The leaves of another value, a tree of this name. Raises PathError if some are missing, or new."""
+        trees = self.backend.trees
+        leaves, structure = trees.flatten(value)
+        # The same leaves in another order, or in other containers, are matched by path.
+        return leaves if structure == self.structure else leaves_in_order(value, self.paths(name), trees, name)
 
     def _checked(self, leaf_index: int, leaf: Any, which: str) -> Any:
         """A leaf of another micro-batch as an array. Raises FuncgaError if it cannot be combined with the first."""
@@ -110,7 +121,7 @@ class Outputs:
             return leaf
         if leaf is None:
             raise self._changed(leaf_index, leaf, which)
-        leaf = as_leaf(leaf, lambda: self.paths[leaf_index], self.backend)
+        leaf = as_leaf(leaf, lambda: self.paths()[leaf_index], self.backend)
         if leaf.dtype != self.dtypes[leaf_index] or not self._has_shape(leaf_index, leaf):
             raise self._changed(leaf_index, leaf, which)
         return leaf
@@ -135,68 +146,56 @@ class Outputs:
             sizes = "" if shape is None else f"[{', '.join(map(str, shape))}]"
             before = str(self.dtypes[leaf_index]).removeprefix("torch.") + sizes
         return FuncgaError(
-            f"grad_fn returned {self.paths[leaf_index]} as {self.backend.arrays.describe(leaf)} for {which} and as "
+            f"grad_fn returned {self.paths()[leaf_index]} as {self.backend.arrays.describe(leaf)} for {which} and as "
             f"{before} for the first: the two cannot be combined. Return one shape and dtype for every micro-batch, "
             f"or, if it has a row for each example, fold it with funcga.concat()."
         )
 
 
-def _restructured(error: PathError, which: str) -> FuncgaError:
-    return FuncgaError(
-        f"grad_fn returned another structure for {which} than for the first: missing {_listed(error.missing)}, "
-        f"new {_listed(error.new)}. A fold needs one structure. Return the same keys for every micro-batch, with zeros "
-        f"where there is nothing to add."
-    )
+def bind_outputs(
+    fold: Tree,
+    value: Tree,
+    backend: Backend,
+    *,
+    carried: list[tuple[str, str]] | None = None,
+    shaped: bool = True,
+    name: str = "output",
+) -> tuple[Outputs, list[Any]]:
+    """The Outputs for values like this one, and its leaves, the numbers among them as arrays.
 
-
-def _listed(paths: list[str]) -> str:
-    return ", ".join(f"`{path}`" for path in paths[:4]) + (", ..." if len(paths) > 4 else "") if paths else "nothing"
-
-
-def bind_outputs(fold: Tree, value: Tree, backend: Backend, shaped: bool = True, name: str = "output") -> Outputs:
-    """The Outputs for values like this one. Every leaf is reduced, also one of carry() or concat(), by its monoid.
+    In a loop, whose CARRY arguments have leaves `carried`, by (root, path), those of carry() are threaded, and those of
+    a growing monoid collected. Elsewhere every leaf is reduced, by its monoid.
 
     `value` has arrays, or structs with a shape and a dtype; with `shaped` False only the dtypes count. `name` is what
-    errors call it, "output" or "params". Raises FuncgaError for folds that do not fit.
+    errors call it, "output" or "params". Raises FuncgaError for folds that do not fit, and for leaves of carry() that
+    do not match those that are carried.
     """
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
-    return _bind(value, leaves, structure, leaf_values, backend, shaped, name)
-
-
-def sort_outputs(
-    fold: Tree, value: Tree, carried: list[tuple[str, str]], backend: Backend
-) -> tuple[Outputs, list[Any]]:
-    """The Outputs of a first micro-batch in a loop, and its leaves.
-
-    Leaves of carry() are threaded, and those of a growing monoid collected.
-
-    `carried` has (root, path) for every leaf of the CARRY arguments. Raises FuncgaError if they do not match the leaves
-    of carry(), and for leaves without the axis that concat() collects along.
-    """
-    leaves, structure = backend.trees.flatten(value)
-    leaf_values = broadcast_folds(fold, value, len(leaves), backend)
+    in_loop = carried is not None
     # Threaded leaves go to the next micro-batch, collected ones are joined after the loop, the rest is reduced in it.
-    threaded = [leaf_index for leaf_index, (leaf_fold, _) in enumerate(leaf_values) if leaf_fold.reducer.carries]
+    threaded = [index for index, (leaf_fold, _) in enumerate(leaf_values) if in_loop and leaf_fold.reducer.carries]
     # Checked first: the fold that stands where carry() is missing may not fit the state, and that error would mislead.
     if carried and not threaded:
         raise _unmatched([root for root, _ in carried], [])
-    outputs = _bind(value, leaves, structure, leaf_values, backend)
-    collected = [
-        leaf_index
-        for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
-        if fold.fold.reducer.monoid.axis is not None
-    ]
-    if not (carried or threaded or collected):
-        return outputs, leaves
+    folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
+    # A leaf without a fold has neither shape nor dtype here: None, or an object that is threaded as it is.
+    folded = {index: fold for index, fold in enumerate(folds) if fold is not None}
+    collected = [index for index, fold in folded.items() if in_loop and fold.fold.reducer.monoid.axis is not None]
+    threads: tuple[int, ...] = ()
+    if carried or threaded:
+        paths = leaf_paths(value, backend.trees, name)
+        threads = _threads(paths, [(leaf_values[index].root, index) for index in threaded], carried or [])
     not_reduced = {*threaded, *collected}
-    return replace(
-        outputs,
-        reduced=tuple([leaf_index for leaf_index in outputs.reduced if leaf_index not in not_reduced]),
+    return Outputs(
+        structure=structure,
+        folds=tuple(folds),
+        shapes=tuple([leaf.shape if shaped and index in folded else None for index, leaf in enumerate(leaves)]),
+        dtypes=tuple([leaf.dtype if index in folded else None for index, leaf in enumerate(leaves)]),
+        reduced=tuple([index for index in folded if index not in not_reduced]),
         collected=tuple(collected),
-        threads=_threads(
-            outputs.paths, [(leaf_values[leaf_index].root, leaf_index) for leaf_index in threaded], carried
-        ),
+        threads=threads,
+        backend=backend,
     ), leaves
 
 
@@ -221,31 +220,6 @@ def broadcast_folds(fold: Tree, value: Tree, leaves: int, backend: Backend, name
             f"{outline(error.tree, trees, describe)}. Give one Fold for all that stands below, such as "
             f"funcga.mean(), or a container with the same keys."
         ) from error
-
-
-def _bind(
-    value: Tree,
-    leaves: list[Any],
-    structure: Structure,
-    leaf_values: list[PrefixValue],
-    backend: Backend,
-    shaped: bool = True,
-    name: str = "output",
-) -> Outputs:
-    """The Outputs, every leaf of them reduced; replaces the numbers among the leaves by arrays."""
-    folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
-    # A leaf without a fold has neither shape nor dtype here: None, or an object that is threaded as it is.
-    folded = [None if fold is None else leaf for fold, leaf in zip(folds, leaves, strict=True)]
-    return Outputs(
-        structure=structure,
-        folds=tuple(folds),
-        shapes=tuple([leaf.shape if shaped and leaf is not None else None for leaf in folded]),
-        dtypes=tuple([None if leaf is None else leaf.dtype for leaf in folded]),
-        reduced=tuple([leaf_index for leaf_index, leaf in enumerate(folded) if leaf is not None]),
-        collected=(),
-        threads=(),
-        backend=backend,
-    )
 
 
 def _leaf_folds(
@@ -307,10 +281,10 @@ def _threads(paths: list[str], returned: list[tuple[str, int]], carried: list[tu
     for (in_root, in_paths), (out_root, out_paths) in zip(inputs.items(), outputs.items(), strict=True):
         missing, new = paths_apart(in_paths, out_paths)
         if missing or new:
+            difference = PathError([in_root + path for path in missing], [out_root + path for path in new])
             raise FuncgaError(
                 f"the carried argument `{in_root}` and what grad_fn returns for it, `{out_root}`, have different "
-                f"structures: missing {_listed([in_root + path for path in missing])}, new "
-                f"{_listed([out_root + path for path in new])}. Return the state in the structure it came in."
+                f"structures: {difference}. Return the state in the structure it came in."
             )
         threads += [index_of[out_root + path] for path in in_paths]
     return tuple(threads)

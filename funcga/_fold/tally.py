@@ -34,29 +34,24 @@ class Tally(NamedTuple):
     weight: tuple[Scalar, ...] | Scalar
     steps: Scalar
 
+    def merge(self, other: "Tally") -> "Tally":
+        """The tally of both."""
+        a, b, steps = self.weight, other.weight, self.steps + other.steps
+        if len(a) != len(b):
+            raise FuncgaError(
+                "one state counts in 64 bits and the other in 32: they were made with and without JAX's 64-bit types. "
+                'Choose once for the whole program: jax.config.update("jax_enable_x64", True)'
+            )
+        if len(a) == 1:
+            return Tally((a[0] + b[0],), steps)
+        # The sum of the high parts loses some low bits. They join the low parts, and a second sum carries them over.
+        high, error = two_sum(a[0], b[0])
+        return Tally(two_sum(high, error + (a[1] + b[1])), steps)
 
-def empty(arrays: Arrays) -> Tally:
-    """The tally of nothing."""
-    return of(0, arrays, steps=0)
-
-
-def of(weight: Scalar, arrays: Arrays, steps: int = 1) -> Tally:
-    """The tally of one micro-batch of this weight, or of some that weigh this much together."""
-    return Tally(arrays.limbs(weight), arrays.count(steps))
-
-
-def merge(a: Tally, b: Tally) -> Tally:
-    """The tally of both."""
-    if len(a.weight) != len(b.weight):
-        raise FuncgaError(
-            "one state counts in 64 bits and the other in 32: they were made with and without JAX's 64-bit types. "
-            'Choose once for the whole program: jax.config.update("jax_enable_x64", True)'
-        )
-    if len(a.weight) == 1:
-        return Tally((a.weight[0] + b.weight[0],), a.steps + b.steps)
-    # The sum of the high parts loses some low bits. They join the low parts, and a second sum carries them over.
-    high, error = two_sum(a.weight[0], b.weight[0])
-    return Tally(two_sum(high, error + (a.weight[1] + b.weight[1])), a.steps + b.steps)
+    @property
+    def total(self) -> Scalar:
+        """The total weight as one scalar, rounded to the type of its limbs."""
+        return self.weight[0] if len(self.weight) == 1 else self.weight[0] + self.weight[1]
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -64,11 +59,6 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     high = a + b
     part = high - a
     return high, (a - (high - part)) + (b - part)
-
-
-def total(tally: Tally) -> Scalar:
-    """The total weight as one scalar, rounded to the type of its limbs."""
-    return tally.weight[0] if len(tally.weight) == 1 else tally.weight[0] + tally.weight[1]
 
 
 def check_weight(weight: object, arrays: Arrays) -> Scalar:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
-from funcga._fold import LeafFold, tally
+from funcga._fold import LeafFold, largest
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._fold.tally import Tally, check_narrow, check_weight
@@ -31,7 +31,6 @@ from funcga._transform.window import (
     Window,
     matched_grads,
     matched_params,
-    paths_below,
 )
 from funcga._transform.window_size import WindowSize, check_target, is_full, target_of
 from funcga._types import Array, Dtype, Reduced, Scalar, Structure, Tree
@@ -284,13 +283,11 @@ class MultiStepsUpdate(UpdateFunction):
         arrays, wide = backend.arrays, backend.transforms.widened(params)
         leaves, structure = backend.trees.flatten(wide)
         outputs = self._bound(leaves, structure, backend)
-        accumulators = [
-            None if fold is None else fold.identity(leaf) for fold, leaf in zip(outputs.folds, leaves, strict=True)
-        ]
         in_64_bits = any(fold.is_wide for fold in outputs.folds if fold is not None)
         # Every count is an array of its own, since one buffer cannot be donated twice.
         zero = partial(arrays.integer, 0)
-        empty = Accumulation(outputs, accumulators, Tally(arrays.addends(0, in_64_bits), zero()), zero())
+        nothing = Tally(arrays.addends(0, in_64_bits), zero())
+        empty = Accumulation(outputs, outputs.identities(leaves), nothing, zero())
         window = self._closed(empty, self._replicas(backend), is_empty=True)
         return MultiStepsState(
             self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), Dropped(zero(), zero())
@@ -399,14 +396,13 @@ class MultiStepsUpdate(UpdateFunction):
         last = memory.outputs
         if last is not None and last.backend is backend and memory.kinds == kinds and memory.structure == structure:
             return last
-        outputs = bind_outputs(self.fold, backend.trees.unflatten(structure, list(leaves)), backend, name="params")
+        outputs, _ = bind_outputs(self.fold, backend.trees.unflatten(structure, list(leaves)), backend, name="params")
         for leaf_index, fold in enumerate(outputs.folds):
             # What is collected grows with every call, and a state cannot.
             if fold is not None and fold.fold.reducer.monoid.axis is not None:
-                path = leaf_paths(outputs.structure_of(range(len(leaves))), backend.trees, "params")[leaf_index]
                 raise FuncgaError(
-                    f"the fold of {path} collects rows, and gradients are to become one gradient. Fold them with "
-                    f"funcga.mean(), funcga.per_weight() or funcga.sum()."
+                    f"the fold of {outputs.paths('params')[leaf_index]} collects rows, and gradients are to become one "
+                    f"gradient. Fold them with funcga.mean(), funcga.per_weight() or funcga.sum()."
                 )
         memory.kinds, memory.structure, memory.outputs, memory.counted = kinds, structure, outputs, None
         return outputs
@@ -423,10 +419,7 @@ class MultiStepsUpdate(UpdateFunction):
     def _read(self, window: Window, backend: Backend) -> Accumulation:
         leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
         accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
-        likes = [
-            _largest(accumulator) if isinstance(accumulator, tuple) else accumulator for accumulator in accumulators
-        ]
-        outputs = self._bound(likes, structure, backend)
+        outputs = self._bound([*map(largest, accumulators)], structure, backend)
         return Accumulation(outputs, accumulators, window.tally, window.rejected)
 
     def _closed(self, window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
@@ -444,7 +437,7 @@ class MultiStepsUpdate(UpdateFunction):
         backend = window.outputs.backend
         arrays = backend.arrays
         leaves = matched_grads(grads, window)
-        backend.transforms.check_merged(leaves, partial(paths_below, "grads", window), replicas)
+        backend.transforms.check_merged(leaves, partial(window.outputs.paths, "grads"), replicas)
         weight = check_weight(weight, arrays)
         drops = self.dropping.scope is not None
         keep = not drops or self.dropping.is_kept(grads, leaves, backend)
@@ -505,12 +498,8 @@ class MultiStepsUpdate(UpdateFunction):
         # So one collective carries all, and the count needs none of its own.
         backend, memory = window.outputs.backend, self.memory
         if memory.counted is None:
-            likes = [
-                _largest(accumulator) if isinstance(accumulator, tuple) else accumulator
-                for accumulator in window.accumulators
-            ]
-            pair = window.outputs.structure_of(likes), window.rejected
-            memory.counted = bind_outputs((self.fold, sum()), pair, backend)
+            pair = window.outputs.structure_of(map(largest, window.accumulators)), window.rejected
+            memory.counted, _ = bind_outputs((self.fold, sum()), pair, backend)
         accumulators = [*window.accumulators, window.rejected]
         accumulators, total = backend.transforms.merged(
             memory.counted, accumulators, window.tally, replicas, memory.merging
@@ -526,11 +515,6 @@ class MultiStepsUpdate(UpdateFunction):
 
 def _is_parts(node: object) -> bool:
     return type(node) is Parts
-
-
-def _largest(parts: tuple[Array, ...]) -> Array:
-    """The array of a leaf's accumulator that has the shape of the leaf."""
-    return max(parts, key=lambda part: len(part.shape))
 
 
 def _emptied(window: Accumulation, owned: bool, taken: Tree) -> Accumulation:
@@ -553,7 +537,7 @@ def _seen(window: Accumulation) -> Tally:
 
 def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
     """The weight of the window so far, on all replicas."""
-    total = tally.total(_seen(window))
+    total = _seen(window).total
     return total if replicas is None else window.outputs.backend.transforms.summed(total, window.accumulators, replicas)
 
 
@@ -573,7 +557,7 @@ def _result_folds(
 def _restore(window: Accumulation, gradients: Sequence[Reduced], total: Tally) -> None:
     """Undoes the division by the total weight of sums that were divided in place, to rounding."""
     # The result lies in the memory of the accumulator exactly where it was divided in place.
-    weight = tally.total(total)
+    weight = total.total
     divided = [
         accumulator
         for fold, accumulator, gradient in zip(window.outputs.folds, window.accumulators, gradients, strict=True)

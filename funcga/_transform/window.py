@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from funcga._backend import Arrays, Backend
-from funcga._backend.prefixes import leaf_paths, paths_apart
+from funcga._backend.prefixes import PathError, check_paths, leaf_paths
+from funcga._fold import largest, parts_of
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.tally import Tally
 from funcga._types import Array, Reduced, Scalar, Tree
@@ -77,37 +78,23 @@ def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
 
     Raises FuncgaError, which names the leaves, if their structure, or a shape or kind of dtype, is another.
     """
-    backend = window.outputs.backend
-    leaves, structure = backend.trees.flatten(grads)
-    # The same leaves in another order, or in other containers, are matched by path.
-    if structure != window.outputs.structure:
-        by_path = dict(zip(leaf_paths(grads, backend.trees, "grads"), leaves, strict=True))
-        expected = paths_below("grads", window)
-        _check_paths("gradients", list(by_path), expected)
-        leaves = [by_path[path] for path in expected]
-    # A gradient like its accumulator is the usual case, and needs no closer look.
+    arrays = window.outputs.backend.arrays
+    try:
+        leaves = window.outputs.in_order(grads, "grads")
+    except PathError as error:
+        raise _restructured("gradients", error) from None
     for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
-        if (
-            leaf is None
-            or type(leaf) is not type(accumulator)
-            or leaf.dtype != accumulator.dtype
-            or leaf.shape != accumulator.shape
-        ):
-            _check_grad(leaf_index, leaf, accumulator, window)
+        # A gradient like its accumulator is the usual case, and needs no closer look.
+        if leaf is None or accumulator is None:
+            fits = leaf is accumulator
+        elif type(leaf) is type(accumulator) and (leaf.dtype, leaf.shape) == (accumulator.dtype, accumulator.shape):
+            continue
+        else:
+            fits = _has_shape(leaf, accumulator, arrays)
+            fits = fits and arrays.kind(leaf.dtype) == arrays.kind(parts_of(accumulator)[0].dtype)
+        if not fits:
+            raise _unfit("grads", leaf_index, leaf, window)
     return leaves
-
-
-def _check_grad(leaf_index: int, leaf: object, accumulator: Reduced, window: Accumulation) -> None:
-    """Raises FuncgaError if a gradient has another shape or kind of dtype than its accumulator."""
-    arrays, parts = window.outputs.backend.arrays, accumulator if isinstance(accumulator, tuple) else (accumulator,)
-    if accumulator is None or not arrays.is_array(leaf):
-        fits = accumulator is None and leaf is None
-    else:
-        array: Array = leaf
-        fits = any(part.shape == array.shape for part in parts)
-        fits = fits and arrays.kind(array.dtype) == arrays.kind(parts[0].dtype)
-    if not fits:
-        raise _unfit("grads", leaf_index, leaf, window)
 
 
 def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array]]:
@@ -116,58 +103,47 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
     In a larger tree, such as a whole module, None takes the place of every other leaf. Raises FuncgaError if params
     have another structure or shapes.
     """
-    trees = window.outputs.backend.trees
+    trees, arrays = window.outputs.backend.trees, window.outputs.backend.arrays
     if params is None:
         return params, [None] * len(window.accumulators)
     leaves, structure = trees.flatten(params)
     if structure != window.outputs.structure:
-        paths, expected = leaf_paths(params, trees, "params"), paths_below("params", window)
-        by_path = dict(zip(paths, leaves, strict=True))
+        expected = window.outputs.paths("params")
+        by_path = dict(zip(leaf_paths(params, trees, "params"), leaves, strict=True))
         trained_paths = {*expected}
         params = trees.unflatten(structure, [leaf if path in trained_paths else None for path, leaf in by_path.items()])
         if trees.flatten(params)[1] != window.outputs.structure:
-            _check_paths("params", paths, expected)
+            try:
+                check_paths(expected, [*by_path])
+            except PathError as error:
+                raise _restructured("params", error) from None
         leaves = [by_path[path] for path in expected]
     for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
         if accumulator is None or (type(leaf) is type(accumulator) and leaf.shape == accumulator.shape):
             continue
-        if not _is_param_of(leaf, accumulator, window.outputs.backend.arrays):
+        if not (_has_shape(leaf, accumulator, arrays) or isinstance(leaf, int | float | complex)):
             raise _unfit("params", leaf_index, leaf, window)
     return params, leaves
 
 
-def _is_param_of(leaf: object, accumulator: Reduced, arrays: Arrays) -> bool:
-    """Whether a parameter has the shape of the accumulator of its gradients."""
-    if not arrays.is_array(leaf) and not isinstance(leaf, int | float | complex):
-        return False
-    shape = getattr(leaf, "shape", ())
-    return any(part.shape == shape for part in (accumulator if isinstance(accumulator, tuple) else (accumulator,)))
+def _has_shape(leaf: Array, accumulator: Reduced, arrays: Arrays) -> bool:
+    """Whether a leaf is an array of the shape that its accumulator was made for."""
+    return arrays.is_array(leaf) and any(part.shape == leaf.shape for part in parts_of(accumulator))
 
 
-def paths_below(name: str, window: Accumulation) -> list[str]:
-    """The path of every leaf, in the order of the accumulators, in a tree of this name."""
-    outputs = window.outputs
-    return leaf_paths(outputs.structure_of(range(len(outputs.folds))), outputs.backend.trees, name)
-
-
-def _check_paths(what: str, paths: list[str], expected: list[str]) -> None:
-    """Raises FuncgaError if leaves are missing or new."""
-    # Both are in the order of their trees, and the first few are named.
-    missing, new = paths_apart(expected, paths)
-    if missing or new:
-        raise FuncgaError(
-            f"the {what} have another structure than the params that the state was made for: missing "
-            f"{', '.join(missing[:4]) or 'nothing'}, new {', '.join(new[:4]) or 'nothing'}. Give all of these at every "
-            f"call, gradients of zeros where there is nothing to add; or make a state for what there is: "
-            f"state = tx.init(params)."
-        )
+def _restructured(what: str, error: PathError) -> FuncgaError:
+    return FuncgaError(
+        f"the {what} have another structure than the params that the state was made for: {error}. Give all of these at "
+        f"every call, gradients of zeros where there is nothing to add; or make a state for what there is: "
+        f"state = tx.init(params)."
+    )
 
 
 def _unfit(name: str, leaf_index: int, leaf: object, window: Accumulation) -> FuncgaError:
     describe, accumulator = window.outputs.backend.arrays.describe, window.accumulators[leaf_index]
-    before = describe(max(accumulator, key=lambda part: part.ndim) if isinstance(accumulator, tuple) else accumulator)
+    before = describe(None if accumulator is None else largest(accumulator))
     return FuncgaError(
-        f"{paths_below(name, window)[leaf_index]} is {describe(leaf)}, and the state was made for params where it is "
+        f"{window.outputs.paths(name)[leaf_index]} is {describe(leaf)}, and the state was made for params where it is "
         f"{before}: the two cannot be combined. Give what belongs to these params; or make a state for the new ones: "
         f"state = tx.init(params)."
     )

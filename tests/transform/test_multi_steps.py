@@ -386,8 +386,8 @@ def test_what_is_dropped_must_be_known(choice):
 def cases(kit):
     g = tree(kit, 2)
     other = {TORCH: JAX, JAX: TORCH}[kit]
-    yield "a leaf is missing", {"w": g["w"], "b": g["b"]}, 1, "missing grads['scale'], new nothing"
-    yield "a leaf is new", {**g, "more": g["b"]}, 1, "new grads['more']"
+    yield "a leaf is missing", {"w": g["w"], "b": g["b"]}, 1, "missing `grads['scale']`, new nothing"
+    yield "a leaf is new", {**g, "more": g["b"]}, 1, "new `grads['more']`"
     yield "another shape", {**g, "b": g["w"]}, 1, "grads['b'] is float32[3, 2], and the state was made for"
     yield "integers", {**g, "b": kit.arrays(np.ones(2, "int32"))}, 1, "grads['b'] is int32[2]"
     yield "no array", {**g, "b": "b"}, 1, "grads['b'] is of type str"
@@ -552,7 +552,7 @@ def test_params_must_be_those_of_the_state(kit):
     tx, params, g = funcga.multi_steps(counting(kit), 2), tree(kit, 1), tree(kit, 2)
     state = tx.accumulate(g, tx.init(params))
     for call in (lambda: tx.update(g, state, {"w": params["w"]}), lambda: tx.flush(state, {"w": params["w"]})):
-        refused(kit, call, "missing params['b']")
+        refused(kit, call, "missing `params['b']`")
 
 
 def test_an_empty_window_is_not_flushed(kit):

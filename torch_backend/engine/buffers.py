@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from funcga._fold import tally
 from funcga._fold.outputs import Outputs
+from funcga._fold.tally import Tally
 from funcga._types import Reduced, Scalar, Tree
 from torch_backend import arrays, sums
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
@@ -100,7 +100,7 @@ class Buffers:
         # for the device before the end.
         self.weight: Scalar = 0
         self.steps = 0
-        self.counted: tally.Tally | None = None
+        self.counted: Tally | None = None
         # What is held of a weighted sum is the sum divided by the unit. None before the first weight.
         self.unit: float | None = None
         self.unit_is_fixed = False
@@ -199,8 +199,8 @@ class Buffers:
         if not isinstance(weight, torch.Tensor):
             self.weight += weight
             return
-        more = tally.of(weight, arrays, steps=0)
-        self.counted = more if self.counted is None else tally.merge(self.counted, more)
+        more = arrays.tally(weight, steps=0)
+        self.counted = more if self.counted is None else self.counted.merge(more)
 
     def _combine(self, index: int, value: torch.Tensor, weight: Scalar) -> None:
         fold = self.folds[index]
@@ -259,10 +259,10 @@ class Buffers:
     # --- the end of the window
 
     @property
-    def tally(self) -> tally.Tally:
+    def tally(self) -> Tally:
         """How much has been folded."""
-        host = tally.of(self.weight, arrays, steps=self.steps)
-        return host if self.counted is None else tally.merge(host, self.counted)
+        host = arrays.tally(self.weight, self.steps)
+        return host if self.counted is None else host.merge(self.counted)
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces Partial sums of DTensors, to the placements of `likes`, by leaf index."""
@@ -293,7 +293,7 @@ class Buffers:
         total, steps, unit = self.weight, self.steps, self.unit or 1.0
         if self.counted is not None:
             folded = self.tally
-            total, steps = tally.total(folded), folded.steps
+            total, steps = folded.total, folded.steps
         done: set[int] = set()
         for indices, by, weighted in self.layout.quotients:
             divisor = total if by == "weight" else steps

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funcga._fold import tally
+from funcga._fold.tally import Tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
@@ -287,12 +287,12 @@ class Reduction:
         if self.counted is not None:
             work, counts = self.counted
             work.wait()
-            buffers.counted = tally.Tally((counts[0],), counts[1].to(torch.int64))
+            buffers.counted = Tally((counts[0],), counts[1].to(torch.int64))
         if not mark.is_cpu:
             # The weight is NaN where a replica has given up, and so is every mean of the window.
             spoilt = torch.where(mark != 0, float("nan"), 0.0).to(torch.float64)
-            nothing = tally.Tally((spoilt,), torch.zeros((), dtype=torch.int64, device=mark.device))
-            buffers.counted = nothing if buffers.counted is None else tally.merge(buffers.counted, nothing)
+            nothing = Tally((spoilt,), torch.zeros((), dtype=torch.int64, device=mark.device))
+            buffers.counted = nothing if buffers.counted is None else buffers.counted.merge(nothing)
 
 
 _SMALL = 2**12  # bytes of a value that is copied out of its bucket

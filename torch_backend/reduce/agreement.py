@@ -184,7 +184,7 @@ def _description(outputs: Outputs, likes: Sequence[torch.Tensor | None], replica
     sent = f"sent in buckets of {replicas.bucket_bytes} bytes as {replicas.wire_dtype or 'accumulated'}"
     return {"across": sent} | {
         path: _description_of_leaf(outputs, leaf_index, like)
-        for leaf_index, (path, like) in enumerate(zip(outputs.paths, likes, strict=True))
+        for leaf_index, (path, like) in enumerate(zip(outputs.paths(), likes, strict=True))
     }
 
 
