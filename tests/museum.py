@@ -477,7 +477,7 @@ def table():
                     f"[{thread.replace('#', ' #')}](https://github.com/{thread.replace('#', '/issues/')})"
                     for thread in item.threads
                 )
-                figure = "NaN" if math.isnan(off) else f"{100 * off:.0f} %"
+                figure = "NaN" if math.isnan(off) else f"{100 * off:.0f}\N{NO-BREAK SPACE}%"
                 lines.append(f"| {links} | {item.computed} | {figure} | {item.instead} |")
     return "\n".join([*lines[1:], ""])
 
