@@ -7,10 +7,11 @@ from typing import Any, Literal
 from funcga._call.program import OwningGradient, read_program
 from funcga._grad import GradientFunction
 from funcga._types import Across, P, R, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable, check_count
+from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
 
 
+@explains_arguments
 def accumulate(
     grad_fn: Callable[P, R],
     n: int | Literal["auto"] | None = None,
@@ -120,9 +121,13 @@ def accumulate(
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
         # The arrays of the call choose the framework, anew at every call.
         backend = program.backend(args, kwargs)
-        if search is not None:
-            return search(backend, args, kwargs)
-        return backend.loop.accumulate(program, backend)(args, kwargs)
+        try:
+            if search is not None:
+                return search(backend, args, kwargs)
+            return backend.loop.accumulate(program, backend)(args, kwargs)
+        except TypeError as error:
+            program.check_call(error, len(args), kwargs)
+            raise
 
     # For code that wraps the step and has to know what it splits.
     accumulated.program = program  # type: ignore[attr-defined]

@@ -4,16 +4,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
-from funcga._call.program import OwningGradient, read_program
+from funcga._call.program import OwningGradient, read_program, weight_of
 from funcga._fold.tally import weight_on_host
 from funcga._transform.window_size import TargetWeight
 from funcga._types import Across, R, Tree, WeightFn
-from funcga.errors import FuncgaError, check_count
+from funcga.errors import FuncgaError, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
 
 Item = TypeVar("Item")
 
 
+@explains_arguments
 def stream(
     grad_fn: Callable[..., R],
     *,
@@ -67,7 +68,8 @@ def stream(
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         # The first micro-batch is taken here, since it says in which framework to fold.
-        leading, items = _iterate(args)
+        spread = _Spread()
+        leading, items = _iterate(args, spread)
         first = next(items, None)
         if first is None and isinstance(grad_fn, OwningGradient):
             grad_fn.check_stream()
@@ -80,12 +82,27 @@ def stream(
         ahead = [] if first is None else [first]
         # This frame lives as long as the loop: a reference here would keep the first micro-batch in memory.
         del first
-        return backend.loop.stream(program, backend)(leading, _put_back(ahead, items), kwargs)
+        try:
+            return backend.loop.stream(program, backend)(leading, _put_back(ahead, items), kwargs)
+        except TypeError as error:
+            program.check_call(error, len(leading) + spread.fields, kwargs, streamed=True)
+            raise
 
     return streamed
 
 
-def _iterate(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
+class _Spread:
+    """A micro-batch as the arguments of grad_fn after the params; it remembers how many the last one has."""
+
+    fields = 0
+
+    def __call__(self, item: object) -> tuple[Any, ...]:
+        fields = tuple(item) if isinstance(item, tuple | list) else (item,)
+        self.fields = len(fields)
+        return fields
+
+
+def _iterate(args: tuple[Any, ...], spread: _Spread) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
     if not args:
         raise FuncgaError(
             "stream's function was called without positional arguments. Call it as f(params, microbatches)."
@@ -105,11 +122,7 @@ def _iterate(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Iterator[tuple[Any
             f"Split it with funcga.accumulate(grad_fn, n), or pass a list of micro-batches."
         )
     # `map` holds no item, where a generator's frame would hold on to its last one.
-    return tuple(leading), map(_spread, items)
-
-
-def _spread(item: object) -> tuple[Any, ...]:
-    return tuple(item) if isinstance(item, tuple | list) else (item,)
+    return tuple(leading), map(spread, items)
 
 
 def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
@@ -174,7 +187,7 @@ def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterat
     target = n.after(updates)
     for item in items:
         # If even the first weighs more than the target, the units are probably mixed up: rows, say, for tokens.
-        amount = weight_on_host(weight(*_spread(item)))
+        amount = weight_on_host(weight_of(weight, _Spread()(item)))
         if amount > target and first:
             raise FuncgaError(
                 f"the first micro-batch weighs {amount:g}, and the target is {target:g}: an update cannot be of less "

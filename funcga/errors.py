@@ -1,8 +1,13 @@
 """The one error type of funcga, and what its texts share."""
 
+import functools
+import inspect
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class FuncgaError(ValueError):
@@ -39,7 +44,9 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 def check_callable(function: object, name: str, like: str) -> None:
     """Raises FuncgaError if it cannot be called."""
     if not callable(function):
-        raise FuncgaError(f"{name} is {function!r}, which is no function. Pass one, such as {like}")
+        shown = repr(function)
+        shown = shown if len(shown) < 80 else f"of type {type(function).__name__}"
+        raise FuncgaError(f"{name} is {shown}, which is no function. Pass one, such as {like}")
 
 
 def check_count(value: Any, name: str, instead: str = "") -> int:
@@ -54,3 +61,57 @@ def check_count(value: Any, name: str, instead: str = "") -> int:
     if count < 1:
         raise FuncgaError(f"{name} is {count}: it must be at least 1. Write {name}=1 for one micro-batch.")
     return count
+
+
+def refuses_arguments(function: Callable[..., object], count: int, keywords: Iterable[str], error: TypeError) -> bool:
+    """Whether `error` says that a function does not take so many positional arguments, or one of these keywords.
+
+    False for an error from inside of the function, and for a function that does not say what it takes.
+    """
+    try:
+        inspect.signature(function).bind(*range(count), **dict.fromkeys(keywords))
+    except TypeError:
+        # A decorator may show another signature than it has. Then the function that it calls was entered.
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        return all(frame.f_code is not code for frame, _ in traceback.walk_tb(error.__traceback__))
+    except ValueError:  # a builtin without a signature
+        return False
+    return False
+
+
+# What other libraries call it.
+_ELSEWHERE = {
+    "every_k_schedule": "n", "k": "n", "accumulation_steps": "n", "gradient_accumulation_steps": "n",
+    "grad_accum_steps": "n", "accumulate_grad_batches": "n", "num_microbatches": "n", "num_micro_batches": "n",
+    "n_microbatches": "n", "num_chunks": "n", "chunks": "n", "steps": "n", "num_steps": "n", "update_freq": "n",
+    "batch_size": "microbatch_size", "micro_batch_size": "microbatch_size", "chunk_size": "microbatch_size",
+    "use_grad_mean": "fold", "reduction": "fold", "reduce": "fold", "accumulator": "fold", "mean": "fold",
+    "weights": "weight", "batch_argnums": "in_axes",
+    "group": "across", "process_group": "across", "axis_name": "across",
+}  # fmt: skip
+_WRITTEN = {"n": "n=8", "microbatch_size": "microbatch_size=4", "fold": "fold=funcga.mean()"}
+
+
+def explains_arguments(function: F) -> F:
+    """The function, which raises FuncgaError for arguments that it does not have, and names the one that is meant."""
+    names = [*inspect.signature(function).parameters]
+
+    @functools.wraps(function)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if not refuses_arguments(function, len(args), kwargs, error):
+                raise
+            unknown = next((name for name in kwargs if name not in names), "")
+            meant = _ELSEWHERE.get(unknown, unknown)
+            if meant in names:
+                line = f"{function.__name__}({names[0]}, {_WRITTEN.get(meant, f'{meant}=...')})"
+                advice = f"Here that is `{meant}`: {line}."
+            elif meant in _WRITTEN and "n" not in names:
+                advice = "It folds all that it is given: funcga.windows(microbatches, n=8) gives it 8 at a time."
+            else:
+                advice = f"Its parameters are {', '.join(names)}."
+            raise FuncgaError(f"{error}. {advice}") from None
+
+    return cast(F, explained)

@@ -472,3 +472,131 @@ def test_weights_of_another_arity(kit):
 
     with pytest.raises(TypeError, match="mine"):
         funcga.accumulate(lambda p, x, y: x.sum(), 2, weight=weight)(x, x, x)
+
+
+# --- calls that another signature would take
+
+
+def mse(params, x, y):
+    return ((x @ params["w"] - y) ** 2).mean()
+
+
+def mse_of_dict(params, batch):
+    return mse(params, batch["x"], batch["y"])
+
+
+def regression(kit):
+    return kit.arrays(({"w": np.ones(2, "float32")}, X, X[:, 0]))
+
+
+ONE_EACH = (
+    "Pass one argument for each parameter: step(params, *batch) for a batch in a tuple. A list of micro-batches is "
+    "folded by funcga.stream(grad_fn)(params, microbatches)."
+)
+SPREAD = (
+    "A micro-batch that is a tuple or list is spread, grad_fn(params, *item), so it has one field for each parameter "
+    "after the first; to pass it as one argument, yield (item,). A single batch is split by "
+    "funcga.accumulate(grad_fn, n)(params, *batch)."
+)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_arguments_of_another_number(kit, foreign):
+    params, x, y = regression(kit)
+    gradient = funcga.value_and_grad
+    if foreign:
+        gradient = jax.value_and_grad if kit.name == "jax" else torch.func.grad_and_value
+    taken = "grad_fn takes (params, x, y), and was called with {} positional arguments: "
+    missing, extra = (
+        ": mse() missing 1 required positional argument: 'y'. ",
+        ": mse() takes 3 positional arguments but 4 ",
+    )
+    step, streamed = funcga.accumulate(gradient(mse), 2), funcga.stream(gradient(mse))
+    window = [(x[:3], y[:3]), (x[3:], y[3:])]
+    for args in [(params, (x, y)), (params, window), (params, {"x": x, "y": y})]:
+        assert check_refused(taken.format(2)[:-2] + missing + ONE_EACH, step, *args)
+    check_refused(taken.format(4)[:-2] + extra, step, params, x, y, y)
+    check_refused("mse() got an unexpected keyword argument 'z'. " + ONE_EACH, step, params, x, y, z=1)
+    for items in [(x, y), [{"x": x, "y": y}], [(x,)]]:
+        check_refused(taken.format(2)[:-2] + missing + SPREAD, streamed, params, items)
+    check_refused(taken.format(4)[:-2] + extra, streamed, params, [(x, y, y)])
+    check_refused(taken.format(4)[:-2] + extra, streamed, params, [*window, (x, y, y)])
+    of_dict = "grad_fn takes (params, batch), and was called with 3 positional arguments: mse_of_dict() takes 2 "
+    check_refused(of_dict, funcga.accumulate(gradient(mse_of_dict), 2), params, x, y)
+    check_refused(of_dict, funcga.stream(gradient(mse_of_dict)), params, window)
+
+
+def test_a_type_error_of_the_loss_is_its_own(kit):
+    params, x, y = regression(kit)
+
+    def raises(params, x, y):
+        return mse(params, x)
+
+    def injects(params, x):
+        return taken(params, x, None)
+
+    def taken(params, x, noise):
+        return len(noise)
+
+    injects.__wrapped__ = taken
+    for loss, args, name in [(raises, (x, y), "raises"), (injects, (x,), "taken")]:
+        for call in [
+            lambda loss=loss, args=args: funcga.accumulate(funcga.value_and_grad(loss), 2)(params, *args),
+            lambda loss=loss, args=args: funcga.stream(funcga.value_and_grad(loss))(params, [args]),
+        ]:
+            with pytest.raises(TypeError) as caught:
+                call()
+            assert caught.traceback[-1].name == name
+
+
+@pytest.mark.parametrize(
+    ("function", "keyword", "advice"),
+    [
+        (funcga.accumulate, "gradient_accumulation_steps", "Here that is `n`: accumulate(grad_fn, n=8)."),
+        (funcga.accumulate, "num_microbatches", "Here that is `n`: accumulate(grad_fn, n=8)."),
+        (funcga.accumulate, "batch_size", "Here that is `microbatch_size`: accumulate(grad_fn, microbatch_size=4)."),
+        (funcga.accumulate, "use_grad_mean", "Here that is `fold`: accumulate(grad_fn, fold=funcga.mean())."),
+        (funcga.accumulate, "axis_name", "Here that is `across`: accumulate(grad_fn, across=...)."),
+        (funcga.accumulate, "nonsense", "Its parameters are grad_fn, n, microbatch_size, fold, weight, in_axes, across."),
+        (funcga.multi_steps, "every_k_schedule", "Here that is `n`: multi_steps(tx, n=8)."),
+        (funcga.multi_steps, "accumulation_steps", "Here that is `n`: multi_steps(tx, n=8)."),
+        (funcga.multi_steps, "batch_size", "Its parameters are tx, n, fold, drop, drop_if, across, donate."),
+        (funcga.stream, "n", "It folds all that it is given: funcga.windows(microbatches, n=8) gives it 8 at a time."),
+        (funcga.stream, "steps", "It folds all that it is given: funcga.windows(microbatches, n=8) gives it 8 at a time."),
+    ],
+)  # fmt: skip
+def test_keywords_of_other_libraries(function, keyword, advice):
+    text = f"{function.__name__}() got an unexpected keyword argument '{keyword}'. {advice}"
+    check_refused(text, function, lambda x: x, **{keyword: 8})
+
+
+def test_positional_arguments_of_other_libraries():
+    check_refused(
+        "stream() takes 1 positional argument but 2 were given. Its parameters are grad_fn, fold, weight, in_axes, across, device.",
+        funcga.stream, lambda x: x, 8,
+    )  # fmt: skip
+    check_refused("grad_fn is of type dict, which is no function.", funcga.accumulate, {"w": X}, [X])
+
+
+@pytest.mark.parametrize(
+    ("item", "reason", "line"),
+    [
+        ("text", "`batch` is of type str", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
+        (3, "`batch` is of type int", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
+        (None, "it has no array", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
+        (np.ones((), "float32"), "`batch` is float32[], a scalar", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
+        ({"x": X, "id": "a"}, "`batch['id']` is of type str", "lambda batch: ...) with what it weighs, len(batch['x']), or 1 "),
+        ({"x": X, "y": X[:3]}, "`batch['x']` has 6 (axis 0 of float32[6, 2]); `batch['y']` has 3", "lambda batch: ...) with what it weighs, len(batch['x']), or 1 "),
+    ],
+    ids=["str", "int", "None", "scalar", "dict", "ragged"],
+)  # fmt: skip
+def test_micro_batches_whose_rows_cannot_be_counted(kit, item, reason, line):
+    params = kit.arrays({"w": np.ones(2, "float32")})
+    convert = lambda leaf: kit.arrays(leaf) if isinstance(leaf, np.ndarray) else leaf
+    item = {key: convert(leaf) for key, leaf in item.items()} if isinstance(item, dict) else convert(item)
+    gradient = funcga.value_and_grad(lambda params, batch: (params["w"] ** 2).sum())
+    message = check_refused("Write stream(grad_fn, weight=", funcga.stream(gradient), params, [item])
+    start = "the rows of a micro-batch are its weight unless weight= says it, and they cannot be counted: "
+    assert message.startswith(start + reason)
+    assert line in message
+    assert float(funcga.stream(gradient, weight=lambda batch: 1)(params, [item])[0]) == 2

@@ -61,18 +61,20 @@ class Arguments:
         """(leaf, axis) of every leaf of the arguments that are not passed whole."""
         return ((leaf, axis) for part in self.parts for leaf, axis in zip(part.leaves, part.axes, strict=True))
 
-    def rows(self, may_be_empty: bool = False) -> int:
-        """The number of rows that the split leaves have in common.
+    def rows(self, may_be_empty: bool = False, streamed: bool = False) -> int:
+        """The number of rows that the split leaves have in common; `streamed`: as the weight of a micro-batch.
 
         Raises FuncgaError if they differ, if there are none, unless it `may_be_empty`, or if a leaf has no such axis.
         """
         # Keyed by the index of the leaf, so that an error can name it.
         sizes = {
-            leaf_index: _row_count(self, leaf_index, leaf, axis)
+            leaf_index: _row_count(self, leaf_index, leaf, axis, streamed)
             for leaf_index, (leaf, axis) in enumerate(self)
             if isinstance(axis, int) and leaf is not None
         }
         if not sizes:
+            if streamed:
+                raise _weightless(self, "it has no array")
             raise FuncgaError(
                 "no argument is split, so there are no rows to make micro-batches of. By default the first argument "
                 "is passed whole and every other one is split on axis 0; say otherwise with in_axes, as in vmap: "
@@ -85,7 +87,7 @@ class Arguments:
         if self.assumed:
             _check_lists(self, rows, even)
         if not even:
-            raise _uneven(self, sizes)
+            raise _uneven(self, sizes, streamed)
         if rows == 0 and not may_be_empty:
             raise FuncgaError(f"the batch has 0 rows (`{self.path(first)}` is empty): there is nothing to fold.")
         return rows
@@ -122,7 +124,11 @@ class Arguments:
 
     def split_args(self, args: tuple[Any, ...]) -> list[Any]:
         """Those of a micro-batch's arguments that are split: what `weight` is called with."""
-        split = [any(isinstance(axis, int) for axis in part.axes) for part in self.parts]
+        # In JAX None has no leaf. It is split all the same, as in torch, so that weight gets as many arguments.
+        split = [
+            any(isinstance(axis, int) for axis in part.axes) if part.axes else isinstance(part.in_axes, int)
+            for part in self.parts
+        ]
         if not any(split):
             raise FuncgaError(
                 "weight= is called with the arguments that are split, and in_axes splits none. Give an argument an "
@@ -211,11 +217,13 @@ def _no_prefix(error: PrefixError, name: str, backend: Backend) -> FuncgaError:
     )
 
 
-def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int) -> int:
+def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, streamed: bool) -> int:
     """How many rows a leaf has along its axis."""
     backend = arguments.backend
     if not backend.arrays.is_array(leaf):
         path = arguments.path(leaf_index)
+        if streamed and not hasattr(leaf, "shape"):
+            raise _weightless(arguments, f"`{path}` is {backend.arrays.describe(leaf)}")
         convert = f"funcga.to_{backend.name}({path.split('[')[0].split('.')[0]})"
         remedy = f"Convert it, `{convert}`, or pass" if hasattr(leaf, "shape") else "Make it a tree of arrays, or pass"
         raise FuncgaError(
@@ -232,6 +240,8 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int) -> i
         ) from error
     rank = len(shape)
     if not shape:
+        if streamed:
+            raise _weightless(arguments, f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}, a scalar")
         raise FuncgaError(
             f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}, a scalar: it has no axis {axis} to "
             f"split. Pass it whole: in_axes with None in its place, or as a keyword argument."
@@ -267,7 +277,24 @@ def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
     )
 
 
-def _uneven(arguments: Arguments, sizes: dict[int, int]) -> FuncgaError:
+def _weightless(arguments: Arguments, reason: str) -> FuncgaError:
+    """The error for a micro-batch of a stream whose rows, and so its weight, cannot be counted."""
+    names = argument_names(arguments.grad_fn, len(arguments.parts))
+    split = [name for name, part in zip(names, arguments.parts, strict=True) if part.in_axes is not None]
+    is_array = arguments.backend.arrays.is_array
+    leaves = zip(arguments.paths(), arguments, strict=True)
+    paths = [path for (_, path), (leaf, _) in leaves if is_array(leaf) and leaf.shape]  # whose rows it could be
+    takes = ", ".join(split) if split and all(map(str.isidentifier, split)) else "*item"
+    counted = (
+        f"len({paths[0]}), or 1 where all weigh alike" if paths and takes != "*item" else "1 where all weigh alike"
+    )
+    return FuncgaError(
+        f"the rows of a micro-batch are its weight unless weight= says it, and they cannot be counted: {reason}. "
+        f"Write stream(grad_fn, weight=lambda {takes}: ...) with what it weighs, {counted}."
+    )
+
+
+def _uneven(arguments: Arguments, sizes: dict[int, int], streamed: bool) -> FuncgaError:
     """The error for leaves with these numbers of rows, by the index of the leaf."""
     describe, leaves = arguments.backend.arrays.describe, list(arguments)
     # One leaf stands for each number of rows: reversed, so that the first leaf of a size is the one that stays.
@@ -276,6 +303,8 @@ def _uneven(arguments: Arguments, sizes: dict[int, int]) -> FuncgaError:
         f"`{arguments.path(leaf_index)}` has {size} (axis {leaves[leaf_index][1]} of {describe(leaves[leaf_index][0])})"
         for size, leaf_index in sorted(first.items(), key=lambda pair: pair[1])
     )
+    if streamed:
+        return _weightless(arguments, listed)
     return FuncgaError(
         f"the split arguments have different numbers of rows: {listed}. Micro-batches cut all of them alike. Pass "
         f"what has no rows whole: in_axes with None in its place."

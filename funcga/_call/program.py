@@ -1,6 +1,7 @@
 """What `accumulate` and `stream` hand to a backend's loop: the user's functions and choices, checked."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._fold.tally import check_weight
 from funcga._replicas import Step, step_of
 from funcga._types import Across, GradFn, Scalar, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable
+from funcga.errors import FuncgaError, check_callable, refuses_arguments
 from funcga.folds import FoldTree
 
 Kept = TypeVar("Kept")
@@ -77,15 +78,28 @@ class Program:
         By default it is the number of rows; with `rows` None they are counted in the arguments.
         """
         if self.weight is None:
-            return arguments.rows() if rows is None else rows
-        split = arguments.split_args(args)
-        try:
-            weight = self.weight(*split)
-        # A TypeError may also come from inside of the function; then it passes as it is.
-        except TypeError as error:
-            _check_arity(self.weight, len(split), error)
-            raise
-        return check_weight(weight, arguments.backend.arrays)
+            return arguments.rows(streamed=True) if rows is None else rows
+        return check_weight(weight_of(self.weight, arguments.split_args(args)), arguments.backend.arrays)
+
+    def check_call(self, error: TypeError, count: int, kwargs: dict[str, Any], streamed: bool = False) -> None:
+        """Raises FuncgaError if `error` says that grad_fn does not take so many arguments, or these keywords.
+
+        An error from inside of grad_fn is the user's own, and passes.
+        """
+        if not refuses_arguments(self.grad_fn, count, kwargs, error):
+            return
+        names = argument_names(self.grad_fn, len(inspect.signature(self.grad_fn).parameters))
+        called = f"grad_fn takes ({', '.join(names)}), and was called with {count} positional arguments: {error}."
+        if streamed:
+            raise FuncgaError(
+                f"{called} A micro-batch that is a tuple or list is spread, grad_fn(params, *item), so it has one "
+                f"field for each parameter after the first; to pass it as one argument, yield (item,). A single batch "
+                f"is split by funcga.accumulate(grad_fn, n)(params, *batch)."
+            ) from error
+        raise FuncgaError(
+            f"{called} Pass one argument for each parameter: step(params, *batch) for a batch in a tuple. A list of "
+            f"micro-batches is folded by funcga.stream(grad_fn)(params, microbatches)."
+        ) from error
 
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs of a first micro-batch with this output, and the leaves of it."""
@@ -117,17 +131,17 @@ def read_program(
     return Program(grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, step)
 
 
-def _check_arity(weight: WeightFn, count: int, error: TypeError) -> None:
-    """Raises FuncgaError if the error is that weight does not take so many arguments."""
+def weight_of(weight: WeightFn, split: Sequence[Tree]) -> Scalar:
+    """What a weight function makes of the arguments that are split. Raises FuncgaError if it does not take so many."""
     try:
-        inspect.signature(weight).bind(*range(count))
-    except TypeError:
+        return weight(*split)
+    except TypeError as error:
+        if not refuses_arguments(weight, len(split), (), error):
+            raise
         raise FuncgaError(
-            f"weight is called with each argument that is split, here {count}, and does not take so many ({error}). "
-            f"Write it with one parameter for each: weight=lambda x, y: ..., for micro-batches (x, y)."
+            f"weight is called with each argument that is split, here {len(split)}, and does not take so many "
+            f"({error}). Write it with one parameter for each: weight=lambda x, y: ..., for micro-batches (x, y)."
         ) from error
-    except ValueError:  # a builtin without a signature
-        return
 
 
 def _check_state(returned: list[Any], arguments: Arguments) -> None:

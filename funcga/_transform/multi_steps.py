@@ -34,7 +34,7 @@ from funcga._transform.window import (
 )
 from funcga._transform.window_size import WindowSize, check_target, is_full, target_of
 from funcga._types import Array, Dtype, Reduced, Scalar, Structure, Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, explains_arguments
 from funcga.folds import FoldTree, mean, sum
 
 
@@ -146,6 +146,7 @@ class MultiSteps(Transform):
         return self.update.across
 
 
+@explains_arguments
 def multi_steps(
     tx: Any,
     n: WindowSize,

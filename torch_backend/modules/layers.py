@@ -13,7 +13,7 @@ from torch import nn
 
 from funcga._statistics import described, fits, update
 from funcga._types import R
-from funcga.errors import FuncgaError, TooFewRowsError, similar
+from funcga.errors import FuncgaError, TooFewRowsError, refuses_arguments, similar
 from funcga.normalizers import Pooled
 from torch_backend import _private, arrays
 from torch_backend.modules.visits import Owners, owners
@@ -208,9 +208,20 @@ def _watched(module: nn.Module) -> dict[str, nn.BatchNorm1d]:
 
 
 def called(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs: object) -> R:
-    """`loss_fn(module, *args, **kwargs)`. Raises FuncgaError for one value per channel of a BatchNorm layer."""
+    """`loss_fn(module, *args, **kwargs)`.
+
+    Raises FuncgaError if loss_fn does not take so many arguments, and for one value per channel of a BatchNorm layer.
+    """
     try:
         return loss_fn(module, *args, **kwargs)
+    except TypeError as error:
+        if not refuses_arguments(loss_fn, 1 + len(args), kwargs, error):
+            raise
+        raise FuncgaError(
+            f"loss_fn is called with the module and then each argument of the micro-batch, {1 + len(args)} in all: "
+            f"{error}. Write it with the module first, lambda module, x, y: F.mse_loss(module(x), y) for batches "
+            f"(x, y), or lambda module, batch: ... for batches in a dict."
+        ) from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise

@@ -104,6 +104,11 @@ class ModuleWindow:
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs."""
+        if args and isinstance(args[0], dict) and any(isinstance(leaf, nn.Parameter) for leaf in args[0].values()):
+            raise FuncgaError(
+                "the first argument is a dict of parameters, and module_value_and_grad uses the module's own. Pass the "
+                "batch alone: step(x, y), or stream's f(microbatches)."
+            )
         return tuple([detached(arg, recorded=True) for arg in args])
 
     def __enter__(self) -> "ModuleWindow":
