@@ -13,6 +13,7 @@ import funcga
 import torch_backend
 from funcga import FuncgaError
 from tests.kits import LIMITS, TORCH, difference
+from tests.test_errors import check_refused
 
 FOLD = ((funcga.mean(), funcga.pooled()), funcga.mean())
 
@@ -384,3 +385,47 @@ def test_what_the_hand_written_versions_get_wrong():
     # the variance of the micro-batches lacks what they differ by, whatever the momentum
     within = sum(moments(part)[1] for part in seen.chunk(n)) / n
     assert (within < 0.5 * moments(seen)[1]).any()
+
+
+def test_losses_that_do_not_take_the_module():
+    module, x, y = nn.Linear(3, 2), torch.ones(6, 3), torch.ones(6, 2)
+    params = torch_backend.trainable(module)
+    of_module = lambda module, x, y: F.mse_loss(module(x), y)
+    without = "loss_fn is called with the module and then each argument of the micro-batch, {} in all: "
+    line = (
+        "Write it with the module first, lambda module, x, y: F.mse_loss(module(x), y) for batches (x, y), or lambda "
+        "module, batch: ... for batches in a dict."
+    )
+    for loss_fn, args, count in [
+        (lambda x, y: F.mse_loss(module(x), y), (x, y), 3),
+        (lambda batch: F.mse_loss(module(batch["x"]), batch["y"]), ({"x": x, "y": y},), 2),
+        (of_module, ((x, y),), 2),
+        (of_module, (x, y, y), 4),
+    ]:
+        pure = torch_backend.pure_loss(module, loss_fn)
+        own = torch_backend.module_value_and_grad(module, loss_fn)
+        for call, given in [
+            (pure, (params, *args)),
+            (funcga.accumulate(funcga.value_and_grad(pure), 2), (params, *args)),
+            (funcga.accumulate(own, 2), args),
+            (funcga.stream(own), ([args],)),
+        ]:
+            message = check_refused(line, call, *given)
+            assert message.startswith(without.format(count))
+
+    criterion = "which takes tensors, and is called with the module first. Write {}(model, lambda model, x, y: criterion(model(x), y))."
+    for make in (torch_backend.pure_loss, torch_backend.module_value_and_grad):
+        text = criterion.format(make.__name__)
+        assert check_refused(text, make, module, F.mse_loss).startswith("loss_fn is torch's mse_loss, ")
+        assert check_refused(text, make, module, nn.MSELoss()).startswith("loss_fn is torch's MSELoss, ")
+
+    own = torch_backend.module_value_and_grad(module, of_module)
+    text = "the first argument is a dict of parameters, and module_value_and_grad uses the module's own."
+    check_refused(text, funcga.accumulate(own, 2), params, x, y)
+    check_refused(text, funcga.stream(own), params, [(x, y)])
+
+    def raises(module, x, y):
+        return of_module(module, x)
+
+    with pytest.raises(TypeError, match=r"<lambda>\(\) missing 1 required positional argument"):
+        funcga.accumulate(torch_backend.module_value_and_grad(module, raises), 2)(x, y)
