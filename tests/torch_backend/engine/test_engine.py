@@ -819,7 +819,7 @@ def test_aux_that_is_no_tensor(kit):
 def test_a_module_instead_of_its_parameters_is_refused():
     module = torch.nn.Linear(3, 2)
     for given in (module, module.parameters()):
-        with pytest.raises(funcga.FuncgaError, match=r"by name: dict\(module.named_parameters\(\)\)"):
+        with pytest.raises(funcga.FuncgaError, match=r"by name: torch_backend.trainable\(module\)"):
             funcga.accumulate(funcga.grad(lambda params, x: x.sum()), 2)(given, torch.ones(4, 3))
 
 
