@@ -35,7 +35,7 @@ from torch_backend.engine.others import GradsWatch, Surroundings, last_applied, 
 from torch_backend.engine.recording import is_constant, recording_loss, switched_off
 from torch_backend.gradients import are_plain, put_hooks
 from torch_backend.modules import PureLoss
-from torch_backend.modules.checks import check_unfrozen
+from torch_backend.modules.checks import check_no_params, check_unfrozen
 from torch_backend.modules.layers import called
 from torch_backend.modules.visits import own_parameters
 from torch_backend.reduce import Reduction
@@ -102,6 +102,7 @@ class Engine:
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs, except those that are differentiated; `leading`: those of a stream."""
         if self.module is not None:
+            check_no_params(args)
             argnums: tuple[int, ...] = ()
         elif leading:
             entries = self.gradient.argnums

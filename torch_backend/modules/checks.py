@@ -41,6 +41,15 @@ def check_module_and_loss(module: object, loss_fn: object, name: str) -> None:
         )
 
 
+def check_no_params(args: tuple[Tree, ...]) -> None:
+    """Raises FuncgaError if the gradient function of a module is called with parameters, as that of a pure loss is."""
+    if args and isinstance(args[0], dict) and any(isinstance(leaf, nn.Parameter) for leaf in args[0].values()):
+        raise FuncgaError(
+            "the first argument is a dict of parameters, and module_value_and_grad uses the module's own. Pass the "
+            "batch alone: step(x, y), or stream's f(microbatches)."
+        )
+
+
 def check_not_scripted(module: nn.Module) -> None:
     """Raises FuncgaError for a module of TorchScript, or one inside, in which nobody can put other parameters."""
     for name, inner in module.named_modules():

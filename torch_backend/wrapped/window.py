@@ -33,7 +33,7 @@ from torch_backend.engine.buffers import Buffers, Layout
 from torch_backend.engine.others import last_applied, left_alone, reach
 from torch_backend.engine.recording import recording_loss
 from torch_backend.engine.window import detached
-from torch_backend.modules.checks import modules_in
+from torch_backend.modules.checks import check_no_params, modules_in
 from torch_backend.modules.layers import called
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
@@ -104,11 +104,7 @@ class ModuleWindow:
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs."""
-        if args and isinstance(args[0], dict) and any(isinstance(leaf, nn.Parameter) for leaf in args[0].values()):
-            raise FuncgaError(
-                "the first argument is a dict of parameters, and module_value_and_grad uses the module's own. Pass the "
-                "batch alone: step(x, y), or stream's f(microbatches)."
-            )
+        check_no_params(args)
         return tuple([detached(arg, recorded=True) for arg in args])
 
     def __enter__(self) -> "ModuleWindow":
