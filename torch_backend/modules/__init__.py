@@ -3,30 +3,25 @@
 Only torch has this file: models of JAX are functions of their parameters as they are.
 """
 
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from funcga._types import LossFn
-from funcga.errors import FuncgaError, similar
-from torch_backend import _private, arrays
+from funcga.errors import FuncgaError
+from torch_backend import _private
 from torch_backend.modules.checks import (
     ModuleLoss,
-    check_hooks_called,
+    Tensors,
+    by_what_they_replace,
     check_module_and_loss,
     check_none_frozen,
     check_not_scripted,
     check_not_wrapped,
 )
-from torch_backend.modules.layers import Watch, called, check_no_max_norm, embeddings_with_max_norm, within_norm
-from torch_backend.modules.visits import Visit, named, owners
-
-Tensors = Mapping[str, torch.Tensor]
-# What loss_fn returns: a scalar, or (scalar, aux).
-Output = object
+from torch_backend.modules.layers import check_no_max_norm, named, owners
+from torch_backend.modules.visits import Output, Visit, with_state
 
 
 def pure_loss(module: nn.Module, loss_fn: LossFn, *, buffers: bool = False, statistics: bool = False) -> "PureLoss":
@@ -142,10 +137,6 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 class PureLoss(ModuleLoss):
     """A pure function of a module's parameters. Made by `pure_loss`."""
 
-    module: nn.Module
-    loss_fn: LossFn
-    buffers: bool
-    statistics: bool
     calling: "_Calling"
 
     def __call__(self, params: Tensors, *args: object, **kwargs: object) -> Output:
@@ -155,7 +146,7 @@ class PureLoss(ModuleLoss):
         with self.entered(params) as loss:
             return loss(*args, **kwargs)
 
-    def entered(self, params: Tensors, recorded: bool = False) -> "Entered":
+    def entered(self, params: Tensors, recorded: bool = False) -> Visit:
         """A context in which the module has these parameters, and its value is called as `loss(*batch)`.
 
         `recorded`: parameters that are left out require grad if the module's own do. Functions that recompute in the
@@ -164,7 +155,7 @@ class PureLoss(ModuleLoss):
         It can be entered again and again. While it is entered, other threads that want to put parameters into the
         module, or into one that overlaps with it, wait.
         """
-        return Entered(self, params, recorded)
+        return Visit(self, params, recorded)
 
     def _traced(self, params: Tensors, *args: object, **kwargs: object) -> Output:
         """The same by functional_call, which torch.compile knows, also in a loop."""
@@ -174,22 +165,22 @@ class PureLoss(ModuleLoss):
                 "watched. Call the step without torch.compile; the module itself may be compiled. Or thread the "
                 "buffers: buffers=True."
             )
-        check_no_max_norm(self.module)
         parts = [*owners(self.module)]
+        check_no_max_norm(parts)
         parameters = named(parts, _private.PARAMETERS)
-        _by_what_they_replace(params, parameters, "parameters")
+        by_what_they_replace(params, parameters, "parameters")
         check_none_frozen(params, parameters)
         buffers = dict(self.module.named_buffers())
         threaded: Tensors = {}
         if self.buffers:
             threaded, args = args[0], args[1:]  # type: ignore[assignment]
-            _by_what_they_replace(threaded, named(parts, _private.BUFFERS), "buffers")
+            by_what_they_replace(threaded, named(parts, _private.BUFFERS), "buffers")
             buffers.update(threaded)
         # The buffers are copied: functional_call lets the module write to the tensors that it gets.
         tensors = {f"module.{name}": tensor for name, tensor in params.items()}
         tensors |= {f"module.{name}": tensor.clone() for name, tensor in buffers.items()}
         output, after = torch.func.functional_call(self.calling, tensors, (self.loss_fn, *args), kwargs)
-        return _with_state(output, {name: after[name] for name in threaded}) if self.buffers else output
+        return with_state(output, {name: after[name] for name in threaded}) if self.buffers else output
 
 
 class _Calling(nn.Module):
@@ -202,110 +193,3 @@ class _Calling(nn.Module):
     def forward(self, loss_fn: LossFn, *args: object, **kwargs: object) -> tuple[Output, dict[str, torch.Tensor]]:
         output = loss_fn(self.module, *args, **kwargs)
         return output, {name: buffer.detach() for name, buffer in self.module.named_buffers()}
-
-
-_NOTHING = nullcontext()
-
-
-class Entered:
-    """A context in which the module of a loss has other parameters: `loss(*batch)`. It can be entered again."""
-
-    def __init__(self, loss: PureLoss, params: Tensors, recorded: bool):
-        check_not_wrapped(loss.module)
-        self.loss, self.params = loss, params
-        self.visit = Visit(loss.module, self._chosen, recorded)
-        self.embeddings = embeddings_with_max_norm(self.visit.owners)
-        self.watch: Watch | None = None
-        self.stack: ExitStack | None = None
-
-    def _chosen(self, parameters: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The params by the ids of the module's own parameters, checked."""
-        replacements = _by_what_they_replace(self.params, parameters, "parameters")
-        check_none_frozen(self.params, parameters)
-        # The engine puts the hooks of a parameter on its leaf, and autograd calls them there. torch.func calls none.
-        if _private.transforms():
-            check_hooks_called(self.params, parameters)
-        return replacements
-
-    def __enter__(self) -> "Entered":
-        # Usually there is nothing to watch, and a stack would cost time in each micro-batch.
-        if not (self.loss.statistics or self.embeddings):
-            self.visit.__enter__()
-            return self
-        with ExitStack() as stack:
-            stack.enter_context(self.visit)
-            stack.enter_context(within_norm(self.embeddings))
-            if self.loss.statistics:
-                self.watch = Watch(self.loss.module) if self.watch is None else self.watch
-                stack.enter_context(self.watch.watching())
-            self.stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        (self.visit if self.stack is None else self.stack).__exit__(*error)  # type: ignore[arg-type]
-
-    def __call__(self, *args: object, **kwargs: object) -> Output:
-        """The loss of a batch, on copies of the module's own buffers, or of those that are threaded."""
-        loss, threaded = self.loss, dict[str, torch.Tensor]()
-        if loss.buffers:
-            threaded, args = args[0], args[1:]  # type: ignore[assignment]
-            buffers = named(self.visit.owners, _private.BUFFERS)
-            self.visit.put_buffers(_by_what_they_replace(threaded, buffers, "buffers"))
-        else:
-            self.visit.put_buffers({})
-        with _NOTHING if self.watch is None else self.watch.micro_batch():
-            output = called(loss.loss_fn, loss.module, *args, **kwargs)
-        if self.watch is not None:
-            return _with_state(output, self.watch.statistics())
-        if not loss.buffers:
-            return output
-        # They are copied: a checkpoint runs the forward pass again later, and writes to the buffers once more.
-        after = named(self.visit.owners, _private.BUFFERS)
-        return _with_state(output, {name: after[name].detach().clone() for name in threaded})
-
-
-def _with_state(output: Output, state: dict[str, torch.Tensor]) -> tuple[Output, Output]:
-    if isinstance(output, tuple | list) and len(output) == 2:
-        return output[0], (output[1], state)
-    return output, state
-
-
-def _by_what_they_replace(tensors: Tensors, originals: Tensors, what: str) -> dict[int, torch.Tensor]:
-    """The tensors by the ids of the module's own. Raises FuncgaError for names that are not the module's."""
-    if not isinstance(tensors, Mapping):
-        raise FuncgaError(
-            f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of name to tensor, such "
-            f"as dict(module.named_{what}())."
-        )
-    # Usually all fit, and one comparison for all of them shows it. Only if not is the culprit looked for.
-    if originals.keys() >= tensors.keys():
-        replaced = [originals[name] for name in tensors]
-        by_id = dict(zip(map(id, replaced), tensors.values(), strict=True))
-        shapes = [tensor.shape if isinstance(tensor, torch.Tensor) else None for tensor in tensors.values()]
-        if shapes == [tensor.shape for tensor in replaced] and len(by_id) == len(tensors):
-            return by_id
-    raise _misfit(tensors, originals, what)
-
-
-def _misfit(tensors: Tensors, originals: Tensors, what: str) -> FuncgaError:
-    """The error for the first tensor that the module does not take."""
-    spelling = f"dict(module.named_{what}())"
-    first_names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        if name not in originals:
-            return FuncgaError(
-                f"the module has no `{name}`{similar(name, originals)} among its {what}. Their names are those "
-                f"of {spelling}."
-            )
-        if not isinstance(tensor, torch.Tensor) or tensor.shape != originals[name].shape:
-            return FuncgaError(
-                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(originals[name])}. "
-                f"Give each of the {what} in the shape that it has there: {spelling}."
-            )
-        # Two names of one tensor: it can be replaced only once.
-        twin = first_names.setdefault(id(originals[name]), name)
-        if twin != name:
-            break
-    return FuncgaError(
-        f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as {spelling} does."
-    )

@@ -7,6 +7,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,11 @@ from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, LossFn, Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, similar
 from torch_backend import _private, arrays, trees
+
+Tensors = Mapping[str, torch.Tensor]
+
 
 # --- arguments that are no module, or no loss
 
@@ -126,10 +130,14 @@ def check_no_wrapped_module_in(grad_fn: GradFn) -> bool:
 # --- what a function closes over
 
 
+@dataclass(frozen=True, eq=False)
 class ModuleLoss:
-    """A loss whose own module was looked at when it was made."""
+    """A loss of a module, which was looked at when the loss was made; `pure_loss` says what the fields mean."""
 
+    module: nn.Module
     loss_fn: LossFn
+    buffers: bool
+    statistics: bool
 
 
 def modules_in(function: object) -> Iterator[nn.Module]:
@@ -190,6 +198,50 @@ def _is_filled(cell: types.CellType) -> bool:
 def _names(code: types.CodeType) -> set[str]:
     inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return set(code.co_names).union(*inner)
+
+
+# --- tensors in the place of the module's own
+
+
+def by_what_they_replace(tensors: Tensors, originals: Tensors, what: str) -> dict[int, torch.Tensor]:
+    """The tensors by the ids of the module's own. Raises FuncgaError for names that are not the module's."""
+    if not isinstance(tensors, Mapping):
+        raise FuncgaError(
+            f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of name to tensor, such "
+            f"as dict(module.named_{what}())."
+        )
+    # Usually all fit, and one comparison for all of them shows it. Only if not is the culprit looked for.
+    if originals.keys() >= tensors.keys():
+        replaced = [originals[name] for name in tensors]
+        by_id = dict(zip(map(id, replaced), tensors.values(), strict=True))
+        shapes = [tensor.shape if isinstance(tensor, torch.Tensor) else None for tensor in tensors.values()]
+        if shapes == [tensor.shape for tensor in replaced] and len(by_id) == len(tensors):
+            return by_id
+    raise _misfit(tensors, originals, what)
+
+
+def _misfit(tensors: Tensors, originals: Tensors, what: str) -> FuncgaError:
+    """The error for the first tensor that the module does not take."""
+    spelling = f"dict(module.named_{what}())"
+    first_names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if name not in originals:
+            return FuncgaError(
+                f"the module has no `{name}`{similar(name, originals)} among its {what}. Their names are those "
+                f"of {spelling}."
+            )
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != originals[name].shape:
+            return FuncgaError(
+                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(originals[name])}. "
+                f"Give each of the {what} in the shape that it has there: {spelling}."
+            )
+        # Two names of one tensor: it can be replaced only once.
+        twin = first_names.setdefault(id(originals[name]), name)
+        if twin != name:
+            break
+    return FuncgaError(
+        f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as {spelling} does."
+    )
 
 
 # --- what is differentiated

@@ -1,4 +1,4 @@
-"""Layers that change themselves in the forward pass: BatchNorm its running statistics, some embeddings their rows.
+"""The layers of a module, and those that change themselves: BatchNorm its running statistics, embeddings their rows.
 
 Only torch has this file: layers of torch keep their state in themselves, in JAX it is an argument and a result.
 """
@@ -16,7 +16,30 @@ from funcga._types import R
 from funcga.errors import FuncgaError, TooFewRowsError, refuses_arguments, similar
 from funcga.normalizers import Pooled
 from torch_backend import _private, arrays
-from torch_backend.modules.visits import Owners, owners
+
+Owners = list[tuple[str, nn.Module]]
+
+
+def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module and those inside, by the prefix of the names of their parameters and buffers."""
+    waiting = [("", module)]
+    while waiting:
+        prefix, owner = waiting.pop()
+        yield prefix, owner
+        waiting += [
+            (f"{prefix}{name}.", part) for name, part in owner.__dict__[_private.PARTS].items() if part is not None
+        ]
+
+
+def named(owners: Owners, table: str) -> dict[str, torch.Tensor]:
+    """What the owners have in a table, `PARAMETERS` or `BUFFERS`, by all of its names in the module."""
+    return {
+        prefix + name: tensor
+        for prefix, owner in owners
+        for name, tensor in owner.__dict__[table].items()
+        if tensor is not None
+    }
+
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -237,11 +260,11 @@ def called(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs
         ) from error
 
 
-def embeddings_with_max_norm(parts: Owners) -> dict[str, nn.Embedding]:
+def embeddings_with_max_norm(owners: Owners) -> dict[str, nn.Embedding]:
     """The embeddings among the parts of a module that shorten rows of their weights, by name."""
     layers = {
         id(layer): (prefix.removesuffix("."), layer)  # once, even if it is used in several places
-        for prefix, layer in parts
+        for prefix, layer in owners
         if layer.__dict__.get("max_norm") is not None and isinstance(layer, nn.Embedding | nn.EmbeddingBag)
     }
     return dict(layers.values())  # type: ignore[arg-type]
@@ -292,9 +315,9 @@ def _spelt(name: str) -> str:
     return f"the embedding `{name}`" if name else "the embedding"
 
 
-def check_no_max_norm(module: nn.Module) -> None:
+def check_no_max_norm(owners: Owners) -> None:
     """Raises FuncgaError if there is such an embedding where torch.compile traces, and norms are not known."""
-    for name, layer in embeddings_with_max_norm([*owners(module)]).items():
+    for name, layer in embeddings_with_max_norm(owners).items():
         raise FuncgaError(
             f"{_spelt(name)} has max_norm={layer.max_norm}, and is in a function that torch.compile compiles, "
             f"where norms are not known. Call the step without torch.compile; the loss itself may be compiled."

@@ -5,7 +5,8 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch import nn
@@ -13,29 +14,22 @@ from torch import nn
 from funcga._types import Array
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
-from torch_backend._private import BUFFERS, PARAMETERS, PARTS
+from torch_backend._private import BUFFERS, PARAMETERS
+from torch_backend.modules.checks import (
+    ModuleLoss,
+    Tensors,
+    by_what_they_replace,
+    check_hooks_called,
+    check_none_frozen,
+    check_not_wrapped,
+)
+from torch_backend.modules.layers import Watch, called, embeddings_with_max_norm, named, owners, within_norm
 
 Table = dict[str, torch.Tensor | None]
-Owners = list[tuple[str, nn.Module]]
+# What loss_fn returns: a scalar, or (scalar, aux).
+Output = object
 
-
-def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module and those inside, by the prefix of the names of their parameters and buffers."""
-    waiting = [("", module)]
-    while waiting:
-        prefix, owner = waiting.pop()
-        yield prefix, owner
-        waiting += [(f"{prefix}{name}.", part) for name, part in owner.__dict__[PARTS].items() if part is not None]
-
-
-def named(owners: Owners, table: str) -> dict[str, torch.Tensor]:
-    """What the owners have in a table, `PARAMETERS` or `BUFFERS`, by all of its names in the module."""
-    return {
-        prefix + name: tensor
-        for prefix, owner in owners
-        for name, tensor in owner.__dict__[table].items()
-        if tensor is not None
-    }
+_NOTHING = nullcontext()
 
 
 class _Exchange:
@@ -49,29 +43,29 @@ class _Exchange:
 
 
 class Visit:
-    """A context in which a module has other parameters, and copies of its buffers. Its own tables are never written to.
+    """A context in which the module of a loss has other parameters, and copies of its buffers: `loss(*batch)`.
 
-    It may be entered again and again. In between the module has its own parameters, and other threads may enter.
+    Its own tables are never written to. It may be entered again and again: in between the module has its own
+    parameters, and other threads may enter.
 
-    `choose(parameters)`, called when the visit first begins, returns the stand-ins of the module's parameters: tensors
-    by the ids of the parameters. Parameters that are not chosen stay, detached from any graph, except in a transform: a
-    stand-in of a loss around this one keeps its graph. `recorded`: a parameter that is not chosen is a leaf if it
-    requires grad.
+    Parameters that are not among `params` stay, detached from any graph, except in a transform: a stand-in of a loss
+    around this one keeps its graph. `recorded`: a parameter that stays is a leaf if it requires grad.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        choose: Callable[[dict[str, torch.Tensor]], Mapping[int, torch.Tensor]],
-        recorded: bool = False,
-    ):
-        self.owners, self.choose, self.recorded = [*owners(module)], choose, recorded
+    def __init__(self, loss: ModuleLoss, params: Tensors, recorded: bool):
+        check_not_wrapped(loss.module)
+        self.loss, self.params, self.recorded = loss, params, recorded
+        self.owners = [*owners(loss.module)]
         self.modules = frozenset([id(owner) for _, owner in self.owners])
         self.thread = 0  # which one is in the module
         self.parameters: list[_Exchange] = []
         self.buffers: list[_Exchange] = []
         self.empty: list[Table] = []  # the tables of modules without buffers
         self.is_prepared = self.in_transform = False
+        # Usually no layer changes itself, and a stack would cost time in each micro-batch.
+        self.embeddings = embeddings_with_max_norm(self.owners)
+        self.layers = ExitStack() if loss.statistics or self.embeddings else None
+        self.watch: Watch | None = None
 
     def __enter__(self) -> "Visit":
         _REGISTER.begin(self)
@@ -89,9 +83,15 @@ class Visit:
             table.original = table.space[BUFFERS]
         for table in self.parameters:
             table.space[PARAMETERS] = table.stand_in.copy()
+        if self.layers is not None:
+            self.layers.enter_context(within_norm(self.embeddings))
+            if self.watch is not None:
+                self.layers.enter_context(self.watch.watching())
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.layers is not None:
+            self.layers.close()
         for table in self.parameters:
             table.space[PARAMETERS] = table.original
         for table in self.buffers:
@@ -104,7 +104,12 @@ class Visit:
         """Works out what stands in for the parameters: the same whenever the visit begins again."""
         spaces = [owner.__dict__ for _, owner in self.owners]
         self.in_transform = arrays.in_transform()
-        chosen = self.choose(named(self.owners, PARAMETERS))
+        parameters = named(self.owners, PARAMETERS)
+        chosen = by_what_they_replace(self.params, parameters, "parameters")
+        check_none_frozen(self.params, parameters)
+        # The engine puts the hooks of a parameter on its leaf, and autograd calls them there. torch.func calls none.
+        if _private.transforms():
+            check_hooks_called(self.params, parameters)
         # Whole tables are exchanged, in the `__dict__` of each part: the module's own are not written to.
         self.parameters = [
             _Exchange(space, {name: self._stand_in(tensor, chosen) for name, tensor in space[PARAMETERS].items()})
@@ -115,7 +120,38 @@ class Visit:
         # Where there are no buffers, no table is exchanged. Buffers that the loss registers there are removed
         # afterwards.
         self.empty = [space[BUFFERS] for space in spaces if not space[BUFFERS]]
+        if self.loss.statistics and self.watch is None:
+            self.watch = Watch(self.loss.module)
         self.is_prepared = True
+
+    def __call__(self, *args: object, **kwargs: object) -> Output:
+        """The loss of a batch, on copies of the module's own buffers, or of those that are threaded."""
+        loss, threaded = self.loss, dict[str, torch.Tensor]()
+        if loss.buffers:
+            threaded, args = args[0], args[1:]  # type: ignore[assignment]
+        self._put_buffers(
+            by_what_they_replace(threaded, named(self.owners, BUFFERS), "buffers") if loss.buffers else {}
+        )
+        with _NOTHING if self.watch is None else self.watch.micro_batch():
+            output = called(loss.loss_fn, loss.module, *args, **kwargs)
+        if self.watch is not None:
+            return with_state(output, self.watch.statistics())
+        if not loss.buffers:
+            return output
+        # They are copied: a checkpoint runs the forward pass again later, and writes to the buffers once more.
+        after = named(self.owners, BUFFERS)
+        return with_state(output, {name: after[name].detach().clone() for name in threaded})
+
+    def _put_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Puts copies in the place of the buffers: of these values, by buffer ids, or of the buffers themselves."""
+        # Each micro-batch gets new ones: writes through `.data` or a NumPy array cannot be seen, so none can be reused.
+        if not self.buffers:
+            return
+        copies = _copies([tensor for table in self.buffers for tensor in table.original.values()], values)
+        for table in self.buffers:
+            table.space[BUFFERS] = {
+                name: None if tensor is None else copies[id(tensor)] for name, tensor in table.original.items()
+            }
 
     def _stand_in(self, tensor: torch.Tensor | None, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """What stands in for a parameter, which remembers it."""
@@ -136,16 +172,12 @@ class Visit:
         replacement._stands_in = self.thread, tensor  # type: ignore[attr-defined]
         return replacement
 
-    def put_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Puts copies in the place of the buffers: of these values, by buffer ids, or of the buffers themselves."""
-        # Each micro-batch gets new ones: writes through `.data` or a NumPy array cannot be seen, so none can be reused.
-        if not self.buffers:
-            return
-        copies = _copies([tensor for table in self.buffers for tensor in table.original.values()], values)
-        for table in self.buffers:
-            table.space[BUFFERS] = {
-                name: None if tensor is None else copies[id(tensor)] for name, tensor in table.original.items()
-            }
+
+def with_state(output: Output, state: dict[str, torch.Tensor]) -> tuple[Output, Output]:
+    """What loss_fn returned, with a state beside its aux."""
+    if isinstance(output, tuple | list) and len(output) == 2:
+        return output[0], (output[1], state)
+    return output, state
 
 
 def _copies(buffers: list[torch.Tensor | None], values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -253,7 +285,7 @@ class _Register:
                 before, worked_before, since = threads, worked, time.monotonic()
             # A cycle of visits is seen at once. One through a lock of the user's, or a join, is not: then nobody works.
             if visit.thread in self._awaited_by(threads) or time.monotonic() - since > _PATIENCE:
-                raise _deadlock(visit.owners[0][1])
+                raise _deadlock(visit.loss.module)
             self.waits_for[visit.thread] = threads
             try:
                 self.changed.wait(_PATIENCE / 10)
