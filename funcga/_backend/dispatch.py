@@ -71,17 +71,16 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
     """
     loaded = [_LOADED[framework] for framework in _imported_frameworks()]
-    # First what only one framework can have made; then NumPy's arrays, which JAX takes as they are.
-    for test in ("owns", "is_array"):
+    # First what only one framework can have made; then what it takes as it is, as JAX does NumPy's arrays.
+    for takes_as_it_is in (False, True):
         for backend in loaded:
             leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
-            is_own = backend.arrays.owns if test == "owns" else backend.arrays.is_array
-            if not any(map(is_own, leaves)) or (test == "is_array" and backend.name != "jax"):
-                continue
-            # By the name of the type, as torch.compile cannot look into another framework.
-            if any(_framework(leaf) not in (None, backend.name) for leaf in leaves if not is_own(leaf)):
-                raise _mixed(trees, names(), loaded)
-            return backend
+            is_own = backend.arrays.is_array if takes_as_it_is else backend.arrays.owns
+            if any(map(is_own, leaves)):
+                # By the name of the type, as torch.compile cannot look into another framework.
+                if any(_framework(leaf) not in (None, backend.name) for leaf in leaves if not is_own(leaf)):
+                    raise _mixed(trees, names(), loaded)
+                return backend
     raise _without_arrays(names(), [backend.name for backend in loaded])
 
 

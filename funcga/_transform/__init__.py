@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
+from funcga._backend import Optimizers
+from funcga._backend.dispatch import load_imported
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 
@@ -37,6 +39,10 @@ class UpdateFunction:
     def scales(self) -> bool:
         """Whether the gradients come multiplied by a loss scale."""
         return False
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself, as a function is its own copy."""
+        return self
 
 
 def is_scaled(tx: Transform) -> bool:
@@ -81,6 +87,19 @@ def read_transform(tx: Any, name: str = "tx") -> Transform:
         raise FuncgaError(_no_transform(tx, name))
     _check_update(tx, name)
     return tx  # type: ignore[no-any-return]
+
+
+def wrapped_transform(tx: Any) -> Transform:
+    """A transform to be wrapped by one of funcga's, as the library that it comes from would call it there."""
+    read = read_transform(tx)
+    for library in libraries():
+        read = library.imported(read)
+    return read
+
+
+def libraries() -> list[Optimizers]:
+    """The libraries of transforms, such as optax, of the frameworks that are imported."""
+    return [backend.optimizers for backend in load_imported() if backend.optimizers is not None]
 
 
 def _check_update(tx: Any, name: str) -> None:

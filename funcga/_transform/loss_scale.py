@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from funcga._backend import Backend
-from funcga._backend.dispatch import backend_of, load_imported
+from funcga._backend.dispatch import backend_of
 from funcga._fold.tally import is_quantity
-from funcga._transform import DonatingTransform, Transform, UpdateFunction, read_transform
+from funcga._transform import DonatingTransform, Transform, UpdateFunction, wrapped_transform
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 
@@ -89,13 +89,8 @@ def loss_scaled(
     _check("backoff_factor", fraction, backoff_factor, "a number between 0 and 1", "0.5")
     counted = isinstance(growth_interval, int) and is_quantity(growth_interval, 0, 2**31 - 1)
     _check("growth_interval", counted, growth_interval, "an int from 1 to 2**31 - 1", "2000")
-    read = read_transform(tx)
-    for backend in load_imported():
-        if backend.optimizers is not None:
-            read = backend.optimizers.imported(read)
-    update = _ScaledUpdate(
-        read, float(init_scale), float(growth_factor), float(backoff_factor), growth_interval, across
-    )
+    numbers = float(init_scale), float(growth_factor), float(backoff_factor)
+    update = _ScaledUpdate(wrapped_transform(tx), *numbers, growth_interval, across)
     return DonatingTransform(update.init, update, update.donated)
 
 
@@ -123,10 +118,6 @@ class _ScaledUpdate(UpdateFunction):
     def scales(self) -> bool:
         """Whether the gradients come multiplied by a loss scale."""
         return True
-
-    def __deepcopy__(self, memo: object) -> "_ScaledUpdate":
-        """Itself, as a function is its own copy."""
-        return self
 
     def init(self, params: Tree) -> LossScaledState:
         """The state before the first update."""

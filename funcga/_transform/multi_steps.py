@@ -21,7 +21,8 @@ from funcga._transform import (
     Transform,
     UpdateFunction,
     is_scaled,
-    read_transform,
+    libraries,
+    wrapped_transform,
 )
 from funcga._transform.window import (
     Dropped,
@@ -211,20 +212,17 @@ def multi_steps(
     """
     if callable(fold):
         raise FuncgaError(f"fold= is the function {getattr(fold, '__name__', fold)}. Call it: fold=funcga.mean().")
-    read = read_transform(tx)
+    read = wrapped_transform(tx)
     if drop is not None and is_scaled(read):
         raise FuncgaError(
             f"drop is {drop!r}, and the wrapped transform is a loss_scaled, which has to see what is not finite: its "
             f"scale would never back off, and no window be an update. Leave drop out: it skips such windows itself."
         )
-    libraries = [backend.optimizers for backend in load_imported() if backend.optimizers is not None]
-    for library in libraries:
-        read = library.imported(read)
     memory = _Memory(MergeMemory(None if across is None else step_of(read.update)))
     update = MultiStepsUpdate(read, check_target(n), fold, Dropping(drop, drop_if), across, donate, memory)
     # Out in the type that the library's own combinators take, as it came in.
     transform = MultiSteps(update.init, update)
-    for library in libraries:
+    for library in libraries():
         transform = library.exported(transform)
     return transform
 
@@ -260,10 +258,6 @@ class MultiStepsUpdate(UpdateFunction):
     def scales(self) -> bool:
         """Whether the gradients come multiplied by a loss scale."""
         return is_scaled(self.tx)
-
-    def __deepcopy__(self, memo: object) -> "MultiStepsUpdate":
-        """Itself, as a function is its own copy."""
-        return self
 
     def __reduce__(self) -> Any:
         """How it is pickled: what is kept between calls can be worked out again."""

@@ -291,13 +291,13 @@ class _Walk(NamedTuple):
 def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
     """The tree as a framework has it that knows all its containers; if none does, as the one that finds most arrays."""
     # Each framework has its own containers: torch does not look into a flax module, nor JAX into a torch one.
-    backends = load_imported() or [any_backend()]
     walks = []
-    for walker in backends:
+    for walker in walkers():
         leaves, structure = walker.trees.flatten(tree)
-        walk = _Walk(tree, walker, leaves, structure, _owners(leaves, backends), name)
+        owners = {index: owner_of(leaf) for index, leaf in enumerate(leaves) if is_numpy(leaf) or owner_of(leaf)}
+        walk = _Walk(tree, walker, leaves, structure, owners, name)
         # A leaf that is no plain value may be a container that only another framework knows.
-        others = [leaf for index, leaf in enumerate(leaves) if index not in walk.owners]
+        others = [leaf for index, leaf in enumerate(leaves) if index not in owners]
         if all(leaf is None or isinstance(leaf, int | float | complex | str) for leaf in others):
             return walk
         walks.append(walk)
@@ -309,18 +309,9 @@ def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
     return max(walks, key=fitness)
 
 
-def any_backend() -> Backend:
-    """A framework that is installed, to walk a tree of NumPy's arrays."""
-    return load("torch" if find_spec("torch") else "jax")
-
-
-def _owners(leaves: list[object], backends: list[Backend]) -> dict[int, Backend | None]:
-    owners: dict[int, Backend | None] = {}
-    for index, leaf in enumerate(leaves):
-        owner = next((backend for backend in backends if backend.arrays.owns(leaf)), None)
-        if owner is not None or is_numpy(leaf):
-            owners[index] = owner
-    return owners
+def walkers() -> list[Backend]:
+    """The frameworks that are imported; if none is, one that is installed, to walk a tree of NumPy's arrays."""
+    return load_imported() or [load("torch" if find_spec("torch") else "jax")]
 
 
 def owner_of(leaf: object) -> Backend | None:

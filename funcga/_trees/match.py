@@ -10,8 +10,8 @@ from difflib import get_close_matches
 
 from funcga._backend import Backend, ExportError
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.prefixes import leaf_paths, paths_apart
-from funcga._trees import any_backend, converted, is_numpy, owner_of
+from funcga._backend.prefixes import PathError, check_paths, leaf_paths, paths_apart
+from funcga._trees import converted, is_numpy, owner_of, walkers
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
@@ -51,7 +51,7 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
     matches = _matches(arrays, expected, as_rules(rules))
     filled = {pair.right: _filled(arrays[pair.left], pair, expected[pair.right], target) for pair in matches}
     # Not by `likes`, which leaves out everything that is not an array.
-    trees = (target or (load_imported() or [any_backend()])[-1]).trees
+    trees = (target or walkers()[-1]).trees
     leaves = [filled.get(path, leaf) for path, leaf in paths_and_leaves(like, trees.children)]
     return trees.unflatten(trees.flatten(like)[1], leaves)
 
@@ -271,14 +271,13 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
     backend = backend_of([like], lambda: ["like"])
     likes, structure = backend.trees.flatten(like)
     paths = leaf_paths(like, backend.trees)
-    missing, new = paths_apart(
-        [path for path, leaf in zip(paths, likes, strict=True) if leaf is not None], [*state_dict]
-    )
-    if missing or new:
+    try:
+        check_paths([path for path, leaf in zip(paths, likes, strict=True) if leaf is not None], [*state_dict])
+    except PathError as error:
         raise FuncgaError(
-            f"the state dict is not of a tree like this one: missing {listed(missing)}; new {listed(new)}. Make "
-            f"`like` as the state was made that was saved: the same params, transform and options."
-        )
+            f"the state dict is not of a tree like this one: {error}. Make `like` as the state was made that was "
+            f"saved: the same params, transform and options."
+        ) from None
     # Python's numbers are not converted: NumPy's files make them arrays of 64 bits.
     are_arrays = {path for path, leaf in zip(paths, likes, strict=True) if backend.arrays.is_array(leaf)}
     saved = {**state_dict, **converted({path: state_dict[path] for path in are_arrays}, backend, copy=True)}

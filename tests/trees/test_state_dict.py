@@ -151,8 +151,8 @@ def test_what_does_not_fit_is_refused(kit):
     like = tree(kit, 0)
     saved = funcga.to_state_dict(like)
     for bad, text in (
-        ({k: v for k, v in saved.items() if "'w'" not in k}, "missing ['w']['x']; new nothing"),
-        ({**saved, "['c']": saved["['w']['x']"]}, "missing nothing; new ['c']"),
+        ({k: v for k, v in saved.items() if "'w'" not in k}, "missing `['w']['x']`, new nothing"),
+        ({**saved, "['c']": saved["['w']['x']"]}, "missing nothing, new `['c']`"),
         (
             {**saved, "['w']['x']": saved["['a']['x']"]},
             "['w']['x'] is float32[] in the state dict and float32[2, 3] in",
