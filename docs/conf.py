@@ -2,11 +2,15 @@
 
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import TypeVar
 
 import funcga
 import funcga.folds
+
+sys.path.insert(0, str(Path(__file__).parent))
+import llms
 
 project, author, copyright = "funcga", "the funcga developers", "2026, the funcga developers"
 version = release = funcga.__version__
@@ -61,10 +65,16 @@ def copy_notebooks(app, exception):
         shutil.copy(notebook, Path(app.outdir, "tutorials"))
 
 
+def write_llms(app, exception):
+    """The overview for language models, at the root of the site."""
+    Path(app.outdir, "llms.txt").write_text(llms.text())
+
+
 def setup(app):
     """Sphinx calls it."""
     app.connect("autodoc-before-process-signature", name_the_fold_tree)
     app.connect("html-page-context", link_to_notebook)
     app.connect("build-finished", copy_notebooks)
+    app.connect("build-finished", write_llms)
     app.connect("source-read", link_to_files)
     app.connect("autodoc-process-docstring", code_in_docstrings, priority=100)  # before napoleon

@@ -1,7 +1,9 @@
 """The documentation: every block of every page runs, in the order of the page, in every framework that it is for."""
 
 import re
+import runpy
 import textwrap
+import tomllib
 from pathlib import Path
 
 import jax
@@ -135,3 +137,27 @@ def test_every_page_is_in_a_table_of_contents():
         if not line.startswith(":")
     }
     assert {*PAGES} - {"index.md"} <= listed
+
+
+def test_llms_txt_lists_every_page_and_is_small():
+    text = runpy.run_path(str(DOCS / "llms.py"))["text"]()
+    linked = re.findall(r"^- \[[^\]]+\]\((\S+)\.html\)", text, re.MULTILINE)
+    assert sorted(linked) == sorted(page.removesuffix(".md") for page in PAGES if page != "index.md")
+    assert len(text) < 12_000
+
+
+def test_the_page_on_versions_has_the_limits_of_the_package():
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    extras = {
+        name: requirement
+        for extra in ("torch", "jax")
+        for requirement in project["optional-dependencies"][extra]
+        for name in re.findall(r"^\w+", requirement)
+    }
+    least = {"Python": project["requires-python"], **extras}
+    rows = dict(
+        re.findall(
+            r"^\| (Python|torch|jax|optax)[^|]* \| ([\d.]+) and newer \|$", PAGES["reference/versions.md"], re.MULTILINE
+        )
+    )
+    assert rows == {name: requirement.split(">=")[1] for name, requirement in least.items()}
