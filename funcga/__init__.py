@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from funcga import rules
     from funcga._compare import compare
     from funcga._fold.accumulator import Accumulator, AccumulatorState
-    from funcga._parity.problem import Problem
+    from funcga._parity import Problem
     from funcga._statistics import batch_moments, running_statistics
     from funcga._transform import Transform
     from funcga._transform.loss_scale import LossScaledState, loss_scaled
@@ -46,7 +46,7 @@ else:
     _LATER = {
         "funcga._compare": ("compare",),
         "funcga._fold.accumulator": ("Accumulator", "AccumulatorState"),
-        "funcga._parity.problem": ("Problem",),
+        "funcga._parity": ("Problem",),
         "funcga._statistics": ("batch_moments", "running_statistics"),
         "funcga._transform": ("Transform",),
         "funcga._transform.loss_scale": ("LossScaledState", "loss_scaled"),

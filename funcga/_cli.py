@@ -13,8 +13,7 @@ from rich.progress import Progress
 from funcga import folds
 from funcga._grad import GradientFunction
 from funcga._loading import Loaded, is_function_of, load_object
-from funcga._parity import report
-from funcga._parity.problem import Problem
+from funcga._parity import Problem, report
 from funcga._parity.problems import Choice, chosen
 from funcga._parity.run import Findings, Plan, run
 from funcga._parity.sides import Side

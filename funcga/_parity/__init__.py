@@ -1,1 +1,73 @@
-"""`python -m funcga parity`: the same gradients in torch and in JAX, whole and accumulated, compared on real data."""
+"""A problem: one loss in torch and in JAX, with its arguments, for the command line to compare."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from funcga._types import LossFn, Tree
+from funcga.folds import Fold, mean
+from funcga.rules import Rule
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+"""The optimizers that parity trains with, by the names of both frameworks."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What `python -m funcga parity FILE.py:NAME` compares: the same loss, parameters and batch in two frameworks.
+
+    Args:
+        params: A tree of float arrays: NumPy's, torch's or JAX's. Floats are cast to every dtype of the run.
+        batch: The arguments after params, a tuple of trees of arrays, split into micro-batches as `in_axes` says.
+            Integers are int64 in torch and, where they fit, int32 in JAX.
+        torch_loss: `loss(params, *batch)` -> a real scalar in the dtype of its params. Either loss may be None, and
+            then the other one is compared with itself alone.
+        jax_loss: The same in JAX; it is jitted.
+        fold: As of `accumulate`: mean(), per_weight() or sum().
+        weight: As of `accumulate`, one function for both frameworks. For averages over tokens it is what counts them;
+            for sums, with fold=funcga.per_weight().
+        in_axes: As of `accumulate`. Default: each argument of the batch on axis 0.
+        jax_params: The tree of parameters as jax_loss takes it, if that is another one, such as flax's: the values are
+            those of params, matched by path under the rules; those of jax_params are not looked at.
+        rules: How paths and layouts of params become those of jax_params, see `funcga.rules`.
+        reduction: How many terms each element of a gradient is a sum of, for the tolerances. Default: the rows of the
+            batch, or the numbers in its largest array of integers, such as tokens, and the longest axis of a parameter.
+        optimizers: What the training at the end uses: any of sgd, momentum, adam and adamw.
+        name: What the report calls the problem.
+        about: A line that says what it is.
+
+    Raises:
+        FuncgaError: where parity runs it and something does not fit: a loss that is no scalar, another fold, trees that
+            do not match, NaN in the data.
+
+    Example:
+        >>> params = {"w": np.ones((3, 2), "float32")}
+        >>> batch = (np.ones((8, 3), "float32"), np.zeros((8, 2), "float32"))
+        >>> torch_loss = lambda params, x, y: F.mse_loss(x @ params["w"], y)
+        >>> jax_loss = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
+        >>> problem = funcga.Problem(params, batch, torch_loss=torch_loss, jax_loss=jax_loss)
+    """
+
+    params: Tree
+    batch: tuple[Tree, ...]
+    torch_loss: Callable[..., Tree] | None = None
+    jax_loss: Callable[..., Tree] | None = None
+    fold: Fold = field(default_factory=mean)
+    weight: Callable[..., Tree] | None = None
+    in_axes: Tree = None
+    jax_params: Tree = None
+    rules: Sequence[Rule] = ()
+    reduction: int | None = None
+    optimizers: tuple[str, ...] = ("sgd", "adamw")
+    name: str = ""
+    about: str = ""
+
+    @property
+    def losses(self) -> dict[str, LossFn]:
+        """The losses that it has, by framework: 'torch', 'jax' or both."""
+        losses = {"torch": self.torch_loss, "jax": self.jax_loss}
+        return {framework: loss for framework, loss in losses.items() if loss is not None}
+
+    @property
+    def frameworks(self) -> list[str]:
+        """The frameworks that it has a loss for."""
+        return list(self.losses)

@@ -11,7 +11,7 @@ import numpy as np
 
 from funcga import rules
 from funcga._loading import is_function_of, load_object
-from funcga._parity.problem import OPTIMIZERS, Problem
+from funcga._parity import OPTIMIZERS, Problem
 from funcga._types import Array, Tree
 from funcga._versions import check_installed
 from funcga.errors import FuncgaError

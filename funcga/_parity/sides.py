@@ -19,7 +19,7 @@ from funcga._compare import compare, tolerances
 from funcga._compare.report import Report
 from funcga._compare.row import Row, row_of
 from funcga._grad import value_and_grad
-from funcga._parity.problem import Problem
+from funcga._parity import Problem
 from funcga._transform import Transform
 from funcga._trees import to_jax, to_numpy, to_torch
 from funcga._trees.match import match, paths_and_leaves

@@ -128,11 +128,13 @@ def test_the_page_is_one_file_that_loads_nothing(digits):
     page = (digits[2] / "page.html").read_text()
     assert page.startswith("<!doctype html>")
     assert page.rstrip().endswith("</html>")
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == 4
     assert not re.search(r"""(src|href)=["'](?!#)|@import|url\((?!#)""", page)
     figures = {html.escape(figure) for figure in re.findall(r"\S+ < \S+", digits[3])}
     assert len(figures) > 10
     assert all(f">{figure}</td>" in page for figure in figures)
+    # On a narrow screen, where a table has no heading, each figure says what it is.
+    assert len(re.findall("<td", page)) == len(re.findall(r'<td class="head"|<td [^>]*data-label="\w', page))
     for text in (
         "Verdict: the same.",
         "hidden.weight",
@@ -460,9 +462,8 @@ def test_an_optimizer_that_differs_is_found(tmp_path, monkeypatch):
 def test_rounding_that_training_makes_larger_is_no_mistake():
     from funcga._compare.report import Report
     from funcga._compare.row import row_of as row
-    from funcga._parity.run import Findings
-    from funcga._parity.training import Trajectory
-    from funcga._parity.verdict import verdict
+    from funcga._parity.report import verdict
+    from funcga._parity.run import Findings, Trajectory
 
     near, far = (Report((row("w", np.float64([1.0]), np.float64([1 + gap]), limit=1e-6),)) for gap in (0, 1e-3))
     problem = funcga.Problem({}, (), abs, abs)
@@ -478,6 +479,75 @@ def test_rounding_that_training_makes_larger_is_no_mistake():
     assert not findings(bad, bad).ok
     assert not findings(good, bad).ok
     assert "diverges: sgd (float64) from update 2 on; first w" in verdict(findings(good, bad)).sentences[0]
+
+
+def drawn(ns, micro_batches, updates):
+    """The four axes of a run with these figures."""
+    from matplotlib.figure import Figure
+
+    from funcga._compare.report import Report
+    from funcga._compare.row import row_of as row
+    from funcga._parity import page
+    from funcga._parity.run import Compared, Findings, Trajectory
+
+    dtypes = ["float32", "float64"]
+    near = {
+        dtype: Report(tuple(row(path, np.ones(1, dtype), np.ones(1, dtype)) for path in ("loss", "w", "b")))
+        for dtype in dtypes
+    }
+    compared = [
+        Compared("accumulation", f"{name} vs full batch", dtype, n, near[dtype], name)
+        for dtype in dtypes for name in ("torch", "JAX") for n in ns
+    ]  # fmt: skip
+    for dtype in dtypes:
+        compared += [Compared("model", "torch vs JAX, full", dtype, None, near[dtype])]
+        parts = range(micro_batches)
+        compared += [Compared("model", "micro", dtype, micro_batches, near[dtype], micro_batch=k) for k in parts]
+    trajectories = [Trajectory("sgd", dtype, 1, [1.0], [near[dtype]] * updates) for dtype in dtypes if updates]
+    problem = funcga.Problem({}, (), abs, abs)
+    findings = Findings(
+        problem, dtypes, 1, [1] * micro_batches, [1.0] * micro_batches, {}, compared, trajectories, {}, {}
+    )
+    axes = Figure(figsize=(28, 5), layout="constrained").subplots(1, 4)
+    for ax, panel in zip(axes, page._panels(findings), strict=True):
+        page._draw(ax, panel)
+    axes[0].figure.draw_without_rendering()
+    return axes
+
+
+def test_no_dtype_hides_another_in_the_pictures():
+    for ax in drawn(ns=[1, 2, 8], micro_batches=8, updates=3):
+        points = [line for line in ax.lines if len(line.get_xdata()) > 2 or line.get_marker() not in ("None", "")]
+        # All differences are 0: points of one dtype lie in those of the other, which are larger, and rings.
+        sizes = {line.get_markersize(): line.get_markerfacecolor() for line in points}
+        assert len(sizes) == 2
+        assert sizes[max(sizes)] == "none"
+        limits = [text for text in ax.texts if text.get_text().startswith("limit, ")]
+        assert [text.get_text() for text in limits] == ["limit, float32", "limit, float64"]
+        assert sorted(text.xy[1] for text in limits) == sorted(
+            {line.get_ydata()[0] for line in ax.lines if line not in points}
+        )
+        assert ax.get_legend().get_window_extent().x0 > ax.get_window_extent().x1
+
+
+def test_one_micro_batch_is_no_comparison_and_one_number_is_a_bar():
+    by_n, _, by_micro_batch, by_update = drawn(ns=[1, 2, 8], micro_batches=8, updates=1)
+    assert [label.get_text() for label in by_n.get_xticklabels()] == ["2", "8"]
+    assert len(by_update.patches) == 2
+    by_n, *_ = drawn(ns=[1, 8], micro_batches=8, updates=0)
+    assert [label.get_text() for label in by_n.get_xticklabels()] == [
+        "torch\nfloat32", "JAX\nfloat32", "torch\nfloat64", "JAX\nfloat64"
+    ]  # fmt: skip
+    assert len(by_n.patches) == 4
+    assert by_n.get_xlabel() == "n, micro-batches: 8"
+    by_n, _, by_micro_batch, by_update = drawn(ns=[1], micro_batches=1, updates=0)
+    for ax, text in (
+        (by_n, "n = 1 is the full batch"),
+        (by_micro_batch, "n = 1 is the full batch"),
+        (by_update, "not run"),
+    ):
+        assert [shown.get_text() for shown in ax.texts] == [text]
+        assert not ax.axison
 
 
 # The built-in problems.
