@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from funcga._transform.window_size import TargetWeight, linear_scaling, sqrt_scaling
     from funcga._trees import shares_memory, to_jax, to_numpy, to_torch
     from funcga._trees.match import from_state_dict, match, to_state_dict
-    from funcga._verify.verify import verify
+    from funcga._verify import verify
     from funcga.rules import Rule
 else:
     _LATER = {
@@ -55,7 +55,7 @@ else:
         "funcga._transform.window_size": ("TargetWeight", "linear_scaling", "sqrt_scaling"),
         "funcga._trees": ("shares_memory", "to_jax", "to_numpy", "to_torch"),
         "funcga._trees.match": ("from_state_dict", "match", "to_state_dict"),
-        "funcga._verify.verify": ("verify",),
+        "funcga._verify": ("verify",),
         "funcga.rules": ("Rule", "rules"),
     }
     _MODULES = {name: module for module, names in _LATER.items() for name in names}

@@ -18,7 +18,7 @@ from funcga._parity.problems import Choice, chosen
 from funcga._parity.run import Findings, Plan, run
 from funcga._parity.sides import Side
 from funcga._types import Tree
-from funcga._verify.verify import Verdict, verify
+from funcga._verify import Verdict, verify
 from funcga._versions import versions
 from funcga.errors import FuncgaError
 

@@ -127,7 +127,7 @@ def test_importing_funcga_imports_no_framework():
 
 
 def test_verify_imports_numpy_when_it_is_called():
-    code = "import funcga, sys\nassert 'numpy' not in sys.modules and 'funcga._verify.verify' not in sys.modules"
+    code = "import funcga, sys\nassert 'numpy' not in sys.modules and 'funcga._verify' not in sys.modules"
     loaded_after(code)
 
 

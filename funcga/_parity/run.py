@@ -20,7 +20,7 @@ from funcga._parity.replicas import over_replicas
 from funcga._parity.sides import Folded, Result, Side, fold_by_hand, fold_in_framework
 from funcga._transform.multi_steps import multi_steps
 from funcga._types import Array, Tree
-from funcga._verify.verify import Verdict
+from funcga._verify import Verdict
 
 K = TypeVar("K")
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from funcga._transform import Transform
 from funcga._trees import to_jax, to_numpy, to_torch
 from funcga._trees.match import match, paths_and_leaves
 from funcga._types import Array, Dtype, Scalar, Tree
-from funcga._verify.verify import Verdict, verify
+from funcga._verify import Verdict, verify
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, sum
 from funcga.rules import Rule

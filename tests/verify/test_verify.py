@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import funcga
 import torch_backend
+from funcga._verify import Verdict
 from funcga._verify.causes import Cause
-from funcga._verify.verify import Verdict
 from tests import mistakes
 from tests.kits import JAX, TORCH
 
