@@ -18,7 +18,8 @@ from funcga.folds import Fold
 from torch_backend import arrays, trees
 from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine import Window
-from torch_backend.engine.buffers import Buffers, Layout
+from torch_backend.engine.buffers import Buffers
+from torch_backend.engine.layout import Layout
 from torch_backend.engine.recording import is_recorded
 from torch_backend.engine.window import Engine, detached, reduction_of, result_of_others
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen

@@ -15,7 +15,8 @@ from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor, local
-from torch_backend.engine.buffers import Buffers, Layout
+from torch_backend.engine.buffers import Buffers
+from torch_backend.engine.layout import Layout
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.replicas import Replicas

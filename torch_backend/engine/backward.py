@@ -26,48 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from funcga._types import Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.dtensor import is_dtensor
-from torch_backend.engine.buffers import Buffers, Layout
-from torch_backend.engine.others import Surroundings, last_applied, left_alone, reach
+from torch_backend.engine.buffers import Buffers
+from torch_backend.engine.others import Surroundings, applied, left_alone, reach
 
 _GRAD = operator.attrgetter("grad")
-
-
-class Routes:
-    """How the gradient of each leaf comes to its accumulator: the same for every window with leaves of these kinds.
-
-    `leaves` are by their leaf indices in grad_fn's output. `has_scale`: the loss comes multiplied by a scale. A
-    backward pass in float16 can begin with no more than that, so the cotangent is not multiplied by a weight as well.
-
-    `sums`: for each leaf that autograd adds, its position among the leaves, its index in `Buffers.reduced`, and whether
-    its sum is plain, so that it is added whatever the weight. `wide`: position, index and dtype of those whose sums
-    have another dtype than the gradients. `weighted`, `others` and `dtensors` are leaf indices: of weighted sums that
-    autograd adds, of folds that are no sums, and of DTensors. Those are added on their mesh, and not by autograd.
-    """
-
-    def __init__(self, layout: Layout, leaves: dict[int, torch.Tensor], has_scale: bool):
-        of_sums = [*layout.weighted_in_backward, *layout.plain_in_backward]
-        self.dtensors = [leaf_index for leaf_index in of_sums if is_dtensor(leaves.get(leaf_index))]
-        self.others = layout.others_in_backward
-        self.weighted = [leaf_index for leaf_index in layout.weighted_in_backward if leaf_index not in self.dtensors]
-        plain = {*layout.plain_in_backward}
-        added = {*of_sums} - {*self.dtensors}
-        self.sums: list[tuple[int, int, bool]] = []
-        self.wide: list[tuple[int, int, torch.dtype]] = []
-        dtypes = set()
-        for position, (leaf_index, leaf) in enumerate(leaves.items()):
-            if leaf_index in added:
-                index = layout.index_of[leaf_index]
-                dtype = layout.folds[index].accumulator_dtype
-                dtypes.add(leaf.dtype)
-                self.sums.append((position, index, leaf_index in plain))
-                if dtype != leaf.dtype:
-                    self.wide.append((position, index, dtype))
-        # The cotangent can be a weight only if every gradient is to be multiplied by that weight. In float16, and in
-        # dtypes of 8 bits, a gradient times a weight overflows too early.
-        self.only_weighted = not (layout.plain_in_backward or self.others)
-        overflows = any(dtype is torch.float16 or dtype.itemsize == 1 for dtype in dtypes)
-        self.seeds = self.only_weighted and not (self.dtensors or has_scale or overflows)
 
 
 class Backward:
@@ -77,29 +39,28 @@ class Backward:
     weighted sum, the loss's dtype holds that number, and nothing is float16, which would overflow. Where it cannot be,
     a hook scales the gradients in the accumulator's dtype.
 
-    `around`: what a function's own backward pass may write to; `since`: what was `last_applied` before the window.
+    `around`: what a function's own backward pass may write to; `since`: what was `applied.last` before the window.
     `seeds`: whether the cotangent may be a weight.
     """
 
     def __init__(
-        self, buffers: Buffers, leaves: dict[int, torch.Tensor], routes: Routes, around: Callable[[], Surroundings],
-        since: object, seeds: bool = True,
+        self, buffers: Buffers, leaves: dict[int, torch.Tensor], around: Callable[[], Surroundings], since: object,
+        seeds: bool = True,
     ):  # fmt: skip
-        self.buffers, self.leaves, self.inputs = buffers, leaves, tuple(leaves.values())
-        self.routes, self.around, self.since, self.seeds = routes, around, since, seeds and routes.seeds
-        # A sum in a wider dtype begins with zeros: autograd could only begin it in the gradient's own dtype.
-        for position, index, dtype in routes.wide:
-            self.inputs[position].grad_dtype = None  # .grad may have another dtype than the leaf
-            if buffers.reduced[index] is None:
-                buffers.reduced[index] = torch.zeros_like(self.inputs[position], dtype=dtype, requires_grad=False)
+        self.buffers, self.layout, self.leaves, self.inputs = buffers, buffers.layout, leaves, tuple(leaves.values())
+        self.around, self.since, self.seeds = around, since, seeds and self.layout.takes_seeds
+        reduced = buffers.reduced
         # From here until `release` buffers and leaves share the accumulators: autograd adds to `leaf.grad` in place.
-        self.sums = [(self.inputs[position], index, plain) for position, index, plain in routes.sums]
-        for leaf, index, _ in self.sums:
-            if buffers.reduced[index] is not None:
-                leaf.grad = buffers.reduced[index]
+        for position, _, index, _, wide in self.layout.added:
+            leaf = self.inputs[position]
+            if wide is not None:
+                # A sum in a wider dtype begins with zeros: autograd could only begin it in the gradient's own dtype.
+                leaf.grad_dtype = None  # .grad may have another dtype than the leaf
+                if reduced[index] is None:
+                    reduced[index] = torch.zeros_like(leaf, dtype=wide, requires_grad=False)
+            if reduced[index] is not None:
+                leaf.grad = reduced[index]
         self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
-        self.begun = False  # whether every sum has an accumulator
-        self.accumulators: list[torch.Tensor] = []  # all of them, where every leaf has one as its `.grad`, and no hook
         self.autocast = (
             autocasting({leaf.device.type for leaf in self.inputs}) if _private.is_any_autocast_enabled() else []
         )
@@ -112,11 +73,13 @@ class Backward:
         self.writes = self._count_writes()
 
     def _survey(self) -> None:
-        """Notes whether every sum has begun, and its accumulators, if all of them are added to by autograd."""
-        accumulators = [self.buffers.reduced[index] for _, index, _ in self.sums]
+        """Notes how far the sums have come: which accumulators there are, and whether a pass needs hooks."""
+        accumulators = [self.buffers.reduced[added.sum_index] for added in self.layout.added]
+        # Whether every sum has an accumulator.
         self.begun = all(accumulator is not None for accumulator in accumulators)
-        hooked = self.routes.others or self.routes.dtensors
-        self.accumulators = accumulators if self.begun and self.attached and not hooked else []
+        self.hooked = bool(not self.attached or self.layout.others or self.layout.dtensors)
+        # All accumulators, where every leaf has one as its `.grad`, and no hook.
+        self.accumulators: list[torch.Tensor] = accumulators if self.begun and not self.hooked else []
 
     def _count_writes(self) -> int:
         """A number that changes with everything that is added to a leaf's `.grad`."""
@@ -151,13 +114,15 @@ class Backward:
                 self._attach(has_weight)
             inputs = (*self.inputs, *moving) if moving else self.inputs
             if not (loss.requires_grad and inputs):
-                self._add_zeros(self.routes.others, weight)
-            elif self.accumulators and not (moving or ready or self.autocast) and last_applied() is self.since:
-                # The usual case, and the cheapest: every sum has begun, and nothing needs a hook.
+                self._add_zeros(self.layout.others, weight)
+            elif self.hooked or ready or self.autocast or applied.last is not self.since:
+                self._run_with_care(loss, seed, inputs, weight, has_weight, ready)
+            else:
+                # The usual case, and the cheapest: nothing needs a hook.
                 cotangent = torch.full_like(loss, seed, requires_grad=False)
                 _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
-            else:
-                self._run_with_care(loss, seed, inputs, weight, has_weight, ready)
+            if not self.begun:
+                self._adopt()
         self.writes = self._count_writes()
         return share
 
@@ -170,7 +135,7 @@ class Backward:
         # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate in its backward
         # pass, and other processes wait for that. The gradients that they send here have their weights, so they are
         # added.
-        if self.routes.only_weighted and not moves and share == 0:
+        if self.layout.only_weighted and not moves and share == 0:
             if not (dist.is_available() and dist.is_initialized()):
                 return None, True
             return 0.0, communicates
@@ -182,8 +147,9 @@ class Backward:
     def _attach(self, has_weight: bool) -> None:
         """Lets autograd add to the accumulators, to those of weighted sums only if gradients come with the weight."""
         self._check_grads()
-        for leaf, index, plain in self.sums:
-            leaf.grad = self.buffers.reduced[index] if has_weight or plain else None
+        for added in self.layout.added:
+            is_attached = has_weight or added.plain
+            self.inputs[added.position].grad = self.buffers.reduced[added.sum_index] if is_attached else None
         self.attached = has_weight
         self._survey()
 
@@ -199,13 +165,15 @@ class Backward:
         self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], weight: Scalar, has_weight: bool,
         ready: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
-        """A pass in which sums begin, leaves have hooks, or functions written in Python may run passes of their own."""
-        routes = self.routes
+        """A pass outside of autocast, or with hooks, or in which functions written in Python may run their own."""
+        layout = self.layout
         # Leaves whose gradients a hook takes out and folds in, as soon as they are there.
-        waiting = {*routes.others, *routes.dtensors, *(() if has_weight else routes.weighted)}
+        waiting = {*layout.others, *layout.dtensors}
+        if not has_weight:
+            waiting.update(added.leaf_index for added in layout.added if not added.plain)
         others: list[torch.Tensor] = []
         custom = False
-        if last_applied() is not self.since:
+        if applied.last is not self.since:
             others, custom = reach(loss, {*map(id, inputs)})
         if custom:
             self._run_by_hand(loss, seed, inputs, others)
@@ -217,10 +185,8 @@ class Backward:
             self._run(loss, seed, inputs)
         else:
             self._run_hooked(loss, seed, inputs, weight, waiting, ready)
-        if not self.begun:
-            self._adopt()
-        if routes.others:
-            self._add_zeros(waiting.intersection(routes.others), weight)
+        if layout.others:
+            self._add_zeros(waiting.intersection(layout.others), weight)
 
     def _run_by_hand(
         self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], others: list[torch.Tensor]
@@ -247,7 +213,10 @@ class Backward:
             _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting)) for leaf_index in waiting
         ]
         if ready is not None:
-            handles += [_after(leaf, partial(_tell, ready, index)) for leaf, index, _ in self.sums]
+            handles += [
+                _after(self.inputs[added.position], partial(_tell, ready, added.sum_index))
+                for added in self.layout.added
+            ]
         try:
             self._run(loss, seed, inputs)
         finally:
@@ -264,7 +233,8 @@ class Backward:
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
         reduced = self.buffers.reduced
-        for leaf, index, _ in self.sums:
+        for position, _, index, _, _ in self.layout.added:
+            leaf = self.inputs[position]
             gradient = leaf.grad
             if reduced[index] is None and gradient is not None:
                 # Later gradients are added in place, so nobody else may hold this memory.
@@ -289,21 +259,19 @@ class Backward:
             self._check_grads()
         for leaf in self.inputs:
             leaf.grad = None
-        self.accumulators, reduced = [], self.buffers.reduced
+        self.accumulators, layout, reduced = [], self.layout, self.buffers.reduced
         # No loss of the window depended on what has no accumulator yet: its sum is 0.
-        for leaf, index, _ in () if self.begun else self.sums:
+        for leaf_index in layout.sums_in_backward if layout.dtensors or not self.begun else ():
+            index = layout.index_of[leaf_index]
             if reduced[index] is None:
-                reduced[index] = torch.zeros_like(leaf, requires_grad=False)
-        for leaf_index in self.routes.dtensors:
-            index = self.buffers.layout.index_of[leaf_index]
-            if reduced[index] is None:
-                dtype = self.buffers.folds[index].accumulator_dtype
+                dtype = layout.folds[index].accumulator_dtype
                 reduced[index] = torch.zeros_like(self.leaves[leaf_index], dtype=dtype, requires_grad=False)
 
     def _check_grads(self) -> None:
         """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
-        for leaf, index, plain in self.sums:
-            if leaf.grad is not (self.buffers.reduced[index] if self.attached or plain else None):
+        for added in self.layout.added:
+            is_attached = self.attached or added.plain
+            if self.inputs[added.position].grad is not (self.buffers.reduced[added.sum_index] if is_attached else None):
                 raise FuncgaError(
                     "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for instance, and what was "
                     "accumulated in it. Leave that line out: gradients are returned, not kept in the module."

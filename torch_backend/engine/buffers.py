@@ -1,90 +1,20 @@
 """The accumulators of one window, updated in place: what funcga's mathematics says, in one kernel for all leaves.
 
 Only torch has this file: XLA updates the carry of a loop in place by itself.
-
-Two indices: a `leaf_index` counts all leaves of grad_fn's output, an `index` only those that are reduced.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from types import NoneType
+from typing import Any
 
 import torch
 
-from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
 from funcga._types import Reduced, Scalar, Tree
 from torch_backend import arrays, sums
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
-
-
-class Quotients(NamedTuple):
-    """Sums that are divided by one number in the end: by the total weight, or by the number of micro-batches."""
-
-    indices: list[int]
-    by: str  # "weight" or "steps"
-    weighted: bool  # whether the sums are in units of weight
-
-
-class Layout:
-    """What becomes of each leaf of an output: sums are added in place, every other fold is combined leaf by leaf.
-
-    `kinds` says how each reduced leaf is added in place: "weighted", "plain", or None if it is not. The leaves
-    `in_backward`, by their leaf indices, are added in the backward pass. `Buffers.add` adds the `rest`. `pure`: whether
-    nothing may be written to, so that what is computed can be differentiated and vmapped.
-    """
-
-    def __init__(self, outputs: Outputs, in_backward: Collection[int] = (), pure: bool | None = None):
-        self.outputs, self.folds = outputs, outputs.reduced_folds
-        self.pure = arrays.in_transform() if pure is None else pure
-        self.index_of = {leaf_index: index for index, leaf_index in enumerate(outputs.reduced)}
-        # First: how each reduced leaf is folded.
-        self.kinds = [None if self.pure else _kind(outputs, leaf_index) for leaf_index in outputs.reduced]
-        self.weighted = [index for index, kind in enumerate(self.kinds) if kind == "weighted"]
-        self.plain = [index for index, kind in enumerate(self.kinds) if kind == "plain"]
-        self.sums = {*self.weighted, *self.plain}
-        # Second: who adds to it.
-        self._sort_in_backward(in_backward)
-        self._sort_rest(in_backward)
-        # Third: what the end of the window does.
-        self._plan_division()
-        self.cast = [index for index, fold in enumerate(self.folds) if fold.accumulator_dtype != fold.result_dtype]
-
-    def _sort_in_backward(self, in_backward: Collection[int]) -> None:
-        """Sorts the leaves that the backward pass adds. It knows them by their leaf indices."""
-        kinds = {
-            leaf_index: self.kinds[index] for leaf_index, index in self.index_of.items() if leaf_index in in_backward
-        }
-        self.weighted_in_backward = [leaf_index for leaf_index, kind in kinds.items() if kind == "weighted"]
-        self.plain_in_backward = [leaf_index for leaf_index, kind in kinds.items() if kind == "plain"]
-        sums_in_backward = {*self.weighted_in_backward, *self.plain_in_backward}
-        folded = [leaf_index for leaf_index in in_backward if self.outputs.folds[leaf_index] is not None]
-        self.others_in_backward = [leaf_index for leaf_index in folded if leaf_index not in sums_in_backward]
-
-    def _sort_rest(self, in_backward: Collection[int]) -> None:
-        """Sorts the leaves that `Buffers.add` adds, by their indices in `Buffers.reduced`."""
-        self.rest = [index for leaf_index, index in self.index_of.items() if leaf_index not in in_backward]
-        self.rest_weighted = [index for index in self.rest if self.kinds[index] == "weighted"]
-        self.rest_plain = [index for index in self.rest if self.kinds[index] == "plain"]
-        self.rest_others = [index for index in self.rest if self.kinds[index] is None]
-        self.rest_collected = [leaf_index for leaf_index in self.outputs.collected if leaf_index not in in_backward]
-
-    def _plan_division(self) -> None:
-        """Groups the sums by what divides them: one kernel divides a whole group."""
-        self.quotients: list[Quotients] = []
-        for summed, weighted in ((self.weighted, True), (self.plain, False)):
-            for by in ("weight", "steps"):
-                indices = [index for index in summed if self.folds[index].fold.normalizer.divides_by == by]
-                if indices:
-                    self.quotients.append(Quotients(indices, by, weighted))
-
-
-def _kind(outputs: Outputs, leaf_index: int) -> Literal["weighted", "plain"] | None:
-    """How a reduced leaf is added in place; None if its fold is no sum, or its sum in a dtype of another kind."""
-    fold, dtype = outputs.folds[leaf_index], outputs.dtypes[leaf_index]
-    assert fold is not None
-    is_half = dtype in (torch.bfloat16, torch.float16) and fold.accumulator_dtype.is_floating_point
-    return fold.adds if is_half or dtype == fold.accumulator_dtype else None
+from torch_backend.engine.layout import Layout
 
 
 class Buffers:
@@ -163,15 +93,14 @@ class Buffers:
 
     def add_value(self, value: torch.Tensor, weight: Scalar, share: float) -> None:
         """`add` where one weighted sum is all that is added: usually the loss, beside gradients that autograd adds."""
-        (index,) = self.layout.rest_weighted
         # A weight of 0 adds nothing, not even a NaN.
-        if self.reduced[index] is not None:
+        if self.reduced[0] is not None:
             if share:
-                self.reduced[index].add_(value, alpha=share)
+                self.reduced[0].add_(value, alpha=share)
         elif share:
-            self.reduced[index] = value.to(self.folds[index].accumulator_dtype, copy=True).mul_(share)
+            self.reduced[0] = value.to(self.folds[0].accumulator_dtype, copy=True).mul_(share)
         else:
-            self.reduced[index] = torch.zeros_like(value, dtype=self.folds[index].accumulator_dtype)
+            self.reduced[0] = torch.zeros_like(value, dtype=self.folds[0].accumulator_dtype)
         self.weight += weight
         self.steps += 1
 
@@ -272,21 +201,26 @@ class Buffers:
 
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
-        done, folded = self._divide(), None
+        divided = self._divide()
         # The result takes the memory over: nothing of it stays here, where a later window could write to it.
         results, self.reduced = self.reduced, [None] * len(self.reduced)
         # Leaves that were divided in place only need their dtype. The others are normalised one by one.
-        for index in self.layout.cast if len(done) == len(results) else range(len(results)):
-            if index in done:
+        folded = self.tally if len(divided) < len(results) else None
+        for index in self.layout.cast if folded is None else range(len(results)):
+            if folded is None or index in divided:
                 results[index] = results[index].to(self.folds[index].result_dtype)
             else:
-                folded = folded or self.tally
                 results[index] = self.folds[index].normalize(results[index], folded)
-        collected = []
-        for fold, chunks in zip(self.outputs.collected_folds, self.collected.values(), strict=True):
-            collected.append(torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype))
-            chunks.clear()
-        return self.outputs.join(results, collected, state)
+        # What belongs to no group is a leaf that was None in every micro-batch.
+        leaves: list[Any] = [None] * len(self.outputs.folds)
+        for leaf_index, result in zip(self.outputs.reduced, results, strict=True):
+            leaves[leaf_index] = result
+        for leaf_index, fold in zip(self.outputs.collected, self.outputs.collected_folds, strict=True):
+            chunks = self.collected.pop(leaf_index)
+            leaves[leaf_index] = torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype)
+        for leaf_index, value in zip(self.outputs.threads, state, strict=True):
+            leaves[leaf_index] = value
+        return self.outputs.backend.trees.unflatten(self.outputs.structure, leaves)
 
     def _divide(self) -> set[int]:
         """Divides means in place, and takes other weighted sums out of their unit. Returns which are divided."""
@@ -294,10 +228,12 @@ class Buffers:
         if self.counted is not None:
             folded = self.tally
             total, steps = folded.total, folded.steps
-        done: set[int] = set()
+        divided: set[int] = set()
         for indices, by, weighted in self.layout.quotients:
             divisor = total if by == "weight" else steps
-            sums_here = local_tensors([self.reduced[index] for index in indices])
+            sums_here = [self.reduced[index] for index in indices]
+            if self.on_meshes:
+                sums_here = local_tensors(sums_here)
             if not isinstance(divisor, torch.Tensor):
                 if divisor:
                     sums.divide(sums_here, float(divisor / unit if weighted else divisor))
@@ -312,11 +248,16 @@ class Buffers:
             else:
                 # A plain sum need not be 0 where the total weight is: the normalizer has to select.
                 continue
-            done.update(indices)
+            divided.update(indices)
         if unit != 1:
-            for index in {*self.layout.weighted} - done:
+            for index in {*self.layout.weighted} - divided:
                 local(self.reduced[index]).mul_(unit)
-        return done
+        return divided
+
+    @property
+    def on_meshes(self) -> bool:
+        """Whether an accumulator is more than a tensor on one device."""
+        return not {*map(type, self.reduced)} <= {torch.Tensor, NoneType}
 
 
 def _strided(value: torch.Tensor) -> torch.Tensor:

@@ -27,17 +27,27 @@ from torch_backend.modules.checks import closed_over
 
 # --- functions written in Python
 
-_last = object()
+
+class _Applied:
+    """`last` is another object once a function written in Python has been applied, recorded or not.
+
+    `since`: what to compare it with later. Without `is_noted` nobody tells, and no object is the same.
+    """
+
+    def __init__(self) -> None:
+        self.last: object = object()
+        self.is_noted = False
+
+    @property
+    def since(self) -> object:
+        return self.last if self.is_noted else None
 
 
-def last_applied() -> object:
-    """A mark that is another object once a function written in Python has been applied, recorded or not."""
-    return _last if _IS_NOTED else object()
+applied = _Applied()
 
 
 def _note(_: object) -> None:
-    global _last
-    _last = object()
+    applied.last = object()
 
 
 class _Probe(torch.autograd.Function):
@@ -53,13 +63,13 @@ def _is_noted() -> bool:
     # Torch creates a node by calling its class, which has no __init__ so far. The probe shows whether this one is
     # called.
     BackwardCFunction.__init__ = _note  # type: ignore[assignment, method-assign]
-    before = _last
+    before = applied.last
     _Probe.apply(torch.empty(0, device="cpu"))  # type: ignore[no-untyped-call]
-    return _last is not before
+    return applied.last is not before
 
 
-# False costs time only: `last_applied` is then always new, and every graph is searched.
-_IS_NOTED = _is_noted()
+# Without it every graph is searched, which costs time only.
+applied.is_noted = _is_noted()
 
 
 # The type of the nodes that end a graph: each adds to the `.grad` of one leaf.

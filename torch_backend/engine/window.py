@@ -10,7 +10,7 @@ themselves, whose `.grad`s are put aside meanwhile.
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
@@ -29,9 +29,10 @@ from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local
-from torch_backend.engine.backward import Backward, Routes, autocasting, ran_backward
-from torch_backend.engine.buffers import Buffers, Layout
-from torch_backend.engine.others import GradsWatch, Surroundings, last_applied, left_alone
+from torch_backend.engine.backward import Backward, autocasting, ran_backward
+from torch_backend.engine.buffers import Buffers
+from torch_backend.engine.layout import Layout
+from torch_backend.engine.others import GradsWatch, Surroundings, applied, left_alone
 from torch_backend.engine.recording import is_constant, recording_loss, switched_off
 from torch_backend.gradients import are_plain, put_hooks
 from torch_backend.modules import PureLoss
@@ -63,14 +64,16 @@ class Engine:
         reduction: Reduction | None,
         module: nn.Module | None = None,
     ):
-        self.module = module
         self.program, self.gradient, self.backend, self.reduction = program, gradient, backend, reduction
+        self.module = module
         self.looks_ahead = self.may_be_short = reduction is not None
         self.kept = program.keep(Kept)
+        # Which arguments are differentiated; None before the arguments are read.
+        self.argnums: tuple[int, ...] | None = None if module is None else (_OWN,)
         self.backward: Backward | None = None  # None before the first loss
         self.hooked = False  # whether a parameter has hooks
         self.watch: GradsWatch | None = None
-        self.others = ExitStack()  # ends with the `.grad`s of others as they were
+        self.aside: AbstractContextManager[None] = _NOTHING  # in which the `.grad`s of a module are put aside
         # Whether the replicas merge the shards of parameters that lie on other meshes, once the window is over.
         self.merges_shards = False
         self.unreached = False  # whether a loss reached no leaf, though it should have
@@ -94,7 +97,10 @@ class Engine:
         self.inference.__exit__(*error)
         if error[0] is not None and self.reduction is not None:
             self.reduction.give_up()
-        self.others.close()  # restores the `.grad`s after an exception, too
+        # After an exception, too, the `.grad`s are as before.
+        if self.watch is not None:
+            self.watch.changed()
+        self.aside.__exit__(*error)
         # Autocast caches a cast of each leaf. The leaves end with the window, and the casts would outlive them.
         if _private.is_any_autocast_enabled() and autocasting(("cuda",)):
             torch.clear_autocast_cache()
@@ -103,20 +109,22 @@ class Engine:
         """The arguments without graphs, except those that are differentiated; `leading`: those of a stream."""
         if self.module is not None:
             check_no_params(args)
-            argnums: tuple[int, ...] = ()
-        elif leading:
+        if leading and self.argnums is None:
+            # How many arguments there are shows only with the first micro-batch.
             entries = self.gradient.argnums
             argnums = entries if isinstance(entries, tuple) else (entries,)
         else:
-            argnums = self._argnums(len(args))
+            argnums = self._differentiated(len(args))
         return tuple([arg if argnum in argnums else detached(arg, recorded=True) for argnum, arg in enumerate(args)])
 
-    def _argnums(self, count: int) -> tuple[int, ...]:
+    def _differentiated(self, count: int) -> tuple[int, ...]:
         """Which of `count` arguments are differentiated."""
-        argnums = self.kept.argnums.get(count)
-        if argnums is None:
-            argnums = self.kept.argnums[count] = self.gradient.arg_indices(count)
-        return argnums
+        if self.argnums is None:
+            argnums = self.kept.argnums.get(count)
+            if argnums is None:
+                argnums = self.kept.argnums[count] = self.gradient.arg_indices(count)
+            self.argnums = argnums
+        return self.argnums
 
     # --- a micro-batch
 
@@ -129,20 +137,21 @@ class Engine:
         # `moving` are the leaves of arguments that are split: this micro-batch's own. The others live for the window.
         leaves, moving = (self.leaves, ()) if self.is_whole else self._with_those_of(args)
         called = [leaves[argnum].tree if argnum in leaves else arg for argnum, arg in enumerate(args)][self.first :]
-        gradients_before = evaluations()
-
+        # What is noted until a first gradient has come to a leaf.
+        arrivals = None if self.gradient.reached else _Arrivals(self.gradient)
         with self.visit as loss_fn:
             loss, aux, differentiated = self._evaluate(loss_fn, called, kwargs)
             # The first loss shows what becomes of the output. Accumulators have to be there before its backward pass.
             if self.backward is None:
-                self.backward = self._bind(loss.detach(), aux, leaves, arguments)
+                self.backward = self._bind(loss.detach(), aux, leaves, moving, arguments)
             announce, communicates = (None, False) if self.any_group is None else self._listen(weight, last)
             # A checkpoint runs parts of the loss again in the backward pass: it needs the parameters in the module
             # then.
             with recording_loss():
                 try:
                     # Hooks are put on the leaves only now: a loss that has switched one off is found out here at once.
-                    arrivals = None if self.gradient.reached else _Arrivals(self.gradient, leaves, gradients_before)
+                    if arrivals is not None:
+                        arrivals.watch(_tensors(leaves))
                     share = self.backward(differentiated, weight, moving, announce, communicates)
                 except RuntimeError as error:
                     if all(leaf.requires_grad for leaf in _tensors(leaves)):
@@ -152,7 +161,7 @@ class Engine:
         if arrivals is not None:
             self.unreached |= arrivals.are_missed(loss, weight, alone=self.reduction is None)
         loss, state = loss.detach(), list[Any]()
-        if share is not None and self.plan.loss_alone == (type(loss), loss.dtype):
+        if share is not None and self.adds_loss_alone and loss.dtype == self.layout.outputs.dtypes[0]:
             self.buffers.add_value(loss, weight, share)
         else:
             state = self.buffers.add(self._leaves_to_add(loss, aux, leaves), weight)
@@ -163,19 +172,19 @@ class Engine:
 
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
         """Makes leaves of the arguments that are differentiated and are not split."""
-        self.since = last_applied()
+        self.since = applied.since
         if self.module is not None:
             self._begin_with_parameters(self.module)
             return
-        self.arity, self.argnums = len(args), self._argnums(len(args))
-        self.whole_args = {argnum: args[argnum] for argnum in self.argnums if not arguments.parts[argnum].axes}
-        self.is_whole = len(self.whole_args) == len(self.argnums)
+        self.arity, argnums = len(args), self._differentiated(len(args))
+        self.whole_args = {argnum: args[argnum] for argnum in argnums if not arguments.parts[argnum].axes}
+        self.is_whole = len(self.whole_args) == len(argnums)
         self.leaves = {argnum: self._leaves_of(arg, argnum) for argnum, arg in self.whole_args.items()}
         # A loss that runs .backward() on the parameters themselves would write to their `.grad`s.
-        watched = [leaf for leaf in self._originals() if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        originals = [original for leaves in self.leaves.values() for original in leaves.originals]
+        watched = [tensor for tensor in originals if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
         if watched:
             self.watch = GradsWatch(watched)
-            self.others.callback(self.watch.changed)
         # The context that the loss is called in, and the first argument that it is given. A pure_loss is given no
         # parameters: during the visit they are in its module.
         self.visit: AbstractContextManager[Callable[..., Any]] = nullcontext(self.gradient.loss_fn)
@@ -189,22 +198,20 @@ class Engine:
         params = {name: p for name, p in module.named_parameters() if p.requires_grad}
         leaves: list[torch.Tensor | None] = [*params.values()]
         structure = trees.flatten(params)[1]
-        self.arity, self.argnums, self.whole_args, self.is_whole = 0, (_OWN,), {_OWN: params}, True
+        self.arity, self.whole_args, self.is_whole = 0, {_OWN: params}, True
         self.leaves = {_OWN: _Leaves(params, leaves, structure, leaves)}
         if not are_plain(leaves):
             self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, _OWN))
-        self.others.enter_context(left_alone(params.values(), with_dtypes=True))
+        self.aside = left_alone(params.values(), with_dtypes=True)
+        self.aside.__enter__()
         self.merges_shards = self.reduction is not None and any(map(is_dtensor, leaves))
         self.visit, self.first = nullcontext(partial(called, self.gradient.loss_fn, module)), 0
 
-    def _originals(self) -> list[Any]:
-        """The tensors that the leaves of the whole window are made of."""
-        return [original for leaves in self.leaves.values() for original in leaves.originals]
-
     def _with_those_of(self, args: tuple[Tree, ...]) -> "tuple[dict[int, _Leaves], list[torch.Tensor]]":
         """All leaves, and the tensors among them that only this micro-batch has: these get their `.grad`."""
-        moving = {argnum: self._leaves_of(args[argnum], argnum) for argnum in self.argnums if argnum not in self.leaves}
-        leaves = {argnum: moving[argnum] if argnum in moving else self.leaves[argnum] for argnum in self.argnums}
+        argnums = self._differentiated(len(args))
+        moving = {argnum: self._leaves_of(args[argnum], argnum) for argnum in argnums if argnum not in self.leaves}
+        leaves = {argnum: moving[argnum] if argnum in moving else self.leaves[argnum] for argnum in argnums}
         return leaves, _tensors(moving)
 
     def _leaves_of(self, tree: Tree, argnum: int) -> "_Leaves":
@@ -266,79 +273,74 @@ class Engine:
 
     def _leaves_to_add(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns; None for gradients that autograd has added already."""
-        gradients = [() if argnum in self.leaves else leaves[argnum].gradients() for argnum in self.argnums]
+        gradients = [() if argnum in self.leaves else argument.gradients() for argnum, argument in leaves.items()]
         value = self.gradient.compose(loss, aux, gradients)
         which = f"micro-batch {self.buffers.steps + 1}"
-        to_add: list[Any] = [None] * len(self.plan.layout.outputs.folds)
-        for leaf_index, leaf in zip(self.plan.rest, self.plan.head.leaves(value, which), strict=True):
+        to_add: list[Any] = [None] * len(self.layout.outputs.folds)
+        for leaf_index, leaf in zip(self.layout.rest_leaves, self.layout.head.leaves(value, which), strict=True):
             to_add[leaf_index] = leaf
         return to_add
 
     # --- what becomes of the output
 
-    def _bind(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]", arguments: Arguments) -> Backward:
+    def _bind(
+        self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]", moving: Sequence[torch.Tensor],
+        arguments: Arguments,
+    ) -> Backward:  # fmt: skip
         """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
-        if any(leaf.grad is not None for leaf in _tensors(leaves)):
+        whole = [leaf for argument in self.leaves.values() for leaf in argument.leaves]
+        if any(leaf is not None and leaf.grad is not None for leaf in (*whole, *moving)):
             raise ran_backward()
         key = None
         if self.is_whole and not (self.gradient.has_aux or arguments.state):
-            # Then the loss and the leaves alone tell what the output is, and the last window's plan may fit.
-            key = type(loss), loss.dtype, [(argument.structure, argument.kinds()) for argument in leaves.values()]
-        plan = self.kept.plan
-        if key is None or plan is None or plan.key != key:
-            plan = self.kept.plan = self._planned(key, loss, aux, leaves, arguments)
-        self.plan: Plan = plan
-        self.buffers = Buffers(plan.layout)
+            # Then the loss and the leaves alone tell what the output is, and the last window's layout may fit.
+            key = type(loss), loss.dtype, [argument.structure for argument in leaves.values()], [*map(_kind_of, whole)]
+        layout = self.kept.layout
+        if key is None or layout is None or self.kept.key != key:
+            layout = self._layout(loss, aux, leaves, whole, arguments)
+            self.kept.key, self.kept.layout = key, layout
+        self.layout = layout
+        self.adds_loss_alone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
+        self.buffers = Buffers(layout)
         if self.reduction is not None:
             if self.any_group is not None and self.any_group.heard:
                 # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
                 self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
-            value = self.gradient.compose(loss, aux, [leaves[argnum].tree for argnum in self.argnums])
+            value = self.gradient.compose(loss, aux, [argument.tree for argument in leaves.values()])
             self.likes = trees.flatten(value)[0]
             if not self.merges_shards:
                 self.reduction.begin(self.buffers, self.likes)
-        in_backward = self._by_leaf_index(plan.in_backward)
+        present = {index: leaf for index, leaf in zip(layout.in_backward, whole, strict=True) if leaf is not None}
         # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
-        self.versions = sum(map(_private.version, in_backward.values()))
+        self.versions = sum(map(_private.version, present.values()))
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
-        seeds = not self.hooked
-        return Backward(self.buffers, in_backward, plan.routes, lambda: self.around, self.since, seeds)
+        return Backward(self.buffers, present, lambda: self.around, self.since, seeds=not self.hooked)
 
-    def _planned(
-        self, key: object, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]", arguments: Arguments
-    ) -> "Plan":
+    def _layout(
+        self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]", whole: Sequence[torch.Tensor | None],
+        arguments: Arguments,
+    ) -> Layout:  # fmt: skip
+        """The layout of outputs with this loss and aux, and gradients like these leaves."""
         compose = self.gradient.compose
         self._check_dense(leaves)
         # Before the first backward pass there are no gradients. The leaves stand in for them: they are alike.
-        trees_of_leaves = [leaves[argnum].tree for argnum in self.argnums]
-        outputs, values = self.program.bind(compose(loss, aux, trees_of_leaves), arguments)
-        # In the output the gradients follow the value, argument by argument, or come first where there is no value.
-        counts = {argnum: len(leaves[argnum].leaves) for argnum in self.argnums}
-        start = len(values) - sum(counts.values()) if self.gradient.with_value else 0
-        in_backward: list[int] = []
-        for argnum, count in counts.items():
-            if argnum in self.leaves:
-                in_backward += range(start, start + count)
-            start += count
-        layout = Layout(outputs, in_backward, pure=False)
-        rest = [leaf_index for leaf_index in range(len(values)) if leaf_index not in {*in_backward}]
-        trees_of_rest = [() if argnum in self.leaves else leaves[argnum].tree for argnum in self.argnums]
-        head = outputs.part(rest, trees.flatten(compose(loss, aux, trees_of_rest))[1])
-        routes = Routes(layout, self._by_leaf_index(in_backward), self.gradient.scaled)
-        # Where the loss is all that is added beside the gradients, `fold` takes a shorter way.
-        is_sum = (
-            rest == [0]
-            and layout.rest_weighted == layout.rest
-            and self.gradient.with_value
-            and type(loss) is torch.Tensor
+        outputs, values = self.program.bind(
+            compose(loss, aux, [argument.tree for argument in leaves.values()]), arguments
         )
-        loss_alone = (type(loss), loss.dtype) if is_sum and not outputs.threads else None
-        return Plan(key, layout, routes, in_backward, rest, head, loss_alone)
-
-    def _by_leaf_index(self, leaf_indices: Sequence[int]) -> dict[int, torch.Tensor]:
-        """The leaves of the whole window, but for those that are None, by their indices in the output."""
-        leaves = [leaf for leaves in self.leaves.values() for leaf in leaves.leaves]
-        return {index: leaf for index, leaf in zip(leaf_indices, leaves, strict=True) if leaf is not None}
+        # In the output the gradients follow the value, argument by argument, or come first where there is no value.
+        start = 0
+        if self.gradient.with_value:
+            start = len(values) - sum(len(argument.leaves) for argument in leaves.values())
+        in_backward: list[int] = []
+        for argnum, argument in leaves.items():
+            end = start + len(argument.leaves)
+            if argnum in self.leaves:
+                in_backward += range(start, end)
+            start = end
+        trees_of_rest = [() if argnum in self.leaves else argument.tree for argnum, argument in leaves.items()]
+        structure = trees.flatten(compose(loss, aux, trees_of_rest))[1]
+        leaves_in_backward = dict(zip(in_backward, whole, strict=True))
+        return Layout(outputs, leaves_in_backward, structure, self.gradient.scaled, pure=False)
 
     def _check_dense(self, leaves: "dict[int, _Leaves]") -> None:
         """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
@@ -357,8 +359,9 @@ class Engine:
     def around(self) -> Surroundings:
         """What functions of the loss may write to in backward passes of their own."""
         paths = lambda: [path for argnum, tree in self.whole_args.items() for path in self._paths(tree, argnum)]
+        originals = [original for leaves in self.leaves.values() for original in leaves.originals]
         in_module = self.first == 1 or self.module is not None
-        return Surroundings(self._originals(), paths, self.gradient, in_module)
+        return Surroundings(originals, paths, self.gradient, in_module)
 
     # --- the end of the window
 
@@ -378,7 +381,8 @@ class Engine:
         self.backward.release()
         if self.watch is not None:
             self.watch.check()
-        self.buffers.settle(self.backward.leaves)
+        if self.buffers.on_meshes:
+            self.buffers.settle(self.backward.leaves)
         if self.reduction is None:
             return self.buffers.result(state)
         if self.merges_shards:
@@ -427,31 +431,21 @@ def result_of_others(
     return reduction.buffers.result(state)
 
 
-class Plan(NamedTuple):
-    """What becomes of each leaf of an output: autograd adds those `in_backward`, `Buffers.add` adds the `rest`.
-
-    Both are leaf indices. `head` are the Outputs of the rest. `loss_alone`: the type and the dtype of the loss, if it
-    is a weighted sum and nothing else is added beside the gradients; otherwise None.
-    """
-
-    key: object
-    layout: Layout
-    routes: Routes
-    in_backward: list[int]
-    rest: list[int]
-    head: Outputs
-    loss_alone: tuple[type, torch.dtype] | None
-
-
 @dataclass(eq=False)
 class Kept:
-    """What the engine keeps for a step: the plan of its last window, and the argnums by the number of arguments."""
+    """What the engine keeps for a step: its last layout, for outputs of a `key`, and the argnums by their number."""
 
-    plan: Plan | None = None
+    key: object = None
+    layout: Layout | None = None
     argnums: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
+# What the fold of a leaf depends on. Only a DTensor has placements.
 _KIND = operator.attrgetter("shape", "dtype", "layout")
+
+
+def _kind_of(leaf: torch.Tensor | None) -> object:
+    return None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None))
 
 
 class _Leaves(NamedTuple):
@@ -461,12 +455,6 @@ class _Leaves(NamedTuple):
     leaves: list[torch.Tensor | None]
     structure: Structure
     originals: list[Any]
-
-    def kinds(self) -> list[Any]:
-        """What the fold of each leaf depends on."""
-        if {*map(type, self.leaves)} == {torch.Tensor}:  # as usual
-            return [*map(_KIND, self.leaves)]
-        return [None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None)) for leaf in self.leaves]
 
     def gradients(self) -> Tree:
         """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
@@ -481,12 +469,15 @@ def _tensors(leaves: dict[int, _Leaves]) -> list[torch.Tensor]:
 
 
 class _Arrivals:
-    """Notes in the gradient function whether the next backward pass reaches one of these leaves."""
+    """Notes in the gradient function whether the next backward pass reaches a leaf. Made before the loss is called."""
 
-    def __init__(self, gradient: GradientFunction, leaves: dict[int, _Leaves], gradients_before: int):
-        self.gradient, self.evaluations = gradient, gradients_before
-        note = lambda _: gradient.reached.add(True)
-        self.hooks = [leaf.register_hook(note) for leaf in _tensors(leaves)]  # type: ignore[no-untyped-call]
+    def __init__(self, gradient: GradientFunction):
+        self.gradient, self.evaluations = gradient, evaluations()
+
+    def watch(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Puts hooks on the leaves."""
+        note = lambda _: self.gradient.reached.add(True)
+        self.hooks = [leaf.register_hook(note) for leaf in leaves]  # type: ignore[no-untyped-call]
 
     def are_missed(self, loss: torch.Tensor, weight: Scalar, alone: bool) -> bool:
         """Whether a loss that reached no leaf is an error: it has a graph, or is a constant that nothing explains.

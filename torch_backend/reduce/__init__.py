@@ -19,7 +19,8 @@ from funcga._fold.tally import Tally
 from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
-from torch_backend.engine.buffers import Buffers, Layout, power_below
+from torch_backend.engine.buffers import Buffers, power_below
+from torch_backend.engine.layout import Layout
 from torch_backend.reduce.agreement import Agreement, Progress, agreed, proposed, rebuilt
 from torch_backend.reduce.header import Header, Report, check_in_step, digest_of
 from torch_backend.reduce.wire import Sums, Wire, carried, gather

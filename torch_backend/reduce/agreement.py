@@ -19,7 +19,7 @@ from funcga._types import Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
-from torch_backend.engine.buffers import Layout
+from torch_backend.engine.layout import Layout
 from torch_backend.reduce.header import Report, digest_of
 from torch_backend.reduce.wire import Plan, planned
 from torch_backend.replicas import Replicas, check_alike
@@ -98,9 +98,8 @@ def proposed(
     for agreement in reversed(history.agreements):
         if agreement.key == key:
             return agreement
-    summed_by_autograd = {*layout.weighted_in_backward, *layout.plain_in_backward}
     likes = [
-        None if fold is None or leaf is None else _like(leaf, leaf_index in summed_by_autograd)
+        None if fold is None or leaf is None else _like(leaf, leaf_index in layout.sums_in_backward)
         for leaf_index, (fold, leaf) in enumerate(zip(outputs.folds, leaves, strict=True))
     ]
     history.agreements.append(_proposal(key, outputs, likes, layout, replicas))
@@ -145,7 +144,8 @@ def _proposal(
     for spec in specs.values():
         _check_copies(spec, replicas)
     shards = {index: local(like) for index, like in reduced.items()}
-    sums = [index for index, like in shards.items() if index in layout.sums or _is_sum(layout.folds[index], like)]
+    added = {*layout.weighted, *layout.plain}
+    sums = [index for index, like in shards.items() if index in added or _is_sum(layout.folds[index], like)]
     description = _description(outputs, likes, replicas)
     return Agreement(
         key=key,

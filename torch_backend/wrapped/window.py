@@ -8,12 +8,11 @@ together gives the weighted mean, however uneven the replicas are.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,15 +21,15 @@ from funcga._backend import Backend
 from funcga._call.arguments import CARRY, Arguments
 from funcga._call.program import Program
 from funcga._fold import LeafFold
-from funcga._fold.outputs import Outputs
 from funcga._grad import scaled_loss
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.backward import autocasting, holds, is_alone
-from torch_backend.engine.buffers import Buffers, Layout
-from torch_backend.engine.others import last_applied, left_alone, reach
+from torch_backend.engine.buffers import Buffers
+from torch_backend.engine.layout import Layout
+from torch_backend.engine.others import applied, left_alone, reach
 from torch_backend.engine.recording import recording_loss
 from torch_backend.engine.window import detached
 from torch_backend.modules.checks import check_no_params, modules_in
@@ -97,7 +96,7 @@ class ModuleWindow:
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
         self.has_begun = False  # a pass, of which something may be left
         self.buffers: Buffers | None = None
-        self.since = last_applied()
+        self.since = applied.since
         # The number of nodes of the last graph, and of the graph that was walked through last. NaN equals nothing.
         self.graph_size = self.walked_size = math.nan
         self.walked: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = (), []
@@ -147,7 +146,7 @@ class ModuleWindow:
         loss, aux, differentiated = self._forward(args, kwargs, weight, scale)
         # The first loss tells what becomes of every leaf. The cotangent depends on that.
         if self.buffers is None:
-            self._make_room(self._planned(loss.detach(), aux, arguments))
+            self._make_room(loss.detach(), aux, arguments)
         assert self.buffers is not None
         self._backward(differentiated, self._cotangent(differentiated, weight))
         return self.buffers.add(self._leaves(loss.detach(), aux), weight)
@@ -187,7 +186,7 @@ class ModuleWindow:
         """
 
         def mask(gradient: torch.Tensor) -> torch.Tensor:
-            if weight is not None and not self.plan.is_weighted:
+            if weight is not None and not self.is_weighted:
                 return gradient
             on_device = isinstance(weight, torch.Tensor)
             counts = weight.to(gradient.device) != 0 if on_device else torch.zeros_like(gradient, dtype=torch.bool)
@@ -206,7 +205,7 @@ class ModuleWindow:
 
     def _cotangent(self, loss: torch.Tensor, weight: Scalar) -> torch.Tensor:
         """The weight, or 1 for plain sums, in the loss's dtype."""
-        if not self.plan.is_weighted:
+        if not self.is_weighted:
             return torch.ones_like(loss, requires_grad=False)
         on_device = isinstance(weight, torch.Tensor)
         if loss.dtype.itemsize < 4 and (on_device or not holds(loss.dtype, weight)):
@@ -244,7 +243,7 @@ class ModuleWindow:
         does not end in the parameters, because FSDP has put other tensors in their place.
         """
         params, replaced = tuple(self.params.values()), self.wrapper.leaves()
-        if params and not replaced and last_applied() is self.since:
+        if params and not replaced and applied.last is self.since:
             return params, []
         # Walking through a graph takes time. One with as many nodes as the last one is taken for the same.
         if self.walked_size != self.graph_size:
@@ -258,10 +257,10 @@ class ModuleWindow:
         """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
         assert self.buffers is not None
         gradients = [None] * len(self.params)
-        if not self.parts.has_aux and loss.dtype == self.plan.head.dtypes[0]:
+        if not self.parts.has_aux and loss.dtype == self.layout.head.dtypes[0]:
             return [loss, *gradients]  # the usual case
         which = f"micro-batch {self.buffers.steps + 1}"
-        return [*self.plan.head.leaves(self.parts.compose(loss, aux, [()]), which), *gradients]
+        return [*self.layout.head.leaves(self.parts.compose(loss, aux, [()]), which), *gradients]
 
     # --- replicas with fewer micro-batches than others
 
@@ -297,7 +296,7 @@ class ModuleWindow:
         args = arguments.cut(0, 1, state)
         self._begin_last(args, kwargs)
         loss, aux = self._keep_step(args, kwargs)
-        self._make_room(self._planned(loss, aux, arguments))
+        self._make_room(loss, aux, arguments)
         return self.result(state)
 
     # --- the result
@@ -316,7 +315,7 @@ class ModuleWindow:
             buffers.hold_in(1.0)
             # The wrapper has merged the gradients already, so they join the buffers only after the rest is merged.
             for reduction in self.reductions:
-                reduction.begin(buffers, [*self.plan.likes, *[None] * len(sums)])
+                reduction.begin(buffers, [*self.likes, *[None] * len(sums)])
                 state = reduction.finish(state)
             if not buffers.steps:
                 raise nothing_to_fold()
@@ -334,8 +333,8 @@ class ModuleWindow:
     def _put(self, sums: list[torch.Tensor]) -> None:
         """Puts the sums of the gradients into the buffers."""
         assert self.buffers is not None
-        layout, unit = self.buffers.layout, self.buffers.unit or 1.0
-        indices = [layout.index_of[leaf_index] for leaf_index in self.plan.gradients]
+        layout, unit = self.layout, self.buffers.unit or 1.0
+        indices = [layout.index_of[leaf_index] for leaf_index in layout.in_backward]
         pairs = [*zip(indices, sums, strict=True)]
         # The buffers expect units only of weighted sums that they add in place. All others are taken out of the unit.
         without_unit = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
@@ -347,33 +346,30 @@ class ModuleWindow:
 
     # --- what becomes of each leaf
 
-    def _make_room(self, plan: "_Plan") -> None:
-        self.plan, self.buffers = plan, Buffers(plan.layout)
-
-    def _planned(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> "_Plan":
-        """What becomes of every leaf of the output. Raises FuncgaError for what a wrapper cannot fold."""
+    def _make_room(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> None:
+        """Makes room for an output with this loss. Raises FuncgaError for what a wrapper cannot fold."""
         # Without aux and threaded state, the loss's dtype and the parameters tell everything about the output.
-        plans = self.program.keep(_Plans)
+        kept = self.program.keep(_Kept)
         key = loss.dtype, [(name, p.shape, p.dtype) for name, p in self.params.items()]
-        if plans.last is not None and plans.last.key == key:
-            return plans.last
+        layout = kept.layout
+        if layout is None or kept.key != key or self.parts.has_aux or arguments.state:
+            layout, kept.likes = self._layout(loss, aux, arguments)
+            kept.key, kept.layout = key, layout
+        self.layout, self.likes, self.buffers = layout, kept.likes, Buffers(layout)
+        # All of them are weighed, or none.
+        self.is_weighted = "weighted" in {layout.kinds[layout.index_of[leaf]] for leaf in layout.in_backward}
+
+    def _layout(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> tuple[Layout, list[torch.Tensor | None]]:
         outputs, leaves = self.program.bind(self.parts.compose(loss, aux, [self.params]), arguments)
-        rest = leaves[: len(leaves) - len(self.params)]
+        first = len(leaves) - len(self.params)
+        self._check_folds(outputs.folds[first:])
+        gradients = dict(zip(range(first, len(leaves)), self.params.values(), strict=True))
         structure = self.backend.trees.flatten(self.parts.compose(loss, aux, [()]))[1]
-        is_reusable = not (self.parts.has_aux or arguments.carried())
-        plan = self._plan(key if is_reusable else None, outputs, outputs.part(range(len(rest)), structure), rest)
-        plans.last = plan
-        return plan
+        likes = [_like(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves[:first]]
+        return Layout(outputs, gradients, structure, pure=False), likes
 
-    def _plan(self, key: object, outputs: Outputs, head: Outputs, leaves: list[torch.Tensor | None]) -> "_Plan":
-        """The plan for outputs whose leaves beside the gradients are these, the `head`."""
-        gradients = [*range(len(leaves), len(outputs.folds))]
-        is_weighted = self._check_folds([outputs.folds[leaf_index] for leaf_index in gradients])
-        likes = [_like(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        return _Plan(key, Layout(outputs, gradients), gradients, head, is_weighted, likes)
-
-    def _check_folds(self, folds: list[LeafFold | None]) -> bool:
-        """Whether the gradients are weighed. Raises FuncgaError if their folds are not what a wrapper can do."""
+    def _check_folds(self, folds: Sequence[LeafFold | None]) -> None:
+        """Raises FuncgaError if the folds of the gradients are not what a wrapper can do."""
         weighted = set()
         for fold, (name, p) in zip(folds, self.params.items(), strict=True):
             if fold is None or not fold.fold.reducer.additive:
@@ -397,32 +393,24 @@ class ModuleWindow:
                 "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's "
                 "own gradients come from one backward pass with one weight. Give all of them one of the two."
             )
-        return True in weighted
 
 
-class _Plan(NamedTuple):
-    """What becomes of each leaf of an output: the `gradients`, by leaf index; `head` are the Outputs of the others."""
+@dataclass(eq=False)
+class _Kept:
+    """What a step keeps from one window to the next: the layout of outputs that have this key.
 
-    key: object  # an output with an equal key has this plan; None for no other output
-    layout: Layout
-    gradients: list[int]
-    head: Outputs
-    is_weighted: bool
-    # Tensors of one element each, in the shape, dtype and device of the other leaves. They tell the replicas what is
-    # folded beside the gradients.
-    likes: list[torch.Tensor | None]
+    `likes` are the leaves beside the gradients, as tensors of one element each in their shapes, dtypes and devices.
+    They tell the replicas what is folded beside the gradients.
+    """
+
+    key: object = None
+    layout: Layout | None = None
+    likes: list[torch.Tensor | None] = field(default_factory=list)
 
 
 def _like(leaf: torch.Tensor) -> torch.Tensor:
     """One element, as a tensor of the leaf's shape, dtype and device."""
     return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
-
-
-@dataclass(eq=False)
-class _Plans:
-    """What a step keeps from one window to the next."""
-
-    last: _Plan | None = None
 
 
 def _with_a_blank_row(arguments: Arguments) -> Arguments:

@@ -268,7 +268,7 @@ def test_a_torch_that_does_not_tell_what_was_applied(noted, monkeypatch):
     """Then every graph is looked at; else only those of windows in which a function was applied."""
     looked, module, x = [], *net()
     monkeypatch.setattr(backward, "reach", recorded(backward.reach, looked))
-    monkeypatch.setattr(others, "_IS_NOTED", noted)
+    monkeypatch.setattr(others.applied, "is_noted", noted)
     assert funcga.accumulate(funcga.grad(pure_loss(module, Net.loss)), 3)(params_of(module), x)
     assert len(looked) == (0 if noted else 3)
     loss = lambda module, x: module.loss(x.clone().requires_grad_(), RECOMPUTES["reentrant" if x[0, 0] > 0 else "own"])
@@ -295,12 +295,12 @@ def test_every_function_is_noted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for call, given in [(f, t) for f in (plain, kept, in_thread) for t in (x, leaf)] + [(broken, leaf)] * 2:
-            before = others.last_applied()
+            before = others.applied.last
             call(given)
-            assert others.last_applied() is not before
-    before = others.last_applied()
+            assert others.applied.last is not before
+    before = others.applied.last
     torch.sin(leaf).sum().backward()
-    assert others.last_applied() is before
+    assert others.applied.last is before
 
 
 def functional(module, apply):
