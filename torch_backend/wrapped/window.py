@@ -357,7 +357,8 @@ class ModuleWindow:
             kept.key, kept.layout = key, layout
         self.layout, self.likes, self.buffers = layout, kept.likes, Buffers(layout)
         # All of them are weighed, or none.
-        self.is_weighted = "weighted" in {layout.kinds[layout.index_of[leaf]] for leaf in layout.in_backward}
+        folds = [layout.outputs.folds[leaf_index] for leaf_index in layout.in_backward]
+        self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
 
     def _layout(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> tuple[Layout, list[torch.Tensor | None]]:
         outputs, leaves = self.program.bind(self.parts.compose(loss, aux, [self.params]), arguments)
