@@ -75,6 +75,25 @@ def test_it_has_an_example_that_runs(package, name, tmp_path, monkeypatch):
     assert not failures, failures
 
 
+RETURNED = {
+    "Verdict": lambda: funcga.verify(funcga.grad(lambda w, x: (w * x).sum()), torch.ones(2), torch.ones(4, 2), n=2),
+    "Report": lambda: funcga.compare({"w": torch.ones(2)}, {"w": torch.ones(2)}),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_checks_return_is_as_the_page_says(name):
+    value = RETURNED[name]()
+    with jax.numpy_dtype_promotion("standard"):
+        assert not run(examples(type(value)), name)
+    table = (REFERENCE / "checks.md").read_text().split(f"A **{name}** ")[1].split("```")[0]
+    attributes = re.findall(r"^\| `(\w+)", table, re.MULTILINE)
+    assert {attribute for attribute in dir(value) if not attribute.startswith("_")} >= set(attributes)
+    assert len(attributes) > 5
+    of_rows = re.search(r"^\| `rows` (.*)$", table, re.MULTILINE)[1]
+    assert all(hasattr(value.rows[0], attribute) for attribute in re.findall(r"`\.(\w+)`", of_rows))
+
+
 def test_an_example_that_is_wrong_is_found():
     assert "Expected" in run(["Example:\n    >>> torch.ones(2).sum()\n    tensor(3.)\n"], "wrong")
 

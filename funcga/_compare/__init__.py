@@ -45,7 +45,7 @@ def compare(
         check_dtype: Whether leaves of two dtypes are not close; with False only values count.
 
     Returns:
-        A Report: `report.ok`, `report.assert_close()` and `print(report)` say whether they are close; `report.rows`,
+        A Report. `report.ok`, `report.assert_close()` and `print(report)` say whether they are close; `report.rows`,
         `.worst`, `.as_dict()` and `.plot("report.png")` how far they are apart.
 
     Raises:

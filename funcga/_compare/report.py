@@ -33,8 +33,9 @@ class Report:
         atol: What the absolute difference may be besides.
 
     Example:
-        >>> report = funcga.compare(torch_grads, jax_grads)
+        >>> report = funcga.compare({"w": torch.ones(3), "b": torch.zeros(1)}, {"w": jnp.ones(3), "b": jnp.ones(1)})
         >>> report.ok, report.worst.path
+        (False, 'b')
     """
 
     rows: tuple[Row, ...]

@@ -46,9 +46,10 @@ class Verdict:
         gradients: Whether any were compared; False of a loss that was given in place of its gradient.
 
     Example:
-        >>> verdict = funcga.verify(funcga.value_and_grad(loss_fn), params, batch, n=4)
-        >>> print(verdict)
-        >>> verdict.assert_exact()
+        >>> gradient = funcga.value_and_grad(lambda w, x: ((x @ w) ** 2).sum())
+        >>> verdict = funcga.verify(gradient, torch.ones(3), torch.randn(16, 3), n=4)
+        >>> verdict.ok, [cause.name for cause in verdict.causes]
+        (False, ['sum under mean'])
     """
 
     ok: bool
