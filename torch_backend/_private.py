@@ -70,21 +70,18 @@ is_any_autocast_enabled: Callable[[], bool] = _attribute(torch._C, "_is_any_auto
 
 # --- Transforms -----------------------------------------------------------------------------------------------------
 
-# How many transforms of torch.func are running. Torch 2.11 to 2.13 have it, and no public function tells. Without it a
-# tensor is asked to require a gradient, which each transform refuses: then the number is only known not to be 0.
-_depth: Callable[[], int] | None = _attribute(torch._C, "_functorch.get_dynamic_layer_stack_depth", None)
 
-
-def transforms() -> int:
-    """How many transforms of torch.func are running, one inside the other; 2 for some if torch does not tell."""
-    if _depth is not None:
-        return int(_depth())
+def _transforms_found_out() -> int:
     try:
         torch.empty(0, device="cpu").requires_grad_()
     except RuntimeError:
         return 2
     return 0
 
+
+# How many transforms of torch.func are running, one inside the other. Torch 2.11 to 2.13 tell, by no public function.
+# Without it a tensor is asked to require a gradient, which each transform refuses: then it is 2 for some.
+transforms: Callable[[], int] = _attribute(torch._C, "_functorch.get_dynamic_layer_stack_depth", _transforms_found_out)
 
 # Whether forward-mode AD says at which level it is, as torch 2.11 to 2.13 do: -1 outside of all of them. Without it a
 # dual number is made, which is refused there.
@@ -159,7 +156,10 @@ def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors in the same memory have in common, and no others."""
     # Every version has `_cdata`. Without it empty tensors on a device are thought to share memory.
     storage = tensor.untyped_storage()
-    return _attribute(storage, "_cdata", 0) or storage.data_ptr()
+    try:
+        return int(storage._cdata)
+    except AttributeError:
+        return storage.data_ptr()
 
 
 # Whether a tensor tells which one it is a view of. Every version does. Without it two tensors with one storage are
@@ -221,8 +221,11 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
     Every version keeps it there. Without it the public function gives it, which may record a graph.
     """
-    shard: torch.Tensor | None = _attribute(tensor, "_local_tensor", None)
-    return tensor.to_local().detach() if shard is None else shard
+    try:
+        shard: torch.Tensor = tensor._local_tensor
+    except AttributeError:
+        shard = tensor.to_local().detach()
+    return shard
 
 
 # --- DistributedDataParallel ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from funcga._trees import is_numpy
 from funcga._types import Array, R, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
@@ -62,7 +63,7 @@ def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
 def _check_integers(name: str, value: Array, example: str) -> None:
     if isinstance(value, torch.Tensor):
         is_integer = arrays.kind(value.dtype) == "int"
-    elif hasattr(value, "dtype"):  # of NumPy
+    elif is_numpy(value):
         is_integer = value.dtype.kind in ("i", "u")
     else:
         is_integer = isinstance(value, int) and not isinstance(value, bool)

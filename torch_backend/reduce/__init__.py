@@ -18,10 +18,11 @@ from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
 from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
+from torch_backend import trees
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
 from torch_backend.engine.buffers import Buffers, power_below
 from torch_backend.engine.layout import Layout
-from torch_backend.reduce.agreement import Agreement, Progress, agreed, proposed, rebuilt
+from torch_backend.reduce.agreement import Agreement, Progress, Rebuild, agreed, proposed
 from torch_backend.reduce.header import Header, Report, check_in_step, digest_of
 from torch_backend.reduce.wire import Sums, Wire, carried, gather
 from torch_backend.replicas import Replicas, channel_if_any, explained
@@ -48,7 +49,7 @@ class Reduction:
         self.unit = 0.0  # of the weighted sums when they travel; 0 until all replicas have said theirs
         # An error that is seen inside of a backward pass is kept here, and raised after it.
         self.problem: Exception | None = None
-        self.rebuild: Callable[[Structure], tuple[Outputs, list[Any]]] | None = None
+        self.rebuild: Rebuild | None = None
         self.is_over = False
         self.counted: tuple[dist.Work, torch.Tensor] | None = None
         self.combine: Callable[[], None] | None = None  # waits for leaves in no bucket, and combines them
@@ -86,8 +87,10 @@ class Reduction:
         """
 
         def rebuild(structure: Structure) -> tuple[Outputs, list[Any]]:
-            value, leaves = rebuilt(structure, device)
-            return bind(value), leaves
+            # A value like those of the others, of numbers that mean nothing.
+            skeleton, likes = structure
+            leaves = [None if like is None else torch.empty_like(like, device=device) for like in likes]
+            return bind(trees.unflatten(trees.flatten(skeleton)[1], leaves)), leaves
 
         self.rebuild = rebuild
         self.announce()

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
-from funcga._types import Structure, Tree
+from funcga._types import Structure
 from funcga.errors import FuncgaError
-from torch_backend import arrays, trees
+from torch_backend import arrays
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.engine.layout import Layout
 from torch_backend.reduce.header import Report, digest_of
@@ -291,13 +291,6 @@ def _pickled(mine: Agreement) -> bytes | str:
     except Exception as error:  # whatever the user's class raises
         return f"{type(error).__name__}: {error}"
     return data
-
-
-def rebuilt(structure: Structure, device: torch.device) -> tuple[Tree, list[torch.Tensor | None]]:
-    """A value like those of the others, of numbers that mean nothing, and its leaves."""
-    skeleton, likes = structure
-    leaves = [None if like is None else torch.empty_like(like, device=device) for like in likes]
-    return trees.unflatten(trees.flatten(skeleton)[1], leaves), leaves
 
 
 def _shared(
