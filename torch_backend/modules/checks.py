@@ -38,7 +38,7 @@ def check_module_and_loss(module: object, loss_fn: object, name: str) -> None:
             f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(module, *batch) -> scalar, such as "
             f"lambda model, x, y: F.mse_loss(model(x), y)."
         )
-    if getattr(loss_fn, "__module__", "").startswith("torch.nn."):
+    if (getattr(loss_fn, "__module__", None) or "").startswith("torch.nn."):
         raise FuncgaError(
             f"loss_fn is torch's {getattr(loss_fn, '__name__', type(loss_fn).__name__)}, which takes tensors, and is "
             f"called with the module first. Write {name}(model, lambda model, x, y: criterion(model(x), y))."
