@@ -13,7 +13,7 @@ from funcga._transform import Transform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import trees
-from jax_backend.gradients import apply_updates
+from jax_backend.gradients import apply_updates as apply_updates
 from jax_backend.replicated import replicated
 
 PAD = 255
@@ -37,11 +37,6 @@ def optimizer(name: str) -> Transform:
         "adamw": lambda: optax.adamw(0.01, weight_decay=0.1),
     }
     return transforms[name]()
-
-
-def applied(params: Tree, updates: Tree) -> Tree:
-    """The parameters with the updates added."""
-    return apply_updates(params, updates)
 
 
 def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:

@@ -11,7 +11,7 @@ from funcga._call.arguments import Arguments
 from funcga._transform import Transform
 from funcga._types import Tree
 from torch_backend.optim import from_optimizer
-from torch_backend.optim.parameters import apply_updates
+from torch_backend.optim.parameters import apply_updates as apply_updates
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
@@ -31,11 +31,6 @@ def optimizer(name: str) -> Transform:
         "adam": lambda: from_optimizer(torch.optim.Adam, lr=0.01),
         "adamw": lambda: from_optimizer(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
     }[name]()
-
-
-def applied(params: Tree, updates: Tree) -> Tree:
-    """The parameters with the updates added."""
-    return apply_updates(params, updates)
 
 
 def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:

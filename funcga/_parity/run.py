@@ -208,9 +208,10 @@ class _Run:
     def _fold(self, dtype: str, side: Side) -> tuple[Folded, Folded]:
         """What the side, and NumPy, make of the same micro-batch gradients: those of the first framework."""
         # All fold the same numbers, so what differs is the fold.
-        gradients = self.micro[self.frameworks[0], dtype]
+        gradients = [result.gradient for result in self.micro[self.frameworks[0], dtype]]
+        stacked = {path: np.stack([gradient[path] for gradient in gradients]) for path in gradients[0]}
         weights = self.sides[self.frameworks[0], dtype].weights(self.most)
-        return fold_in_framework(side, gradients, weights), fold_by_hand(self.problem.fold, gradients, weights)
+        return fold_in_framework(side, stacked, weights), fold_by_hand(self.problem.fold, stacked, weights)
 
     def findings(self) -> Findings:
         """All of them."""
@@ -261,8 +262,8 @@ class _Run:
             yield Compared("accumulation", f"{side.label} vs full batch", side.dtype, n, report, side.label)
         for count in self.plan.ranks:
             n = min(self.most, side.rows(count)[-1])
-            merged = self._done(partial(over_replicas, self.choice, side, n, count))
-            report = side.report(merged.accumulated, merged.full, (f"{count} replicas", "full batch"))
+            merged, full_batch = self._done(partial(over_replicas, self.choice, side, n, count))
+            report = side.report(merged, full_batch, (f"{count} replicas", "full batch"))
             what = f"{side.label}, {count} replicas"
             yield Compared("accumulation", what, side.dtype, n, report, side.label, replicas=count)
 
@@ -363,7 +364,8 @@ class _Training:
             self.micro_batches = list(starts(groups(side.arguments.rows(), n, None)))
             self.n = min(n, _WINDOW)
             self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
-            self.params, self.state = side.args[0], self.tx.init(side.args[0])
+            # Compiled too: in JAX all of the state is then placed as the steps place it, and the step compiles once.
+            self.params, self.state = side.args[0], side.own.compiled(self.tx.init)(side.args[0])
             self.step = side.own.compiled(self._step)
 
     def update(self, update: int) -> tuple[float, dict[str, Array]]:
@@ -385,4 +387,4 @@ class _Training:
 
     def _step(self, grads: Tree, state: Tree, params: Tree, weight: Array) -> tuple[Tree, Tree]:
         updates, state = self.tx.update(grads, state, params, weight=weight)
-        return self.side.own.applied(params, updates), state
+        return self.side.own.apply_updates(params, updates), state

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from threading import Lock
 from typing import NamedTuple, Protocol, cast
 
@@ -47,7 +47,7 @@ class Framework(Protocol):
         """The transform of this name, with the options that both frameworks share."""
         ...
 
-    def applied(self, params: Tree, updates: Tree) -> Tree:
+    def apply_updates(self, params: Tree, updates: Tree) -> Tree:
         """The parameters with the updates added."""
         ...
 
@@ -405,58 +405,35 @@ class Folded(NamedTuple):
     sums: dict[str, Array]
 
 
-def fold_in_framework(side: Side, micro_batches: Sequence[Result], weights: Sequence[float]) -> Folded:
-    """The Folded of a framework, by the loop that accumulates gradients."""
-    # The gradients are the batch, one row for each micro-batch, and the gradient function is one that takes its row.
-    stacked = _stacked(micro_batches)
+def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
+    """The Folded of a framework, by the loop that accumulates gradients: a row is the gradient of a micro-batch."""
+    # Counts stay integers, as they come from a loader.
+    is_count = all(float(weight).is_integer() for weight in weights)
+    dtype = "int32" if is_count else "float64" if side.dtype == "float64" else "float32"
+
+    def first(gradients: dict[str, Array], weights: Array) -> Tree:
+        gradient = {path: leaf[0] for path, leaf in gradients.items()}
+        return gradient, gradient
+
     with side.running():
-        gradients, weight = side.placed((stacked, _weights(weights, side.dtype)))
+        batch = side.placed((stacked, np.asarray(weights, dtype)))
         folds = (side.problem.fold, sum())
-        step = accumulate(_first, len(weights), fold=folds, weight=_weight, in_axes=0)
+        step = accumulate(first, len(weights), fold=folds, weight=lambda gradients, weights: weights[0], in_axes=0)
         with side.lock:
-            work = side.own.prepared(step, (gradients, weight))
+            work = side.own.prepared(step, batch)
         return Folded(*to_numpy(work()))
 
 
-def _first(gradients: dict[str, Array], weights: Array) -> Tree:
-    first = {path: leaf[0] for path, leaf in gradients.items()}
-    return first, first
-
-
-def _weight(gradients: dict[str, Array], weights: Array) -> Array:
-    return weights[0]
-
-
-def _weights(weights: Sequence[float], dtype: str) -> Array:
-    # Counts stay integers, as they come from a loader.
-    whole = all(float(weight).is_integer() for weight in weights)
-    return np.asarray(weights, "int32" if whole else "float64" if dtype == "float64" else "float32")
-
-
-def fold_by_hand(fold: Fold, micro_batches: Sequence[Result], weights: Sequence[float]) -> Folded:
+def fold_by_hand(fold: Fold, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
     """The Folded of NumPy: the fold in float64; the sums one after the other, in the dtype of the accumulators."""
-    stacked = _stacked(micro_batches)
-    return Folded(
-        {path: _fold(fold, leaf.astype(np.float64), weights).astype(leaf.dtype) for path, leaf in stacked.items()},
-        {path: _sum(leaf) for path, leaf in stacked.items()},
-    )
-
-
-def _fold(fold: Fold, values: Array, weights: Sequence[float]) -> Array:
-    total = np.tensordot(np.asarray(weights, np.float64), values, 1) if named(fold) == "mean()" else values.sum(0)
-    weight = 1 if named(fold) == "sum()" else np.sum(weights)
-    return total / weight if weight else np.zeros_like(total)
-
-
-def _sum(values: Array) -> Array:
-    # In the order and precision of the loops, so that plain sums agree bit for bit.
-    wide = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
-    total = wide[0]
-    for value in wide[1:]:
-        total = total + value
-    return total.astype(values.dtype)
-
-
-def _stacked(micro_batches: Sequence[Result]) -> dict[str, Array]:
-    paths = micro_batches[0].gradient
-    return {path: np.stack([result.gradient[path] for result in micro_batches]) for path in paths}
+    factors = np.asarray(weights, np.float64) if named(fold) == "mean()" else np.ones(len(weights))
+    divisor = 1.0 if named(fold) == "sum()" else float(np.sum(weights))
+    folded, sums = {}, {}
+    for path, leaf in stacked.items():
+        total = np.tensordot(factors, leaf.astype(np.float64), 1)
+        # A mean of nothing is 0.
+        folded[path] = (total / divisor if divisor else np.zeros_like(total)).astype(leaf.dtype)
+        # In the order and precision of the loops, so that plain sums agree bit for bit.
+        first, *rest = leaf if leaf.dtype.itemsize >= 4 else leaf.astype(np.float32)
+        sums[path] = reduce(np.add, rest, first).astype(leaf.dtype)
+    return Folded(folded, sums)

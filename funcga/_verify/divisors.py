@@ -137,151 +137,42 @@ _USUAL = re.compile(r"^(n|acc|ACC|gas?|GAS?)$")
 _LIKELY = re.compile(r"^(n|k|steps?|n_?steps|num_?steps)$|chunk|split|batches", re.IGNORECASE)
 
 _LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "funcga", "torch_backend", "jax_backend"}
-# How deep functions that call functions, and settings in settings, are followed.
-_CALLS, _ATTRIBUTES = 8, 4
+_DEPTH = 8
+"""How deep functions that call functions, and settings in settings, are followed."""
 
 
-def variants(function: object, n: int | None, depth: int = 0) -> Iterator[Variant]:
-    """The function with each number doubled that may be the number of micro-batches."""
-    if depth > _CALLS:
+def variants(
+    value: Any, n: int | None, name: str = "", code: types.CodeType | None = None, depth: int = 0
+) -> Iterator[Variant]:
+    """The value, a function or what one reads, with each number doubled that may be the number of micro-batches.
+
+    name: what the value is called. code: that of the function which reads it, by the names in which settings are read.
+    """
+    number = _number(value)
+    if number is not None:
+        doubt = _doubt(name, number, n)
+        if doubt is not None:
+            yield Variant(name, number, 2 * value, doubt)
         return
+    if depth > _DEPTH or isinstance(value, types.ModuleType | type):
+        return
+    is_function = isinstance(value, types.FunctionType)
     # In a library only functions are followed, such as the loss in the closure of torch.func.grad(loss).
-    is_library = isinstance(function, types.FunctionType) and _is_library(function.__globals__.get("__name__"))
-    for variable in _variables(function):
-        if not is_library:
-            for variant in _doubled(variable.name, variable.value, variable.code, n):
-                yield variant._replace(function=variable.put(variant.function))
-        if callable(variable.value) and not isinstance(variable.value, type):
-            for variant in variants(variable.value, n, depth + 1):
-                # A function that is called may return a part of the loss: there a literal tells nothing.
-                is_part = isinstance(function, types.FunctionType) and not is_library
-                doubt = 2 if is_part and variant.name == repr(variant.value) else variant.doubt
-                yield variant._replace(function=variable.put(variant.function), doubt=doubt)
-    if isinstance(function, types.FunctionType) and not is_library:
-        yield from _literals(function, n)
+    is_library = is_function and _is_library(value.__globals__.get("__name__"))
+    for part in _parts(value, name, code):
+        if is_library and not callable(part.value):
+            continue
+        for variant in variants(part.value, n, part.name, part.code, depth + 1):
+            # A function that is called may return a part of the loss: there a literal tells nothing.
+            is_in_call = is_function and not is_library and variant.name == repr(variant.value)
+            doubt = 2 if is_in_call else variant.doubt
+            yield variant._replace(function=part.put(variant.function), doubt=doubt)
+    if is_function and not is_library:
+        yield from _literals(value, n)
 
 
 def _is_library(module: object) -> bool:
     return str(module).split(".")[0] in _LIBRARIES
-
-
-class _Variable(NamedTuple):
-    """What a function reads: its name, its value, and `put`: the function with another value in its place.
-
-    code: what names the entries and attributes of the value that are read.
-    """
-
-    name: str
-    value: Any
-    put: Callable[[Any], Any]
-    code: types.CodeType | None = None
-
-
-def _variables(function: Any) -> Iterator[_Variable]:
-    if isinstance(function, types.FunctionType):
-        yield from _of_function(function)
-    elif isinstance(function, partial):
-        target, args, keywords = function.func, function.args, function.keywords
-        # The arguments of a partial have the names of the parameters that they fill.
-        code = _code(target)
-        yield _Variable("", target, lambda changed: partial(changed, *args, **keywords))
-        for index, (name, value) in enumerate(zip(code.co_varnames if code else (), args, strict=False)):
-            yield _Variable(name, value, partial(_with_argument, function, index), code)
-        for name, value in keywords.items():
-            yield _Variable(name, value, partial(_with_keyword, function, name), code)
-    elif isinstance(function, types.MethodType):
-        method, owner = function.__func__, function.__self__
-        yield _Variable("", method, lambda changed: types.MethodType(changed, owner))
-        for name, value in _parts(owner, _code(method)):
-            put = lambda changed, name=name: types.MethodType(method, _with_part(owner, name, changed))
-            yield _Variable(f"self.{name}", value, put, _code(method))
-    # A gradient function of funcga's, or a pure_loss.
-    elif is_dataclass(type(function)) and any(field.name == "loss_fn" for field in fields(function)):
-        yield _Variable("", function.loss_fn, lambda changed: replace(function, loss_fn=changed))
-    # What is jitted: the function as it was.
-    elif callable(getattr(function, "__wrapped__", None)):
-        yield _Variable("", function.__wrapped__, lambda changed: changed)
-    # An object with a __call__ of its own.
-    elif isinstance(inspect.getattr_static(type(function), "__call__", None), types.FunctionType):
-        yield _Variable("", types.MethodType(type(function).__call__, function), lambda changed: changed)
-
-
-def _code(function: object) -> types.CodeType | None:
-    return function.__code__ if isinstance(function, types.FunctionType) else None
-
-
-def _with_argument(function: Any, index: int, value: object) -> Any:
-    args = (*function.args[:index], value, *function.args[index + 1 :])
-    return partial(function.func, *args, **function.keywords)
-
-
-def _with_keyword(function: Any, name: str, value: object) -> Any:
-    return partial(function, **{name: value})
-
-
-def _of_function(function: types.FunctionType) -> Iterator[_Variable]:
-    """What a function closes over; unless it is a library's, its globals and defaults as well."""
-    code, variables = function.__code__, function.__globals__
-    for index, (name, cell) in enumerate(zip(code.co_freevars, function.__closure__ or (), strict=True)):
-        try:
-            yield _Variable(name, cell.cell_contents, partial(_with_cell, function, index), code)
-        # The variable is not set yet.
-        except ValueError:
-            continue
-    if _is_library(variables.get("__name__")):
-        return
-    for name in sorted(_names(code) & variables.keys()):
-        value = variables[name]
-        is_foreign = _is_library(type(value).__module__) and _number(value) is None
-        if not is_foreign and not isinstance(value, types.ModuleType | type):
-            yield _Variable(name, value, partial(_with_global, function, name), code)
-    # A default is overridden as a keyword argument.
-    last = code.co_varnames[: code.co_argcount][-len(function.__defaults__ or ()) :]
-    defaults = dict(zip(last, function.__defaults__ or (), strict=False)) | (function.__kwdefaults__ or {})
-    for name, value in defaults.items():
-        yield _Variable(name, value, partial(_with_keyword, function, name))
-
-
-def _with_cell(function: types.FunctionType, index: int, value: object) -> types.FunctionType:
-    cells = [*(function.__closure__ or ())]
-    cells[index] = types.CellType(value)
-    return _rebuilt(function, closure=tuple(cells))
-
-
-def _with_global(function: types.FunctionType, name: str, value: object) -> types.FunctionType:
-    return _rebuilt(function, globals={**function.__globals__, name: value})
-
-
-def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType:
-    """A copy of the function in which some of the parts that it is made of are others."""
-    parts: dict[str, Any] = {
-        "code": function.__code__,
-        "globals": function.__globals__,
-        "closure": function.__closure__,
-    } | changes
-    rebuilt = types.FunctionType(name=function.__name__, argdefs=function.__defaults__, **parts)
-    rebuilt.__kwdefaults__ = function.__kwdefaults__
-    return rebuilt
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """The globals, attributes and texts, such as keys, that the code and functions inside of it have."""
-    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}.union(*inner)
-
-
-def _doubled(name: str, value: Any, code: types.CodeType | None, n: int | None, depth: int = 0) -> Iterator[Variant]:
-    """Variants of which `function` is this value: the number doubled, or settings with a number in them doubled."""
-    number, last = _number(value), re.findall(r"\w+", name)[-1:]
-    if number is not None:
-        doubt = _doubt("".join(last), number, n)
-        if doubt is not None:
-            yield Variant(name, number, 2 * value, doubt)
-    elif depth < _ATTRIBUTES and not callable(value):
-        for key, part in _parts(value, code):
-            spelled = f'{name}["{key}"]' if isinstance(value, dict) else f"{name}.{key}"
-            for variant in _doubled(spelled, part, code, n, depth + 1):
-                yield variant._replace(function=_with_part(value, key, variant.function))
 
 
 def _number(value: Any) -> float | None:
@@ -301,33 +192,140 @@ def _doubt(name: str, number: float, n: int | None) -> int | None:
     count = number if number > 1 else 1 / number if number > 0 else 0
     if not 1.5 < count < float("inf") or abs(count - round(count)) > 1e-6:
         return None
-    if _SURE.search(name):
+    # Of `config["train"].steps` the last word counts.
+    word = "".join(re.findall(r"\w+", name)[-1:])
+    if _SURE.search(word):
         return 0
     if round(count) != n:
         return None
-    if _USUAL.search(name):
+    if _USUAL.search(word):
         return 1 if number == n else 2
-    return 2 if _LIKELY.search(name) else None
+    return 2 if _LIKELY.search(word) else None
 
 
-def _parts(value: object, code: types.CodeType | None) -> Iterator[tuple[str, Any]]:
-    """The entries of a dict, and the attributes of an object, which the code names; no functions."""
-    if code is None or isinstance(value, types.ModuleType | type):
+class _Part(NamedTuple):
+    """What a function reads, or settings hold: its name, its value, and `put`: the whole with another value there.
+
+    code: what names the entries and attributes of the value that are read.
+    """
+
+    name: str
+    value: Any
+    put: Callable[[Any], Any]
+    code: types.CodeType | None = None
+
+
+def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part]:
+    if isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, partial):
+        yield from _of_partial(value)
+    elif isinstance(value, types.MethodType):
+        method, owner = value.__func__, value.__self__
+        yield _Part("", method, lambda changed: types.MethodType(changed, owner))
+        for part in _of_settings(owner, "self", _code(method)):
+            yield part._replace(put=partial(_with_owner, method, part.put))
+    # A gradient function of funcga's, or a pure_loss.
+    elif is_dataclass(type(value)) and any(field.name == "loss_fn" for field in fields(value)):
+        yield _Part("", value.loss_fn, lambda changed: replace(value, loss_fn=changed))
+    # What is jitted: the function as it was.
+    elif callable(getattr(value, "__wrapped__", None)):
+        yield _Part("", value.__wrapped__, lambda changed: changed)
+    # An object with a __call__ of its own.
+    elif isinstance(inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
+        yield _Part("", types.MethodType(type(value).__call__, value), lambda changed: changed)
+    elif not callable(value):
+        yield from _of_settings(value, name, code)
+
+
+def _with_owner(method: Any, put: Callable[[Any], Any], changed: object) -> types.MethodType:
+    return types.MethodType(method, put(changed))
+
+
+def _code(function: object) -> types.CodeType | None:
+    return function.__code__ if isinstance(function, types.FunctionType) else None
+
+
+def _of_partial(function: partial[Any]) -> Iterator[_Part]:
+    target, args, keywords = function.func, function.args, function.keywords
+    yield _Part("", target, lambda changed: partial(changed, *args, **keywords))
+    # The arguments of a partial have the names of the parameters that they fill.
+    code = _code(target)
+    for index, (name, value) in enumerate(zip(code.co_varnames if code else (), args, strict=False)):
+        put = lambda changed, index=index: partial(target, *args[:index], changed, *args[index + 1 :], **keywords)
+        yield _Part(name, value, put, code)
+    for name, value in keywords.items():
+        yield _Part(name, value, partial(_with_keyword, function, name), code)
+
+
+def _with_keyword(function: Any, name: str, value: object) -> Any:
+    return partial(function, **{name: value})
+
+
+def _of_function(function: types.FunctionType) -> Iterator[_Part]:
+    """What a function closes over; unless it is a library's, its globals and defaults as well."""
+    code, variables, cells = function.__code__, function.__globals__, function.__closure__ or ()
+    for index, (name, cell) in enumerate(zip(code.co_freevars, cells, strict=True)):
+        put = lambda changed, index=index: _rebuilt(
+            function, closure=(*cells[:index], types.CellType(changed), *cells[index + 1 :])
+        )
+        try:
+            yield _Part(name, cell.cell_contents, put, code)
+        # The variable is not set yet.
+        except ValueError:
+            continue
+    if _is_library(variables.get("__name__")):
         return
+    for name in sorted(_names(code) & variables.keys()):
+        value = variables[name]
+        if _number(value) is not None or not _is_library(type(value).__module__):
+            put = lambda changed, name=name: _rebuilt(function, globals={**variables, name: changed})
+            yield _Part(name, value, put, code)
+    # A default is overridden as a keyword argument.
+    last = code.co_varnames[: code.co_argcount][-len(function.__defaults__ or ()) :]
+    defaults = dict(zip(last, function.__defaults__ or (), strict=False)) | (function.__kwdefaults__ or {})
+    for name, value in defaults.items():
+        yield _Part(name, value, partial(_with_keyword, function, name))
+
+
+def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType:
+    """A copy of the function in which some of the parts that it is made of are others."""
+    parts: dict[str, Any] = {
+        "code": function.__code__,
+        "globals": function.__globals__,
+        "closure": function.__closure__,
+    }
+    rebuilt = types.FunctionType(name=function.__name__, argdefs=function.__defaults__, **(parts | changes))
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
+    return rebuilt
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The globals, attributes and texts, such as keys, that the code and functions inside of it have."""
+    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}.union(*inner)
+
+
+def _of_settings(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part]:
+    """The entries of a dict, and the attributes of an object, which the code names; no functions."""
+    names = sorted(_names(code)) if code else []
     if isinstance(value, dict):
-        yield from ((key, value[key]) for key in value if isinstance(key, str) and key in _names(code))
+        for key in names:
+            if key in value and not callable(value[key]):
+                put = lambda changed, key=key: {**value, key: changed}
+                yield _Part(f'{name}["{key}"]', value[key], put, code)
     elif inspect.getattr_static(value, "__dict__", None) is not None:
-        # A property is not evaluated: it might do anything.
-        parts = ((name, inspect.getattr_static(value, name, None)) for name in sorted(_names(code)))
-        yield from ((name, part) for name, part in parts if part is not None and not callable(part))
+        for attribute in names:
+            # A property is not evaluated: it might do anything.
+            part = inspect.getattr_static(value, attribute, None)
+            if part is not None and not callable(part):
+                yield _Part(f"{name}.{attribute}", part, partial(_with_attribute, value, attribute), code)
 
 
-def _with_part(value: Any, key: str, part: object) -> Any:
-    """A copy with another entry or attribute; an attribute of the class becomes one of the copy."""
-    if isinstance(value, dict):
-        return {**value, key: part}
+def _with_attribute(value: Any, name: str, part: object) -> Any:
+    """A copy with another attribute; one of the class becomes one of the copy."""
     changed = copy.copy(value)
-    object.__setattr__(changed, key, part)
+    object.__setattr__(changed, name, part)
     return changed
 
 
