@@ -1,18 +1,16 @@
 """The JAX backend of funcga: lax.scan and JAX arrays on any device."""
 
 from funcga._backend import Backend
-from jax_backend import arrays, dlpack, gradients, loop, replicas, sums, trees
-from jax_backend import multi_steps as transforms
-from jax_backend import optax_types as optimizers
+from jax_backend import arrays, dlpack, gradients, loop, replicas, transforms, trees
 from jax_backend.gradients import apply_updates as apply_updates
 from jax_backend.hlo import Collective as Collective
 from jax_backend.hlo import collectives as collectives
-from jax_backend.multi_steps import state_specs as state_specs
 from jax_backend.randomness import example_keys as example_keys
 from jax_backend.randomness import sampled as sampled
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replicated import replicated as replicated
 from jax_backend.scan_layers import folded_in_place as folded_in_place
+from jax_backend.transforms import state_specs as state_specs
 
 __all__ = [
     "Collective",
@@ -26,4 +24,15 @@ __all__ = [
     "state_specs",
 ]
 
-BACKEND = Backend("jax", trees, arrays, dlpack, gradients, loop, replicas, sums, transforms, optimizers)
+BACKEND = Backend(
+    "jax",
+    trees,
+    arrays,
+    dlpack,
+    gradients,
+    loop,
+    replicas,
+    sums=transforms,
+    transforms=transforms,
+    optimizers=gradients,
+)

@@ -84,14 +84,10 @@ def is_array_type(aval: object) -> bool:
 def varying(aval: Any) -> frozenset[str] | None:
     """The mesh axes along which an array of this type may differ; None if its type does not say.
 
-    `manual_axis_type` in 0.10.2 and later, `vma` before. Without both it may differ along all manual axes.
+    `manual_axis_type` in 0.10.2 and later. Without it an array may differ along all manual axes.
     """
     try:
         return frozenset(aval.manual_axis_type.varying)
-    except AttributeError:
-        pass
-    try:
-        return frozenset(aval.vma)
     except AttributeError:
         return None
 

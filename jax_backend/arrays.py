@@ -1,6 +1,6 @@
 """The facts about arrays of this framework that the mathematics needs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga._fold.tally import Tally, two_sum
-from funcga._types import Array, Dtype, Scalar
+from funcga._types import Array, Dtype, Scalar, Tree
 from jax_backend import _private
 
 if TYPE_CHECKING:
@@ -78,6 +78,12 @@ def accumulator_dtype(dtype: Dtype) -> Dtype:
     if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
         return jnp.dtype("int32") if dtype.itemsize < 4 else dtype
     return dtype
+
+
+def strong(leaf: Array) -> jax.Array:
+    """The leaf as an array whose dtype a loop can keep: one without a weak type, which an operation would change."""
+    leaf = as_array(leaf)
+    return jnp.asarray(leaf, dtype=leaf.dtype)
 
 
 def cast(array: Array, dtype: Dtype) -> jax.Array:
@@ -180,6 +186,22 @@ def typed(array: jax.Array, aval: "ShapedArray") -> jax.Array:
     if jax.typeof(array).sharding != aval.sharding and not aval.sharding.mesh.empty:
         array = jax.sharding.reshard(array, aval.sharding)  # type: ignore[no-untyped-call]
     return as_varying(array, varying_axes(aval))
+
+
+def settled(body: Callable[[Tree], Tree], carry: Tree) -> tuple[Tree, Tree]:
+    """The carry sharded and varying as the body of a loop makes it, and the types of what the body then returns.
+
+    The leaves of the carry are the first of those that the body returns.
+    """
+    # What is marked as varying may let more come back as varying. In practice it settles at once.
+    for _ in range(4):
+        leaves, structure = jax.tree.flatten(carry)
+        program, result = jax.make_jaxpr(body, return_shape=True)(carry)
+        marked = [typed(leaf, aval) for leaf, aval in zip(leaves, program.out_avals, strict=False)]
+        if all(a is b for a, b in zip(leaves, marked, strict=True)):
+            break
+        carry = jax.tree.unflatten(structure, marked)
+    return carry, jax.tree.unflatten(jax.tree.structure(result), program.out_avals)
 
 
 def alike(parts: Sequence[jax.Array]) -> list[jax.Array]:

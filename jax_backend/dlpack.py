@@ -194,6 +194,5 @@ def extents(leaf: jax.Array) -> list[Extent]:
     """The addresses of the first byte and of that after the last, of every piece of memory of the array."""
     if _is_abstract(leaf) or leaf.is_deleted():
         return []
-    array = jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    pieces = [shard.data for shard in array.addressable_shards if shard.data.size]
+    pieces = [shard.data for shard in arrays.stored(leaf).addressable_shards if shard.data.size]
     return [(_private.address(piece), _private.address(piece) + piece.nbytes) for piece in pieces]

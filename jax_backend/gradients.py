@@ -1,10 +1,16 @@
-"""The transforms from a loss to its gradient, and updates applied to parameters."""
+"""The transforms from a loss to its gradient, updates applied to parameters, and the types of optax."""
+
+import importlib
+from functools import cache
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from funcga._backend.prefixes import leaf_paths
+from funcga._transform import Transform
+from funcga._transform.multi_steps import MultiSteps
 from funcga._types import Array, GradFn, LossFn, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
@@ -38,8 +44,7 @@ def depends(loss: jax.Array) -> bool | None:
 
 def check_params(params: Tree) -> None:
     """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
-    if trees.has_nnx():
-        trees.check_trained(params)
+    trees.check_trained(params)
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -91,3 +96,52 @@ def _applied(param: Array, update: Array) -> Array:
     with jax.numpy_dtype_promotion("standard"):
         wide = jnp.promote_types(param.dtype, update.dtype)
     return (param.astype(wide) + update.astype(wide)).astype(param.dtype)
+
+
+# -- optax, the library of transforms that JAX's users have: its types, for those who have installed it
+
+
+def _optax() -> ModuleType | None:
+    """optax, if it is installed: what is made before it is imported can be put into its chains too."""
+    try:
+        return importlib.import_module("optax")
+    except ModuleNotFoundError:
+        return None
+
+
+def owns(tx: Transform) -> bool:
+    """Whether a transform is one of the library's, which takes this framework's arrays alone."""
+    return type(tx).__module__.split(".")[0] == "optax"
+
+
+def imported(tx: Transform) -> Transform:
+    """A transform as the library's own combinators would call it, with extra arguments that it may ignore."""
+    optax = _optax()
+    if optax is None or not isinstance(tx, optax.GradientTransformation):
+        return tx
+    wrapped: Transform = optax.with_extra_args_support(tx)
+    return wrapped
+
+
+def exported(tx: MultiSteps) -> MultiSteps:
+    """A transform of funcga's in the type that the library's combinators take."""
+    optax = _optax()
+    return tx if optax is None else _both_types(optax.GradientTransformationExtraArgs)(*tx)
+
+
+@cache
+def _both_types(base: type) -> type[MultiSteps]:
+    """MultiSteps as a subclass of the type that optax.chain looks for."""
+    # Made once for the type, and not at import: optax need not be installed.
+    members = {"__doc__": MultiSteps.__doc__, "__slots__": (), "__reduce__": _reduced}
+    return type("MultiSteps", (MultiSteps, base), members)
+
+
+def _reduced(tx: MultiSteps) -> tuple[object, ...]:
+    """How it is pickled: the type is made again where it is loaded."""
+    # pickle looks a class up by its name, and this one stands in no module.
+    return _exported_pair, (tx.init, tx.update)
+
+
+def _exported_pair(init: object, update: object) -> MultiSteps:
+    return exported(MultiSteps(init, update))  # type: ignore[arg-type]

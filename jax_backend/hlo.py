@@ -69,8 +69,8 @@ class _Instruction(NamedTuple):
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
           "ragged-all-to-all")  # fmt: skip
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
-_START = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
-_OPERATION = re.compile(r"\s*([a-z][\w\-]*)\(")
+# Parentheses are also in the type of a tuple, where no name stands before one, and in tiles, `{1,0:T(8,128)}`.
+_START = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*?)\s([a-z][\w\-]*)\((.*?)\)(,\s.*)?$")
 _CALLED = re.compile(
     r"\b(body|condition|calls|to_apply|true_computation|false_computation|\w*computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
@@ -104,28 +104,8 @@ def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
             here = computations.setdefault(header[2], [])
             entry = header[2] if header[1] else entry
         elif start := _START.match(line):
-            here.append(_instruction(start[1], start[2]))
+            here.append(_Instruction(*start.groups("")))
     return entry, computations
-
-
-def _instruction(name: str, rest: str) -> _Instruction:
-    """Parts `type operation(operands), attributes`; a tuple's type and the operands have parentheses of their own."""
-    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    operation = _OPERATION.match(rest, end)
-    if operation is None:
-        return _Instruction(name, rest[:end], "", "", "")
-    last = _closing(rest, operation.end() - 1)
-    return _Instruction(name, rest[:end], operation[1], rest[operation.end() : last], rest[last:])
-
-
-def _closing(text: str, opening: int) -> int:
-    """The position after the parenthesis that closes the one at `opening`."""
-    depth = 0
-    for position in range(opening, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[position], 0)
-        if depth == 0:
-            return position + 1
-    return len(text)
 
 
 def _depths(entry: str, computations: dict[str, list[_Instruction]]) -> dict[str, int]:

@@ -14,17 +14,16 @@ from jax.export import is_symbolic_dim
 from funcga._backend import Backend
 from funcga._call.arguments import Arguments, groups
 from funcga._call.program import Program
-from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._fold.tally import LEAST32, MOST32, Tally, check_narrow
 from funcga._grad import bound
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.merge import Folded, merge
-from jax_backend.replicas import REPLICATED, Replicas, merging, varying
-from jax_backend.scan_layers import Gradient, Into, gradient, in_place
+from jax_backend.replicas import REPLICATED, Across, Replicas, merging, varying
+from jax_backend.scan_layers import Gradient, Into, gradient_of
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, split
 
@@ -57,97 +56,15 @@ def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Cal
     return lambda *args: function(*args) if is_tracing() else outside(*args)
 
 
-# -- accumulate
+def _over_replicas(fold: Callable[..., Tree], across: Across | None, *operands: Tree) -> Tree:
+    """`fold(replicas, *operands)`, with the replicas that `across=` names, over which the operands may differ."""
+    if across is None and REPLICATED.get() is None:
+        return fold(None, *operands)
+    with merging(across) as replicas:
+        return fold(replicas, *varying(operands, replicas))
 
 
-class Carry(NamedTuple):
-    """What a loop carries: what is reduced of each leaf, how much of it there is, and the state that is threaded."""
-
-    reduced: list[Tree]
-    total: Tally | None  # None in a loop whose weights are known before
-    state: list[jax.Array]
-
-
-def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
-    """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    # Inside of a trace nothing is kept: what is traced there may close over values of that trace.
-    fold = _Accumulate(program, backend).fold if is_tracing() else program.keep(_Accumulate, program, backend).jitted
-    if program.across is not None or jax.device_count() == 1:
-        return partial(fold, Spread())
-    # Asked here, since inside of jit an array does not say where it lies.
-    return lambda args, kwargs: fold(sharding.spread_of(args, program.read(args, backend)), args, kwargs)
-
-
-class _Accumulate:
-    """What is kept of a step of `accumulate`: its fold, with all that it has been traced for."""
-
-    def __init__(self, program: Program, backend: Backend):
-        self.fold = partial(_merge, bound(program, backend), backend)
-        self.jitted = jitted(self.fold)
-
-
-def _merge(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
-    if program.across is None and REPLICATED.get() is None:
-        return _fold(program, backend, None, spread, args, kwargs)
-    with merging(program.across) as replicas:
-        args, kwargs = varying((args, kwargs), replicas)
-        return _fold(program, backend, replicas, spread, args, kwargs)
-
-
-def _fold(
-    program: Program, backend: Backend, replicas: Replicas | None, spread: Spread, args: Args, kwargs: Kwargs
-) -> Tree:
-    if trees.has_nnx():
-        trees.check_unshared((args, kwargs))
-    arguments = program.read(args, backend)
-    sizes = groups(_check_rows(program, arguments.rows()), program.n, program.microbatch_size)
-    # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
-    narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
-    # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place.
-    is_shared = program.weight is None and len(sizes) == 1
-    carry: Carry | None = None
-    chunks: list[list[jax.Array]] = []
-    first = 0
-    for count, size in sizes:  # one or two sizes, and a scan for each
-        microbatch = _Microbatch(program, arguments, kwargs, size, narrow)
-        # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
-        evaluate, weigh = jax.jit(microbatch.evaluate, inline=True), jax.jit(microbatch.weigh, inline=True)
-        state = [_strong(leaf) for leaf in arguments.state] if carry is None else carry.state
-        traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
-        if carry is None:
-            outputs, _ = program.bind(value, arguments)
-            # Only now is it clear whether the fold gives the same result with other rows in a micro-batch.
-            if narrow is not None and not sharding.keeps_result(outputs, size):
-                return _fold(program, backend, replicas, replace(spread, blocks=1), args, kwargs)
-            carry = _pinned(spread, outputs, Carry(*_nothing(outputs, traced.out_avals), state))
-        step = _Step(outputs, in_place(partial(gradient, outputs, evaluate), traced, outputs, value), weigh)
-        if program.weight is None:
-            # Known before the loop: a Python number, with which XLA multiplies in the operation that adds.
-            weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-            step = step._replace(weights=_row_weights(outputs, weight, is_shared))
-        carry, collected = _scan(step, carry, traced, first, count, size)
-        chunks.append(collected)
-        first += count * size
-    assert carry is not None  # as a batch has rows
-    if narrow is not None:
-        chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
-    return _finish(outputs, replicas, _pinned(spread, outputs, carry), chunks, weight if is_shared else None)
-
-
-def _row_weights(outputs: Outputs, weight: Scalar, is_shared: bool) -> list[Scalar]:
-    """The weight of a micro-batch for each leaf that is reduced; 1 for a weighted sum that is multiplied at the end."""
-    return [1 if is_shared and fold.adds == "weighted" else weight for fold in outputs.reduced_folds]
-
-
-def _check_rows(program: Program, rows: int) -> int:
-    """The number of rows. Raises FuncgaError for a symbolic one that need not divide."""
-    divisor = program.n or program.microbatch_size
-    if is_symbolic_dim(rows) and not rows % divisor == 0:
-        raise FuncgaError(
-            f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that {divisor} divides it. "
-            f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
-        )
-    return rows
+# -- what accumulate and stream share: a micro-batch, and a step of the fold
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,12 +82,8 @@ class _Microbatch:
         args = self.arguments.cut(start, self.size, state, self.narrow)
         # Containers are made anew in the running trace: an object of nnx belongs to the trace that made it.
         args, kwargs = jax.tree.map(lambda leaf: leaf, (args, self.kwargs))
-        if trees.has_nnx():
-            whole = [arg for arg, part in zip(args, self.arguments.parts, strict=True) if not part.axes]
-            check_unchanged = trees.watched((whole, kwargs))
-            value = self.program.grad_fn(*args, **kwargs)
-            check_unchanged()
-        else:
+        whole = [arg for arg, part in zip(args, self.arguments.parts, strict=True) if not part.axes]
+        with trees.unchanged((whole, kwargs)):
             value = self.program.grad_fn(*args, **kwargs)
         # Here, as jit would say nothing of funcga about a leaf that is no array.
         for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
@@ -188,8 +101,16 @@ class _Microbatch:
         return arrays.tally(weight)
 
 
+class Carry(NamedTuple):
+    """What a loop carries: what is reduced of each leaf, how much of it there is, and the state that is threaded."""
+
+    reduced: list[Tree]
+    total: Tally
+    state: list[jax.Array]
+
+
 class _Step(NamedTuple):
-    """How one more micro-batch is folded, for `accumulate` and `stream` alike."""
+    """How one more micro-batch is folded."""
 
     outputs: Outputs
     gradient: Gradient
@@ -200,11 +121,10 @@ class _Step(NamedTuple):
 def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
     """The carry with one more micro-batch, and its values of the collected leaves."""
     outputs, total, weights = step.outputs, carry.total, step.weights
-    if total is not None:
+    if weights is None:
         # Before the gradient: the weight takes part in a loop over layers that folds in place.
         counted = step.weigh(start, carry.state)
         total, weights = total.merge(counted), [of_leaf.total for of_leaf in _tallies(outputs, counted)]
-    assert weights is not None
     into = {
         leaf_index: Into(before, fold, weight)
         for leaf_index, fold, before, weight in zip(
@@ -228,58 +148,11 @@ def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
     return [Tally((narrowed,), total.steps) if fold.is_narrow else total for fold in outputs.reduced_folds]
 
 
-def _nothing(outputs: Outputs, types: "Sequence[ShapedArray]") -> tuple[list[Tree], Tally]:
-    """What no micro-batch has contributed, where grad_fn returns leaves of these types."""
+def _begin(outputs: Outputs, spread: Spread, types: "Sequence[ShapedArray]", state: list[jax.Array]) -> Carry:
+    """What is carried before the first micro-batch, where grad_fn returns leaves of these types."""
     pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
-    return [fold.identity(arrays.zeros(types[leaf_index])) for leaf_index, fold in pairs], arrays.tally(0, steps=0)
-
-
-def _pinned(spread: Spread, outputs: Outputs, carry: Carry) -> Carry:
-    """The carry with its accumulators where they belong on a mesh, whichever micro-batch is the last one in them."""
-    if not spread.arguments:
-        return carry
-    pinned = spread.pinned(outputs, carry.reduced)
-    return Carry(pinned, jax.tree.map(spread.everywhere, carry.total), carry.state)
-
-
-def _scan(
-    step: _Step, carry: Carry, traced: "ClosedJaxpr", first: int, count: int, size: int
-) -> tuple[Carry, list[jax.Array]]:
-    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
-    total = carry.total
-    # Weights that are known need no tally in the loop.
-    if step.weights is not None and total is not None:
-        total = total.merge(arrays.tally(count * size, count))
-        carry = carry._replace(total=None)
-    body = partial(_add, step)
-    starts = first + size * jnp.arange(count, dtype=jnp.int32)
-    # A carry keeps its type, and what is sharded or varies can make more so. Without a mesh nothing does.
-    types = (*traced.in_avals, *map(jax.typeof, traced.consts), *traced.out_avals)
-    if not (jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types)):
-        carry = _typed(body, carry, starts[0])
-    carry, collected = lax.scan(body, carry, starts)
-    if step.weights is not None:
-        carry = carry._replace(total=total)
-    return carry, [_unstacked(*pair) for pair in zip(step.outputs.collected_folds, collected, strict=True)]
-
-
-def _typed(body: Callable[..., Tree], carry: Carry, start: jax.Array) -> Carry:
-    """The carry sharded and varying as the body makes it."""
-    # What is marked may let more vary. In practice it settles at once.
-    for _ in range(3):
-        leaves, structure = jax.tree.flatten(carry)
-        after = jax.make_jaxpr(body)(carry, start).out_avals
-        marked = [arrays.typed(leaf, aval) for leaf, aval in zip(leaves, after, strict=False)]
-        if all(a is b for a, b in zip(leaves, marked, strict=True)):
-            break
-        carry = jax.tree.unflatten(structure, marked)
-    return carry
-
-
-def _unstacked(fold: LeafFold, stacked: jax.Array) -> jax.Array:
-    """What a scan collected, [micro-batches, ...], with the micro-batches in order along the fold's own axis."""
-    axis = (fold.fold.reducer.monoid.axis or 0) % (stacked.ndim - 1)
-    return sharding.joined(jnp.moveaxis(stacked, 0, axis), axis)
+    nothing = [fold.identity(arrays.zeros(types[leaf_index])) for leaf_index, fold in pairs]
+    return Carry(*spread.pinned(outputs, nothing, arrays.tally(0, steps=0)), state)
 
 
 def _finish(
@@ -293,27 +166,116 @@ def _finish(
 
     A weight that is `shared` by all micro-batches, on all replicas, is applied here, where XLA divides: one pass.
     """
-    reduced, total, state = carry
-    assert total is not None
     # Collected values were never cast: the result's dtype is theirs, or what the fold asks for.
     collected = [
         jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
     ]
+    folded = Folded(*carry, collected)
     if replicas is not None:
-        reduced, total, state, collected = merge(outputs, Folded(reduced, total, state, collected), replicas)
-    folds = outputs.reduced_folds
+        folded = merge(outputs, folded, replicas)
+    folds, reduced = outputs.reduced_folds, folded.reduced
     if shared is not None:
         pairs = zip(folds, reduced, strict=True)
         reduced = [fold.lift(leaf, shared) if fold.adds == "weighted" else leaf for fold, leaf in pairs]
-    triples = zip(folds, reduced, _tallies(outputs, total), strict=True)
-    return outputs.join([fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples], collected, state)
+    triples = zip(folds, reduced, _tallies(outputs, folded.total), strict=True)
+    normalised = [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples]
+    return outputs.join(normalised, folded.collected, folded.state)
 
 
-def _strong(leaf: Array) -> jax.Array:
-    """The leaf as an array whose dtype a loop can keep."""
-    leaf = arrays.as_array(leaf)
-    return jnp.asarray(leaf, dtype=leaf.dtype)
+# -- accumulate
+
+
+def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
+    """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+    fold = program.keep(_Accumulate, program, backend).fold
+    if program.across is not None or jax.device_count() == 1:
+        return partial(fold, Spread())
+    # Asked here, since inside of jit an array does not say where it lies.
+    return lambda args, kwargs: fold(sharding.spread_of(args, program.read(args, backend)), args, kwargs)
+
+
+class _Accumulate:
+    """What is kept of a step of `accumulate`: its fold, with all that it has been traced for."""
+
+    def __init__(self, program: Program, backend: Backend):
+        self.program, self.backend = bound(program, backend), backend
+        self.fold = compiled(self.traced)
+
+    def traced(self, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
+        """The fold, in the trace that is running."""
+        return _over_replicas(partial(self._fold, spread), self.program.across, args, kwargs)
+
+    def _fold(self, spread: Spread, replicas: Replicas | None, args: Args, kwargs: Kwargs) -> Tree:
+        program = self.program
+        trees.check_unshared((args, kwargs))
+        arguments = program.read(args, self.backend)
+        sizes = groups(_check_rows(program, arguments.rows()), program.n, program.microbatch_size)
+        # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
+        narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
+        # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place.
+        is_shared = program.weight is None and len(sizes) == 1
+        carry: Carry | None = None
+        chunks: list[list[jax.Array]] = []
+        first = 0
+        for count, size in sizes:  # one or two sizes, and a scan for each
+            microbatch = _Microbatch(program, arguments, kwargs, size, narrow)
+            # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
+            evaluate, weigh = jax.jit(microbatch.evaluate, inline=True), jax.jit(microbatch.weigh, inline=True)
+            state = [arrays.strong(leaf) for leaf in arguments.state] if carry is None else carry.state
+            traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
+            if carry is None:
+                outputs, _ = program.bind(value, arguments)
+                # Only now is it clear whether the fold gives the same result with other rows in a micro-batch.
+                if narrow is not None and not sharding.keeps_result(outputs, size):
+                    return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
+                carry = _begin(outputs, spread, traced.out_avals, state)
+            step = _Step(outputs, gradient_of(outputs, evaluate, traced, value), weigh)
+            if program.weight is None:
+                # Known before the loop: a Python number, with which XLA multiplies in the operation that adds.
+                weight = jnp.asarray(size) if is_symbolic_dim(size) else size
+                step = step._replace(weights=_row_weights(outputs, weight, is_shared))
+            carry, collected = _scan(step, carry, traced, first, count, size)
+            chunks.append(collected)
+            first += count * size
+        assert carry is not None  # as a batch has rows
+        if narrow is not None:
+            chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
+        carry = Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state)
+        return _finish(outputs, replicas, carry, chunks, weight if is_shared else None)
+
+
+def _check_rows(program: Program, rows: int) -> int:
+    """The number of rows. Raises FuncgaError for a symbolic one that need not divide."""
+    divisor = program.n or program.microbatch_size
+    if is_symbolic_dim(rows) and not rows % divisor == 0:
+        raise FuncgaError(
+            f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that {divisor} divides it. "
+            f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
+        )
+    return rows
+
+
+def _row_weights(outputs: Outputs, weight: Scalar, is_shared: bool) -> list[Scalar]:
+    """The weight of a micro-batch for each leaf that is reduced; 1 for a weighted sum that is multiplied at the end."""
+    return [1 if is_shared and fold.adds == "weighted" else weight for fold in outputs.reduced_folds]
+
+
+def _scan(
+    step: _Step, carry: Carry, traced: "ClosedJaxpr", first: int, count: int, size: int
+) -> tuple[Carry, list[jax.Array]]:
+    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
+    body = partial(_add, step)
+    starts = first + size * jnp.arange(count, dtype=jnp.int32)
+    # A carry keeps its type, and what is sharded or varies can make more so. Without a mesh nothing does.
+    types = (*traced.in_avals, *map(jax.typeof, traced.consts), *traced.out_avals)
+    if not (jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types)):
+        carry, _ = arrays.settled(lambda carry: body(carry, starts[0]), carry)
+    carry, collected = lax.scan(body, carry, starts)
+    if step.weights is not None:  # what is known before the loop is not counted in it
+        carry = carry._replace(total=carry.total.merge(arrays.tally(count * size, count)))
+    pairs = zip(step.outputs.collected_folds, collected, strict=True)
+    return carry, [sharding.joined_along(stacked, fold.fold.reducer.monoid.axis or 0) for fold, stacked in pairs]
 
 
 # -- stream
@@ -321,6 +283,7 @@ def _strong(leaf: Array) -> jax.Array:
 
 def stream(program: Program, backend: Backend) -> Callable[[Args, Iterator[Args], Kwargs], Tree]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+    # Inside of a trace nothing is kept: what is traced there may close over values of that trace.
     return (_Stream(program, backend) if is_tracing() else program.keep(_Stream, program, backend)).fold
 
 
@@ -341,13 +304,9 @@ class _Stream:
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches, each taken, folded and let go."""
-        if self.program.across is None and REPLICATED.get() is None:
-            return self._fold(leading, microbatches, kwargs, None)
-        with merging(self.program.across) as replicas:
-            leading, kwargs = varying((leading, kwargs), replicas)
-            return self._fold(leading, microbatches, kwargs, replicas)
+        return _over_replicas(partial(self._fold, microbatches), self.program.across, leading, kwargs)
 
-    def _fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs, replicas: Replicas | None) -> Tree:
+    def _fold(self, microbatches: Iterator[Args], replicas: Replicas | None, leading: Args, kwargs: Kwargs) -> Tree:
         outputs: Outputs | None = None
         chunks = []
         # What is the same for all micro-batches is split once. Micro-batches of one shape share a program.
@@ -381,28 +340,24 @@ class _Stream:
         config: Any = jax.config
         key = static, *map(jax.typeof, of_item), config.jax_enable_x64, config.jax_numpy_dtype_promotion
         if key not in self.outputs:
-            arguments = self._read(leading, item)
-            state = [_strong(leaf) for leaf in arguments.state]
+            arguments = self._microbatch(leading, kwargs, item).arguments
+            state = [arrays.strong(leaf) for leaf in arguments.state]
             # The arrays alone are operands; all else is static.
             value = jax.eval_shape(lambda of_item: self.evaluate(*static.tree(of_item), state), of_item)
             self.outputs[key], _ = self.program.bind(value, arguments)
         return self.outputs[key]
 
-    def _read(self, leading: Args, item: Args) -> Arguments:
-        return self.program.read((*leading, *item), self.backend)
-
     def _microbatch(self, leading: Args, kwargs: Kwargs, item: Args) -> _Microbatch:
-        return _Microbatch(self.program, self._read(leading, item), kwargs)
+        return _Microbatch(self.program, self.program.read((*leading, *item), self.backend), kwargs)
 
     def _evaluate(self, leading: Args, kwargs: Kwargs, item: Args, state: list[jax.Array]) -> Tree:
         return self._microbatch(leading, kwargs, item).evaluate(0, state)
 
     def _begin(self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args) -> Carry:
-        state = [_strong(leaf) for leaf in self._read(leading, item).state]
+        state = [arrays.strong(leaf) for leaf in self._microbatch(leading, kwargs, item).arguments.state]
         types = jax.make_jaxpr(partial(self.evaluate, leading, kwargs, item))(state).out_avals
         # The carry is donated to each step, and the caller keeps the state that came in.
-        copies = [jnp.array(leaf, copy=True) for leaf in state]
-        return _pinned(spread, outputs, Carry(*_nothing(outputs, types), copies))
+        return _begin(outputs, spread, types, [jnp.array(leaf, copy=True) for leaf in state])
 
     def _add(
         self, outputs: Outputs, spread: Spread, whole: Static, cut: Static, carry: Carry,
@@ -414,10 +369,9 @@ class _Stream:
             return self.evaluate(leading, kwargs, item, state)
 
         traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state)
-        weigh = self._microbatch(leading, kwargs, item).weigh
-        step = _Step(outputs, in_place(partial(gradient, outputs, evaluate), traced, outputs, value), weigh)
-        carry, collected = _add(step, carry, None)
-        return _pinned(spread, outputs, carry), collected
+        gradient = gradient_of(outputs, evaluate, traced, value)
+        carry, collected = _add(_Step(outputs, gradient, self._microbatch(leading, kwargs, item).weigh), carry, None)
+        return Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state), collected
 
 
 def _moved(item: Args, device: jax.Device | jax.sharding.Sharding) -> Args:

@@ -10,15 +10,16 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from funcga._backend.prefixes import PrefixError, broadcast, outline
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
-from funcga._types import Tree
+from funcga._types import Dtype, Tree
 from funcga.errors import FuncgaError
-from jax_backend import arrays, trees
+from jax_backend import arrays, sharding, trees
 from jax_backend.arrays import as_varying
 from jax_backend.replicas import Replicas
 
@@ -47,14 +48,13 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     total = _merge_tally(collectives, folded.total)
     # The replicas have the rows of one batch in order, so the state at its end is that of the last replica.
     state = [collectives.last(leaf) for leaf in folded.state]
-    collected = [
-        collectives.rows(leaf, fold.fold.reducer.monoid.axis or 0)
-        for fold, leaf in zip(outputs.collected_folds, folded.collected, strict=True)
-    ]
+    collected = [collectives.gather(leaf) for leaf in folded.collected]
     collectives.run()
-    return Folded(
-        [later() for later in reduced], total(), [later() for later in state], [later() for later in collected]
-    )
+    rows = [
+        sharding.joined_along(later(), fold.fold.reducer.monoid.axis or 0)
+        for fold, later in zip(outputs.collected_folds, collected, strict=True)
+    ]
+    return Folded([later() for later in reduced], total(), [later() for later in state], rows)
 
 
 def _merge_leaf(collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatter: int | None) -> Callable[[], Tree]:
@@ -75,7 +75,7 @@ def _merge_tally(collectives: "_Collectives", total: Tally) -> Callable[[], Tall
     limbs = len(total.weight)
     # As float32 a count would be exact up to 2**24 alone; as two addends it is as exact as the weight.
     numbers = jnp.stack([*total.weight, *arrays.addends(total.steps, wide=limbs == 1)])
-    gathered = collectives.gather(numbers)
+    gathered = collectives.rows(numbers)
 
     def later() -> Tally:
         rows = gathered()  # for each replica the limbs of its weight, and those of its steps
@@ -162,49 +162,78 @@ _SMALL = 2**16  # bytes over all replicas: so much travels as rows in the sum, a
 
 
 class _Collectives:
-    """Arrays that wait for the sum over some mesh axes; what the methods return can be asked after `run`."""
+    """Arrays that wait for the sum over some mesh axes; what the methods return can be asked after `run`.
+
+    What is not to be summed but copied travels in it as well, with zeros on all replicas but one.
+    """
 
     def __init__(self, names: tuple[str, ...]):
         self.names = names
         self.replicas = int(lax.axis_size(names))
         self.index = lax.axis_index(names)
         self.addends: list[jax.Array] = []
+        self.copied: set[int] = set()  # which of the addends are copied
         self.sums: list[jax.Array] = []
         self.used = 0  # of _SMALL
 
     def run(self) -> None:
         """Runs the sum of all that waits."""
-        self.sums += lax.psum(self.addends, self.names)  # type: ignore[no-untyped-call]
 
-    def sum(self, array: jax.Array) -> Later:
+        # What is copied is sent as integers: added to zeros they stay as they are. Floats need not, as XLA on the CPU
+        # makes 0.0 of -0.0 and of subnormal numbers. Integers have no derivative, so that is the one of the floats.
+        @jax.custom_jvp
+        def exchange(addends: list[jax.Array]) -> list[jax.Array]:
+            sent = [_as_integers(part) if index in self.copied else part for index, part in enumerate(addends)]
+            return [
+                _from_integers(part, addends[index].dtype) if index in self.copied else part
+                for index, part in enumerate(self._psum(sent))
+            ]
+
+        exchange.defjvp(lambda primals, tangents: (exchange(*primals), jax.jvp(self._psum, primals, tangents)[1]))
+        self.sums += exchange(self.addends)
+
+    def _psum(self, addends: list[jax.Array]) -> list[jax.Array]:
+        sums: list[jax.Array] = lax.psum(addends, self.names)  # type: ignore[no-untyped-call]
+        return sums
+
+    def sum(self, array: jax.Array, is_copied: bool = False) -> Later:
         """The sum over the replicas."""
-        numbers, back = _as_numbers(as_varying(array, self.names))
-        self.addends.append(numbers)
-        addend_index = len(self.addends) - 1
-        return lambda: back(self.sums[addend_index])
+        if jnp.iscomplexobj(array):
+            # As real numbers they are parts of the all-reduce of these.
+            parts = self.sum(jnp.stack([array.real, array.imag], axis=-1), is_copied)
+            return lambda: lax.complex(parts()[..., 0], parts()[..., 1])
+        addend_index = len(self.addends)
+        self.addends.append(as_varying(array, self.names))
+        if is_copied:
+            self.copied.add(addend_index)
+        return lambda: self.sums[addend_index]
+
+    def rows(self, numbers: jax.Array, is_copied: bool = False) -> Later:
+        """The numbers of all replicas in order, [replicas, ...]: each fills a row of its own."""
+        is_own = lax.broadcasted_iota(jnp.int32, (self.replicas, *[1] * numbers.ndim), 0) == self.index
+        return self.sum(_where(is_own, numbers[None]), is_copied)
 
     def gather(self, array: jax.Array) -> Later:
         """The arrays of all replicas in order, [replicas, ...]."""
-        return self._in_rows(array) if self._has_room(array) else self._all_gather(array, axis=0, tiled=False)
-
-    def rows(self, array: jax.Array, axis: int) -> Later:
-        """The rows of all replicas in order, joined along an axis."""
-        if not self._has_room(array):
-            return self._all_gather(array, axis=axis % array.ndim, tiled=True)
-        gathered = self._in_rows(array)
-        return lambda: jnp.concatenate(list(gathered()), axis=axis)
+        numbers = arrays.stored(array)
+        if self._has_room(array):
+            gathered = self.rows(numbers, is_copied=True)
+            return lambda: arrays.restored(gathered(), array)
+        # Along an axis of vmap nothing varies, and JAX refuses to say so.
+        to = "invarying" if {*self.names} <= arrays.manual_axes() else "varying"
+        large = lax.all_gather(as_varying(numbers, self.names), self.names, to=to)
+        return lambda: arrays.restored(large, array)
 
     def last(self, array: jax.Array) -> Later:
         """The array of the last replica."""
-        # `where`, not a product with 0: the others' NaN is none of the last one's.
-        numbers, back = _as_numbers(as_varying(array, self.names))
-        chosen = self.sum(jnp.where(self.index == self.replicas - 1, numbers, _neutral(numbers)))
-        return lambda: back(chosen())
+        numbers = _where(self.index == self.replicas - 1, arrays.stored(array))
+        copied = self.sum(numbers, is_copied=True)
+        return lambda: arrays.restored(copied(), array)
 
     def extreme(self, array: jax.Array, which: Literal["max", "min"]) -> Later:
         """The elementwise maximum or minimum over the replicas; NaN if any of them is."""
         if self._has_room(array):
-            gathered = self._in_rows(array)
+            gathered = self.rows(array, is_copied=True)
             return lambda: (jnp.max if which == "max" else jnp.min)(gathered(), axis=0)
         # Too large to gather: reduced as integers in the order of the numbers.
         ranks, back = _as_ranks(as_varying(array, self.names), which)
@@ -225,53 +254,44 @@ class _Collectives:
         self.used += size
         return True
 
-    def _in_rows(self, array: jax.Array) -> Later:
-        """The arrays of all replicas, [replicas, ...], as the sum of what each has in its own row."""
-        numbers, back = _as_numbers(as_varying(array, self.names))
-        is_own = lax.broadcasted_iota(jnp.int32, (self.replicas, *[1] * numbers.ndim), 0) == self.index
-        rows = self.sum(jnp.where(is_own, numbers[None], _neutral(numbers)[None]))
-        return lambda: back(rows())
 
-    def _all_gather(self, array: jax.Array, axis: int, tiled: bool) -> Later:
-        numbers, back = _as_numbers(as_varying(array, self.names))
-        # Along an axis of vmap nothing varies, and JAX refuses to say so.
-        to = "invarying" if {*self.names} <= arrays.manual_axes() else "varying"
-        gathered = lax.all_gather(numbers, self.names, axis=axis, tiled=tiled, to=to)
-        return lambda: back(gathered)
+def _where(mask: jax.Array, numbers: jax.Array) -> jax.Array:
+    """The numbers where the mask is true, and zeros elsewhere."""
+    # `where`, not a product with 0: the NaN of one replica is none of another's.
+    return jnp.where(mask, numbers, jnp.zeros_like(numbers))
 
 
-def _as_numbers(array: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """The array in a dtype that has sums, of real numbers of 16 bits or more, which holds all its numbers; and back."""
-    dtype = array.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        implementation = str(jax.random.key_impl(array))
-        return jax.random.key_data(array), lambda data: jax.random.wrap_key_data(data, impl=implementation)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        # As real numbers they are parts of the all-reduce of these.
-        return jnp.stack([array.real, array.imag], axis=-1), lambda parts: lax.complex(parts[..., 0], parts[..., 1])
-    # Bools and numbers of 8 bits, which not every device can sum.
-    if dtype.itemsize < 2:
-        wide = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
-        return array.astype(wide), lambda numbers: numbers.astype(dtype)
-    return array, lambda numbers: numbers
+def _as_integers(numbers: jax.Array) -> jax.Array:
+    """The numbers as int32 with all of their bits. 64 bits are two integers, on an axis of their own."""
+    if numbers.dtype.itemsize >= 4:
+        return lax.bitcast_convert_type(numbers, jnp.int32)
+    if jnp.issubdtype(numbers.dtype, jnp.floating):
+        numbers = lax.bitcast_convert_type(numbers, _integer_like(numbers.dtype))
+    return arrays.cast(numbers, jnp.int32)
 
 
-def _neutral(numbers: jax.Array) -> jax.Array:
-    """What is added to a number where it is to stay the same: -0.0, as the sum of 0.0 and -0.0 is 0.0.
+def _from_integers(integers: jax.Array, dtype: Dtype) -> jax.Array:
+    """The numbers of this dtype that have these bits."""
+    if dtype.itemsize >= 4:
+        return lax.bitcast_convert_type(integers, dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return lax.bitcast_convert_type(arrays.cast(integers, _integer_like(dtype)), dtype)
+    return arrays.cast(integers, dtype)
 
-    A device may still make 0.0 of a sum of -0.0s, and of subnormal numbers, as that of XLA on the CPU does.
-    """
-    return jnp.full_like(numbers, -0.0)
+
+def _integer_like(dtype: Dtype) -> Dtype:
+    return jnp.dtype(f"int{8 * dtype.itemsize}")
 
 
 def _as_ranks(array: jax.Array, which: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Integers in the order of the numbers, NaN last or first, and the way back: XLA's own maximum can lose a NaN."""
     dtype = array.dtype
     if not jnp.issubdtype(dtype, jnp.floating):
-        return _as_numbers(array)
-    size = 8 * dtype.itemsize
-    integer = jnp.dtype(f"int{size}")
-    least, most = jnp.asarray(-(2 ** (size - 1)), integer), jnp.asarray(2 ** (size - 1) - 1, integer)
+        # Not every device compares bools and integers of 8 bits.
+        wide = array.astype(jnp.int32) if dtype.itemsize < 4 else array
+        return wide, lambda extreme: extreme.astype(dtype)
+    integer = _integer_like(dtype)
+    least, most = (jnp.asarray(extreme, integer) for extreme in (np.iinfo(integer).min, np.iinfo(integer).max))
 
     def turned(bits: jax.Array) -> jax.Array:
         # The bits of floats are in the order of the numbers, but for those of the negative ones, which run backwards.

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TypeAlias, Union
 
 import jax
@@ -16,8 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from funcga._backend.prefixes import leaf_paths
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
-from jax_backend import _private, trees
-from jax_backend.arrays import as_varying
+from jax_backend import _private, arrays, trees
 
 Across: TypeAlias = Union[str, tuple[str, ...], "Replicas"]
 """What `across=` may be in JAX."""
@@ -179,7 +179,7 @@ def varying(tree: Tree, replicas: Replicas | None) -> Tree:
             isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         ):
             leaf = jnp.asarray(leaf)
-        return as_varying(leaf, replicas.names) if isinstance(leaf, jax.Array) else leaf
+        return arrays.as_varying(leaf, replicas.names) if isinstance(leaf, jax.Array) else leaf
 
     leaves, structure = trees.flatten(tree)
     return trees.unflatten(structure, [*map(mark, leaves)])
@@ -226,12 +226,12 @@ def _differences(leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str,
     Digests of the copies are compared, which the processes exchange.
     """
     alone = jax.process_count() == 1
-    arrays = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, jax.Array)]
-    devices = {device for _, leaf in arrays for device in leaf.devices()} if alone else jax.devices()
+    pairs = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, jax.Array)]
+    devices = {device for _, leaf in pairs for device in leaf.devices()} if alone else jax.devices()
     columns = {device: column for column, device in enumerate(devices)}
-    digests = np.zeros((len(arrays), len(columns), 2), np.uint32)
+    digests = np.zeros((len(pairs), len(columns), 2), np.uint32)
     # A column for each device, of which a process fills those that are its own.
-    for (_, leaf), row in zip(arrays, digests, strict=True):
+    for (_, leaf), row in zip(pairs, digests, strict=True):
         for shard in leaf.addressable_shards:
             row[columns[shard.device]] = np.frombuffer(_digest(shard.data), np.uint32)
     if not alone:
@@ -239,32 +239,31 @@ def _differences(leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str,
         digests = np.asarray(multihost_utils.process_allgather(digests)).sum(axis=0)
     return [
         (path, difference)
-        for (path, leaf), row in zip(arrays, digests, strict=True)
+        for (path, leaf), row in zip(pairs, digests, strict=True)
         if (difference := _difference(leaf, {device: tuple(row[column]) for device, column in columns.items()}, names))
     ]
 
 
 def _digest(piece: jax.Array) -> bytes:
-    from hashlib import blake2b
-
-    numbers = jax.random.key_data(piece) if jnp.issubdtype(piece.dtype, jax.dtypes.prng_key) else piece
-    return blake2b(np.asarray(numbers).tobytes(), digest_size=8).digest()
+    return blake2b(np.asarray(arrays.stored(piece)).tobytes(), digest_size=8).digest()
 
 
 def _difference(
     leaf: jax.Array, digests: dict[jax.Device, tuple[int, ...]], names: tuple[str, ...]
 ) -> Difference | None:
     """Two copies with other digests; None if there are none."""
-    # `first` has the first device with a copy of each part of the array.
-    coordinates, first = _coordinates(leaf, names), dict[object, jax.Device]()
-    copies = [(str(index), device) for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()]
+    # Copies of the same part of the array, at the same coordinates, are alike.
+    coordinates = _coordinates(leaf, names)
+    parts = leaf.sharding.devices_indices_map(leaf.shape).items()
+    copies = [(device, (str(index), coordinates.get(device))) for device, index in parts]
     if leaf.is_fully_addressable and jax.process_count() > 1:
         # Every process has an array of its own, which is compared if it is whole.
-        copies = [("", device) for device, digest in digests.items() if any(digest) and leaf.is_fully_replicated]
-        coordinates = {}
-    # Copies of the same part of the array, at the same coordinates, are compared with the first of them.
-    for index, device in copies:
-        first_device = first.setdefault((index, coordinates.get(device)), device)
+        copies = [
+            (device, ("", None)) for device, digest in digests.items() if any(digest) and leaf.is_fully_replicated
+        ]
+    first_copies: dict[object, jax.Device] = {}
+    for device, part in copies:
+        first_device = first_copies.setdefault(part, device)
         if digests[first_device] != digests[device]:
             return first_device, device
     return None

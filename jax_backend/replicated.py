@@ -19,7 +19,7 @@ from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
 from jax_backend.arrays import axis_names, partition_spec
 from jax_backend.loop import compiled
-from jax_backend.replicas import spelled, unmerged
+from jax_backend.replicas import listed, spelled, unmerged
 
 Axes: TypeAlias = str | tuple[str, ...]
 
@@ -71,29 +71,27 @@ def replicated(
     def call(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         specs = _specs(args, in_specs, names, step)
         _check_rows(args, specs, mesh, step)
-        leaves, structure = trees.flatten((args, kwargs))
-        specs += [partition_spec()] * (len(leaves) - len(specs))
         # Only arrays go through shard_map. All else is closed over, as it is the same on every device.
-        array_indices = [leaf_index for leaf_index, leaf in enumerate(leaves) if arrays.is_array(leaf)]
+        static, whole_arrays = trees.partition((args, kwargs))
+        pairs = zip(trees.flatten(args)[0], specs, strict=True)
+        array_specs = [spec for leaf, spec in pairs if arrays.is_array(leaf)]
+        array_specs += [partition_spec()] * (len(whole_arrays) - len(array_specs))
 
         def on_each_device(local_arrays: list[Tree]) -> Tree:
-            local_leaves = list(leaves)
-            for leaf_index, array in zip(array_indices, local_arrays, strict=True):
-                local_leaves[leaf_index] = array
-            args, kwargs = trees.unflatten(structure, local_leaves)
+            args, kwargs = static.tree(local_arrays)
             with unmerged(names):
                 return step(*args, **kwargs)
 
         mapped = jax.shard_map(
             on_each_device,
             mesh=mesh,
-            in_specs=([specs[leaf_index] for leaf_index in array_indices],),
+            in_specs=(array_specs,),
             out_specs=partition_spec() if out_specs is None else out_specs,
             axis_names=set(names),
             check_vma=check_vma,
         )
-        whole_arrays = [_placed(leaves[leaf_index], specs[leaf_index], mesh, names) for leaf_index in array_indices]
-        return _explained(mapped, whole_arrays, names)
+        placed = [_placed(*pair, mesh, names) for pair in zip(whole_arrays, array_specs, strict=True)]
+        return _explained(mapped, placed, names)
 
     run = compiled(call)
 
@@ -109,11 +107,10 @@ def _names(mesh: object, axis: Axes | None) -> tuple[str, ...]:
         raise FuncgaError(
             f'mesh is of type {type(mesh).__name__}. Pass the devices with names: jax.make_mesh((4,), ("data",)).'
         )
-    listed = " and ".join(f'"{name}"' for name in mesh.axis_names)
     if axis is None and len(mesh.axis_names) != 1:
         raise FuncgaError(
-            f"the mesh has the axes {listed}, and axis= does not say which of them has the replicas. Write "
-            f'replicated(step, mesh, axis="{mesh.axis_names[0]}").'
+            f"the mesh has the axes {listed(mesh.axis_names)}, and axis= does not say which of them has the replicas. "
+            f'Write replicated(step, mesh, axis="{mesh.axis_names[0]}").'
         )
     names = mesh.axis_names if axis is None else axis if isinstance(axis, tuple) else (axis,)
     missing = [name for name in names if name not in mesh.axis_names]
@@ -121,7 +118,7 @@ def _names(mesh: object, axis: Axes | None) -> tuple[str, ...]:
         raise FuncgaError(f"axis={axis!r} names an axis twice. Name each once.")
     if missing or not names:
         raise FuncgaError(
-            f"axis={axis!r} is no axis of the mesh, which has {listed}. Write "
+            f"axis={axis!r} is no axis of the mesh, which has {listed(mesh.axis_names)}. Write "
             f'replicated(step, mesh, axis="{mesh.axis_names[0]}").'
         )
     return tuple(names)
@@ -167,10 +164,10 @@ def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[Parti
     """The PartitionSpec of every leaf, cut on the axis that the program splits."""
     specs: list[PartitionSpec] = []
     for part in program.read(args, load("jax")).parts:
-        # An argument that is passed whole has no leaves listed, and none of its leaves is cut.
-        axes = part.axes or [None] * len(trees.flatten(part.value)[0])
-        for leaf, axis in zip(part.leaves or trees.flatten(part.value)[0], axes, strict=True):
-            splits = isinstance(axis, int) and getattr(leaf, "ndim", 0) > 0
+        if not part.axes:  # an argument that is passed whole has no leaves listed
+            specs += [partition_spec()] * len(trees.flatten(part.value)[0])
+        for leaf, axis in zip(part.leaves, part.axes, strict=True):
+            splits = isinstance(axis, int) and arrays.is_array(leaf) and leaf.ndim > 0
             specs.append(partition_spec(*[None] * (axis % leaf.ndim), cut) if splits else partition_spec())
     return specs
 
@@ -240,10 +237,10 @@ def _entry(spec: Sequence[Axes | None], axis: int) -> tuple[str, ...]:
     return axis_names(spec[axis]) if axis < len(spec) else ()
 
 
-def _explained(mapped: Callable[..., Tree], moved: list[Tree], names: tuple[str, ...]) -> Tree:
+def _explained(mapped: Callable[..., Tree], placed: list[Tree], names: tuple[str, ...]) -> Tree:
     """What the mapped step returns; JAX's errors about what differs between devices say what to write instead."""
     try:
-        return mapped(moved)
+        return mapped(placed)
     except FuncgaError:
         raise
     # JAX has no types for these errors, so they are told by their words; others pass as they are.

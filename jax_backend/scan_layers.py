@@ -45,20 +45,20 @@ Gradient: TypeAlias = Callable[..., list[Tree]]
 """
 
 
-def gradient(outputs: Outputs, evaluate: Callable[..., Tree], into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
-    """The leaves that `evaluate` returns, folded once they are computed: a Gradient for any program."""
-    leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
-    for leaf_index, (accumulator, fold, weight) in into.items():
-        leaves[leaf_index] = fold.combine(accumulator, fold.lift(leaves[leaf_index], weight))
-    return leaves
-
-
-def in_place(gradient: Gradient, program: "ClosedJaxpr", outputs: Outputs, value: Tree) -> Gradient:
-    """The gradient function with what scans over layers stack folded layer by layer; itself if there is nothing.
+def gradient_of(outputs: Outputs, evaluate: Callable[..., Tree], program: "ClosedJaxpr", value: Tree) -> Gradient:
+    """The Gradient of what `evaluate` computes, with what scans over layers stack folded layer by layer.
 
     `program` is what it computes, and `value` the types that it returns. The operands of the program are the leaves of
-    those that the gradient function takes.
+    those that `evaluate` takes.
     """
+
+    # For any program: every leaf is folded once it is computed.
+    def gradient(into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
+        leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
+        for leaf_index, (accumulator, fold, weight) in into.items():
+            leaves[leaf_index] = fold.combine(accumulator, fold.lift(leaves[leaf_index], weight))
+        return leaves
+
     elementwise = {
         leaf_index
         for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
@@ -70,7 +70,7 @@ def in_place(gradient: Gradient, program: "ClosedJaxpr", outputs: Outputs, value
         (outputs.shapes[leaf_index], outputs.dtypes[leaf_index]) == (aval.shape, aval.dtype)
         for leaf_index, aval in types.items()
     )
-    # If the leaves are in another order, or unlike those before, the plain gradient function says so.
+    # If the leaves are in another order, or unlike those before, `outputs.leaves` says so.
     if not stacked or not is_alike:
         return gradient
     paths = outputs.paths()

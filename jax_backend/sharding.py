@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from funcga._call.arguments import Arguments
 from funcga._fold.outputs import Outputs
+from funcga._fold.tally import Tally
 from funcga._types import Array, Scalar, Tree
 from jax_backend import _private
 from jax_backend.arrays import axis_names, devices_along, partition_spec
@@ -45,8 +46,10 @@ class Spread:
         """Whether every micro-batch of these (count, size) can take as many rows from each of several blocks."""
         return self.blocks > 1 and all(size % self.blocks == 0 for _, size in sizes)
 
-    def pinned(self, outputs: Outputs, reduced: Sequence[Tree]) -> list[Tree]:
-        """Accumulators where they belong."""
+    def pinned(self, outputs: Outputs, reduced: list[Tree], total: Tally) -> tuple[list[Tree], Tally]:
+        """Accumulators and their tally where they belong, whichever micro-batch is the last one in them."""
+        if not self.arguments:
+            return reduced, total
         tree = outputs.structure_of(range(len(outputs.folds)))
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         pinned = []
@@ -54,11 +57,7 @@ class Spread:
             shape = outputs.shapes[leaf_index]
             like = self._like(paths[leaf_index], shape)
             pinned.append(jax.tree.map(partial(self._pin, shape, like), lifted))
-        return pinned
-
-    def everywhere(self, number: jax.Array) -> jax.Array:
-        """A single number on every device."""
-        return _constrained(number, NamedSharding(self.arguments[0][1].mesh, partition_spec()))
+        return pinned, jax.tree.map(partial(self._pin, (), None), total)
 
     def _like(self, path: KeyPath, shape: Shape) -> NamedSharding | None:
         """How the argument lies whose path is the end of this one: `w` in {"w": ...} for `w` in (loss, {"w": ...})."""
@@ -68,14 +67,12 @@ class Spread:
         return next((arguments[end] for end in ends if end in arguments), None)
 
     def _pin(self, shape: Shape, like: NamedSharding | None, part: jax.Array) -> jax.Array:
-        if part.ndim == 0:
-            return self.everywhere(part)
-        return part if like is None or part.shape != shape else _constrained(part, like)
-
-
-def _constrained(array: jax.Array, like: NamedSharding) -> jax.Array:
-    pinned: jax.Array = lax.with_sharding_constraint(array, like)  # type: ignore[no-untyped-call]
-    return pinned
+        if part.ndim == 0:  # a single number is on every device
+            like = NamedSharding(self.arguments[0][1].mesh, partition_spec())
+        elif like is None or part.shape != shape:
+            return part
+        pinned: jax.Array = lax.with_sharding_constraint(part, like)  # type: ignore[no-untyped-call]
+        return pinned
 
 
 def spread_of(args: Sequence[Tree], arguments: Arguments | None = None) -> Spread:
@@ -165,11 +162,17 @@ def _in_order(blocks: int, groups: Sequence[tuple[int, int]], axis: int, column:
     for array, (count, size) in zip(column, groups, strict=True):
         # [micro-batches, blocks, rows], and then the blocks first, as in the batch
         apart = jnp.moveaxis(_apart(array, axis, (count, blocks, size // blocks)), axis + 1, axis)
-        parts.append(joined(apart, axis + 1))
-    return joined(jnp.concatenate(parts, axis=axis + 1), axis)
+        parts.append(_joined(apart, axis + 1))
+    return _joined(jnp.concatenate(parts, axis=axis + 1), axis)
 
 
-def joined(array: jax.Array, axis: int) -> jax.Array:
+def joined_along(stacked: jax.Array, axis: int) -> jax.Array:
+    """Arrays that are stacked, [arrays, ...], as one, in order along an axis of theirs."""
+    axis %= stacked.ndim - 1
+    return _joined(jnp.moveaxis(stacked, 0, axis), axis)
+
+
+def _joined(array: jax.Array, axis: int) -> jax.Array:
     """The array with an axis and the next one as one, which is sharded as the next one was."""
     sizes = (*array.shape[:axis], array.shape[axis] * array.shape[axis + 1], *array.shape[axis + 2 :])
     sharding = jax.typeof(array).sharding

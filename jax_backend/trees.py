@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -60,40 +61,45 @@ class Static:
     def tree(self, arrays: Sequence[Array]) -> Tree:
         """The arguments again, with these arrays."""
         leaves = list(arrays)
-        for place, _, leaf in self.others:  # in the order of their places, so each goes to its own
-            leaves.insert(place, leaf)
+        for leaf_index, _, leaf in self.others:  # in the order of the leaves, so each goes to its own place
+            leaves.insert(leaf_index, leaf)
         return jax.tree.unflatten(self.structure, leaves)
 
 
+def partition(tree: Tree) -> tuple[Static, list[Array]]:
+    """All of a tree that is no array, and its arrays."""
+    leaves, structure = flatten(tree)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
+    if len(arrays) == len(leaves):  # as usual
+        return Static(structure, ()), arrays
+    others = [(index, type(leaf), leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS)]
+    return Static(structure, tuple(others)), arrays
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
 def split(tree: Tree) -> tuple[Static, list[Array]]:
-    """All of a tree that is no array, and its arrays.
+    """The two of `partition`, for a program that is compiled for the one, and called with the other.
 
     Raises FuncgaError for a leaf that is neither an array nor hashable, and for a shape without numbers.
     """
-    leaves, structure = flatten(tree)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
+    static, arrays = partition(tree)
     # One array in two places is allowed; one variable of nnx is not.
     if len({*map(id, arrays)}) < len(arrays):
         check_unshared(tree)
-    if len(arrays) == len(leaves):  # as usual
-        return Static(structure, ()), arrays
-    others = tuple(
-        (place, type(leaf), leaf)
-        for place, leaf in enumerate(leaves)
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic)
-    )
-    static = Static(structure, others)
-    for _, _, leaf in others:
+    for _, _, leaf in static.others:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise FuncgaError(
                 f"an argument is {leaf.dtype}[{', '.join(map(str, leaf.shape))}] of type ShapeDtypeStruct, a shape "
                 f"without numbers, and the call would compute some. For the shapes and dtypes that it returns, write "
                 f"jax.eval_shape(step, params, batch)."
             )
-    try:
-        hash(static)
-    except TypeError:
-        raise _unhashable([leaf for _, _, leaf in others]) from None
+    if static.others:
+        try:
+            hash(static)
+        except TypeError:
+            raise _unhashable([leaf for _, _, leaf in static.others]) from None
     return static, arrays
 
 
@@ -115,11 +121,6 @@ def _unhashable(leaves: Sequence[object]) -> FuncgaError:
 # -- flax.nnx: its objects hold their state in themselves, and are trees that are made anew in each trace. So variables
 # that two of them share come apart, and what grad_fn writes to an object is lost. flax is not imported here: nobody has
 # such an object before.
-
-
-def has_nnx() -> bool:
-    """Whether there can be objects of flax.nnx."""
-    return "flax.nnx" in sys.modules
 
 
 def _variables(tree: Tree) -> Iterator[tuple[str, Tree]]:
@@ -147,24 +148,22 @@ def check_unshared(tree: Tree) -> None:
         places[id(variable)] = path
 
 
-def watched(tree: Tree) -> Callable[[], None]:
-    """A function that raises FuncgaError if variables of nnx in the tree have changed since."""
+@contextmanager
+def unchanged(tree: Tree) -> Iterator[None]:
+    """A context that raises FuncgaError if variables of nnx in the tree have changed in it."""
     before = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
-
-    def check() -> None:
-        after = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
-        kept = [path for path, leaves in before.items() if list(map(id, leaves)) == list(map(id, after.get(path, [])))]
-        changed = [path for path in {**before, **after} if path not in kept]
-        if changed:
-            raise FuncgaError(
-                f"grad_fn wrote to {', '.join(f'`{path}`' for path in changed[:4])}{' ...' if changed[4:] else ''}, "
-                f"which would be lost: every micro-batch would begin with the same state, and draw the same noise. "
-                f"Thread it: graph, params, state = nnx.split(module, nnx.Param, ...), in_axes=(None, funcga.CARRY, "
-                f"0), a module that is nnx.merge(graph, params, state, copy=True), and nnx.state(module, "
-                f"nnx.Not(nnx.Param)) returned where the fold is funcga.carry()."
-            )
-
-    return check
+    yield
+    after = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
+    kept = [path for path, leaves in before.items() if list(map(id, leaves)) == list(map(id, after.get(path, [])))]
+    changed = [path for path in {**before, **after} if path not in kept]
+    if changed:
+        raise FuncgaError(
+            f"grad_fn wrote to {', '.join(f'`{path}`' for path in changed[:4])}{' ...' if changed[4:] else ''}, "
+            f"which would be lost: every micro-batch would begin with the same state, and draw the same noise. "
+            f"Thread it: graph, params, state = nnx.split(module, nnx.Param, ...), in_axes=(None, funcga.CARRY, "
+            f"0), a module that is nnx.merge(graph, params, state, copy=True), and nnx.state(module, "
+            f"nnx.Not(nnx.Param)) returned where the fold is funcga.carry()."
+        )
 
 
 def check_trained(tree: Tree) -> None:

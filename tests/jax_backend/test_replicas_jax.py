@@ -311,6 +311,28 @@ def test_carried_state_is_that_of_the_last_replica(dtype, size):
     assert all(c.depth == 0 for c in collectives(step, state, x))
 
 
+UNUSUAL = [-0.0, 0.0, jnp.inf, -jnp.inf, jnp.nan, -jnp.nan, 1e-40, -1e-40]  # also numbers that are subnormal in float32
+
+
+@pytest.mark.parametrize("size", [1, 5_000], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "complex64", "int8", "uint32"])
+def test_what_is_not_summed_keeps_its_bits(dtype, size):
+    """Rows and threaded state: -0.0, subnormal numbers and NaN come back as they were."""
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    numbers = np.asarray(UNUSUAL if is_float else [0, -1, 127, -128, 1, 2, 3, 4]).astype(
+        np.float32 if is_float else int
+    )
+    rows = jax.device_put(np.repeat(numbers.astype(jnp.dtype(dtype))[:, None], size, axis=1))
+    step = funcga.accumulate(
+        lambda state, x: (x, x[0]), 2, in_axes=(CARRY, 0), fold=(funcga.concat(), funcga.carry()), across="data"
+    )
+    step = jax.jit(replicated(step, mesh()))
+    for order in (rows, rows[::-1]):
+        each, last = step(jnp.zeros_like(order[0]), order)
+        assert np.asarray(each).tobytes() == np.asarray(order).tobytes()
+        assert np.asarray(last).tobytes() == np.asarray(order[-1]).tobytes()
+
+
 def test_axes_in_order():
     """Two axes: replicas are in the order of the axes that across names, as a batch that is cut along them."""
     x = jnp.arange(16, dtype=jnp.float32)

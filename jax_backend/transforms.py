@@ -1,4 +1,4 @@
-"""What a fold that is spread over calls needs of this framework: its branch, and how replicas join their windows."""
+"""What a fold that is spread over calls needs of this framework: its sums, its branch, and its replicas."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from funcga._backend.prefixes import leaf_paths
+from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._fold.tally import Tally
 from funcga._replicas import MergeMemory
@@ -20,6 +21,71 @@ from jax_backend import _private, arrays, trees
 from jax_backend.arrays import as_varying, typed_axes, varying_axes
 from jax_backend.merge import Folded, merge
 from jax_backend.replicas import Replicas, check_step_merges, listed, spelled
+
+# -- the sums of a window. Nothing is ever written to.
+
+# In JAX the caller says what is given away, by jax.jit(donate_argnums=...).
+donates = False
+
+
+def add(
+    folds: Sequence[LeafFold | None],
+    accumulators: Sequence[Reduced],
+    leaves: Sequence[Array],
+    weight: Scalar,
+    donate: bool,
+) -> tuple[list[Reduced], bool]:
+    """The accumulators with one more value of this weight, and whether nobody else has their memory."""
+    triples = zip(folds, accumulators, leaves, strict=True)
+    return [
+        None if fold is None else fold.combine(accumulator, fold.lift(leaf, weight))
+        for fold, accumulator, leaf in triples
+    ], True
+
+
+def lifted(folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
+    """What one value of this weight contributes to the accumulator of each leaf."""
+    return [None if fold is None else fold.lift(leaf, weight) for fold, leaf in zip(folds, leaves, strict=True)]
+
+
+def finish(
+    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
+) -> list[Reduced]:
+    """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
+    pairs = zip(folds, accumulators, strict=True)
+    if donate:
+        return [None if fold is None else fold.normalize(accumulator, tally) for fold, accumulator in pairs]
+    return [None if fold is None else fold.result(accumulator, tally) for fold, accumulator in pairs]
+
+
+def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
+    """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
+    wide = [None if leaf is None else leaf.astype(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
+    return [None if leaf is None else leaf * jnp.asarray(factor, leaf.dtype) for leaf in wide]
+
+
+def emptied(
+    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
+) -> list[Reduced]:
+    """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
+    pairs = zip(folds, accumulators, strict=True)
+    return [
+        None if fold is None else _sharded_as(fold.fold.reducer.monoid.identity(arrays.xp, accumulator), accumulator)
+        for fold, accumulator in pairs
+    ]
+
+
+def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
+    """The constant, sharded as the accumulator is.
+
+    The compiler is free to place a constant, and would give each device all of it.
+    """
+    # A choice that is never taken, which the compiler cannot see through: the result has the sharding of both.
+    never = lax.optimization_barrier(jnp.asarray(False))  # type: ignore[no-untyped-call]
+    return jax.tree.map(lambda part, other: jnp.where(never, other, part), constant, like)
+
+
+# -- the branch that ends a window
 
 
 def widened(params: Tree) -> Tree:
@@ -84,39 +150,20 @@ def _branch(
 ) -> tuple[Tree, Tree]:
     """`run(state, operands)` or zeros and the state, in a compiled program."""
     # Only arrays can be operands of the program. Everything else, such as a flag, the function closes over.
-    leaves, structure = jax.tree.flatten(operands)
-    traced = [leaf_index for leaf_index, leaf in enumerate(leaves) if arrays.is_array(leaf)]
+    static, arguments = trees.partition(operands)
 
-    def run_traced(state: Tree, arguments: list[Array]) -> tuple[Tree, Tree]:
-        filled = [*leaves]
-        for leaf_index, leaf in zip(traced, arguments, strict=True):
-            filled[leaf_index] = leaf
-        return run(state, jax.tree.unflatten(structure, filled))
+    def run_arrays(state: Tree, arguments: list[Array]) -> tuple[Tree, Tree]:
+        return run(state, static.tree(arguments))
 
-    closed, state, arguments, updates = _closed(
-        run_traced, jax.tree.map(_strong, state), [leaves[leaf_index] for leaf_index in traced]
+    state, (_, updates) = arrays.settled(
+        lambda state: run_arrays(state, arguments)[::-1], jax.tree.map(arrays.strong, state)
     )
+    # What the function captures, such as a learning rate to be differentiated, becomes an operand as well.
+    closed, captured = jax.closure_convert(run_arrays, state, arguments)
     # A while loop has no reverse derivative, and a cond has one: so whoever differentiates gets the cond.
     branch = jax.custom_jvp(partial(_looped, closed, updates))
     branch.defjvp(lambda primals, tangents: jax.jvp(partial(_branched, closed, updates), primals, tangents))
-    return branch(predicate, state, arguments)
-
-
-def _closed(
-    run: Callable[..., tuple[Tree, Tree]], state: Tree, arguments: list[Array]
-) -> tuple[Callable[..., tuple[Tree, Tree]], Tree, list[Tree], Tree]:
-    """The function with what it captures, such as a learning rate to be differentiated, among its operands.
-
-    Returned with the state, marked as varying as it comes back; the operands; and the types of the updates.
-    """
-    closed, captured = jax.closure_convert(run, state, arguments)
-    traced, result = jax.make_jaxpr(closed, return_shape=True)(state, arguments, *captured)
-    updates, after = jax.tree.unflatten(jax.tree.structure(result), traced.out_avals)
-    typed = _typed(state, after)
-    # What is marked as varying may let more come back as varying: again, until nothing changes.
-    if any(a is not b for a, b in zip(jax.tree.leaves(typed), jax.tree.leaves(state), strict=True)):
-        return _closed(run, typed, arguments)
-    return closed, state, [arguments, *captured], updates
+    return branch(predicate, state, [arguments, *captured])
 
 
 def _nothing(emit: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree, like: Tree) -> Tree:
@@ -126,12 +173,6 @@ def _nothing(emit: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree
     if trees.flatten(types)[1] != trees.flatten(like)[1]:
         like = types
     return jax.tree.map(lambda a, b: jnp.zeros_like(b if jnp.shape(b) == a.shape else a, dtype=a.dtype), types, like)
-
-
-def _strong(leaf: Array) -> Array:
-    """The leaf without a weak type, which would be another after an update. A random key has no weak type."""
-    leaf = arrays.as_array(leaf)
-    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else lax.convert_element_type(leaf, leaf.dtype)
 
 
 def _looped(
@@ -174,6 +215,9 @@ def finite(leaves: Sequence[Array]) -> jax.Array:
     for leaf in leaves:
         all_finite = all_finite if leaf is None else jnp.isfinite(leaf).all() & all_finite
     return all_finite
+
+
+# -- over replicas
 
 
 def check_merged(leaves: Sequence[Array], paths: Callable[[], list[str]], replicas: Replicas | None) -> None:
