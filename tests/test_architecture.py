@@ -188,6 +188,6 @@ def test_backends_supply_what_the_core_asks_for(backend):
     ):
         for name, member in vars(protocol).items():
             if inspect.isfunction(member) and not name.startswith("_"):
-                own = getattr(getattr(backend, part), name)
+                own = getattr(getattr(backend.BACKEND, part), name)
                 assert list(inspect.signature(own).parameters) == list(inspect.signature(member).parameters)[1:]
                 assert (own.__doc__ or "").splitlines()[0] == (member.__doc__ or "").splitlines()[0]
