@@ -118,25 +118,27 @@ def _after_one_more(name: str, layer: nn.BatchNorm1d, pooled: Pooled) -> dict[st
 
 
 class Watch:
-    """Watches the BatchNorm layers of a module: in its context they write what they see of each micro-batch.
+    """Watches the BatchNorm layers of a module: in its context they write what they see of a micro-batch.
 
     With momentum 1, torch's own kernel writes the mean and the variance of the batch in the place of the running ones.
-    Afterwards the layers are as before. The caller restores their buffers.
+    Afterwards the layers are as before, but for their buffers, which the caller restores.
     """
 
     def __init__(self, module: nn.Module):
         self.layers = _watched(module)
         self.counts: dict[str, int] = {}
-        self.is_open = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A context in which the layers are watched."""
+        """The forward pass of one micro-batch."""
+        self.counts = {}
         momenta = {name: layer.momentum for name, layer in self.layers.items()}
         hooks = []
         try:
             for name, layer in self.layers.items():
-                # The running statistics are then those of the batch alone.
+                # The layer writes into tensors of its own, and to these the statistics of the batch alone.
+                buffers = layer.__dict__[_private.BUFFERS]
+                buffers |= {key: torch.zeros_like(buffers[key]) for key in _STATISTICS if buffers.get(key) is not None}
                 layer.momentum = 1.0
                 hooks.append(layer.register_forward_pre_hook(partial(self._count, name), with_kwargs=True))
             yield
@@ -149,8 +151,7 @@ class Watch:
     def _count(
         self, name: str, layer: nn.BatchNorm1d, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
     ) -> None:
-        # A checkpoint runs the forward pass again later, and a layer in eval mode tracks nothing.
-        if not (self.is_open and layer.training):
+        if not layer.training:  # it tracks nothing
             return
         if name in self.counts:
             raise FuncgaError(
@@ -160,19 +161,6 @@ class Watch:
             )
         x = args[0] if args else kwargs["input"]
         self.counts[name] = x.numel() // layer.num_features
-
-    @contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """The forward pass of one micro-batch: the layers write into tensors of their own."""
-        self.counts = {}
-        for layer in self.layers.values():
-            buffers = layer.__dict__[_private.BUFFERS]
-            buffers |= {key: torch.zeros_like(buffers[key]) for key in _STATISTICS if buffers.get(key) is not None}
-        self.is_open = True
-        try:
-            yield
-        finally:
-            self.is_open = False
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """`{name: leaf}`: count, mean and population variance of the micro-batch, stacked; zeros if it did not run.

@@ -62,9 +62,8 @@ class Visit:
         self.buffers: list[_Exchange] = []
         self.empty: list[Table] = []  # the tables of modules without buffers
         self.is_prepared = self.in_transform = False
-        # Usually no layer changes itself, and a stack would cost time in each micro-batch.
         self.embeddings = embeddings_with_max_norm(self.owners)
-        self.layers = ExitStack() if loss.statistics or self.embeddings else None
+        self.guard = ExitStack()  # of the embeddings
         self.watch: Watch | None = None
 
     def __enter__(self) -> "Visit":
@@ -83,15 +82,12 @@ class Visit:
             table.original = table.space[BUFFERS]
         for table in self.parameters:
             table.space[PARAMETERS] = table.stand_in.copy()
-        if self.layers is not None:
-            self.layers.enter_context(within_norm(self.embeddings))
-            if self.watch is not None:
-                self.layers.enter_context(self.watch.watching())
+        if self.embeddings:
+            self.guard.enter_context(within_norm(self.embeddings))
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.layers is not None:
-            self.layers.close()
+        self.guard.close()
         for table in self.parameters:
             table.space[PARAMETERS] = table.original
         for table in self.buffers:
@@ -132,7 +128,7 @@ class Visit:
         self._put_buffers(
             by_what_they_replace(threaded, named(self.owners, BUFFERS), "buffers") if loss.buffers else {}
         )
-        with _NOTHING if self.watch is None else self.watch.micro_batch():
+        with _NOTHING if self.watch is None else self.watch.watching():
             output = called(loss.loss_fn, loss.module, *args, **kwargs)
         if self.watch is not None:
             return with_state(output, self.watch.statistics())
