@@ -1,6 +1,8 @@
 """The facts about tensors that the mathematics needs, and whose memory a tensor is in."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -10,7 +12,6 @@ from funcga._fold.tally import Tally
 from funcga._types import Dtype, Scalar
 from torch_backend import _private
 from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
-from torch_backend.engine.recording import is_recorded
 
 xp = torch
 
@@ -102,20 +103,6 @@ def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor
         raise
 
 
-def in_transform() -> bool:
-    """Whether what is computed now is differentiated from outside: its tensors must not be written to or detached.
-
-    A transform of torch.func may do that, forward-mode AD, or a gradient of funcga's whose loss this is a part of.
-    """
-    # Where torch.compile cannot trace the depth of transforms, the answer is the safe one: nothing is written to.
-    if torch.compiler.is_compiling() and not _TRACES_DEPTH:
-        return True
-    return _private.transforms() > 0 or _private.in_forward_mode() or is_recorded()
-
-
-_TRACES_DEPTH = torch.__version__ >= "2.13"
-
-
 def scalar(weight: Scalar) -> Scalar:
     """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
     if type(weight) is not torch.Tensor and is_dtensor(weight):
@@ -164,6 +151,48 @@ def stored(array: torch.Tensor) -> torch.Tensor:
 def restored(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """What was stored of an array like this one."""
     return numbers
+
+
+# --- What is differentiated -------------------------------------------------------------------------------------------
+
+
+_RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
+# How many losses are being recorded, in all threads. torch.compile can guard a global, but no context variable. If the
+# loss is another thread's, the compiled function records a graph that nobody needs, and returns the same numbers.
+_recordings = 0
+
+
+class recording_loss(AbstractContextManager[None]):  # noqa: N801 - a context, as torch.no_grad
+    """A context in which autograd records a loss, or runs parts of it again: steps inside of it are differentiated."""
+
+    def __enter__(self) -> None:
+        global _recordings
+        self.token = _RECORDED.set(True)
+        _recordings += 1
+
+    def __exit__(self, *error: Any) -> None:
+        global _recordings
+        _RECORDED.reset(self.token)
+        _recordings -= 1
+
+
+def is_recorded() -> bool:
+    """Whether the present computation is part of a loss that autograd records for funcga."""
+    return (_recordings > 0 if torch.compiler.is_compiling() else _RECORDED.get()) and torch.is_grad_enabled()
+
+
+def in_transform() -> bool:
+    """Whether what is computed now is differentiated from outside: its tensors must not be written to or detached.
+
+    A transform of torch.func may do that, forward-mode AD, or a gradient of funcga's whose loss this is a part of.
+    """
+    # Where torch.compile cannot trace the depth of transforms, the answer is the safe one: nothing is written to.
+    if torch.compiler.is_compiling() and not _TRACES_DEPTH:
+        return True
+    return _private.transforms() > 0 or _private.in_forward_mode() or (_recordings > 0 and is_recorded())
+
+
+_TRACES_DEPTH = torch.__version__ >= "2.13"
 
 
 # --- Memory ---------------------------------------------------------------------------------------------------------

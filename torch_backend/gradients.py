@@ -9,7 +9,7 @@ from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
-from torch_backend.engine.recording import is_constant, is_recorded, switched_off
+from torch_backend.arrays import is_recorded
 from torch_backend.modules.checks import check_unfrozen
 
 
@@ -133,30 +133,25 @@ def _spread(tensors: list[torch.Tensor], is_present: list[bool]) -> list[torch.T
     return [next(remaining) if present else None for present in is_present]
 
 
+def is_constant(loss: torch.Tensor) -> bool:
+    """Whether a loss without a graph is a number other than 0. A batch that is masked completely has a loss of 0."""
+    return abs(loss.detach().item()) > 0
+
+
+def switched_off() -> FuncgaError:
+    """The error for a loss that changes what its own gradient is taken with respect to."""
+    return FuncgaError(
+        "loss_fn calls requires_grad_() on a parameter that it is given, whose gradient is being taken. Leave what is "
+        "frozen out of the parameters, as a pure_loss allows; or use p.detach() in loss_fn."
+    )
+
+
 def check_params(params: Any) -> None:
     """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
     # In torch nothing is to be checked: a tensor is a parameter if it is passed as one.
 
 
 # --- Hooks that a user has put on parameters. A leaf that stands in for a parameter takes its hooks over.
-
-
-def are_plain(leaves: Sequence[Any]) -> bool:
-    """Whether no leaf that is made of these needs to know more than the tensor: no hooks, no marks, nothing frozen.
-
-    This glance at all of them is cheap. Only where it is False is each looked at.
-    """
-    if not {*map(type, leaves)} <= {torch.Tensor, torch.nn.Parameter}:
-        return False
-    return not any(
-        _private.hooks_at_a_glance(leaf) != _NO_HOOKS
-        or leaf.__dict__  # a mark, such as that of a stand-in for a module's parameter
-        or not (leaf.requires_grad or type(leaf) is torch.Tensor)  # a frozen parameter
-        for leaf in leaves
-    )
-
-
-_NO_HOOKS = (None, None)
 
 
 def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any], paths: Callable[[], list[str]]) -> bool:

@@ -20,7 +20,6 @@ from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine import Window
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
-from torch_backend.engine.recording import is_recorded
 from torch_backend.engine.window import Engine, detached, reduction_of, result_of_others
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.reduce import Reduction
@@ -53,7 +52,7 @@ class _NotWrapped:
 
 
 def _differentiated_across() -> FuncgaError:
-    if is_recorded():
+    if arrays.is_recorded():
         return FuncgaError(
             "across= was given to a step inside of a loss that is being differentiated, and the merge over replicas "
             "has no derivative. Leave it out there. If the step is a constant for that loss, run it under "

@@ -16,11 +16,6 @@ from torch_backend.dtensor import local
 donates = True  # a call may write to memory that it is given
 
 
-def _tracked(pure: bool) -> bool:
-    """Whether autograd may record: only inside of a transform, which differentiates what autograd sees."""
-    return pure and torch.is_grad_enabled()
-
-
 def add(
     folds: Sequence[LeafFold | None],
     accumulators: Sequence[Reduced],
@@ -29,23 +24,23 @@ def add(
     donate: bool,
 ) -> tuple[list[Reduced], bool]:
     """The accumulators with one more value of this weight, and whether nobody else has their memory."""
-    pure = arrays.in_transform()
+    pure, added = arrays.in_transform(), [*accumulators]
+    # A weight on a device may be 0, and then not even a NaN may be added: that takes a selection leaf by leaf.
+    factors: dict[str | None, float] = (
+        {"plain": 1} if isinstance(weight, torch.Tensor) else {"plain": 1, "weighted": weight}
+    )
     # Sums are added in one kernel for all leaves of a kind; every other fold is combined leaf by leaf.
-    factors = {} if pure else _factors(weight)
-    groups: dict[str, list[int]] = {}
-    others: list[tuple[int, LeafFold]] = []
-    for leaf_index, (fold, accumulator, leaf) in enumerate(zip(folds, accumulators, leaves, strict=True)):
-        if fold is None:
-            continue
-        if _is_addend(accumulator, leaf) and fold.adds in factors:
-            groups.setdefault(fold.adds, []).append(leaf_index)
-        else:
-            others.append((leaf_index, fold))
-    added = [*accumulators]
-    with torch.set_grad_enabled(_tracked(pure)):
-        for leaf_index, fold in others:
-            value = leaves[leaf_index] if pure else leaves[leaf_index].detach()
-            added[leaf_index] = fold.combine(accumulators[leaf_index], fold.lift(value, weight))
+    groups: dict[str | None, list[int]] = {kind: [] for kind in factors}
+    is_combined = False
+    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
+        for leaf_index, (fold, accumulator, leaf) in enumerate(zip(folds, accumulators, leaves, strict=True)):
+            if fold is None:
+                continue
+            if _is_addend(accumulator, leaf) and fold.adds in factors and not pure:
+                groups[fold.adds].append(leaf_index)
+            else:
+                is_combined = True
+                added[leaf_index] = fold.combine(accumulator, fold.lift(leaf if pure else leaf.detach(), weight))
         for kind, group in groups.items():
             accumulators_of_group = [accumulators[leaf_index] for leaf_index in group]
             leaves_of_group = [leaves[leaf_index] for leaf_index in group]
@@ -54,24 +49,18 @@ def add(
                 added[leaf_index] = accumulator
     # Without donation two things may still be the caller's memory: what a monoid has returned of its arguments, and a
     # sum that nothing was added to.
-    owned = not others and all(factors[kind] for kind in groups)
+    owned = not is_combined and all(factors[kind] for kind, group in groups.items() if group)
     return added, donate or owned
 
 
 def lifted(folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
     """What one value of this weight contributes to the accumulator of each leaf."""
     pure = arrays.in_transform()
-    with torch.set_grad_enabled(_tracked(pure)):
+    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         return [
             None if fold is None else fold.lift(leaf if pure else leaf.detach(), weight)
             for fold, leaf in zip(folds, leaves, strict=True)
         ]
-
-
-def _factors(weight: Scalar) -> dict[str, float]:
-    """What the leaves of each kind of sum are multiplied by, where the host knows it."""
-    # A weight on a device may be 0, and then not even a NaN may be added: that takes a selection leaf by leaf.
-    return {"plain": 1} if isinstance(weight, torch.Tensor) else {"plain": 1, "weighted": weight}
 
 
 def _is_addend(accumulator: Reduced, leaf: torch.Tensor) -> bool:
@@ -115,7 +104,7 @@ def finish(
     is_total_on_host = len(tally.weight) == 1 and isinstance(total, int | float) and not pure
     finished: list[Reduced] = [None] * len(accumulators)
     quotients = []
-    with torch.set_grad_enabled(_tracked(pure)):
+    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for leaf_index, (fold, accumulator) in enumerate(zip(folds, accumulators, strict=True)):
             if fold is None:
                 continue
@@ -124,20 +113,16 @@ def finish(
                 quotients.append(leaf_index)
             else:
                 finished[leaf_index] = fold.result(accumulator, tally)
-        divided = _quotients([accumulators[leaf_index] for leaf_index in quotients], total, donate) if quotients else []
-    for leaf_index, quotient in zip(quotients, divided, strict=True):
+        sums = [accumulators[leaf_index] for leaf_index in quotients]
+        if sums and not total:
+            sums = [torch.zeros_like(accumulator) for accumulator in sums]
+        elif sums and donate:
+            divide(sums, float(total))
+        elif sums:
+            sums = [*torch._foreach_div(sums, float(total))]
+    for leaf_index, quotient in zip(quotients, sums, strict=True):
         finished[leaf_index] = quotient
     return finished
-
-
-def _quotients(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence[torch.Tensor]:
-    if not total:
-        return [torch.zeros_like(accumulator) for accumulator in sums]
-    if donate:
-        divide(sums, float(total))
-        return sums
-    quotients: tuple[torch.Tensor, ...] = torch._foreach_div(sums, float(total))
-    return quotients
 
 
 def divide(sums: list[torch.Tensor], total: float) -> None:
@@ -168,7 +153,7 @@ def is_power_of_two(number: float) -> bool:
 def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
     """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
     pure = arrays.in_transform()
-    with torch.set_grad_enabled(_tracked(pure)):
+    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         wide = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
         # In place an element that two leaves share would be multiplied twice.
         if donate and not pure:
@@ -189,7 +174,7 @@ def emptied(
     kept = set(_storages(taken)) if donate and not pure else set()
     empty: list[Reduced] = [None] * len(accumulators)
     zeroed = []
-    with torch.set_grad_enabled(_tracked(pure)):
+    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for leaf_index, (fold, accumulator) in enumerate(zip(folds, accumulators, strict=True)):
             if fold is None:
                 continue

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcga._types import GradFn, Tree
 from torch_backend import arrays, trees
-from torch_backend.engine.recording import recording_loss
+from torch_backend.arrays import recording_loss
 from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import modules_in
 

@@ -31,16 +31,12 @@ from torch_backend.modules.checks import closed_over
 class _Applied:
     """`last` is another object once a function written in Python has been applied, recorded or not.
 
-    `since`: what to compare it with later. Without `is_noted` nobody tells, and no object is the same.
+    Without `is_noted` nobody tells. What was `last` before is to be remembered only with it.
     """
 
     def __init__(self) -> None:
         self.last: object = object()
         self.is_noted = False
-
-    @property
-    def since(self) -> object:
-        return self.last if self.is_noted else None
 
 
 applied = _Applied()

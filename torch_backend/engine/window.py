@@ -28,13 +28,13 @@ from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
+from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, is_dtensor, local
 from torch_backend.engine.backward import Backward, autocasting, ran_backward
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.others import GradsWatch, Surroundings, applied, left_alone
-from torch_backend.engine.recording import is_constant, recording_loss, switched_off
-from torch_backend.gradients import are_plain, put_hooks
+from torch_backend.gradients import is_constant, put_hooks, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_no_params, check_unfrozen
 from torch_backend.modules.layers import called
@@ -172,7 +172,7 @@ class Engine:
 
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
         """Makes leaves of the arguments that are differentiated and are not split."""
-        self.since = applied.since
+        self.since = applied.last if applied.is_noted else None
         if self.module is not None:
             self._begin_with_parameters(self.module)
             return
@@ -200,7 +200,7 @@ class Engine:
         structure = trees.flatten(params)[1]
         self.arity, self.whole_args, self.is_whole = 0, {_OWN: params}, True
         self.leaves = {_OWN: _Leaves(params, leaves, structure, leaves)}
-        if not are_plain(leaves):
+        if not _are_plain(leaves):
             self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, _OWN))
         self.aside = left_alone(params.values(), with_dtypes=True)
         self.aside.__enter__()
@@ -216,7 +216,7 @@ class Engine:
 
     def _leaves_of(self, tree: Tree, argnum: int) -> "_Leaves":
         originals, structure = trees.flatten(tree)
-        is_plain = are_plain(originals)
+        is_plain = _are_plain(originals)
         if not is_plain:
             originals = own_parameters(originals)
             check_unfrozen(originals, tree, self.gradient, argnum)
@@ -462,6 +462,24 @@ class _Leaves(NamedTuple):
             None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves
         ]
         return detached(trees.unflatten(self.structure, grads))
+
+
+def _are_plain(leaves: Sequence[Any]) -> bool:
+    """Whether no leaf that is made of these needs to know more than the tensor: no hooks, no marks, nothing frozen.
+
+    This glance at all of them is cheap. Only where it is False is each looked at.
+    """
+    if not {*map(type, leaves)} <= {torch.Tensor, torch.nn.Parameter}:
+        return False
+    return not any(
+        _private.hooks_at_a_glance(leaf) != _NO_HOOKS
+        or leaf.__dict__  # a mark, such as that of a stand-in for a module's parameter
+        or not (leaf.requires_grad or type(leaf) is torch.Tensor)  # a frozen parameter
+        for leaf in leaves
+    )
+
+
+_NO_HOOKS = (None, None)
 
 
 def _tensors(leaves: dict[int, _Leaves]) -> list[torch.Tensor]:

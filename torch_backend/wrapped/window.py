@@ -25,12 +25,12 @@ from funcga._grad import scaled_loss
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
+from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.backward import autocasting, holds, is_alone
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.others import applied, left_alone, reach
-from torch_backend.engine.recording import recording_loss
 from torch_backend.engine.window import detached
 from torch_backend.modules.checks import check_no_params, modules_in
 from torch_backend.modules.layers import called
@@ -96,7 +96,7 @@ class ModuleWindow:
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
         self.has_begun = False  # a pass, of which something may be left
         self.buffers: Buffers | None = None
-        self.since = applied.since
+        self.since = applied.last if applied.is_noted else None
         # The number of nodes of the last graph, and of the graph that was walked through last. NaN equals nothing.
         self.graph_size = self.walked_size = math.nan
         self.walked: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = (), []
