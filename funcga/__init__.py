@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from funcga import monoids, normalizers, reducers
 from funcga._accumulate import accumulate
 from funcga._call.arguments import CARRY
-from funcga._fold.tally import Tally
+from funcga._fold import Tally
 from funcga._grad import grad, value_and_grad
 from funcga._replicas import check_replicas
 from funcga._stream import stream, windows

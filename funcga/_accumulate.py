@@ -1,10 +1,13 @@
 """`accumulate`: the fold over the micro-batches that a batch is split into."""
 
 import functools
+import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
-from funcga._call.program import OwningGradient, read_program
+from funcga._backend import Backend
+from funcga._call.program import OwningGradient, Program, read_program
 from funcga._grad import GradientFunction
 from funcga._types import Across, P, R, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
@@ -106,12 +109,7 @@ def accumulate(
         n=None if n is None or searches else check_count(n, "n", ', or n="auto"'),
         microbatch_size=None if microbatch_size is None else check_count(microbatch_size, "microbatch_size"),
     )
-    # Rarely needed, so it is imported here.
-    search = None
-    if searches:
-        from funcga._auto_n import Search
-
-        search = Search(program)
+    search = Search(program) if searches else None
 
     # The signature is grad_fn's in any case; the names are only if grad_fn is a function that has them.
     names = () if isinstance(grad_fn, GradientFunction | OwningGradient) else ("__doc__", "__name__", "__qualname__")
@@ -144,3 +142,82 @@ def _check_search(grad_fn: object, across: Across) -> None:
         )
     if isinstance(grad_fn, OwningGradient):
         grad_fn.check_search()
+
+
+# -- n="auto": the smallest number of micro-batches whose memory suffices, found by trying
+
+# How many shapes of arguments are remembered. Each length of a batch is one.
+_SHAPES = 256
+
+
+class Search:
+    """The fold of a program with the smallest n that fits; what fitted is remembered for each shape of arguments.
+
+    A window that runs out of memory is dropped and replayed from its start with more micro-batches. So no part of it
+    is counted twice, and the result is that of the n that ran to its end.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.fitted: dict[Any, int] = {}
+        self.programs: dict[int, Program] = {}
+
+    def __call__(self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result. Raises what the framework raises if not even one row at a time fits."""
+        if backend.loop.is_traced((args, kwargs)):
+            raise FuncgaError(
+                'n="auto" tries sizes out when it is called, which cannot be done in a program that is being compiled. '
+                "Call the step outside of jax.jit or torch.compile, or give a number: n=8."
+            )
+        leaves = [leaf for leaf in backend.trees.flatten((args, kwargs))[0] if hasattr(leaf, "shape")]
+        key = backend.name, *[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
+        rows = self.program.read(args, backend).rows()
+
+        def run(n: int) -> Any:
+            program = self.programs.setdefault(n, replace(self.program, n=n, kept={}))
+            return backend.loop.finished(backend.loop.accumulate(program, backend)(args, kwargs))
+
+        n, result = smallest(run, rows, backend.loop.is_out_of_memory, self.fitted.get(key))
+        # A dict keeps its order: the shapes used latest stand last, and the first is forgotten.
+        self.fitted.pop(key, None)
+        self.fitted[key] = n
+        if len(self.fitted) > _SHAPES:
+            del self.fitted[next(iter(self.fitted))]
+        return result
+
+
+def smallest(
+    run: Callable[[int], Any], most: int, is_out_of_memory: Callable[[BaseException], bool], fitted: int | None = None
+) -> tuple[int, Any]:
+    """The smallest n from 1 to `most` for which `run(n)` has enough memory, and what it returns.
+
+    `fitted` is one that had enough before. It is tried first, and is the answer if it still has.
+    """
+
+    def attempt(n: int) -> tuple[bool, Any]:
+        try:
+            return True, run(n)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if n == most:
+                error.add_note(f"funcga: tried up to n={n}, one row a micro-batch, and that does not fit either.")
+                raise
+        # Not in the `except` block: there the error still refers to its frames, and these to the arrays.
+        gc.collect()
+        return False, None
+
+    n, too_few = (1, 0) if fitted is None else (min(fitted, most), fitted - 1)
+    fits, result = attempt(n)
+    # Invariant: `too_few` micro-batches are taken not to fit. Double until something fits, ...
+    while not fits:
+        too_few, n = n, min(2 * n, most)
+        fits, result = attempt(n)
+    # ... then halve the gap below it.
+    while n - too_few > 1:
+        middle = (n + too_few) // 2
+        result = None  # it would take room from the next attempt
+        fits, result = attempt(middle)
+        n, too_few = (middle, too_few) if fits else (n, middle)
+    # The last attempt need not be the one that fitted, and its result is gone: run that n again.
+    return (n, result) if fits else smallest(run, most, is_out_of_memory, n)

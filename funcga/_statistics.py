@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 from funcga._backend import Arrays
 from funcga._backend.dispatch import backend_of
-from funcga._fold.tally import is_quantity
+from funcga._fold import is_quantity
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled

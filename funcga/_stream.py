@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from funcga._call.program import OwningGradient, read_program, weight_of
-from funcga._fold.tally import weight_on_host
+from funcga._fold import weight_on_host
 from funcga._transform.window_size import TargetWeight
 from funcga._types import Across, R, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count, explains_arguments

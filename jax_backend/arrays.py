@@ -11,7 +11,7 @@ from jax import lax
 from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
-from funcga._fold.tally import Tally, two_sum
+from funcga._fold import Tally, two_sum
 from funcga._types import Array, Dtype, Scalar, Tree
 from jax_backend import _private
 

@@ -15,7 +15,7 @@ from funcga._backend import Arrays, DLPack, Gradients, Loop, Replicas, Sums, Tra
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
-LAYERS = ["errors", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_call", "_grad", "_auto_n", "_accumulate",
+LAYERS = ["errors", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_call", "_grad", "_accumulate",
           "_transform", "_stream", "_statistics", "rules", "_versions", "_loading", "_trees", "_compare", "_verify", "_parity", "_cli", "__init__", "__main__"]  # fmt: skip
 # What a backend may import of the core: its types. It never imports what is built on a backend.
 TYPES = {

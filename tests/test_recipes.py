@@ -412,7 +412,7 @@ def test_a_schedule_of_epochs(double, name):
 @pytest.fixture
 def quick(monkeypatch):
     """A search that collects no garbage, of which the other tests have made much."""
-    monkeypatch.setattr("funcga._auto_n.gc.collect", lambda: 0)
+    monkeypatch.setattr("funcga._accumulate.gc.collect", lambda: 0)
 
 
 def test_memory_that_runs_out_in_the_middle(double, quick):

@@ -3,8 +3,8 @@
 import torch
 
 from funcga._backend import Backend
+from funcga._fold import Tally
 from funcga._fold.accumulator import AccumulatorState
-from funcga._fold.tally import Tally
 from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
 from torch_backend import arrays, dlpack, gradients, loop, replicas, sums, trees

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from funcga._fold.tally import Tally
+from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
 from torch_backend import _private
 from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from funcga._fold import largest
+from funcga._fold import Tally, largest
 from funcga._fold.outputs import Outputs
-from funcga._fold.tally import Tally
 from funcga._replicas import MergeMemory
 from funcga._transform.window import Window
 from funcga._types import Array, Reduced, Scalar, Tree

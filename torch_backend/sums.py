@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from funcga._fold import LeafFold
-from funcga._fold.tally import Tally
+from funcga._fold import LeafFold, Tally
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
+from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._fold.tally import check_weight
 from funcga._replicas import Step, step_of
 from funcga._types import Across, GradFn, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, refuses_arguments

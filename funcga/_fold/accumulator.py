@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
-from funcga._fold import parts_of
+from funcga._fold import Tally, check_narrow, check_weight, parts_of
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._fold.tally import Tally, check_narrow, check_weight
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
-from funcga._fold.tally import is_quantity
+from funcga._fold import is_quantity
 from funcga._transform import DonatingTransform, Transform, UpdateFunction, wrapped_transform
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError

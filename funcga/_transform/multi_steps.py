@@ -10,10 +10,9 @@ from typing import Any, Literal
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
-from funcga._fold import LeafFold, largest
+from funcga._fold import LeafFold, Tally, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._fold.tally import Tally, check_narrow, check_weight
 from funcga._grad import is_uninitialised, uninitialised
 from funcga._replicas import MergeMemory, step_of
 from funcga._transform import (
@@ -414,7 +413,8 @@ class MultiStepsUpdate(UpdateFunction):
     def _read(self, window: Window, backend: Backend) -> Accumulation:
         leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
         accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
-        outputs = self._bound([*map(largest, accumulators)], structure, backend)
+        likes = [largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators]
+        outputs = self._bound(likes, structure, backend)
         return Accumulation(outputs, accumulators, window.tally, window.rejected)
 
     def _closed(self, window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:

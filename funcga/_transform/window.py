@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import PathError, check_paths, leaf_paths
-from funcga._fold import largest, parts_of
+from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation
-from funcga._fold.tally import Tally
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from funcga._backend import Arrays
-from funcga._fold.tally import has_no_axes, is_quantity
+from funcga._fold import has_no_axes, is_quantity
 from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError, check_count
 

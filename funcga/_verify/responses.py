@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from funcga._call.arguments import groups, starts
-from funcga._fold.tally import Tally
+from funcga._fold import Tally
 from funcga._types import Array
 from funcga._verify.probe import Leaves, Limit, Probe, Rows, relative
 from funcga.errors import FuncgaError, TooFewRowsError

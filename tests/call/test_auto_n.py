@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import funcga
-from funcga._auto_n import smallest
+from funcga._accumulate import smallest
 from tests import problems
 from tests.kits import LIMITS, TORCH, difference, needs_cuda
 
@@ -33,7 +33,7 @@ def fails(error):
 @pytest.mark.parametrize("most", [1, 2, 7, 40])
 @pytest.mark.parametrize("known", [None, 1, 3, 40, 100])
 def test_the_smallest_is_found(most, known, monkeypatch):
-    monkeypatch.setattr("funcga._auto_n.gc.collect", lambda: 0)  # takes a tenth of a second
+    monkeypatch.setattr("funcga._accumulate.gc.collect", lambda: 0)  # takes a tenth of a second
     for limit in range(1, most + 1):
         tried = []
 
@@ -202,11 +202,11 @@ def test_a_device_that_is_really_full():
 
 
 def test_no_more_shapes_are_remembered_than_are_of_use(monkeypatch):
-    monkeypatch.setattr("funcga._auto_n._SHAPES", 3)
+    monkeypatch.setattr("funcga._accumulate._SHAPES", 3)
     made = []
-    original = funcga._auto_n.Search.__init__
+    original = funcga._accumulate.Search.__init__
     monkeypatch.setattr(
-        funcga._auto_n.Search, "__init__", lambda self, program: (original(self, program), made.append(self))[0]
+        funcga._accumulate.Search, "__init__", lambda self, program: (original(self, program), made.append(self))[0]
     )
     step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum()), "auto", fold=funcga.sum())
     for rows in (1, 2, 3, 1, 4, 5):

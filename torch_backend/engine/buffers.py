@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from funcga._fold.tally import Tally
+from funcga._fold import Tally
 from funcga._types import Reduced, Scalar, Tree
 from torch_backend import arrays, sums
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
-from funcga._fold.tally import Tally
 from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import trees
