@@ -173,30 +173,38 @@ def bind_outputs(
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
     in_loop = carried is not None
-    # Threaded leaves go to the next micro-batch, collected ones are joined after the loop, the rest is reduced in it.
     threaded = [index for index, (leaf_fold, _) in enumerate(leaf_values) if in_loop and leaf_fold.reducer.carries]
     # Checked first: the fold that stands where carry() is missing may not fit the state, and that error would mislead.
     if carried and not threaded:
         raise _unmatched([root for root, _ in carried], [])
     folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
+    reduced, collected = _sorted(folds, threaded, in_loop)
     # A leaf without a fold has neither shape nor dtype here: None, or an object that is threaded as it is.
-    folded = {index: fold for index, fold in enumerate(folds) if fold is not None}
-    collected = [index for index, fold in folded.items() if in_loop and fold.fold.reducer.monoid.axis is not None]
-    threads: tuple[int, ...] = ()
-    if carried or threaded:
-        paths = leaf_paths(value, backend.trees, name)
-        threads = _threads(paths, [(leaf_values[index].root, index) for index in threaded], carried or [])
-    not_reduced = {*threaded, *collected}
+    likes = [None if bound is None else leaf for bound, leaf in zip(folds, leaves, strict=True)]
     return Outputs(
         structure=structure,
         folds=tuple(folds),
-        shapes=tuple([leaf.shape if shaped and index in folded else None for index, leaf in enumerate(leaves)]),
-        dtypes=tuple([leaf.dtype if index in folded else None for index, leaf in enumerate(leaves)]),
-        reduced=tuple([index for index in folded if index not in not_reduced]),
-        collected=tuple(collected),
-        threads=threads,
+        shapes=tuple([like.shape if shaped and like is not None else None for like in likes]),
+        dtypes=tuple([None if like is None else like.dtype for like in likes]),
+        reduced=reduced,
+        collected=collected,
+        threads=_threads(value, leaf_values, threaded, carried or [], backend),
         backend=backend,
     ), leaves
+
+
+def _sorted(
+    folds: Sequence[LeafFold | None], threaded: list[int], in_loop: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The leaves that are reduced, and those that are collected: all but those that are threaded, and None."""
+    reduced: list[int] = []
+    collected: list[int] = []
+    for leaf_index, fold in enumerate(folds):
+        if fold is None or leaf_index in threaded:
+            continue
+        grows = in_loop and fold.fold.reducer.monoid.axis is not None
+        (collected if grows else reduced).append(leaf_index)
+    return tuple(reduced), tuple(collected)
 
 
 def broadcast_folds(fold: Tree, value: Tree, leaves: int, backend: Backend, name: str = "output") -> list[PrefixValue]:
@@ -263,18 +271,24 @@ def leaf_path(value: Tree, leaf_index: int, backend: Backend, name: str = "outpu
     return leaf_paths(value, backend.trees, name)[leaf_index]
 
 
-def _threads(paths: list[str], returned: list[tuple[str, int]], carried: list[tuple[str, str]]) -> tuple[int, ...]:
-    """For every carried leaf, the output leaf that replaces it.
+def _threads(
+    value: Tree,
+    leaf_values: list[PrefixValue],
+    threaded: list[int],
+    carried: list[tuple[str, str]],
+    backend: Backend,
+) -> tuple[int, ...]:
+    """For every carried leaf, by (root, path), the output leaf that replaces it, of those that are `threaded`.
 
     The first CARRY argument is matched with the first carry() of the output, the second with the second, and so on.
     Below these the leaves are matched by path, so the order of a dict does not matter.
-
-    `paths` are those of all output leaves; `returned` has (root, index) of the leaves of carry(), and `carried` has
-    (root, path) of the CARRY leaves.
     """
-    index_of = {paths[leaf_index]: leaf_index for _, leaf_index in returned}
+    if not (carried or threaded):
+        return ()
+    paths = leaf_paths(value, backend.trees, "output")
+    index_of = {paths[leaf_index]: leaf_index for leaf_index in threaded}
     inputs = _by_root(carried)
-    outputs = _by_root([(root, paths[leaf_index]) for root, leaf_index in returned])
+    outputs = _by_root([(leaf_values[leaf_index].root, paths[leaf_index]) for leaf_index in threaded])
     if len(inputs) != len(outputs):
         raise _unmatched(inputs, outputs)
     threads = []
