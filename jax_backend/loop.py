@@ -14,8 +14,8 @@ from jax.export import is_symbolic_dim
 from funcga._backend import Backend
 from funcga._call.arguments import Arguments, groups
 from funcga._call.program import Program
-from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._fold import LEAST32, MOST32, Tally, check_narrow
+from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import bound
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError

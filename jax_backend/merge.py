@@ -14,9 +14,8 @@ import numpy as np
 from jax import lax
 
 from funcga._backend.prefixes import PrefixError, broadcast, outline
-from funcga._fold import LeafFold
+from funcga._fold import LeafFold, Tally
 from funcga._fold.outputs import Outputs
-from funcga._fold import Tally
 from funcga._types import Dtype, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, sharding, trees

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from funcga._call.arguments import Arguments
-from funcga._fold.outputs import Outputs
 from funcga._fold import Tally
+from funcga._fold.outputs import Outputs
 from funcga._types import Array, Scalar, Tree
 from jax_backend import _private
 from jax_backend.arrays import axis_names, devices_along, partition_spec

@@ -9,9 +9,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._fold import LeafFold
+from funcga._fold import LeafFold, Tally
 from funcga._fold.outputs import Outputs
-from funcga._fold import Tally
 from funcga._replicas import MergeMemory
 from funcga._transform.multi_steps import MultiSteps
 from funcga._transform.window import Dropped, MultiStepsState, Window
