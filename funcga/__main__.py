@@ -124,14 +124,14 @@ def _counts(text: str) -> list[int]:
     # What is no number becomes 0, which is refused like a 0.
     counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, each at least 1, such as 1,2,7")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of 1 or more, such as 1,2,7")
     return list(dict.fromkeys(counts))
 
 
 def _dtypes(text: str) -> list[str]:
     names = [part.strip() for part in text.split(",")]
     if not {*DTYPES}.issuperset(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DTYPES)}, and no list of them")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of these dtypes: {', '.join(DTYPES)}")
     # Gradients of 16 bits tell little by themselves. The order is from coarse to fine.
     if {"bfloat16", "float16"} & {*names}:
         names.append("float64")
@@ -140,20 +140,20 @@ def _dtypes(text: str) -> list[str]:
 
 def _whole(text: str) -> int:
     if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 
 
 def _file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file in a folder that exists")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
     return path
 
 
 def _picture(text: str) -> Path:
     if Path(text).suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no picture: write FILE.png, FILE.svg or FILE.pdf")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a picture: write FILE.png, FILE.svg or FILE.pdf")
     return _file(text)
 
 

@@ -55,7 +55,7 @@ def run_parity(
 def _run_problem(choice: Choice, plan: Plan, console: Console) -> Findings:
     # Progress goes to standard error, so that a report in a file has none.
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(choice.name)
+        task = progress.add_task(choice.where)
         problem = chosen(choice)
         progress.update(task, description=problem.name, total=plan.ticks(problem))
         findings = run(problem, replace(plan, tick=lambda: progress.advance(task)), choice)

@@ -104,12 +104,13 @@ def _check(rtol: object, atol: object, reduction: object, names: object) -> None
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise FuncgaError(
-                f"{name}={value!r} is no tolerance: a number, 0 or more and finite. Write {name}=1e-6, or leave it out."
+                f"{name}={value!r} is not a tolerance, which is a finite number of 0 or more. Write {name}=1e-6, "
+                f"or leave it out."
             )
     is_count = isinstance(reduction, int) and not isinstance(reduction, bool) and reduction >= 1
     if reduction is not None and not is_count:
         raise FuncgaError(
-            f"reduction={reduction!r} is no number of terms in a sum: an integer, 1 or more. Write "
+            f"reduction={reduction!r} is not a number of terms in a sum, which is an integer of 1 or more. Write "
             f"reduction=len(rows), or leave it out."
         )
     if rtol is not None and reduction is not None:

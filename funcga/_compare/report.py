@@ -114,8 +114,8 @@ class Report:
         # A little more, so that it suffices when it is rounded to two digits.
         atol = f"{1.1 * max(row.absolute for row in beyond):.1e}"
         return (
-            f"\nWhat is not close is 0 but for rounding, beside the largest leaf, {largest:.1e}, as the gradient of a "
-            f"bias before a normalisation is. If that is what it has to be, give atol={atol}."
+            f"\nWhat is not close is 0 except for rounding, beside the largest leaf, {largest:.1e}, as the gradient of "
+            f"a bias before a normalisation is. If it has to be 0, give atol={atol}."
         )
 
     def table(self) -> "Table":

@@ -129,10 +129,10 @@ def _unfit(leaf: Array, array: Array) -> str:
     if isinstance(leaf, np.ma.MaskedArray):
         return "masked, and what is under a mask has no value. Pass x.filled(0), or the elements alone: x.compressed()"
     if array.dtype.names:
-        return f"structured, and has no one number in a place. Pass its fields: x[{array.dtype.names[0]!r}]"
+        return f"structured, with several values in each element. Pass its fields: x[{array.dtype.names[0]!r}]"
     # Texts, bytes, dates and times are equal or not.
     if array.dtype.kind == "O" or not (_has_numbers(array) or array.dtype.kind in "USTMm"):
-        return "whose elements are no numbers. Pass numbers, x.astype('float64'), or a list, whose items are leaves"
+        return "whose elements are not numbers. Pass numbers, x.astype('float64'), or a list, whose items are leaves"
     return ""
 
 

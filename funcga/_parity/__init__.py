@@ -36,8 +36,8 @@ class Problem:
         about: A line that says what it is.
 
     Raises:
-        FuncgaError: where parity runs it and something does not fit: a loss that is no scalar, another fold, trees that
-            do not match, NaN in the data.
+        FuncgaError: where parity runs it and something does not fit: a loss that is not a scalar, another fold, trees
+            that do not match, NaN in the data.
 
     Example:
         >>> params = {"w": np.ones((3, 2), "float32")}

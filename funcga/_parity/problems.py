@@ -186,16 +186,15 @@ def _normal(random: np.random.Generator, *shape: int, fan_in: int = 64) -> Array
 
 
 class Choice(NamedTuple):
-    """A problem: `where` the command line says it is, the seed, and its name, if there are several."""
+    """A problem: a built-in one by its name, or `FILE.py:NAME`, and the seed."""
 
     where: str
     seed: int
-    name: str = ""
 
 
 def choices(where: str, seed: int) -> list[Choice]:
     """The Choices of the command line: all built-in problems, or one."""
-    return [Choice(name, seed, name) for name in (PROBLEMS if where == "all" else [where])]
+    return [Choice(name, seed) for name in (PROBLEMS if where == "all" else [where])]
 
 
 def chosen(choice: Choice) -> Problem:
@@ -209,7 +208,10 @@ def chosen(choice: Choice) -> Problem:
         check_installed("torch", "jax", "optax", "sklearn")
         return PROBLEMS[where](choice.seed)
     if ".py" not in where:
-        raise FuncgaError(f"{where!r} is no problem: {', '.join(PROBLEMS)}, all, or one of your own, FILE.py:problem.")
+        raise FuncgaError(
+            f"{where!r} is not a problem: write one of {', '.join(PROBLEMS)}, all, or the name of your own, "
+            f"FILE.py:problem."
+        )
     definition = "problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...)"
     value, name, _ = load_object(where, definition, _can_be_chosen)
     if callable(value) and not isinstance(value, Problem):
@@ -235,7 +237,7 @@ def _can_be_chosen(value: object, module: ModuleType) -> bool:
 
 
 def _check(problem: Problem) -> None:
-    """Raises FuncgaError for a problem without a loss, and for optimizers that there are none of."""
+    """Raises FuncgaError for a problem without a loss, and for optimizers that do not exist."""
     if problem.torch_loss is None and problem.jax_loss is None:
         raise FuncgaError(
             f"the problem {problem.name!r} has neither a torch_loss nor a jax_loss: there is nothing to run."

@@ -259,7 +259,7 @@ def _model(findings: Findings) -> Iterator[str]:
     wrong = [compared for compared in wrong if compared.dtype == finest]
     where = _which([compared for compared in findings.of("model") if compared.dtype == finest])
     text = f"The models differ, in {finest}: {where}. {_how(wrong)}"
-    yield text if finest == findings.finest else f"{text} In {findings.finest} they agree, so it is no mere rounding."
+    yield text if finest == findings.finest else f"{text} In {findings.finest} they agree, so it is not mere rounding."
 
 
 def _which(compared: list[Compared]) -> str:
@@ -362,7 +362,7 @@ def _aside(findings: Findings) -> Iterator[str]:
     if aside:
         names = ", ".join([*aside][:4]) + (" and others" if len(aside) > 4 else "")
         yield (
-            f"Left out of the training with Adam: {names}. The gradient there is 0 but for rounding, which Adam "
+            f"Left out of the training with Adam: {names}. The gradient there is 0 except for rounding, which Adam "
             f"divides by itself, so that updates are noise in both frameworks."
         )
 

@@ -38,7 +38,7 @@ class Verdict:
     """What `verify` says of a loss and its fold. `str(verdict)` is a short text for people.
 
     Attributes:
-        ok: Whether no cause was found: every split gives the result of the whole batch, but for what a note says.
+        ok: Whether no cause was found: every split gives the result of the whole batch, except for what a note says.
         causes: What is wrong, each a `Cause` with `.name`, `.what`, the line that is the `.fix`, and the `.evidence`.
         rows: A `Measured` for each split: its largest relative difference from the whole batch, with its limit.
         dtype: The dtype of the arguments in the comparison.
@@ -133,16 +133,17 @@ def verify(
     "wrong weight", "weight not additive", "divided by n", "regulariser", "other normaliser", "batch statistics",
     "in-batch negatives", "coupled rows", "row order", "randomness", "state", "per-example output", "params unused",
     "by steps", "wrong gradient" where one by torch.func is another, "first-order step", "small remainder" for what is
-    exact but for less than 1e-5, such as an epsilon in a count, and "not decomposable" where none of them explains what
-    was seen. A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss is
-    divided by a number which equals n, maybe by chance, that its value alone differs by less than 1e-5, that every
+    exact except for less than 1e-5, such as an epsilon in a count, and "not decomposable" where none of them explains
+    what was seen. A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss
+    is divided by a number which equals n, maybe by chance, that its value alone differs by less than 1e-5, that every
     gradient is as small as rounding, or that there are none.
 
     A difference is relative to the largest of what was added up to a leaf, plus a thousandth of the largest of all
     leaves, plus a floor; up to 1e-9 is rounding, in float64. Where a loss computes in float32 it is 1e-4, plus a tenth;
     in 16 bits 8 epsilons, plus a half. The floor is 8 epsilons over that limit: 2e-6 in float64, 0.01 in float32, 1 in
     16 bits. If all gradients are below it, it is multiplied by the largest, unless this is below 8 eps**0.75 of the
-    loss: then a note says that nothing can be told. A mistake that is smaller for these arguments is not seen.
+    loss: then a note says that nothing can be told. A mistake that is smaller for these arguments goes
+    unnoticed.
 
     No argument is changed, and the global random generators are put back, whatever the loss draws. What it prints or
     keeps, it does several times.

@@ -9,7 +9,6 @@ t = i / (i + j), with two poles. Anything else that repetition leaves as it is d
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -73,28 +72,46 @@ def uneven(probe: Probe, random: np.random.Generator) -> tuple[Rows, Rows]:
 
 
 def compare(probe: Probe, ns: Sequence[int], limit: Limit, parts: tuple[Rows, Rows]) -> Splits:
-    """What every split gives, against the whole batch. What grad_fn raises for a part of the batch is noted."""
-    comparison = _Comparison(probe, limit, _scales(probe, limit, parts), _folded(probe, [probe.every]))
+    """The Splits over n micro-batches, for each n, and over these two parts, compared with the whole batch.
+
+    What grad_fn raises for a part of the batch is noted; errors of funcga's own are raised.
+    """
+    scales, expected = _scales(probe, limit, parts), _folded(probe, [probe.every])
+    rows: list[Measured] = []
+
+    def measure(split: str, sizes: Rows, leaves: list[int], run: Callable[[], Leaves]) -> set[int]:
+        """The leaves that differ by more than the limit; adds the row of the split."""
+        try:
+            result = run()
+        except Exception as error:
+            if isinstance(error, FuncgaError) and not isinstance(error, TooFewRowsError):
+                raise
+            first, *_ = str(error).splitlines() or [""]
+            text = f"it raised {type(error).__name__}: {first[:200]}"
+            rows.append(Measured(split, sizes, float("nan"), limit.relative, "", text))
+            return set()
+        apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
+        worst = max(apart, key=lambda i: np.inf if np.isnan(apart[i]) else apart[i], default=None)
+        difference, leaf = (0.0, "") if worst is None else (apart[worst], probe.paths[worst])
+        rows.append(Measured(split, sizes, difference, limit.relative, leaf))
+        return {i for i, difference in apart.items() if not difference <= limit.relative}
+
     # Carried state and collected rows depend on the order, and moments on the number of micro-batches.
     compared = [i for i, fold in enumerate(probe.folds) if probe.whole[i] is not None and not fold.reducer.over_steps]
     unordered = [i for i in compared if not probe.folds[i].reducer.monoid.ordered]
-    rows: list[Measured] = []
     failed: set[int] = set()
     reordered: set[int] = set()
     for n in ns:
         sizes = tuple(size for _, size in starts(groups(probe.rows, n, None)))
-        row, apart = comparison.measure(f"n = {n}", sizes, compared, partial(probe.accumulated, n))
-        rows, failed = [*rows, row], failed | apart
+        failed |= measure(f"n = {n}", sizes, compared, partial(probe.accumulated, n))
     # State goes through the rows in their order only.
     if not probe.threaded:
         sizes = (len(parts[0]), len(parts[1]))
-        row, apart = comparison.measure("uneven, permuted", sizes, unordered, partial(_folded, probe, parts))
-        rows, failed = [*rows, row], failed | apart
+        failed |= measure("uneven, permuted", sizes, unordered, partial(_folded, probe, parts))
     # Does the order of the rows matter by itself, in one micro-batch?
     if failed and not probe.threaded:
         permuted = partial(_folded, probe, [parts[0] + parts[1]])
-        row, reordered = comparison.measure("one micro-batch, permuted", (probe.rows,), unordered, permuted)
-        rows = [*rows, row]
+        reordered = measure("one micro-batch, permuted", (probe.rows,), unordered, permuted)
     carries = {i for i in failed if probe.folds[i].reducer.carries}
     return Splits(rows, sorted(failed - carries), sorted(carries), sorted(reordered), parts)
 
@@ -128,34 +145,6 @@ def _folded(probe: Probe, parts: Sequence[Rows]) -> Leaves:
                 reduced = fold.reducer.monoid.combine(np, reduced, more)
             results.append(np.asarray(fold.normalizer.apply(np, reduced, tally)))
     return results
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """Results of splits against the expected one. The scales are what differences are relative to."""
-
-    probe: Probe
-    limit: Limit
-    scales: list[float]
-    expected: Leaves
-
-    def measure(
-        self, split: str, sizes: Rows, leaves: list[int], run: Callable[[], Leaves]
-    ) -> tuple[Measured, set[int]]:
-        """The row of a split, and the leaves that differ by more than the limit. Errors of funcga's own are raised."""
-        try:
-            result = run()
-        except Exception as error:
-            if isinstance(error, FuncgaError) and not isinstance(error, TooFewRowsError):
-                raise
-            first, *_ = str(error).splitlines() or [""]
-            text = f"it raised {type(error).__name__}: {first[:200]}"
-            return Measured(split, sizes, float("nan"), self.limit.relative, "", text), set()
-        apart = {i: relative(result[i], self.expected[i], self.scales[i]) for i in leaves}
-        failed = {i for i, difference in apart.items() if not difference <= self.limit.relative}
-        worst = max(apart, key=lambda i: np.inf if np.isnan(apart[i]) else apart[i], default=None)
-        difference, leaf = (0.0, "") if worst is None else (apart[worst], self.probe.paths[worst])
-        return Measured(split, sizes, difference, self.limit.relative, leaf), failed
 
 
 class Kind(NamedTuple):

@@ -300,10 +300,10 @@ def test_a_matrix_is_an_array():
 
 
 @pytest.mark.parametrize(("leaf", "text"), [
-    (np.array([1, "a"], object), r"`k` is object\[2\], whose elements are no numbers. Pass numbers, x.astype\('float64'\)"),
+    (np.array([1, "a"], object), r"`k` is object\[2\], whose elements are not numbers. Pass numbers, x.astype\('float64'\)"),
     (np.ma.array([1.0, 2.0], mask=[0, 1]), r"`k` is float64\[2\], masked, .* Pass x.filled\(0\), or .* x.compressed\(\)"),
     (np.zeros(2, "f4, i4"), r"`k` is void64\[2\], structured, .* Pass its fields: x\['f0'\]"),
-    (np.zeros(2, "V3"), r"`k` is void24\[2\], whose elements are no numbers"),
+    (np.zeros(2, "V3"), r"`k` is void24\[2\], whose elements are not numbers"),
 ])  # fmt: skip
 def test_arrays_that_cannot_be_compared(leaf, text):
     with pytest.raises(funcga.FuncgaError, match=text):
@@ -451,11 +451,11 @@ def test_what_is_not_installed(monkeypatch, module, call, what):
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    ({"rtol": -1}, "rtol=-1 is no tolerance: a number, 0 or more and finite. Write rtol=1e-6"),
-    ({"atol": math.nan}, "atol=nan is no tolerance"),
-    ({"atol": None}, "atol=None is no tolerance"),
-    ({"reduction": 0}, r"reduction=0 is no number of terms in a sum: an integer, 1 or more. Write reduction=len\(rows\)"),
-    ({"reduction": 2.0}, "reduction=2.0 is no number"),
+    ({"rtol": -1}, "rtol=-1 is not a tolerance, which is a finite number of 0 or more. Write rtol=1e-6"),
+    ({"atol": math.nan}, "atol=nan is not a tolerance"),
+    ({"atol": None}, "atol=None is not a tolerance"),
+    ({"reduction": 0}, r"reduction=0 is not a number of terms in a sum, which is an integer of 1 or more. Write reduction=len\(rows\)"),
+    ({"reduction": 2.0}, "reduction=2.0 is not a number"),
     ({"rtol": 1, "reduction": 2}, "rtol=1 and reduction=2 are two limits: .* Give one of them"),
     ({"names": "ab"}, r"names='ab' are not the names of two trees. Write names=\('torch', 'jax'\)"),
     ({"rules": 3}, r"rules=3 is no list of rules. Write rules=\[funcga.Rule"),
@@ -501,7 +501,8 @@ def test_leaves_without_numbers(leaf, text):
 def test_leaves_that_are_zero_but_for_rounding():
     right = {"w": rng_array(0, 8), "bias": np.full(2, 1e-9, "float32")}
     with pytest.raises(
-        AssertionError, match=r"\nWhat is not close is 0 but for rounding, beside the largest leaf, .* give atol=\S+\.$"
+        AssertionError,
+        match=r"\nWhat is not close is 0 except for rounding, beside the largest leaf, .* give atol=\S+\.$",
     ) as raised:
         funcga.compare({**right, "bias": -right["bias"]}, right).assert_close()
     atol = float(str(raised.value).rpartition("atol=")[2].rstrip("."))

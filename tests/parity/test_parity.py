@@ -320,7 +320,7 @@ WRONG = {
     ),
     "in float32 alone": (
         "problem = funcga.Problem(params, (x, y), lambda *a: torch_loss(*a) * (1.01 if a[1].dtype == torch.float32 else 1), lambda *a: jax_loss(*a) * (0.99 if a[1].dtype == 'float32' else 1), optimizers=())",
-        r"^The models differ, in float32: in every micro-batch\..* In float64 they agree, so it is no mere rounding\. .* "
+        r"^The models differ, in float32: in every micro-batch\..* In float64 they agree, so it is not mere rounding\. .* "
         r"more than rounded arguments would do: something in this loss computes in less than float32",
         {"model", "rounding"},
     ),
@@ -423,7 +423,7 @@ problem = funcga.Problem(params, (x, y),
 """
     code, problem, verdict = mine(tmp_path, more)
     assert code == 0
-    assert "Left out of the training with Adam: shift. The gradient there is 0 but for rounding" in verdict
+    assert "Left out of the training with Adam: shift. The gradient there is 0 except for rounding" in verdict
     assert all(row["path"] != "shift" for t in problem["training"] for row in t["last"]["rows"])
     shift = [row for c in of(problem, "model") for row in c["rows"] if row["path"] == "shift"]
     assert all(row["relative"] < 1e-12 for row in shift)  # of the largest leaf
