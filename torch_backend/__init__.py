@@ -9,22 +9,16 @@ from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
 from torch_backend import arrays, dlpack, gradients, loop, replicas, sums, trees
 from torch_backend import multi_steps as transforms
-from torch_backend.modules import pure_loss as pure_loss
-from torch_backend.modules import trainable as trainable
-from torch_backend.modules.layers import running_buffers as running_buffers
-from torch_backend.optim import from_optimizer as from_optimizer
-from torch_backend.optim.chain import chain as chain
-from torch_backend.optim.chain import clip_grad_norm as clip_grad_norm
-from torch_backend.optim.chain import clip_grad_value as clip_grad_value
-from torch_backend.optim.optax_adapter import from_optax as from_optax
-from torch_backend.optim.parameters import apply_updates as apply_updates
-from torch_backend.optim.parameters import assign_grads as assign_grads
+from torch_backend.modules import pure_loss, trainable
+from torch_backend.modules.layers import running_buffers
+from torch_backend.optim import from_optimizer
+from torch_backend.optim.chain import chain, clip_grad_norm, clip_grad_value
+from torch_backend.optim.optax_adapter import from_optax
+from torch_backend.optim.parameters import apply_updates, assign_grads
 from torch_backend.optim.state import Number, OptimizerState
-from torch_backend.randomness import example_keys as example_keys
-from torch_backend.randomness import sampled as sampled
-from torch_backend.randomness import seeded as seeded
-from torch_backend.replicas import Replicas as Replicas
-from torch_backend.wrapped import module_value_and_grad as module_value_and_grad
+from torch_backend.randomness import example_keys, sampled, seeded
+from torch_backend.replicas import Replicas
+from torch_backend.wrapped import module_value_and_grad
 
 __all__ = [
     "Replicas",

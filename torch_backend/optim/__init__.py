@@ -17,7 +17,15 @@ from torch_backend.dtensor import local_tensors
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.options import Options, Schedule, check_kept, check_names, check_scheduler, shared
 from torch_backend.optim.parameters import check_parameters
-from torch_backend.optim.state import Arguments, OptimizerState, Slot, from_slot, initial_state, on_tensors, to_slot
+from torch_backend.optim.state import (
+    OptimizerState,
+    Slot,
+    UpdateArguments,
+    from_slot,
+    initial_state,
+    on_tensors,
+    to_slot,
+)
 
 Closure = Callable[[], torch.Tensor]
 
@@ -155,11 +163,11 @@ class _Functions:
 
         If they are `owned`, it lies in the memory of the state, and the gradients may be written to.
         """
-        arguments = Arguments(grads, state, params)
+        arguments = UpdateArguments(grads, state, params)
         with torch.no_grad():
             return self._stepped(arguments, closure, owned)
 
-    def _stepped(self, arguments: Arguments, function: object, owned: bool) -> tuple[Tree, OptimizerState]:
+    def _stepped(self, arguments: UpdateArguments, function: object, owned: bool) -> tuple[Tree, OptimizerState]:
         if not arguments.entries:
             return arguments.result([], [], owned)
         # A new optimizer of copies of the parameters gets the old state. The caller's parameters are never written to.
@@ -188,7 +196,7 @@ class _Functions:
         return arguments.result(copies, slots, owned)
 
     def _gradients(
-        self, optimizer: Optimizer, arguments: Arguments, copies: list[torch.Tensor], owned: bool
+        self, optimizer: Optimizer, arguments: UpdateArguments, copies: list[torch.Tensor], owned: bool
     ) -> list[torch.Tensor | None]:
         """The gradients, in the strides of the copies and in memory that the step may write to."""
         grads = [entry.grad for entry in arguments.entries]
@@ -218,7 +226,7 @@ def _writes_to_gradients(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups)
 
 
-def _check_sparse(arguments: Arguments) -> None:
+def _check_sparse(arguments: UpdateArguments) -> None:
     if any(entry.grad is not None and entry.grad.layout is torch.strided for entry in arguments.entries):
         raise FuncgaError(
             "SparseAdam takes sparse gradients alone, and was given a dense one: what funcga sums, in accumulate, "
@@ -239,7 +247,7 @@ def _address(tensor: torch.Tensor) -> int:
     return int(local_tensors([tensor])[0].untyped_storage().data_ptr())
 
 
-def _step_from(arguments: Arguments, optimizer: Optimizer, closure: Closure | None) -> None:
+def _step_from(arguments: UpdateArguments, optimizer: Optimizer, closure: Closure | None) -> None:
     try:
         _step(optimizer, closure)
     except KeyError as error:
@@ -270,7 +278,7 @@ def _constant(optimizer: Optimizer) -> Closure:
     return lambda: torch.zeros(())
 
 
-def _evaluating(function: object, arguments: Arguments, copies: list[torch.Tensor]) -> Closure:
+def _evaluating(function: object, arguments: UpdateArguments, copies: list[torch.Tensor]) -> Closure:
     """A closure that sets the gradients to those of `function(params)`, (loss, grads), where the copies are now."""
     if not callable(function):
         raise FuncgaError(_no_closure(f"closure is {function!r}"))

@@ -119,7 +119,7 @@ class Entry(NamedTuple):
     started: bool
 
 
-class Arguments:
+class UpdateArguments:
     """The arguments of an update, checked: an Entry for every parameter that is not None."""
 
     def __init__(self, grads: Tree, state: OptimizerState, params: Tree):

@@ -241,7 +241,7 @@ def agreed(
     check_alike([each.description for each in said], "fold different structures")
     structure = next((each.structure for each in said if each.structure is not None), None)
     if structure is not None:
-        mine = _shared(history, mine, structure, rebuild, replicas)
+        mine = _adopted(history, mine, structure, rebuild, replicas)
     assert mine is not None
     mine.steps = steps
     return mine
@@ -293,10 +293,10 @@ def _pickled(mine: Agreement) -> bytes | str:
     return data
 
 
-def _shared(
+def _adopted(
     history: History, mine: Agreement | None, structure: bytes | str, rebuild: Rebuild | None, replicas: Replicas
 ) -> Agreement:
-    """The Agreement where some replicas have nothing to fold, and make what the others fold from its structure.
+    """The Agreement where some replicas have nothing to fold, and adopt the structure of what the others fold.
 
     Raises FuncgaError, on all of them, if one cannot.
     """

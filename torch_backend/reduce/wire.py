@@ -25,7 +25,7 @@ _FEW = 8
 _ALIGNED = 16
 
 
-class Slot(NamedTuple):
+class Segment(NamedTuple):
     """Where a bucket holds a leaf; `leaf` is its index among those that are reduced."""
 
     leaf: int
@@ -49,7 +49,7 @@ class Bucket(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     wire: torch.dtype
-    slots: tuple[Slot, ...]
+    segments: tuple[Segment, ...]
     length: int
 
 
@@ -83,30 +83,30 @@ def planned(
         groups = {group: leaves for group, leaves in groups.items() if not _are_few_counts(leaves, folds, likes)}
     buckets: list[Bucket] = []
     for (dtype, device, wire), leaves in groups.items():
-        slots: list[Slot] = []
+        segments: list[Segment] = []
         end = 0
         for leaf in leaves:
-            slot = _slot(leaf, end, likes[leaf], folds[leaf].accumulator_dtype.is_complex)
+            segment = _segment(leaf, end, likes[leaf], folds[leaf].accumulator_dtype.is_complex)
             # A leaf that does not fit begins a new bucket, however large it is.
-            if slots and slot.end * dtype.itemsize > bucket_bytes:
-                buckets.append(Bucket(dtype, device, wire, tuple(slots), end))
-                slots, slot = [], slot._replace(start=0)
-            slots.append(slot)
-            end = slot.end
-        buckets.append(Bucket(dtype, device, wire, tuple(slots), end))
+            if segments and segment.end * dtype.itemsize > bucket_bytes:
+                buckets.append(Bucket(dtype, device, wire, tuple(segments), end))
+                segments, segment = [], segment._replace(start=0)
+            segments.append(segment)
+            end = segment.end
+        buckets.append(Bucket(dtype, device, wire, tuple(segments), end))
     if not buckets:  # an empty one, for the mark of an error
         device = next((like.device for like in likes.values()), torch.device("cpu"))
         buckets = [Bucket(torch.float32, device, torch.float32, (), 0)]
-    in_buckets = {slot.leaf for bucket in buckets for slot in bucket.slots}
+    in_buckets = {segment.leaf for bucket in buckets for segment in bucket.segments}
     return Plan(tuple(buckets), {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in in_buckets})
 
 
-def _slot(leaf: int, end: int, like: torch.Tensor, is_complex: bool) -> Slot:
-    """The Slot for a leaf, in a bucket whose leaves take up its elements until `end`."""
+def _segment(leaf: int, end: int, like: torch.Tensor, is_complex: bool) -> Segment:
+    """The Segment for a leaf, in a bucket whose leaves take up its elements until `end`."""
     start = -(-end // _ALIGNED) * _ALIGNED  # rounded up
     if is_complex:
-        return Slot(leaf, start, (*like.shape, 2), (*[2 * stride for stride in like.stride()], 1), True)
-    return Slot(leaf, start, tuple(like.shape), like.stride(), False)
+        return Segment(leaf, start, (*like.shape, 2), (*[2 * stride for stride in like.stride()], 1), True)
+    return Segment(leaf, start, tuple(like.shape), like.stride(), False)
 
 
 def _groups(
@@ -149,13 +149,15 @@ class Sums:
         ]
         # Each view shares the memory of its bucket: what is added to it is in the bucket.
         self.views = {
-            slot.leaf: _view(memory, slot)
+            segment.leaf: _view(memory, segment)
             for bucket, memory in zip(plan.buckets, self._memory, strict=True)
-            for slot in bucket.slots
+            for segment in bucket.segments
         }
         self.mark = self._memory[-1][-1]
-        self._bucket_of = {slot.leaf: index for index, bucket in enumerate(plan.buckets) for slot in bucket.slots}
-        self._incomplete = [{slot.leaf for slot in bucket.slots} for bucket in plan.buckets]
+        self._bucket_of = {
+            segment.leaf: index for index, bucket in enumerate(plan.buckets) for segment in bucket.segments
+        }
+        self._incomplete = [{segment.leaf for segment in bucket.segments} for bucket in plan.buckets]
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     @property
@@ -185,7 +187,7 @@ class Sums:
         """
         bucket, memory = self.buckets[self.sent], self._memory[self.sent]
         # Whatever was accumulated elsewhere comes into the bucket; a leaf without any value is 0 there.
-        views = {slot.leaf: self.views[slot.leaf] for slot in bucket.slots}
+        views = {segment.leaf: self.views[segment.leaf] for segment in bucket.segments}
         for leaf, view in views.items():
             accumulated = local(reduced[leaf])
             if isinstance(accumulated, torch.Tensor) and accumulated is not view:
@@ -206,10 +208,10 @@ class Sums:
                 memory.copy_(sent)
 
 
-def _view(memory: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The leaf of a slot, in the memory of its bucket."""
-    real = memory.as_strided(slot.shape, slot.stride, slot.start)
-    return torch.view_as_complex(real) if slot.is_complex else real
+def _view(memory: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """The leaf of a segment, in the memory of its bucket."""
+    real = memory.as_strided(segment.shape, segment.stride, segment.start)
+    return torch.view_as_complex(real) if segment.is_complex else real
 
 
 # -------------------------------------------------------------------------------------------------- what is gathered

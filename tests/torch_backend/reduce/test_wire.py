@@ -45,20 +45,20 @@ def plan(likes, bucket_bytes=2**20, wire_dtype=None, sums=None):
 def test_gradients_go_from_the_last_to_the_first_and_scalars_after_them():
     found = plan([torch.ones(()), torch.ones(100), torch.ones(20), torch.ones(3, 2)])
     (bucket,) = found.buckets
-    assert [slot.leaf for slot in bucket.slots] == [3, 2, 1, 0]
-    assert [slot.start for slot in bucket.slots] == [0, 16, 48, 160]
+    assert [segment.leaf for segment in bucket.segments] == [3, 2, 1, 0]
+    assert [segment.start for segment in bucket.segments] == [0, 16, 48, 160]
     assert bucket.length == 161
 
 
 @pytest.mark.parametrize(("bucket_bytes", "counts"), [(1, [1, 1, 1, 1]), (900, [2, 2]), (2**20, [4])])
 def test_a_bucket_has_as_many_leaves_as_go_into_it(bucket_bytes, counts):
     found = plan([torch.ones(100)] * 4, bucket_bytes)
-    assert [len(bucket.slots) for bucket in found.buckets] == counts
+    assert [len(bucket.segments) for bucket in found.buckets] == counts
 
 
 def test_a_bucket_is_of_one_dtype_and_sent_as_one():
     likes = [torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.complex64), torch.ones(())]
-    kinds = lambda found: {(b.dtype, b.wire): [slot.leaf for slot in b.slots] for b in found.buckets}
+    kinds = lambda found: {(b.dtype, b.wire): [segment.leaf for segment in b.segments] for b in found.buckets}
     assert kinds(plan(likes)) == {(torch.int64, torch.int64): [1], (torch.float32, torch.float32): [2, 0, 3]}
     assert kinds(plan(likes, wire_dtype=torch.bfloat16)) == {
         (torch.float32, torch.bfloat16): [2, 0],
