@@ -86,7 +86,8 @@ def accumulate(
     Example:
         >>> loss_fn = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()
         >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=4)
-        >>> loss, grads = step({"w": torch.zeros(2)}, torch.ones(10, 2), torch.ones(10))  # of 3, 3, 2 and 2 rows
+        >>> x, y = torch.ones(10, 2), torch.ones(10)
+        >>> loss, grads = step({"w": torch.zeros(2)}, x, y)  # micro-batches of 3, 3, 2 and 2 rows
         >>> loss, grads
         (tensor(1.), {'w': tensor([-2., -2.])})
     """

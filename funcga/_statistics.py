@@ -75,7 +75,7 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
     Example:
         >>> old = {"mean": jnp.zeros(2), "var": jnp.ones(2)}
         >>> new = funcga.Pooled(jnp.full(2, 8.0), jnp.ones(2), jnp.ones(2))
-        >>> funcga.running_statistics(old, new, share=0.01, unbiased=False)["mean"]  # share and variance as in flax
+        >>> funcga.running_statistics(old, new, share=0.01, unbiased=False)["mean"]  # as in flax
         Array([0.01, 0.01], dtype=float32)
     """
     arrays = backend_of([statistics, pooled], lambda: ["statistics", "pooled"]).arrays

@@ -58,7 +58,7 @@ def stream(
 
     Example:
         >>> step = funcga.stream(funcga.grad(lambda w, x: (w * x).mean()))
-        >>> loader = [torch.ones(2), torch.ones(2), torch.full((1,), 6.0)]  # the last batch is smaller
+        >>> loader = [torch.ones(2), torch.ones(2), torch.full((1,), 6.0)]  # the last one is smaller
         >>> for window in funcga.windows(loader, 8):
         ...     print(step(torch.tensor(1.0), window))
         tensor(2.)

@@ -23,8 +23,9 @@ class Fold:
         FuncgaError: A part is anything else.
 
     Example:
-        >>> by_steps = funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)  # every micro-batch counts alike
-        >>> funcga.accumulate(lambda x: x.mean(), 2, in_axes=0, fold=by_steps)(torch.tensor([1.0, 1.0, 7.0]))
+        >>> fold = funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)
+        >>> step = funcga.accumulate(lambda x: x.mean(), 2, in_axes=0, fold=fold)
+        >>> step(torch.tensor([1.0, 1.0, 7.0]))  # the means 1 and 7 count alike
         tensor(4.)
     """
 
@@ -105,8 +106,10 @@ def per_weight(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
     Example:
         >>> sum_loss = lambda w, batch: (w * batch["x"] * (batch["labels"] != -100)).sum()
         >>> tokens = lambda batch: (batch["labels"] != -100).sum()
-        >>> step = funcga.accumulate(funcga.grad(sum_loss), 2, fold=funcga.per_weight(), weight=tokens)
-        >>> batch = {"x": torch.ones(3, 2), "labels": torch.tensor([[1, 2], [3, -100], [-100, -100]])}
+        >>> fold = funcga.per_weight()
+        >>> step = funcga.accumulate(funcga.grad(sum_loss), 2, fold=fold, weight=tokens)
+        >>> labels = torch.tensor([[1, 2], [3, -100], [-100, -100]])
+        >>> batch = {"x": torch.ones(3, 2), "labels": labels}
         >>> step(torch.tensor(2.0), batch)  # the mean over the three tokens that count
         tensor(1.)
     """
@@ -196,7 +199,8 @@ def moments(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
 
     Example:
         >>> gradient = funcga.grad(lambda w, x: (w * x).mean())
-        >>> noise = funcga.accumulate(gradient, 2, fold=funcga.moments())(torch.tensor(1.0), torch.tensor([1.0, 3.0]))
+        >>> step = funcga.accumulate(gradient, 2, fold=funcga.moments())
+        >>> noise = step(torch.tensor(1.0), torch.tensor([1.0, 3.0]))
         >>> noise.mean, noise.variance
         (tensor(2.), tensor(1.))
     """
@@ -221,7 +225,8 @@ def pooled(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
         A Fold.
 
     Example:
-        >>> statistics = lambda x: torch.stack((torch.tensor(float(len(x))), x.mean(), x.var(correction=0)))
+        >>> count = lambda x: torch.tensor(float(len(x)))
+        >>> statistics = lambda x: torch.stack((count(x), x.mean(), x.var(correction=0)))
         >>> step = funcga.accumulate(statistics, 2, in_axes=0, fold=funcga.pooled())
         >>> step(torch.tensor([1.0, 3.0, 5.0, 7.0])).variance
         tensor(5.)
@@ -243,7 +248,8 @@ def concat(axis: int = 0) -> Fold:
     Example:
         >>> grad_fn = funcga.value_and_grad(lambda w, x: ((x @ w).mean(), x @ w), has_aux=True)
         >>> fold = ((funcga.mean(), funcga.concat()), funcga.mean())  # of ((loss, logits), grads)
-        >>> (loss, logits), grads = funcga.accumulate(grad_fn, 4, fold=fold)(torch.ones(3), torch.ones(10, 3))
+        >>> step = funcga.accumulate(grad_fn, 4, fold=fold)
+        >>> (loss, logits), grads = step(torch.ones(3), torch.ones(10, 3))
         >>> logits.shape
         torch.Size([10])
     """
@@ -258,7 +264,8 @@ def carry() -> Fold:
 
     Example:
         >>> f = lambda params, seen, x: (params * x.mean(), seen + len(x))  # (value, state)
-        >>> step = funcga.accumulate(f, 3, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))
+        >>> fold = (funcga.mean(), funcga.carry())
+        >>> step = funcga.accumulate(f, 3, in_axes=(None, funcga.CARRY, 0), fold=fold)
         >>> step(torch.tensor(2.0), torch.tensor(0), torch.arange(7.0))
         (tensor(6.), tensor(7))
     """

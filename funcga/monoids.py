@@ -45,7 +45,8 @@ class Monoid:
         >>> product = funcga.Monoid(lambda xp, like: xp.ones_like(like), lambda xp, a, b: a * b)
         >>> value = funcga.Reducer(lambda xp, value, weight: value, product, kinds=("float",))
         >>> fold = funcga.Fold(value, funcga.normalizers.identity)
-        >>> funcga.accumulate(lambda x: x.prod(), 2, in_axes=0, fold=fold)(torch.tensor([1.0, 2.0, 3.0]))
+        >>> step = funcga.accumulate(lambda x: x.prod(), 2, in_axes=0, fold=fold)
+        >>> step(torch.tensor([1.0, 2.0, 3.0]))
         tensor(6.)
     """
 

@@ -34,7 +34,8 @@ class Normalizer:
 
     Example:
         >>> root = funcga.Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced), kinds=("float",))
-        >>> squares = funcga.Reducer(lambda xp, value, weight: value * value, funcga.monoids.sum, kinds=("float",))
+        >>> square = lambda xp, value, weight: value * value
+        >>> squares = funcga.Reducer(square, funcga.monoids.sum, kinds=("float",))
         >>> norm = funcga.Fold(squares, root)
         >>> funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=norm)(torch.tensor([3.0, 4.0]))
         tensor(5.)
@@ -64,7 +65,8 @@ class Pooled(NamedTuple):
     """Count, mean and population variance, sum((x - mean)**2) / count, of all that was counted: arrays of one shape.
 
     Example:
-        >>> statistics = lambda x: funcga.batch_moments({"mean": x.mean(), "var": x.var(correction=0)}, len(x))
+        >>> moments = lambda x: {"mean": x.mean(), "var": x.var(correction=0)}
+        >>> statistics = lambda x: funcga.batch_moments(moments(x), len(x))
         >>> step = funcga.accumulate(statistics, 2, in_axes=0, fold=funcga.pooled())
         >>> step(torch.tensor([1.0, 3.0, 5.0, 7.0]))
         Pooled(count=tensor(4.), mean=tensor(4.), variance=tensor(5.))

@@ -38,9 +38,11 @@ class Reducer:
         over_steps: Whether the result depends on how the rows are split, as statistics over micro-batches do.
 
     Example:
-        >>> squares = funcga.Reducer(lambda xp, value, weight: value * value, funcga.monoids.sum, kinds=("float",))
+        >>> square = lambda xp, value, weight: value * value
+        >>> squares = funcga.Reducer(square, funcga.monoids.sum, kinds=("float",))
         >>> mean_square = funcga.Fold(squares, funcga.normalizers.by_steps)
-        >>> funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=mean_square)(torch.tensor([1.0, 3.0]))
+        >>> step = funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, fold=mean_square)
+        >>> step(torch.tensor([1.0, 3.0]))
         tensor(5.)
     """
 

@@ -1,8 +1,10 @@
 """Rules: what a leaf of one library is called in another, and how its axes lie there.
 
 Example:
-    >>> torch_params, flax_params = {"fc.weight": np.ones((2, 3))}, {"fc": {"kernel": np.zeros((3, 2))}}
-    >>> funcga.match(torch_params, flax_params, rules=funcga.rules.torch_to_flax)["fc"]["kernel"].shape
+    >>> torch_params = {"fc.weight": np.ones((2, 3))}
+    >>> flax_params = {"fc": {"kernel": np.zeros((3, 2))}}
+    >>> filled = funcga.match(torch_params, flax_params, rules=funcga.rules.torch_to_flax)
+    >>> filled["fc"]["kernel"].shape
     (3, 2)
 """
 

@@ -35,7 +35,8 @@ def example_keys(key: jax.Array, indices: Array) -> jax.Array:
 
     Example:
         >>> epoch, indices = 0, jnp.arange(4)
-        >>> keys = jax_backend.example_keys(jax_backend.example_keys(jax.random.key(0), epoch), indices)
+        >>> key = jax_backend.example_keys(jax.random.key(0), epoch)
+        >>> keys = jax_backend.example_keys(key, indices)
         >>> keys.shape
         (4,)
     """

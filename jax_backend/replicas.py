@@ -42,7 +42,8 @@ class Replicas:
         >>> grad_fn = jax.value_and_grad(lambda w, x: (x @ w).mean())
         >>> step = funcga.accumulate(grad_fn, 2, across=across)
         >>> out_specs = (jax.P(), jax.P("data"))
-        >>> loss, grads = jax_backend.replicated(step, mesh, out_specs=out_specs)(jnp.ones(8), jnp.ones((8, 8)))
+        >>> step = jax_backend.replicated(step, mesh, out_specs=out_specs)
+        >>> loss, grads = step(jnp.ones(8), jnp.ones((8, 8)))
         >>> grads.sharding.is_fully_replicated
         False
     """

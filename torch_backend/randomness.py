@@ -156,9 +156,11 @@ def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.1))
         >>> loss_fn = torch_backend.seeded(lambda model, x, y: F.mse_loss(model(x), y))
-        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn)), 4)
+        >>> loss = torch_backend.pure_loss(model, loss_fn)
+        >>> step = funcga.accumulate(funcga.value_and_grad(loss), 4)
         >>> keys = torch_backend.example_keys(1234, torch.arange(10))
-        >>> loss, grads = step(torch_backend.trainable(model), keys, torch.randn(10, 3), torch.randn(10, 1))
+        >>> x, y = torch.randn(10, 3), torch.randn(10, 1)
+        >>> value, grads = step(torch_backend.trainable(model), keys, x, y)
     """
     if isinstance(loss_fn, PureLoss):
         raise FuncgaError(

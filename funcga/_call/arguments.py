@@ -18,7 +18,8 @@ class Carry:
 
     Example:
         >>> f = lambda params, seen, x: (params * x.mean(), seen + len(x))  # (value, state)
-        >>> step = funcga.accumulate(f, 3, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))
+        >>> fold = (funcga.mean(), funcga.carry())
+        >>> step = funcga.accumulate(f, 3, in_axes=(None, funcga.CARRY, 0), fold=fold)
         >>> step(torch.tensor(2.0), torch.tensor(0), torch.arange(7.0))
         (tensor(6.), tensor(7))
     """

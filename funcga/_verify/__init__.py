@@ -167,10 +167,11 @@ def verify(
             gradient that is not finite.
 
     Example:
-        >>> mean_loss = lambda w, x: ((x @ w) ** 2).mean()
-        >>> funcga.verify(funcga.value_and_grad(mean_loss), torch.ones(3), torch.randn(16, 3), n=4).assert_exact()
-        >>> sum_loss = lambda w, x: ((x @ w) ** 2).sum()
-        >>> verdict = funcga.verify(funcga.value_and_grad(sum_loss), torch.ones(3), torch.randn(16, 3), n=4)
+        >>> w, x = torch.ones(3), torch.randn(16, 3)
+        >>> of_mean = funcga.grad(lambda w, x: ((x @ w) ** 2).mean())
+        >>> funcga.verify(of_mean, w, x, n=4).assert_exact()
+        >>> of_sum = funcga.grad(lambda w, x: ((x @ w) ** 2).sum())
+        >>> verdict = funcga.verify(of_sum, w, x, n=4)
         >>> [cause.name for cause in verdict.causes]
         ['sum under mean']
     """

@@ -69,18 +69,23 @@ def pure_loss(module: nn.Module, loss_fn: LossFn, *, buffers: bool = False, stat
         >>> model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
         >>> loss_fn = lambda model, x, y: F.cross_entropy(model(x), y)
         >>> params, x, y = torch_backend.trainable(model), torch.randn(10, 3), torch.randint(2, (10,))
-        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn)), n=4)
+        >>> loss = torch_backend.pure_loss(model, loss_fn)
+        >>> step = funcga.accumulate(funcga.value_and_grad(loss), n=4)
         >>> value, grads = step(params, x, y)
 
-        >>> gradient = funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn, buffers=True), has_aux=True)
+        >>> loss = torch_backend.pure_loss(model, loss_fn, buffers=True)
+        >>> gradient = funcga.value_and_grad(loss, has_aux=True)
         >>> fold = ((funcga.mean(), funcga.carry()), funcga.mean())
         >>> step = funcga.accumulate(gradient, n=4, in_axes=(None, funcga.CARRY, 0, 0), fold=fold)
         >>> (value, buffers), grads = step(params, dict(model.named_buffers()), x, y)
 
-        >>> gradient = funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn, statistics=True), has_aux=True)
-        >>> step = funcga.accumulate(gradient, n=4, fold=((funcga.mean(), funcga.pooled()), funcga.mean()))
+        >>> loss = torch_backend.pure_loss(model, loss_fn, statistics=True)
+        >>> gradient = funcga.value_and_grad(loss, has_aux=True)
+        >>> fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
+        >>> step = funcga.accumulate(gradient, n=4, fold=fold)
         >>> (value, statistics), grads = step(params, x, y)
-        >>> model.load_state_dict(torch_backend.running_buffers(model, statistics), strict=False).unexpected_keys
+        >>> buffers = torch_backend.running_buffers(model, statistics)
+        >>> model.load_state_dict(buffers, strict=False).unexpected_keys
         []
     """
     check_module_and_loss(module, loss_fn, "pure_loss")
@@ -115,8 +120,10 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(torch_backend.trainable(model))
         ['1.weight', '1.bias']
         >>> loss_fn = lambda model, x, y: F.mse_loss(model(x), y)
-        >>> step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(model, loss_fn)), n=4)
-        >>> loss, grads = step(torch_backend.trainable(model), torch.randn(10, 3), torch.randn(10, 1))
+        >>> loss = torch_backend.pure_loss(model, loss_fn)
+        >>> step = funcga.accumulate(funcga.value_and_grad(loss), n=4)
+        >>> x, y = torch.randn(10, 3), torch.randn(10, 1)
+        >>> value, grads = step(torch_backend.trainable(model), x, y)
         >>> torch_backend.assign_grads(model, grads)
     """
     if not isinstance(module, nn.Module):

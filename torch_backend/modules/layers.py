@@ -63,7 +63,8 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
 
     Example:
         >>> model = nn.BatchNorm1d(3)
-        >>> loss = torch_backend.pure_loss(model, lambda model, x: model(x).square().mean(), statistics=True)
+        >>> loss_fn = lambda model, x: model(x).square().mean()
+        >>> loss = torch_backend.pure_loss(model, loss_fn, statistics=True)
         >>> fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
         >>> step = funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), n=4, fold=fold)
         >>> (value, statistics), grads = step(torch_backend.trainable(model), torch.randn(10, 3))

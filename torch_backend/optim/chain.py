@@ -145,8 +145,9 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: 
             not a gradient, and for a sparse one, which torch does not clip either.
 
     Example:
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
         >>> tx = torch_backend.clip_grad_norm(1.0)
-        >>> updates, state = tx.update({"w": torch.tensor([30.0, 40.0])}, tx.init({"w": torch.ones(2)}))
+        >>> updates, state = tx.update(grads, tx.init(params))
         >>> updates
         {'w': tensor([0.6000, 0.8000])}
     """
@@ -173,8 +174,9 @@ def clip_grad_value(clip_value: float) -> DonatingTransform:
             torch does not clip either.
 
     Example:
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([0.1, -3.0])}
         >>> tx = torch_backend.clip_grad_value(0.5)
-        >>> updates, state = tx.update({"w": torch.tensor([0.1, -3.0])}, tx.init({"w": torch.ones(2)}))
+        >>> updates, state = tx.update(grads, tx.init(params))
         >>> updates
         {'w': tensor([ 0.1000, -0.5000])}
     """

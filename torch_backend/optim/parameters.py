@@ -98,7 +98,8 @@ def assign_grads(params: Tree, grads: Tree) -> None:
     Example:
         >>> model = nn.Linear(3, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> gradient = torch_backend.module_value_and_grad(model, lambda model, x, y: F.mse_loss(model(x), y))
+        >>> loss_fn = lambda model, x, y: F.mse_loss(model(x), y)
+        >>> gradient = torch_backend.module_value_and_grad(model, loss_fn)
         >>> loss, grads = funcga.accumulate(gradient, n=4)(torch.randn(10, 3), torch.randn(10, 1))
         >>> torch_backend.assign_grads(model, grads)
         >>> optimizer.step()

@@ -67,7 +67,8 @@ def module_value_and_grad(
     Example:
         >>> model = nn.Linear(3, 2)  # or one wrapped by DistributedDataParallel, fully_shard, ...
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        >>> gradient = torch_backend.module_value_and_grad(model, lambda model, x, y: F.cross_entropy(model(x), y))
+        >>> loss_fn = lambda model, x, y: F.cross_entropy(model(x), y)
+        >>> gradient = torch_backend.module_value_and_grad(model, loss_fn)
         >>> step = funcga.accumulate(gradient, n=4)
         >>> loss, grads = step(torch.randn(10, 3), torch.randint(2, (10,)))
         >>> torch_backend.assign_grads(model, grads)
