@@ -4,7 +4,7 @@ import functools
 import inspect
 import numbers
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -129,11 +129,17 @@ class GradientFunction:
         loss, aux, arrays = output, None, backend.arrays
         if self.has_aux:
             if not isinstance(output, tuple | list) or len(output) != 2:
+                pair = "output.loss, output" if _has_loss(output) else "loss, aux"
                 shown = _describe(output, backend)
-                raise FuncgaError(f"loss_fn returned {shown}, and has_aux=True asks for a pair: return loss, aux.")
+                raise FuncgaError(f"loss_fn returned {shown}, and has_aux=True asks for a pair: return {pair}.")
             loss, aux = output
         if not arrays.is_array(loss):
             hint = " If it returns (loss, aux), say so: has_aux=True." if isinstance(loss, tuple | list) else ""
+            if _has_loss(loss):
+                raise FuncgaError(
+                    f"loss_fn returned {_describe(loss, backend)}, which holds the loss among other outputs. Return it "
+                    f'alone, output.loss or output["loss"]; with has_aux=True also return output.loss, aux.'
+                )
             raise FuncgaError(
                 f"what loss_fn returned is {_describe(loss, backend)}, which has no gradient: return a scalar array, "
                 f"not a number that was taken out of one.{hint}"
@@ -264,6 +270,11 @@ def _describe(output: Tree, backend: Backend) -> str:
     if isinstance(output, tuple | list):
         return f"a {type(output).__name__} of {len(output)}"
     return backend.arrays.describe(output)
+
+
+def _has_loss(output: Tree) -> bool:
+    """Whether it is what a model of transformers returns, or a dict with a loss."""
+    return "loss" in output if isinstance(output, Mapping) else hasattr(output, "loss")
 
 
 def _keywords(loss_fn: LossFn) -> set[str]:

@@ -44,6 +44,7 @@ def depends(loss: jax.Array) -> bool | None:
 
 def check_params(params: Tree) -> None:
     """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
+    trees.check_registered(params, "params")
     trees.check_trained(params)
 
 

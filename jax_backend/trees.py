@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from funcga._trees.mappings import Mapped, rebuilt
+from funcga._trees.mappings import Mapped, container_children, is_container, may_be_container, rebuilt
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 
@@ -18,18 +18,27 @@ jax.tree_util.register_pytree_node(Mapped, lambda node: (node.values, node.kind)
 def flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], Structure]:
     """The leaves, in the framework's order, and the structure that puts them back."""
     leaves, structure = jax.tree.flatten(tree, is_leaf)
-    if not any(issubclass(kind, Mapping) for kind in {*map(type, leaves)}):
+    if not any(map(may_be_container, {*map(type, leaves)})):
         return leaves, structure
 
-    # Mappings that JAX does not know become nodes, and what is in them is walked as well.
+    # Mappings and dataclasses that JAX does not know become nodes, and what is in them is walked as well.
     def walked(node: Tree) -> Tree:
         return jax.tree.map(as_node, node, is_leaf=is_leaf)
 
     def as_node(leaf: Tree) -> Tree:
-        whole = not isinstance(leaf, Mapping) or (is_leaf is not None and is_leaf(leaf))
+        whole = not is_container(leaf) or (is_leaf is not None and is_leaf(leaf))
         return leaf if whole else Mapped(leaf, walked)
 
     return jax.tree.flatten(walked(tree), is_leaf)
+
+
+def check_registered(tree: Tree, name: str) -> None:
+    """Raises FuncgaError for a container among the leaves, which JAX takes neither as parameters nor as an output."""
+    for leaf in jax.tree.leaves(tree):
+        if is_container(leaf):
+            kind = type(leaf).__name__
+            line = f"dict({name})" if isinstance(leaf, Mapping) else f"jax.tree_util.register_dataclass({kind})"
+            raise FuncgaError(f"{name} holds a {kind}, of which JAX does not know that it is a tree. Write {line}.")
 
 
 def unflatten(structure: Structure, leaves: Sequence[Tree]) -> Tree:
@@ -41,7 +50,7 @@ def children(tree: Tree) -> list[tuple[str, Tree]] | None:
     """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     if [path for path, _ in pairs] == [()]:
-        return [(f"[{key!r}]", tree[key]) for key in tree] if isinstance(tree, Mapping) else None
+        return container_children(tree)
     return [(str(path[0]), subtree) for path, subtree in pairs]
 
 

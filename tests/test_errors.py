@@ -115,7 +115,7 @@ def test_what_cannot_be_split(kit):
     )  # fmt: skip
     check_refused(
         f"`batch` is of type str, and in_axes splits it on axis 0: only {kit.name} arrays can be split. "
-        "Make it a tree of arrays, or pass it whole: in_axes with None in its place.",
+        "Make it a tree of arrays, such as a dict or a dataclass, or pass it whole: in_axes with None in its place.",
         step,
         None,
         x,

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import PackedSequence
 
 from funcga._backend import Backend
 from funcga._call.arguments import Arguments, groups, starts
@@ -76,6 +77,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         with _window_of(program, backend) as window:
             args, kwargs = window.detached(args), detached(kwargs, window.records) if kwargs else kwargs
             arguments = program.read(args, backend)
+            _check_not_packed(arguments)
             rows = arguments.rows(may_be_empty=window.may_be_short)
             # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels. From here on
             # rows are counted on one device.
@@ -91,6 +93,22 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             return _folded(program, window, microbatches, lambda: arguments, kwargs, devices)
 
     return fold if program.across is None else _untraced(fold)
+
+
+def _check_not_packed(arguments: Arguments) -> None:
+    """Raises FuncgaError for a PackedSequence that is to be cut, or whose rows are to be counted."""
+    for part in arguments.parts:
+        # The usual arguments, a tensor and a dict of tensors, have no node below the top.
+        if not part.axes or part.structure.num_nodes <= 1 + part.structure.num_leaves * (type(part.value) is dict):
+            continue
+        nodes = trees.flatten(part.value, lambda node: isinstance(node, PackedSequence))[0]
+        if any(isinstance(node, PackedSequence) for node in nodes):
+            raise FuncgaError(
+                "an argument holds a PackedSequence, whose rows are time steps of all sequences together: they can "
+                "neither be cut nor say what it weighs. Pass the padded sequences and their lengths, and pack them in "
+                "loss_fn: pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False). Or stream "
+                "micro-batches that are packed: stream(grad_fn, weight=lambda packed, y: len(y))."
+            )
 
 
 def _devices(program: Program, arguments: Arguments) -> int:
@@ -127,6 +145,8 @@ def _read(
         items = _moved(items, torch.device(program.device))
     for item in items:
         arguments = program.read((*leading, *detached(item, window.records)), backend)
+        if program.weight is None:
+            _check_not_packed(arguments)
         # The arguments hold the item. Without these references one micro-batch lives at a time.
         del item
         yield arguments, 0, None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from funcga._trees.mappings import Mapped, is_mapping, rebuilt
+from funcga._trees.mappings import Mapped, container_children, is_container, may_be_container, rebuilt
 from funcga._types import Structure, Tree
 from torch_backend._private import pytree
 
@@ -31,15 +31,16 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
     if type(tree) is dict and _TENSORS.issuperset(map(type, tree.values())) and not torch.compiler.is_compiling():
         return [*tree.values()], _dict_of_leaves(*tree)
     leaves, structure = pytree.tree_flatten(tree, is_leaf)
-    if torch.compiler.is_compiling() or not any(map(is_mapping, {*map(type, leaves)})):
+    if torch.compiler.is_compiling() or not any(map(may_be_container, {*map(type, leaves)})):
         return leaves, structure
 
-    # Torch takes unregistered mappings for leaves. They become nodes that it knows, also inside of one another.
+    # Torch takes unregistered mappings and dataclasses for leaves. They become nodes that it knows, also inside of one
+    # another.
     def with_nodes(node: Tree) -> Tree:
         return pytree.tree_map(as_node, node, is_leaf=is_leaf)
 
     def as_node(leaf: Any) -> Any:
-        stays = not is_mapping(type(leaf)) or (is_leaf is not None and is_leaf(leaf))
+        stays = not is_container(leaf) or (is_leaf is not None and is_leaf(leaf))
         return leaf if stays else Mapped(leaf, with_nodes)
 
     return pytree.tree_flatten(with_nodes(tree), is_leaf)
@@ -71,7 +72,7 @@ def children(tree: Tree) -> list[tuple[str, Tree]] | None:
 
 
 def _children_of_node(tree: Tree) -> list[tuple[str, Tree]] | None:
-    """The same of any node that torch knows, and of mappings that it does not."""
+    """The same of any node that torch knows, and of containers that it does not."""
 
     def is_below(node: Tree) -> bool:
         return node is not tree
@@ -82,5 +83,5 @@ def _children_of_node(tree: Tree) -> list[tuple[str, Tree]] | None:
         return [(f"[{index}]", child) for index, child in enumerate(pytree.tree_flatten(tree, is_leaf=is_below)[0])]
     is_leaf = [path for path, _ in subtrees] == [()]
     if is_leaf:
-        return [(f"[{key!r}]", tree[key]) for key in tree] if is_mapping(type(tree)) else None
+        return container_children(tree)
     return [(str(path[0]), child) for path, child in subtrees]

@@ -76,7 +76,8 @@ def broadcast(
     # A value of the prefix holds for all leaves below it.
     if is_value(prefix):
         return [PrefixValue(prefix, path)] * leaves
-    branches, children = trees.children(prefix), trees.children(tree)
+    children = trees.children(tree)
+    branches = _children_like(prefix, tree, children, trees)
     if branches is None or children is None:
         raise PrefixError(path, prefix, tree)
     # In a dataclass torch has no child for a field that is None, where the prefix may have one.
@@ -95,6 +96,16 @@ def broadcast(
             raise PrefixError(path, prefix, tree)
         values += broadcast(matched[key], child, len(trees.flatten(child)[0]), is_value, trees, path + key)
     return values
+
+
+def _children_like(
+    other: Tree, tree: Tree, children: list[tuple[str, Tree]] | None, trees: Trees
+) -> list[tuple[str, Tree]] | None:
+    """The children of another tree, also of a dataclass of the tree's type that has no arrays, and so is no node."""
+    branches = trees.children(other)
+    if branches is None and children is not None and type(other) is type(tree):
+        return [(key, getattr(other, key[1:])) for key, _ in children]
+    return branches
 
 
 def _without_absent(branches: list[tuple[str, Any]], tree: Tree, keys: set[str]) -> list[tuple[str, Any]]:
@@ -128,7 +139,7 @@ def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]
     children = trees.children(like)
     if children is None:
         return [tree]
-    branches = dict(trees.children(tree) or ())
+    branches = dict(_children_like(tree, like, children, trees) or ())
     if branches.keys() != {key for key, _ in children}:
         raise PrefixError(path, like, tree)
     return [below for key, child in children for below in subtrees(branches[key], child, trees, path + key)]

@@ -226,7 +226,11 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
         if streamed and not hasattr(leaf, "shape"):
             raise _weightless(arguments, f"`{path}` is {backend.arrays.describe(leaf)}")
         convert = f"funcga.to_{backend.name}({path.split('[')[0].split('.')[0]})"
-        remedy = f"Convert it, `{convert}`, or pass" if hasattr(leaf, "shape") else "Make it a tree of arrays, or pass"
+        remedy = (
+            f"Convert it, `{convert}`, or pass"
+            if hasattr(leaf, "shape")
+            else "Make it a tree of arrays, such as a dict or a dataclass, or pass"
+        )
         raise FuncgaError(
             f"`{path}` is {backend.arrays.describe(leaf)}, and in_axes splits it on axis {axis}: only {backend.name} "
             f"arrays can be split. {remedy} it whole: in_axes with None in its place."
@@ -236,7 +240,7 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
     except RuntimeError as error:
         raise FuncgaError(
             f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}, a tensor without a shape, so its rows "
-            f"cannot be counted. Give it dense and padded, or with layout=torch.jagged; or stream micro-batches, with "
+            f"cannot be counted. Give it dense and padded; or stream micro-batches, with layout=torch.jagged or with "
             f"weight=."
         ) from error
     rank = len(shape)

@@ -1,42 +1,90 @@
-"""Mappings that a framework's trees do not know: `BatchEncoding`, `UserDict`, `MappingProxyType` and their like."""
+"""Containers that a framework's trees do not know: mappings such as `BatchEncoding`, and dataclasses with arrays."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import NamedTuple
 
 from funcga._types import Tree
 
 
 class Kind(NamedTuple):
-    """What a mapping is, apart from its values."""
+    """What a container is, apart from its values."""
 
-    type: Callable[[dict[Hashable, Tree]], Mapping[Hashable, Tree]]
+    type: Callable[..., Tree]
     keys: tuple[Hashable, ...]
 
 
 class Mapped:
-    """A mapping in a tree: the frameworks know this class as a node, whose structure is a Kind."""
+    """A container in a tree: the frameworks know this class as a node, whose structure is a Kind."""
 
-    def __init__(self, mapping: Mapping[Hashable, Tree], walk: Callable[[Tree], Tree]):
-        self.kind = Kind(type(mapping), tuple(mapping))
-        self.values = [walk(mapping[key]) for key in self.kind.keys]
+    def __init__(self, container: Tree, walk: Callable[[Tree], Tree]):
+        entries = _entries(container)
+        self.kind = Kind(type(container), tuple(entries))
+        self.values = [walk(value) for value in entries.values()]
 
 
-def is_mapping(kind: type) -> bool:
-    """Whether things of this type are mappings."""
-    return issubclass(kind, Mapping)
+def may_be_container(kind: type) -> bool:
+    """Whether things of this type may be mappings, or dataclasses with arrays."""
+    return issubclass(kind, Mapping) or is_dataclass(kind)
+
+
+def is_container(node: object) -> bool:
+    """Whether this is a mapping, or a dataclass with arrays: one without is a setting, and stays as it is."""
+    if isinstance(node, Mapping):
+        return True
+    is_array_or_module = hasattr(type(node), "ndim") or hasattr(type(node), "named_parameters")
+    return is_dataclass(node) and not isinstance(node, type) and not is_array_or_module and _has_arrays(node)
+
+
+def _has_arrays(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_arrays, value.values()))
+    if isinstance(value, tuple | list):
+        return any(map(_has_arrays, value))
+    if isinstance(value, type):
+        return False
+    return hasattr(value, "ndim") or (is_dataclass(value) and any(map(_has_arrays, _entries(value).values())))
+
+
+def _entries(container: Tree) -> dict[Hashable, Tree]:
+    if isinstance(container, Mapping):
+        return {key: container[key] for key in container}
+    return {field.name: getattr(container, field.name) for field in fields(container)}
+
+
+def container_children(node: Tree) -> list[tuple[str, Tree]] | None:
+    """The (key, subtree) pairs of a container, keys written as in code; None for anything else."""
+    if not is_container(node):
+        return None
+    is_mapping = isinstance(node, Mapping)
+    return [(f"[{key!r}]" if is_mapping else f".{key}", value) for key, value in _entries(node).items()]
 
 
 def rebuilt(kind: Kind, values: Iterable[Tree]) -> Tree:
-    """A mapping of this kind with other values; a dict of them if its type does not make one of a dict.
+    """A container of this kind with other values; a dict of them for a mapping that is not made of a dict.
 
     What it knows beside its values, as a `BatchEncoding` does the words that its tokens come from, is of all rows: it
     is left out.
     """
-    # The type is tried out: one whose constructor takes something else would make another mapping, silently.
     plain = dict(zip(kind.keys, values, strict=True))
+    if isinstance(kind.type, type) and is_dataclass(kind.type) and not issubclass(kind.type, Mapping):
+        return _rebuilt_dataclass(kind.type, plain)
+    # The type is tried out: one whose constructor takes something else would make another mapping, silently.
     try:
         mapping = kind.type(plain)
         is_alike = [*mapping] == [*plain] and all(mapping[key] is plain[key] for key in plain)
     except Exception:  # of somebody else's type, which may want anything
         return plain
     return mapping if is_alike and type(mapping) is kind.type else plain
+
+
+def _rebuilt_dataclass(kind: type, values: dict[Hashable, Tree]) -> Tree:
+    """A dataclass with these fields. Its `__init__` makes what it has beside them."""
+    try:
+        made = kind(**{field.name: values[field.name] for field in fields(kind) if field.init})
+    except Exception:  # it checks its fields, for example, and these are not arrays
+        made = object.__new__(kind)
+    # As they are, also where `__init__` computes a field, or changes one.
+    for name, value in values.items():
+        object.__setattr__(made, str(name), value)
+    return made

@@ -87,8 +87,8 @@ def test_batches_without_rows_to_cut(kind):
 def test_a_batch_without_a_shape():
     batch = torch.nested.nested_tensor([X[:2], X[2:]])
     expected = (
-        "`x` is float32[?], a tensor without a shape, so its rows cannot be counted. Give it dense and padded, or with "
-        "layout=torch.jagged; or stream micro-batches, with weight=."
+        "`x` is float32[?], a tensor without a shape, so its rows cannot be counted. Give it dense and padded; or stream "
+        "micro-batches, with layout=torch.jagged or with weight=."
     )
     assert refusal(lambda: funcga.accumulate(funcga.grad(of_rows), 2)(W, batch)) == expected
     assert refusal(lambda: funcga.stream(funcga.grad(of_rows))(W, [batch])) == expected
@@ -251,3 +251,103 @@ def test_sparse_adam_and_dense_sums():
     assert refusal(lambda: tx.update(params, tx.init(params), params)) == expected
     updates, _ = tx.update(sparse, tx.init(params), params)
     torch.testing.assert_close(updates["w"], -0.1 * torch.eye(2))
+
+
+# --- sequences of several lengths
+
+
+def recurrent():
+    """A loss over packed sequences, the sequences and their targets."""
+    torch.manual_seed(0)
+    module = nn.GRU(3, 4, batch_first=True)
+    sequences = [torch.randn(length, 3) for length in (5, 2, 4, 3, 1, 6, 2, 3)]
+    loss_fn = lambda module, packed, y: ((module(packed)[1][0].sum(-1) - y) ** 2).mean()
+    return module, loss_fn, sequences, torch.randn(8)
+
+
+def packed(sequences):
+    return nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
+
+
+def test_packed_sequences():
+    module, loss_fn, sequences, y = recurrent()
+    loss_fn(module, packed(sequences), y).backward()
+    expected = {name: p.grad for name, p in module.named_parameters()}
+    params, own = torch_backend.trainable(module), torch_backend.module_value_and_grad(module, loss_fn)
+    pure = funcga.grad(torch_backend.pure_loss(module, loss_fn))
+    of_dict = funcga.grad(torch_backend.pure_loss(module, lambda m, b: loss_fn(m, b["packed"], b["y"])))
+    items = [(packed(sequences[i:j]), y[i:j]) for i, j in ((0, 3), (3, 7), (7, 8))]
+    dicts = [{"packed": item, "y": target} for item, target in items]
+    weight = lambda packed, y: len(y)
+    for grads in [
+        funcga.stream(pure, weight=weight)(params, items),
+        funcga.stream(pure, weight=weight, device="cpu")(params, items),
+        funcga.stream(own, weight=weight)(items)[1],
+        funcga.stream(of_dict, weight=lambda batch: len(batch["y"]))(params, dicts),
+    ]:
+        funcga.compare(grads, expected).assert_close()
+    # Padded, they are split, and packed in the loss.
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    pads = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    of_padded = torch_backend.pure_loss(
+        module,
+        lambda m, x, lengths, y: loss_fn(
+            m, nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False), y
+        ),
+    )
+    grads = funcga.accumulate(funcga.grad(of_padded), 3)(params, pads, lengths, y)
+    funcga.compare(grads, expected).assert_close()
+    text = (
+        "an argument holds a PackedSequence, whose rows are time steps of all sequences together: they can neither be "
+        "cut nor say what it weighs. Pass the padded sequences and their lengths, and pack them in loss_fn: "
+        "pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False). Or stream micro-batches that are "
+        "packed: stream(grad_fn, weight=lambda packed, y: len(y))."
+    )
+    one = packed(sequences[:1])  # all fields of which have as many rows
+    for call in [
+        lambda: funcga.accumulate(pure, 2)(params, packed(sequences), y),
+        lambda: funcga.accumulate(own, 2)(packed(sequences), y),
+        lambda: funcga.accumulate(of_dict, 2)(params, {"packed": packed(sequences), "y": y}),
+        lambda: funcga.accumulate(pure, 2)(params, one),
+        lambda: funcga.stream(pure)(params, items),
+        lambda: funcga.stream(of_dict)(params, dicts),
+    ]:
+        assert refusal(call) == text
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: X.to_sparse(), lambda: torch.nested.nested_tensor([X[:2], X[2:]], layout=torch.jagged)]
+)
+def test_verify_says_what_cannot_be_cut(make):
+    loss = lambda params, x: (params["w"] ** 2).sum()
+    x = make()
+    text = refusal(lambda: funcga.verify(funcga.grad(loss), W, x, n=2))
+    assert text == refusal(lambda: funcga.accumulate(funcga.grad(loss), 2)(W, x))
+    assert (
+        ", of which rows cannot be cut. Give it dense and padded; or cut it yourself, and stream the micro-batches"
+        in text
+    )
+
+
+# --- what a model returns
+
+
+def test_a_models_output_is_no_loss():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    output = lambda params, x: outputs.CausalLMOutput(loss=(x @ params["w"]).mean(), logits=x @ params["w"])
+    text = (
+        'which holds the loss among other outputs. Return it alone, output.loss or output["loss"]; with has_aux=True '
+        "also return output.loss, aux."
+    )
+    assert refusal(lambda: funcga.accumulate(funcga.grad(output), 2)(W, X)).endswith(f"CausalLMOutput, {text}")
+    as_dict = funcga.grad(lambda *args: dict(output(*args)))
+    assert refusal(lambda: funcga.accumulate(as_dict, 2)(W, X)) == f"loss_fn returned of type dict, {text}"
+    text = "asks for a pair: return output.loss, output."
+    assert refusal(lambda: funcga.accumulate(funcga.grad(output, has_aux=True), 2)(W, X)).endswith(text)
+
+    pair = funcga.value_and_grad(lambda *args: (output(*args).loss, output(*args)), has_aux=True)
+    fold = ((funcga.mean(), {"loss": funcga.mean(), "logits": funcga.concat()}), funcga.mean())
+    (loss, aux), grads = funcga.accumulate(pair, 4, fold=fold)(W, X)
+    assert type(aux) is outputs.CausalLMOutput
+    torch.testing.assert_close((loss, aux.loss, aux.logits), ((X @ W["w"]).mean(),) * 2 + (X @ W["w"],))
+    torch.testing.assert_close(grads["w"], X.mean(0))

@@ -1,6 +1,7 @@
-"""Mappings as batches: what tokenizers and feature extractors return, and every other mapping, in both frameworks."""
+"""Mappings and dataclasses as batches: what tokenizers return, and what people write, in both frameworks."""
 
 import collections
+import dataclasses
 import types
 
 import numpy as np
@@ -169,3 +170,148 @@ def test_what_cannot_be_rebuilt_is_a_dict():
     for kind in (Raises, Changes, Strange, Counted):
         assert type(rebuilt(Kind(kind, ("a", 1)), (1, 2))) is dict
     assert rebuilt(Kind(Changes, ("a", 1)), (1, 2)) == {"a": 1, 1: 2}
+
+
+# --- dataclasses, as they are
+
+
+@dataclasses.dataclass
+class Batch:
+    x: object
+    y: object
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: object
+    y: object = None
+
+
+@dataclasses.dataclass
+class Checked:
+    """It looks at its fields, changes one, computes one, and has more than its fields."""
+
+    x: object
+    y: object
+    positive: object = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        assert self.x.shape[0] == len(self.y)
+        self.positive = self.y > 0
+        self.y = self.y + 1
+        self.rows = len(self.y)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """No arrays: a setting."""
+
+    rate: float = 0.5
+
+
+def registered(kind):
+    """The same known to JAX: by JAX itself, by flax and by equinox."""
+    jax, struct, equinox = (pytest.importorskip(name) for name in ("jax", "flax.struct", "equinox"))
+    if kind == "register_dataclass":
+        made = dataclasses.make_dataclass("Registered", ["x", "y"])
+        return jax.tree_util.register_dataclass(made, ["x", "y"], [])
+    if kind == "flax.struct":
+        return struct.dataclass(type("Struct", (), {"__annotations__": {"x": object, "y": object}}))
+    return type("Module", (equinox.Module,), {"__annotations__": {"x": object, "y": object}})
+
+
+def of_fields(params, batch):
+    return ((batch.x @ params["w"] - batch.y) ** 2).mean()
+
+
+@pytest.mark.parametrize("kit", [TORCH, JAX], ids=["torch", "jax"])
+@pytest.mark.parametrize("kind", [Batch, Frozen, Checked, "register_dataclass", "flax.struct", "equinox"])
+def test_a_dataclass_is_a_batch(kind, kit):
+    if isinstance(kind, str):
+        if kit is TORCH:
+            pytest.skip("of JAX")
+        kind = registered(kind)
+    params, _, data = problem(kit, dict)
+    batch, seen = kind(data["x"], data["y"]), []
+    values = {"x": batch.x, "y": batch.y}
+
+    def loss(params, batch):
+        seen.append(batch)
+        return of_fields(params, batch)
+
+    gradient, weight = funcga.value_and_grad(loss), lambda batch: (batch.y > 0).sum()
+    expected = funcga.accumulate(funcga.value_and_grad(loss_fn([])), 4, weight=lambda b: (b["y"] > 0).sum())(
+        params, values
+    )
+    found = funcga.accumulate(gradient, 4, weight=weight)(params, batch)
+    assert difference(kit, found, expected) <= LIMITS["float32"]
+    assert {type(each) for each in seen} == {kind}
+    assert batch.x is data["x"]
+    if kind is Checked:  # what it has beside its fields is of the micro-batch
+        assert {each.rows for each in seen} == {3}
+    cut = lambda i: {name: value[i : i + 3] for name, value in data.items()}
+    items = [kind(**cut(i)) for i in range(0, 12, 3)]
+    assert difference(kit, funcga.stream(gradient, weight=weight)(params, iter(items)), expected) <= LIMITS["float32"]
+    if kind is not Checked:
+        axes = funcga.accumulate(gradient, 4, weight=weight, in_axes=(None, kind(0, 0)))
+        assert difference(kit, axes(params, batch), expected) <= LIMITS["float32"]
+    assert funcga.verify(funcga.value_and_grad(of_fields), params, batch, n=4).ok
+
+
+@pytest.mark.parametrize("kit", [TORCH, JAX], ids=["torch", "jax"])
+def test_a_dataclass_without_arrays_is_a_setting(kit):
+    params, batch, _ = problem(kit, dict)
+    config, seen = Config(), []
+
+    def loss(params, batch, config, other):
+        seen.extend([config, other])
+        return config.rate * loss_fn([])(params, batch)
+
+    step = funcga.accumulate(funcga.grad(loss), 4, in_axes=(None, 0, None))
+    step(params, batch, config, other=config)
+    assert all(each is config for each in seen)
+    with pytest.raises(funcga.FuncgaError, match=r"`config` is of type Config, and in_axes splits it on axis 0"):
+        funcga.accumulate(funcga.grad(loss), 4)(params, batch, config, other=config)
+
+
+def test_dataclasses_everywhere_in_torch():
+    """As parameters, in other containers, beside the loss, converted, and in a module's own gradient."""
+    import torch
+
+    import torch_backend
+
+    params, _, data = problem(TORCH, dict)
+    batch = {"deep": [Batch(data["x"], None), Frozen(data["y"])]}
+    aux = lambda p, b: (of_fields({"w": p.x}, Batch(b["deep"][0].x, b["deep"][1].x)), Frozen(b["deep"][1].x, None))
+    fold = ((funcga.mean(), Frozen(funcga.concat(), funcga.concat())), funcga.mean())
+    step = funcga.accumulate(funcga.value_and_grad(aux, has_aux=True), 4, fold=fold)
+    (value, more), grads = step(Frozen(params["w"], None), batch)
+    expected = funcga.accumulate(funcga.value_and_grad(loss_fn([])), 4)(params, data)
+    assert (type(more), type(grads)) == (Frozen, Frozen)
+    assert torch.equal(more.x, data["y"])
+    assert difference(TORCH, (value, {"w": grads.x}), expected) <= LIMITS["float32"]
+    module = torch.nn.Linear(3, 1)
+    own = torch_backend.module_value_and_grad(module, lambda m, b: ((m(b.x)[:, 0] - b.y) ** 2).mean())
+    of_dict = torch_backend.module_value_and_grad(module, lambda m, b: ((m(b["x"])[:, 0] - b["y"]) ** 2).mean())
+    found = funcga.accumulate(own, 4)(Batch(**data))
+    assert difference(TORCH, found, funcga.accumulate(of_dict, 4)(data)) == 0
+    with pytest.raises(funcga.FuncgaError, match=r"`b\.x` has 12 .*`b\.y` has 11"):
+        funcga.accumulate(own, 4)(Batch(data["x"], data["y"][:11]))
+    with pytest.raises(funcga.FuncgaError, match="in_axes is no prefix"):
+        funcga.accumulate(own, 4, in_axes=({"x": 0},))(Batch(**data))
+    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=0.1), 1)
+    updates, _ = tx.update(grads, tx.init(Frozen(params["w"])), Frozen(params["w"]))
+    torch.testing.assert_close(torch_backend.apply_updates(Frozen(params["w"]), updates).x, params["w"] - 0.1 * grads.x)
+
+
+def test_what_jax_does_not_know_is_refused_where_it_traces():
+    params, _, data = problem(JAX, dict)
+    aux = lambda p, b: (loss_fn([])(p, b), Batch(b["x"].sum(), None))
+    line = r"holds a Batch, of which JAX does not know that it is a tree\. Write jax\.tree_util\.register_dataclass\(Batch\)"
+    with pytest.raises(funcga.FuncgaError, match="output " + line):
+        funcga.accumulate(funcga.value_and_grad(aux, has_aux=True), 4)(params, data)
+    with pytest.raises(funcga.FuncgaError, match="params " + line):
+        funcga.accumulate(funcga.grad(lambda p, b: loss_fn([])({"w": p.x}, b)), 4)(Batch(params["w"], None), data)
+    aux = lambda p, b: (loss_fn([])(p, b), collections.UserDict(x=b["x"].sum()))
+    with pytest.raises(funcga.FuncgaError, match=r"output holds a UserDict, .* Write dict\(output\)"):
+        funcga.accumulate(funcga.value_and_grad(aux, has_aux=True), 4)(params, data)
