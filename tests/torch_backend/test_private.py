@@ -130,6 +130,14 @@ def test_what_torch_does_not_tell_is_found_out(without):
     assert _private.is_any_autocast_enabled()
 
 
+def test_a_name_that_a_version_lacks_has_a_stand_in():
+    x = torch.ones(2)
+    assert _private._attribute(torch, "_C._no_such.name", 3) == 3
+    assert _private._attribute(x, "shape", None) == (2,)
+    assert _private._reader("_version", otherwise=-1)(x) == 0
+    assert _private._reader("_version", "_no_such", otherwise=())(x) == ()
+
+
 def test_without_versions_writes_go_unnoticed_and_gradients_are_right(monkeypatch):
     want = uneven()
     monkeypatch.setattr(_private, "version", lambda _: 0)

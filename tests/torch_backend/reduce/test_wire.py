@@ -93,6 +93,16 @@ def test_leaves_are_views_of_their_buckets():
     assert sums.mark.item() == 0
 
 
+@pytest.mark.parametrize("like", [torch.ones(()), torch.ones(4, 3).T, torch.ones(2, 1, 3), torch.ones(0, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_segment_lies_as_torch_says(like, dtype):
+    like = torch.empty_like(like, dtype=dtype)
+    (segment,) = plan([like]).buckets[0].segments
+    real = torch.view_as_real(like) if dtype.is_complex else like
+    assert (segment.shape, segment.stride) == (tuple(real.shape), real.stride())
+    assert segment.end == segment.start + real.numel()
+
+
 def test_a_bucket_is_complete_when_each_of_its_leaves_is():
     sums = Sums(plan([torch.ones(100)] * 4, bucket_bytes=900))
     assert not sums.next_is_complete
