@@ -302,8 +302,8 @@ def masked_microbatch():
 @exhibit(
     NUMBERS,
     "pytorch/pytorch#36601",
-    computed="`scaler.update()` after every micro-batch: the loss scale doubles in the middle of a window, which is "
-    "unscaled by the last one",
+    computed="`scaler.update()` after every micro-batch, as several people had it: the loss scale doubles in the middle of a "
+    "window, which is unscaled by the last one",
     instead="`multi_steps(loss_scaled(tx), n)`: a window has one scale",
 )
 def changing_loss_scale():

@@ -1,7 +1,9 @@
 """The museum of wrong gradients: what was computed is wrong, what funcga computes is right, and the page says so."""
 
+import importlib.resources
 import math
 import re
+import tomllib
 
 import pytest
 
@@ -30,3 +32,10 @@ def test_every_exhibit_links_to_a_thread_of_its_own():
 def test_an_error_is_relative_to_the_largest_element():
     assert museum.error({"w": museum.PARAMS["w"] * 1.5}, {"w": museum.PARAMS["w"]}) == pytest.approx(0.5)
     assert math.isnan(museum.error({"w": museum.PARAMS["w"] * math.nan}, {"w": museum.PARAMS["w"]}))
+
+
+def test_verify_knows_the_causes_that_the_page_names():
+    causes = tomllib.loads(importlib.resources.files("funcga._verify").joinpath("causes.toml").read_text())
+    named = re.findall(r'"([^"]+)"', PAGE.split("## Would you have noticed?")[1])
+    assert len(named) > 3
+    assert set(named) <= {cause.partition(":")[0] for cause in causes}
