@@ -97,20 +97,20 @@ def _is_compiled(kind: type) -> bool:
 
 
 @contextmanager
-def left_alone(leaves: Iterable[torch.Tensor], with_dtypes: bool = False) -> Iterator[None]:
+def left_alone(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """A context in which these leaves have no `.grad`. Each gets its own back afterwards.
 
-    `with_dtypes`: they may get gradients of other dtypes meanwhile.
+    Leaves of less than 32 bits may get wider gradients meanwhile.
     """
-    before = [(leaf, leaf.grad, leaf.grad_dtype if with_dtypes else None) for leaf in leaves]
+    before = [(leaf, leaf.grad, leaf.grad_dtype if leaf.dtype.itemsize < 4 else None) for leaf in leaves]
     for leaf, _, _ in before:
         leaf.grad = None
     try:
         yield
     finally:
         for leaf, gradient, dtype in before:
-            leaf.grad = None
-            if with_dtypes and leaf.grad_dtype != dtype:
+            if leaf.dtype.itemsize < 4 and leaf.grad_dtype != dtype:
+                leaf.grad = None
                 leaf.grad_dtype = dtype
             leaf.grad = gradient
 

@@ -202,7 +202,7 @@ class Engine:
         self.leaves = {_OWN: _Leaves(params, leaves, structure, leaves)}
         if not _are_plain(leaves):
             self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, _OWN))
-        self.aside = left_alone(params.values(), with_dtypes=True)
+        self.aside = left_alone(params.values())
         self.aside.__enter__()
         self.merges_shards = self.reduction is not None and any(map(is_dtensor, leaves))
         self.visit, self.first = nullcontext(partial(called, self.gradient.loss_fn, module)), 0
@@ -294,7 +294,9 @@ class Engine:
         key = None
         if self.is_whole and not (self.gradient.has_aux or arguments.state):
             # Then the loss and the leaves alone tell what the output is, and the last window's layout may fit.
-            key = type(loss), loss.dtype, [argument.structure for argument in leaves.values()], [*map(_kind_of, whole)]
+            is_plain = {*map(type, whole)} <= {torch.Tensor, nn.Parameter}
+            kinds = [*map(_KIND if is_plain else _kind_of, whole)]
+            key = type(loss), loss.dtype, [argument.structure for argument in leaves.values()], kinds
         layout = self.kept.layout
         if key is None or layout is None or self.kept.key != key:
             layout = self._layout(loss, aux, leaves, whole, arguments)
