@@ -39,7 +39,7 @@ def _window_of(program: Program, backend: Backend) -> Window:
         program.keep(_NotWrapped)
     if isinstance(grad_fn, ModuleGradient):
         return grad_fn.window(program, backend)
-    reduction = reduction_of(program, backend)
+    reduction = None if program.across is None else reduction_of(program, backend)
     if isinstance(grad_fn, GradientFunction):
         # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
         if not (torch.compiler.is_compiling() or arrays.in_transform()):

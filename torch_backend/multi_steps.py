@@ -28,16 +28,14 @@ def widened(params: Tree) -> Tree:
     """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits."""
     tracked = arrays.in_transform()  # what is differentiated from outside stays in its graph
     leaves, structure = trees.flatten(params)
-    return trees.unflatten(structure, [_wide(leaf, tracked) for leaf in leaves])
-
-
-def _wide(leaf: object, tracked: bool) -> object:
-    if isinstance(leaf, int | float | complex):
-        leaf = torch.as_tensor(leaf)
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    leaf = leaf if tracked or not leaf.requires_grad else leaf.detach()
-    return leaf if leaf.dtype is torch.float32 else leaf.to(_dtype_of_update(leaf))
+    for leaf_index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor | int | float | complex):
+            continue
+        array = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
+        if array.requires_grad and not tracked:
+            array = array.detach()
+        leaves[leaf_index] = array if array.dtype is torch.float32 else array.to(_dtype_of_update(array))
+    return trees.unflatten(structure, leaves)
 
 
 def when(

@@ -133,7 +133,7 @@ def divide(sums: list[torch.Tensor], total: float) -> None:
     )
     if not (alike and dtype in (torch.float32, torch.float64)):
         torch._foreach_div_(sums, total)
-    elif 1 <= total <= _MOST and is_power_of_two(total):
+    elif 1 <= total <= _MOST and math.frexp(total)[0] == 0.5:
         # Multiplying is faster than dividing, and gives the same bits for a power of two.
         torch._foreach_mul_(sums, torch.tensor(1 / total, dtype=dtype, device="cpu"))
     else:
@@ -170,7 +170,7 @@ def emptied(
 ) -> list[Reduced]:
     """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
     pure = arrays.in_transform()
-    kept = set(_storages(taken)) if donate and not pure else set()
+    kept = {*_storages(taken)} if donate and not pure else set()
     empty: list[Reduced] = [None] * len(accumulators)
     zeroed = []
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
@@ -178,7 +178,7 @@ def emptied(
             if fold is None:
                 continue
             is_sum = fold.fold.reducer.monoid.collective == "sum" and type(accumulator) is torch.Tensor
-            if donate and not pure and is_sum and _storage(accumulator) not in kept:
+            if donate and not pure and is_sum and kept.isdisjoint(_storages(accumulator)):
                 zeroed.append(accumulator)
                 empty[leaf_index] = accumulator
             else:
@@ -188,11 +188,13 @@ def emptied(
     return empty
 
 
-def _storages(tree: Tree) -> Iterator[int | None]:
-    """The memory of the tensors in a tree."""
+def _storages(tree: Tree) -> Iterator[int]:
+    """The addresses of the memory of the dense tensors in a tree."""
     # The usual containers are walked here, which is much faster than flattening them.
     if isinstance(tree, torch.Tensor):
-        yield _storage(tree)
+        shard: torch.Tensor = tree if type(tree) is torch.Tensor else local(tree)
+        if shard.layout is torch.strided:
+            yield shard.untyped_storage().data_ptr()
     elif isinstance(tree, dict):
         for child in tree.values():
             yield from _storages(child)
@@ -201,12 +203,4 @@ def _storages(tree: Tree) -> Iterator[int | None]:
             yield from _storages(child)
     elif tree is not None and trees.children(tree) is not None:
         for leaf in trees.flatten(tree)[0]:
-            yield _storage(leaf)
-
-
-def _storage(leaf: object) -> int | None:
-    """The address of a tensor's memory; None for a sparse tensor, and for anything that is not a tensor."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    own: torch.Tensor = leaf if type(leaf) is torch.Tensor else local(leaf)
-    return own.untyped_storage().data_ptr() if own.layout is torch.strided else None
+            yield from _storages(leaf)

@@ -413,10 +413,8 @@ class Engine:
         return self._on_meshes(result_of_others(bind, self.reduction, arguments, state))
 
 
-def reduction_of(program: Program, backend: Backend) -> Reduction | None:
-    """What merges a window over the replicas of `across=`; None without it."""
-    if program.across is None:
-        return None
+def reduction_of(program: Program, backend: Backend) -> Reduction:
+    """What merges a window over the replicas of `across=`."""
     return Reduction(program.keep(Progress, program.step), program.replicas(backend))
 
 

@@ -113,7 +113,7 @@ def _wrapper_of(module: nn.Module) -> Wrapper | None:
         # The file of a wrapper is loaded only when a module is wrapped: its imports take time.
         file, class_name = kind.wrapper.split(":")
         wrapper_class = vars(import_module(f"torch_backend.wrapped.{file}"))[class_name]
-        wrapper: Wrapper = wrapper_class(module, wrapped, kind.name)
+        wrapper: Wrapper = wrapper_class(wrapped, kind.name)
         return wrapper
     return None
 

@@ -27,23 +27,27 @@ class Wrapper:
 
     `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the gradients lie in memory
     that nobody else will write to. `in_step`: whether all replicas need equally many micro-batches, even if all but the
-    last wait. `remedy`: what to do where sums in 16 bits are refused.
+    last wait. `knows_outer`: whether sync="outer" is for it. `remedy`: what to do where sums in 16 bits are refused.
     """
 
-    fresh = False
-    in_step = False
+    fresh = in_step = knows_outer = False
     remedy: str
 
-    def __init__(self, module: nn.Module, wrapped: Sequence[nn.Module], name: str):
-        self.module, self.wrapped, self.name = module, wrapped, name
+    def __init__(self, wrapped: Sequence[nn.Module], name: str):
+        self.wrapped, self.name = wrapped, name
 
     def covered(self) -> set[int]:
         """The ids of the parameters whose gradients it reduces."""
         raise NotImplementedError
 
+    def groups(self) -> list[list[dist.ProcessGroup]]:
+        """For every wrapped part the process groups that its gradients are reduced over, the inner one first."""
+        raise NotImplementedError
+
     def check(self, sync: str) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
-        replicas = list(dict.fromkeys(" x ".join(map(str, map(_ranks, groups))) for groups in self.groups_of_parts()))
+        groups = self.groups()
+        replicas = list(dict.fromkeys(" x ".join(map(str, map(_ranks, groups_of_part))) for groups_of_part in groups))
         if len(replicas) > 1:
             raise FuncgaError(
                 f"parts of the module are wrapped by {self.name} over different replicas, the ranks {replicas[0]} and "
@@ -51,29 +55,16 @@ class Wrapper:
                 f"same process group or mesh; or let funcga reduce: accumulate(funcga.value_and_grad("
                 f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
             )
-        if sync == "outer":
-            self.check_outer()
-
-    def check_outer(self) -> None:
-        """Raises FuncgaError if it cannot be told when to all-reduce over the outer of two dimensions of a mesh."""
-        raise no_outer_mesh(self.name)
-
-    def groups_of_parts(self) -> list[list[dist.ProcessGroup]]:
-        """For every wrapped part the process groups that its gradients are reduced over, the inner one first."""
-        raise NotImplementedError
-
-    def groups(self) -> list[dist.ProcessGroup]:
-        """Those of all parts, which `check` has found to have the same."""
-        return next(iter(self.groups_of_parts()), [])
+        has_outer = self.knows_outer and all(len(groups_of_part) == 2 for groups_of_part in groups)
+        if sync == "outer" and not has_outer:
+            raise no_outer_mesh(self.name)
 
     def replicas(self, across: Array) -> list[Replicas]:
-        """What a window is merged over, the inner group first: what `across=` names, or what the wrapper reduces over.
-
-        Raises FuncgaError if the two differ.
-        """
+        """What a window is merged over, the inner group first. Raises FuncgaError if `across=` names anything else."""
         # On a mesh of two dimensions a process sees only its own row, the inner group, and its own column, the outer
         # one. All other ranks follow from these, because the rows are the same row shifted along the column.
-        inner, *outer = map(_ranks, self.groups())
+        groups = self.groups()[0]  # the same for all parts
+        inner, *outer = map(_ranks, groups)
         this_rank = dist.get_rank()
         ranks = sorted(rank + other - this_rank for rank in inner for other in (outer[0] if outer else [this_rank]))
         if across is not None and _ranks(across) != ranks:
@@ -81,11 +72,7 @@ class Wrapper:
                 f"across= names the ranks {_ranks(across)}, and the module is wrapped by {self.name}, which reduces "
                 f"over the ranks {ranks}. Leave across= out: the wrapper knows its replicas."
             )
-        return [Replicas(group) for group in self.groups()]
-
-    def params(self) -> dict[str, torch.Tensor]:
-        """The parameters that are trained, by the names that they have in the module."""
-        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        return [Replicas(group) for group in groups]
 
     def leaves(self) -> list[torch.Tensor]:
         """Leaves of a loss's graph beside the parameters, or in their place."""
@@ -93,7 +80,7 @@ class Wrapper:
 
     def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
         """What the sum of each parameter has been divided by. Wrappers average, so it is the number of replicas."""
-        scale = float(prod(group.size() for group in self.groups()))
+        scale = float(prod(group.size() for group in self.groups()[0]))
         return [scale for _ in params]
 
     def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
@@ -101,12 +88,15 @@ class Wrapper:
         return param.dtype
 
     def window(self) -> AbstractContextManager[None]:
-        """The context of a window: passes synchronise unless `waiting`, and the user's own sums are put aside."""
-        return nullcontext()
+        """The context of a window: passes synchronise unless `waiting`, and the user's own sums are put aside.
+
+        In it the module's parameters are those that get the gradients.
+        """
+        raise NotImplementedError
 
     def waiting(self, sync: str) -> AbstractContextManager[None]:
         """The context of the micro-batches before the last, which need not synchronise."""
-        return nullcontext()
+        raise NotImplementedError
 
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
         """The context of the last backward pass. Raises FuncgaError if that pass leaves out what was summed before."""
@@ -114,6 +104,7 @@ class Wrapper:
 
     def recover(self) -> None:
         """Forgets a window that an exception has ended."""
+        raise NotImplementedError
 
 
 def no_outer_mesh(what: str) -> FuncgaError:
@@ -163,7 +154,7 @@ class DDP(Wrapper):
                     "several micro-batches would be summed in 16 bits. Leave it out, and use torch.autocast in loss_fn."
                 )
 
-    def groups_of_parts(self) -> list[list[dist.ProcessGroup]]:
+    def groups(self) -> list[list[dist.ProcessGroup]]:
         """One group each."""
         return [[ddp.process_group] for ddp in self.modules()]
 
@@ -176,7 +167,8 @@ class DDP(Wrapper):
                 f"may have different numbers of micro-batches, one of weight 0 where there is no more data."
             )
         # With gradient_as_bucket_view the user's gradients may be views of DDP's buckets, which this window overwrites.
-        for p in self.module.parameters() if any(ddp.gradient_as_bucket_view for ddp in self.modules()) else ():
+        views = [ddp for ddp in self.modules() if ddp.gradient_as_bucket_view]
+        for p in (p for ddp in views for p in ddp.module.parameters()):
             if p.grad is not None and not is_alone(p.grad):
                 p.grad = p.grad.clone()
         return assigned(self._synchronised())
@@ -234,7 +226,7 @@ class Replicate(DDP):
 
     def check(self, sync: str) -> None:
         """Checks its DDP."""
-        DDP(self.module, self.modules(), "DistributedDataParallel").check(sync)
+        DDP(self.modules(), "DistributedDataParallel").check(sync)
 
     def _synchronised(self) -> list[tuple[object, str, object]]:
         return [(_private.replicate_state(module), *_private.SYNCHRONISES_REPLICATE) for module in self.wrapped]

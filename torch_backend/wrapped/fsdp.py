@@ -18,7 +18,7 @@ from torch_backend.wrapped.ddp import Wrapper, assigned
 class FSDP2(Wrapper):
     """fully_shard, and the replicate that is made of it: gradients are DTensors, in memory that each pass makes."""
 
-    fresh = in_step = True
+    fresh = in_step = knows_outer = True
     remedy = (
         "Say that it sums in float32: "
         "fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."
@@ -29,14 +29,14 @@ class FSDP2(Wrapper):
         """All modules that are wrapped."""
         return [m for root in self.wrapped for m in root.modules() if isinstance(m, FSDPModule)]
 
-    def _groups(self) -> list[_private.ParamGroup]:
+    def _param_groups(self) -> list[_private.ParamGroup]:
         """The groups of parameters that are communicated together."""
         return list({id(group): group for part in self.parts for group in _private.param_groups(part)}.values())
 
     def covered(self) -> set[int]:
         """All that are sharded or replicated by it."""
         self._reshard()
-        return {id(param) for group in self._groups() for param in _private.sharded_params(group)}
+        return {id(param) for group in self._param_groups() for param in _private.sharded_params(group)}
 
     def _reshard(self) -> None:
         """Shards the parameters again. An evaluation may have left them unsharded, and they are other tensors then."""
@@ -44,23 +44,13 @@ class FSDP2(Wrapper):
             if not all(map(_private.is_sharded, _private.param_groups(part))):
                 part.reshard()
 
-    def params(self) -> dict[str, torch.Tensor]:
-        """The sharded ones, DTensors."""
-        self._reshard()
-        return super().params()
-
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded ones, which are made at the first forward pass."""
-        return [param for group in self._groups() for param in _private.unsharded_params(group)]
+        return [param for group in self._param_groups() for param in _private.unsharded_params(group)]
 
-    def check_outer(self) -> None:
-        """The mesh has to have two dimensions."""
-        if not all(len(groups) == 2 for groups in self.groups_of_parts()):
-            super().check_outer()
-
-    def groups_of_parts(self) -> list[list[dist.ProcessGroup]]:
+    def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group of the mesh, or for a mesh of two dimensions the one that shards, then the one that replicates."""
-        return [_private.process_groups_of(group) for group in self._groups()]
+        return [_private.process_groups_of(group) for group in self._param_groups()]
 
     def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
         """FSDP2 averages, or divides by set_gradient_divide_factor, which each part may have of its own."""
@@ -68,7 +58,7 @@ class FSDP2(Wrapper):
         # Some parts have a factor of their own. All others average.
         factors = {
             id(param): factor
-            for group in self._groups()
+            for group in self._param_groups()
             if (factor := _private.divide_factor(group)) is not None
             for param in _private.sharded_params(group)
         }
@@ -79,7 +69,7 @@ class FSDP2(Wrapper):
         """Waiting passes sum in reduce_dtype. Passes that synchronise sum shards in the parameter's own dtype."""
         if sync == "every":
             return param.dtype
-        group = next(g for g in self._groups() if any(p is param for p in _private.sharded_params(g)))
+        group = next(g for g in self._param_groups() if any(p is param for p in _private.sharded_params(g)))
         return _private.reduce_dtype(group) or param.dtype
 
     @contextmanager
@@ -88,8 +78,9 @@ class FSDP2(Wrapper):
 
         What the user's own backward passes have summed without synchronising is put aside.
         """
+        self._reshard()  # then the parameters are the sharded ones, DTensors
         # All of these values are put back when the window ends, including those that `_require` changes meanwhile.
-        groups = self._groups()
+        groups = self._param_groups()
         values = [entry for group in groups for entry in _private.values_in_a_window(group)]
         with assigned([*values, *map(_private.last_backward_flag, self.parts)]):
             yield

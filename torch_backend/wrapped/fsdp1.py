@@ -38,7 +38,7 @@ class FSDP1(Wrapper):
         """The flat parameters."""
         return [flat for part in self.parts if (flat := _private.flat_param_of(part)) is not None]
 
-    def groups_of_parts(self) -> list[list[dist.ProcessGroup]]:
+    def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
         return [_private.groups_of_fsdp1(part) for part in self.parts]
 

@@ -64,7 +64,8 @@ class ModuleGradient(OwningGradient):
     def window(self, program: Program, backend: Backend, alone: bool = False) -> Window:
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
-        return Engine(program, self.parts, backend, reduction_of(program, backend), self.module)
+        reduction = None if program.across is None else reduction_of(program, backend)
+        return Engine(program, self.parts, backend, reduction, self.module)
 
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""

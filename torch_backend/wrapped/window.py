@@ -112,7 +112,8 @@ class ModuleWindow:
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(self.wrapper.window())
-            self.params = self.wrapper.params()
+            named = self.gradient.module.named_parameters()
+            self.params: dict[str, torch.Tensor] = {name: p for name, p in named if p.requires_grad}
             # The user's `.grad`s are put aside, and come back when the stack closes.
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
             # Until the last micro-batch is known to be the last, no pass synchronises.
