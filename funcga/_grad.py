@@ -58,7 +58,8 @@ class GradientFunction:
 
         @functools.wraps(self.loss_fn, updated=())  # for the names of its parameters in messages
         def gradient(*args: Any, **kwargs: Any) -> Tree:
-            for arg_index in self.arg_indices(len(args)):
+            arg_indices = self.arg_indices(len(args))
+            for arg_index in arg_indices:
                 self.check_leaves(args[arg_index], arg_index, backend)
             # torch.compile must not read a Python counter: it would compile anew for every value.
             counts = not (backend.name == "torch" and backend.loop.is_traced(()))
@@ -78,9 +79,9 @@ class GradientFunction:
                 # The loss comes back twice: scaled, to be differentiated, and as auxiliary data, as the caller sees it.
                 return scaled_loss(loss, scale, backend.arrays), (loss, aux)
 
-            transform = backend.gradients.value_and_grad(objective, self.argnums, True)
+            transform = backend.gradients.value_and_grad(objective, arg_indices)
             (_, (loss, aux)), grads = transform(*args, **kwargs)
-            return self.compose(loss, aux, grads if isinstance(self.argnums, tuple) else (grads,))
+            return self.compose(loss, aux, grads)
 
         return gradient
 
@@ -183,14 +184,11 @@ class GradientFunction:
     def unreached(self, count: int, backend: Backend) -> FuncgaError:
         """The error for a loss of `count` arguments that depends on no leaf of those that are differentiated."""
         names = argument_names(self.loss_fn, count)
-        instead = "as model.apply(params, x) does"
-        if backend.name == "torch":
-            instead = "as torch_backend.pure_loss(module, lambda module, x, y: F.mse_loss(module(x), y)) does"
         of = " or ".join(f"`{names[arg_index]}`" for arg_index in self.arg_indices(count))
         return FuncgaError(
             f"the loss does not depend on {of}: no gradient reaches an array of it, and nothing would be trained. "
             f"loss_fn uses a module, or arrays, that it closes over, or it detaches what it computes. Compute the loss "
-            f"from the argument, {instead}."
+            f"from the argument, as {backend.gradients.as_function_of_params} does."
         )
 
 

@@ -15,10 +15,12 @@ from funcga._types import Array, GradFn, LossFn, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 
+as_function_of_params = "model.apply(params, x)"
 
-def value_and_grad(loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> GradFn:
-    """A function that returns (value, grads), or ((value, aux), grads)."""
-    return jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
+
+def value_and_grad(loss_fn: LossFn, arg_indices: tuple[int, ...]) -> GradFn:
+    """A function that returns ((value, aux), grads) of one that returns (value, aux); grads has a tree an index."""
+    return jax.value_and_grad(loss_fn, argnums=arg_indices, has_aux=True)
 
 
 def depends(loss: jax.Array) -> bool | None:

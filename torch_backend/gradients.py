@@ -7,33 +7,32 @@ import torch
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
+from funcga._types import GradFn, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import is_recorded
 from torch_backend.modules.checks import check_unfrozen
 
+as_function_of_params = "torch_backend.pure_loss(module, lambda module, x, y: F.mse_loss(module(x), y))"
 
-def value_and_grad(
-    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
-    """A function that returns (value, grads), or ((value, aux), grads)."""
 
-    def value_first(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        indices = tuple(argnum % len(args) for argnum in (argnums if isinstance(argnums, tuple) else (argnums,)))
-        for arg_index in indices:
+def value_and_grad(loss_fn: Callable[..., tuple[torch.Tensor, Tree]], arg_indices: tuple[int, ...]) -> GradFn:
+    """A function that returns ((value, aux), grads) of one that returns (value, aux); grads has a tree an index."""
+
+    def value_first(*args: Any, **kwargs: Any) -> tuple[tuple[torch.Tensor, Tree], tuple[Tree, ...]]:
+        for arg_index in arg_indices:
             check_unfrozen(trees.flatten(args[arg_index])[0], args[arg_index], loss_fn, arg_index)
-        leaves, structure = trees.flatten(tuple(args[arg_index] for arg_index in indices))
+        leaves, structure = trees.flatten(tuple(args[arg_index] for arg_index in arg_indices))
         is_present = [leaf is not None for leaf in leaves]
 
-        paths = lambda: _paths(loss_fn, args, indices)
+        paths = lambda: _paths(loss_fn, args, arg_indices)
 
         # The loss as a function of its tensors alone: torch.func takes neither None nor numbers as inputs, and returns
         # nothing but tensors as aux. Everything else passes it by, in `is_present` and `aux_skeletons`.
         def loss_of_tensors(tensors: list[torch.Tensor]) -> Any:
             put_hooks(originals, tensors, paths)
-            replaced = dict(zip(indices, trees.unflatten(structure, _spread(tensors, is_present)), strict=True))
-            output = loss_fn(*(replaced.get(arg_index, arg) for arg_index, arg in enumerate(args)), **kwargs)
-            loss, aux = output if has_aux else (output, ())
+            replaced = dict(zip(arg_indices, trees.unflatten(structure, _spread(tensors, is_present)), strict=True))
+            loss, aux = loss_fn(*(replaced.get(arg_index, arg) for arg_index, arg in enumerate(args)), **kwargs)
             aux_leaves, aux_structure = trees.flatten(aux)
             aux_skeletons.append((aux_structure, [None if arrays.is_array(leaf) else (leaf,) for leaf in aux_leaves]))
             return loss, [leaf for leaf in aux_leaves if arrays.is_array(leaf)]
@@ -49,13 +48,11 @@ def value_and_grad(
         except RuntimeError as error:
             _explain(error, (args, kwargs))
             raise
+        aux_structure, objects = aux_skeletons[0]
+        tensors = iter(aux)
+        aux_leaves = [next(tensors) if wrapped is None else wrapped[0] for wrapped in objects]
         grads = trees.unflatten(structure, _spread(grads, is_present))
-        if has_aux:
-            aux_structure, objects = aux_skeletons[0]
-            tensors = iter(aux)
-            aux_leaves = [next(tensors) if wrapped is None else wrapped[0] for wrapped in objects]
-            loss = loss, trees.unflatten(aux_structure, aux_leaves)
-        return loss, grads if isinstance(argnums, tuple) else grads[0]
+        return (loss, trees.unflatten(aux_structure, aux_leaves)), grads
 
     return value_first
 

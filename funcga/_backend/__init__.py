@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from funcga._types import Array, Dtype, Reduced, Scalar, Tree
+from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Tree
 
 # These types belong to rooms that import this one, so naming them would be a cycle. Here they only pass through.
 Program = Any
@@ -168,10 +168,11 @@ class DLPack(Protocol):
 class Gradients(Protocol):
     """A framework's transforms from a loss to its gradient."""
 
-    def value_and_grad(
-        self, loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-    ) -> Any:
-        """A function that returns (value, grads), or ((value, aux), grads)."""
+    # How a loss that depends on its parameters is written, for errors.
+    as_function_of_params: str
+
+    def value_and_grad(self, loss_fn: Callable[..., tuple[Array, Tree]], arg_indices: tuple[int, ...]) -> GradFn:
+        """A function that returns ((value, aux), grads) of one that returns (value, aux); grads has a tree an index."""
         ...
 
     def depends(self, loss: Array) -> bool | None:

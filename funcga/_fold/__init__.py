@@ -120,6 +120,15 @@ def is_quantity(number: object, least: float = 0.0, most: float = _MOST) -> bool
     return bool(least < real <= most)
 
 
+def check_quantity(
+    name: str, number: object, example: str, meaning: str = "a finite number above 0", *, least: float = 0.0,
+    most: float = _MOST,
+) -> None:  # fmt: skip
+    """Raises FuncgaError unless it is a finite real number above `least`, and not above `most`."""
+    if not is_quantity(number, least, most):
+        raise FuncgaError(f"{name} is {number!r}: it must be {meaning}, such as {name}={example}.")
+
+
 def as_number(value: Scalar) -> Scalar:
     """A scalar of NumPy, or a 0-d array of one, as a Python number; anything else as it is."""
     return value.item() if type(value).__module__ == "numpy" and has_no_axes(value) else value

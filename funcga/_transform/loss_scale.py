@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
-from funcga._fold import is_quantity
+from funcga._fold import LEAST32, check_quantity, is_quantity
 from funcga._transform import DonatingTransform, Transform, UpdateFunction, wrapped_transform
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
@@ -83,24 +83,22 @@ def loss_scaled(
         >>> loss, grads = gradient(params, jnp.ones(2, "float16"), loss_scale=state.inner.scale)
         >>> updates, state = tx.update(grads, state, params)
     """
-    _check("init_scale", is_quantity(init_scale, _LEAST, _MOST), init_scale, "a finite number above 0", "65536.0")
-    _check("growth_factor", is_quantity(growth_factor, 1, _MOST), growth_factor, "a finite number above 1", "2.0")
-    fraction = is_quantity(backoff_factor, 0, 1) and backoff_factor != 1
-    _check("backoff_factor", fraction, backoff_factor, "a number between 0 and 1", "0.5")
-    counted = isinstance(growth_interval, int) and is_quantity(growth_interval, 0, 2**31 - 1)
-    _check("growth_interval", counted, growth_interval, "an int from 1 to 2**31 - 1", "2000")
+    above = "a finite number above {}, in float32"
+    check_quantity("init_scale", init_scale, "65536.0", above.format(0), least=LEAST32, most=_MOST)
+    check_quantity("growth_factor", growth_factor, "2.0", above.format(1), least=1, most=_MOST)
+    check_quantity("backoff_factor", backoff_factor, "0.5", "a number between 0 and 1, in float32", most=_BELOW_1)
+    if not (isinstance(growth_interval, int) and is_quantity(growth_interval, most=2**31 - 1)):
+        raise FuncgaError(
+            f"growth_interval is {growth_interval!r}: it must be an int from 1 to 2**31 - 1, such as "
+            f"growth_interval=2000."
+        )
     numbers = float(init_scale), float(growth_factor), float(backoff_factor)
     update = _ScaledUpdate(wrapped_transform(tx), *numbers, growth_interval, across)
     return DonatingTransform(update.init, update, update.donated)
 
 
-# Between these a float32 has all of its bits, and so has its reciprocal.
-_LEAST, _MOST = 2.0**-126, 2.0**127
-
-
-def _check(name: str, good: bool, number: object, meaning: str, example: str) -> None:
-    if not good:
-        raise FuncgaError(f"{name} is {number!r}: it must be {meaning}, in float32, such as {name}={example}.")
+# The largest power of two in float32, and the largest number below 1.
+_MOST, _BELOW_1 = 2.0**127, 1 - 2.0**-53
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +186,7 @@ class _ScaledUpdate(UpdateFunction):
         xp, zero = backend.arrays.xp, backend.arrays.integer(0)
         growth = state.growth + 1
         grown, smaller = state.scale * self.growth_factor, state.scale * self.backoff_factor
-        smaller = xp.where(smaller > _LEAST, smaller, _LEAST)  # never 0, whatever does not become finite
+        smaller = xp.where(smaller > LEAST32, smaller, LEAST32)  # never 0, whatever does not become finite
         # A scale that would become infinite stays as it is.
         grows = (growth == self.growth_interval) & xp.isfinite(grown)
         scale = xp.where(used, xp.where(grows, grown, state.scale), smaller)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from funcga._backend import Arrays
-from funcga._fold import has_no_axes, is_quantity
+from funcga._fold import check_quantity, has_no_axes, is_quantity
 from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError, check_count
 
@@ -189,14 +189,9 @@ def sqrt_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Size 
 
 
 def _ratio(lr: float, base_batch_size: float, batch_size: Scalar) -> Scalar:
-    _check("lr", lr, "0.1")
-    _check("base_batch_size", base_batch_size, "256")
+    check_quantity("lr", lr, "0.1")
+    check_quantity("base_batch_size", base_batch_size, "256")
     # A 0-d array is not looked at, so that nothing waits for it.
     if isinstance(batch_size, numbers.Real) or not has_no_axes(batch_size):
-        _check("batch_size", batch_size, "1024")
+        check_quantity("batch_size", batch_size, "1024")
     return batch_size / base_batch_size
-
-
-def _check(name: str, number: object, example: str) -> None:
-    if not is_quantity(number):
-        raise FuncgaError(f"{name} is {number!r}: it must be a finite number above 0, such as {name}={example}.")

@@ -262,7 +262,7 @@ BAD = {
     "init_scale is 1e+39: it must be a finite number above 0, in float32, such as init_scale=65536.0.": {"init_scale": 1e39},
     "growth_factor is 1: it must be a finite number above 1, in float32, such as growth_factor=2.0.": {"growth_factor": 1},
     "backoff_factor is 2: it must be a number between 0 and 1, in float32, such as backoff_factor=0.5.": {"backoff_factor": 2},
-    "growth_interval is 0: it must be an int from 1 to 2**31 - 1, in float32, such as growth_interval=2000.": {"growth_interval": 0},
+    "growth_interval is 0: it must be an int from 1 to 2**31 - 1, such as growth_interval=2000.": {"growth_interval": 0},
 }  # fmt: skip
 
 

@@ -528,7 +528,11 @@ def test_a_fold_that_is_not_called():
 def test_a_module_is_no_tree_of_params():
     module = torch.nn.Linear(2, 2)
     for params in (module, module.parameters(), module.named_parameters()):
-        refused(TORCH, lambda params=params: funcga.multi_steps(counting(TORCH), 2).init(params), "dict(module.named")
+        refused(
+            TORCH,
+            lambda params=params: funcga.multi_steps(counting(TORCH), 2).init(params),
+            "tx.init(torch_backend.trainable",
+        )
 
 
 @pytest.mark.parametrize("drop", [None, "microbatch", "window"])
