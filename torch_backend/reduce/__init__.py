@@ -8,7 +8,6 @@ headers are here, and it and all buckets before it are complete: all replicas se
 """
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ class Reduction:
     """Merges what one window folds over the replicas, once.
 
     The order of calls: `begin` once the first output is known, `announce` before the last backward pass, `ready`
-    during that pass, then `finish`. A replica without any micro-batch calls `take_part` and `finish`. As a context it
-    tells the other replicas of an error that ends the window.
+    during that pass, then `finish`. A replica without any micro-batch calls `take_part` and `finish`. `give_up` tells
+    the other replicas of an error that ends the window.
     """
 
     agreement: Agreement
@@ -53,13 +52,6 @@ class Reduction:
         self.is_over = False
         self.counted: tuple[dist.Work, torch.Tensor] | None = None
         self.combine: Callable[[], None] | None = None  # waits for leaves in no bucket, and combines them
-
-    def __enter__(self) -> "Reduction":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if kind is not None:
-            self.give_up()
 
     # ------------------------------------------------------------------------------------------------- a window begins
 
