@@ -117,6 +117,7 @@ def test_a_microbatch_without_a_token_adds_nothing():
 
 def trained(trainer_class, kind, **options):
     """The gradient of one update by such a Trainer, and the true one."""
+    pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     model, batch = language_model(kind), sentences()
     optimizer = Recording(model.parameters())
