@@ -564,7 +564,9 @@ def test_what_is_changed_in_place_is_not_lost_silently(where, make):
 @pytest.mark.parametrize("value", [torch.ones(3), [torch.ones(2)], (0.9, 0.99), None])
 def test_what_stays_as_it_is_is_not_refused(value):
     where = "same" if isinstance(value, torch.Tensor) else "nowhere"
-    torch_backend.from_optimizer(InPlace, where=where, value=value).init({"w": torch.ones(2)})
+    tx, params = torch_backend.from_optimizer(InPlace, where=where, value=value), {"w": torch.ones(2)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert torch.equal(updates["w"], torch.zeros(2))  # it steps nothing
 
 
 def test_what_is_no_tensor_is_not_kept():
