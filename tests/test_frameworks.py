@@ -115,7 +115,7 @@ def test_a_microbatch_without_a_token_adds_nothing():
     assert off_by(grads.values(), whole_gradient(model_loss, model, batch)) < LIMITS["float32"]
 
 
-def trained(trainer_class, kind, **options):
+def trained(trainer_class, kind, collate=None, **options):
     """The gradient of one update by such a Trainer, and the true one."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
@@ -127,8 +127,8 @@ def trained(trainer_class, kind, **options):
     )  # fmt: skip
     rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     in_order = type("InOrder", (trainer_class,), {"_get_train_sampler": lambda self, *_: range(len(rows))})
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    in_order(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, schedule)).train()
+    optimizers = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
+    in_order(model, arguments, data_collator=collate, train_dataset=rows, optimizers=optimizers).train()
     (grads,) = optimizer.updates
     return grads, whole_gradient(model_loss, model, batch)
 
@@ -138,6 +138,13 @@ def test_the_trainer_of_the_page_is_exact(kind):
     pytest.importorskip("transformers")
     exact_trainer = names_of("howto/trainer.md")["ExactTrainer"]
     assert off_by(*trained(exact_trainer, kind, per_device_train_batch_size=12)) < LIMITS["float32"]
+
+
+def test_the_trainer_that_streams_is_exact():
+    pytest.importorskip("transformers")
+    names = names_of("howto/trainer.md", count=3)
+    options = {"per_device_train_batch_size": 12, "remove_unused_columns": False}
+    assert off_by(*trained(names["StreamingTrainer"], "Llama", names["collate"], **options)) < LIMITS["float32"]
 
 
 def test_what_trainer_itself_computes():
@@ -191,8 +198,7 @@ def test_gradients_of_adapters_in_bfloat16_are_added_in_float32():
     model, x, y = adapted(torch.bfloat16)
     x, y = x.repeat(300, 1), y.repeat(300, 1)  # the same micro-batch again and again, so that only the sums differ
     expected = whole_gradient(module_loss, model, x[:30], y[:30])
-    loss_fn = torch_backend.pure_loss(model, module_loss)
-    _, grads = funcga.accumulate(funcga.value_and_grad(loss_fn), n=300)(torch_backend.trainable(model), x, y)
+    _, grads = funcga.accumulate(torch_backend.module_value_and_grad(model, module_loss), n=300)(x, y)
     for microbatch in zip(x.split(30), y.split(30), strict=True):
         (module_loss(model, *microbatch) / 300).backward()
     by_hand = [p.grad for p in model.parameters() if p.requires_grad]
