@@ -9,6 +9,7 @@ from typing import Any, Literal
 from funcga._backend import Backend
 from funcga._call.program import OwningGradient, Program, read_program
 from funcga._grad import GradientFunction
+from funcga._replicas import Memory
 from funcga._types import Across, P, R, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
@@ -175,7 +176,7 @@ class Search:
         rows = self.program.read(args, backend).rows()
 
         def run(n: int) -> Any:
-            program = self.programs.setdefault(n, replace(self.program, n=n, kept={}))
+            program = self.programs.setdefault(n, replace(self.program, n=n, memory=Memory()))
             return backend.loop.finished(backend.loop.accumulate(program, backend)(args, kwargs))
 
         n, result = smallest(run, rows, backend.loop.is_out_of_memory, self.fitted.get(key))

@@ -189,7 +189,7 @@ def _finish(
 
 def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    fold = program.keep(_Accumulate, program, backend).fold
+    fold = program.memory.keep(_Accumulate, program, backend).fold
     if program.across is not None or jax.device_count() == 1:
         return partial(fold, Spread())
     # Asked here, since inside of jit an array does not say where it lies.
@@ -285,7 +285,7 @@ def _scan(
 def stream(program: Program, backend: Backend) -> Callable[[Args, Iterator[Args], Kwargs], Tree]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
     # Inside of a trace nothing is kept: what is traced there may close over values of that trace.
-    return (_Stream(program, backend) if is_tracing() else program.keep(_Stream, program, backend)).fold
+    return (_Stream(program, backend) if is_tracing() else program.memory.keep(_Stream, program, backend)).fold
 
 
 class _Stream:

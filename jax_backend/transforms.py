@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from funcga._backend.prefixes import leaf_paths
 from funcga._fold import LeafFold, Tally
 from funcga._fold.outputs import Outputs
-from funcga._replicas import MergeMemory
+from funcga._replicas import Memory
 from funcga._transform.multi_steps import MultiSteps
 from funcga._transform.window import Dropped, MultiStepsState, Window
 from funcga._types import Array, Reduced, Scalar, Tree
@@ -236,7 +236,7 @@ def check_merged(leaves: Sequence[Array], paths: Callable[[], list[str]], replic
 
 
 def merged(
-    outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: MergeMemory
+    outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: Memory
 ) -> tuple[list[Reduced], Tally]:
     """What all replicas hold together."""
     folded = merge(

@@ -34,9 +34,9 @@ def _window_of(program: Program, backend: Backend) -> Window:
         raise _differentiated_across()
     # A loss that uses a wrapped module would get gradients that nobody reduces. Once a step is seen to use none, it is
     # not looked at again.
-    may_be_wrapped = dist.is_available() and dist.is_initialized() and _NotWrapped not in program.kept
+    may_be_wrapped = dist.is_available() and dist.is_initialized() and _NotWrapped not in program.memory.kept
     if may_be_wrapped and check_no_wrapped_module_in(grad_fn):
-        program.keep(_NotWrapped)
+        program.memory.keep(_NotWrapped)
     if isinstance(grad_fn, ModuleGradient):
         return grad_fn.window(program, backend)
     reduction = None if program.across is None else reduction_of(program, backend)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from funcga._fold import Tally, largest
 from funcga._fold.outputs import Outputs
-from funcga._replicas import MergeMemory
+from funcga._replicas import Memory
 from funcga._transform.window import Window
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -119,12 +119,10 @@ def check_merged(leaves: Sequence[Array], paths: Callable[[], list[str]], replic
 
 
 def merged(
-    outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: MergeMemory
+    outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: Memory
 ) -> tuple[list[Reduced], Tally]:
     """What all replicas hold together."""
-    if not isinstance(memory.progress, Progress):
-        memory.progress = Progress(memory.step)
-    reduction = Reduction(memory.progress, replicas)
+    reduction = Reduction(memory.keep(Progress, memory.step), replicas)
     leaves = [*map(largest, accumulators)]
     # The merge of a window of one call does the rest: these accumulators become its buffers. They are copied, because
     # it works in place.

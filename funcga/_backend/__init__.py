@@ -16,7 +16,7 @@ LeafFold = Any
 Outputs = Any
 Tally = Any
 Window = Any
-MergeMemory = Any
+Memory = Any
 
 
 # A module implements each of these protocols: `torch_backend.arrays` is an Arrays, `jax_backend.arrays` another one.
@@ -297,7 +297,7 @@ class Transforms(Protocol):
         ...
 
     def merged(
-        self, outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Any, memory: MergeMemory
+        self, outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Any, memory: Memory
     ) -> tuple[list[Reduced], Tally]:
         """What all replicas hold together."""
         ...

@@ -3,19 +3,17 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._replicas import Step, step_of
+from funcga._replicas import Memory, step_of
 from funcga._types import Across, GradFn, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, refuses_arguments
 from funcga.folds import FoldTree
-
-Kept = TypeVar("Kept")
 
 
 class OwningGradient:
@@ -44,19 +42,7 @@ class Program:
     microbatch_size: int | None = None
     device: Any = None
     across: Across = None
-    step: Step | None = None  # of one that is merged over replicas
-    kept: dict[type, object] = field(default_factory=dict, repr=False)
-
-    def keep(self, kind: type[Kept], *args: object) -> Kept:
-        """What a backend keeps from one call of the step to the next: `kind(*args)`, made at the first call.
-
-        Each backend has classes of its own for what it works out once, not at every call.
-        """
-        # The class is the key, so backends never meet in it, and a type checker knows what comes back.
-        kept = self.kept.get(kind)
-        if not isinstance(kept, kind):
-            kept = self.kept[kind] = kind(*args)
-        return kept
+    memory: Memory = field(default_factory=Memory, repr=False)
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
@@ -128,7 +114,7 @@ def read_program(
     # No import is left for the first call, which torch.compile may be tracing.
     load_imported()
     step = None if across is None else step_of(grad_fn)
-    return Program(grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, step)
+    return Program(grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, Memory(step))
 
 
 def weight_of(weight: WeightFn, split: Sequence[Tree]) -> Scalar:

@@ -14,7 +14,7 @@ from funcga._fold import LeafFold, Tally, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._grad import is_uninitialised, uninitialised
-from funcga._replicas import MergeMemory, step_of
+from funcga._replicas import Memory, step_of
 from funcga._transform import (
     DonatingTransform,
     Transform,
@@ -217,8 +217,8 @@ def multi_steps(
             f"drop is {drop!r}, and the wrapped transform is a loss_scaled, which has to see what is not finite: its "
             f"scale would never back off, and no window be an update. Leave drop out: it skips such windows itself."
         )
-    memory = _Memory(MergeMemory(None if across is None else step_of(read.update)))
-    update = MultiStepsUpdate(read, check_target(n), fold, Dropping(drop, drop_if), across, donate, memory)
+    binding = _Binding(Memory(None if across is None else step_of(read.update)))
+    update = MultiStepsUpdate(read, check_target(n), fold, Dropping(drop, drop_if), across, donate, binding)
     # Out in the type that the library's own combinators take, as it came in.
     transform = MultiSteps(update.init, update)
     for library in libraries():
@@ -227,14 +227,14 @@ def multi_steps(
 
 
 @dataclass(eq=False)
-class _Memory:
+class _Binding:
     """What a transform keeps from one call to the next, so as not to work it out again.
 
     `outputs` is its fold bound to gradients in a `structure`, with dtypes and shapes, their `kinds`. `counted` is the
     same with the number of rejected micro-batches as one more leaf, for `merging` over replicas.
     """
 
-    merging: MergeMemory
+    merging: Memory
     kinds: list[tuple[Dtype, object]] | None = None
     structure: Structure = None
     outputs: Outputs | None = None
@@ -251,7 +251,7 @@ class MultiStepsUpdate(UpdateFunction):
     dropping: Dropping
     across: Any
     donate: bool
-    memory: _Memory = field(repr=False)
+    binding: _Binding = field(repr=False)
 
     @property
     def scales(self) -> bool:
@@ -260,8 +260,8 @@ class MultiStepsUpdate(UpdateFunction):
 
     def __reduce__(self) -> Any:
         """How it is pickled: what is kept between calls can be worked out again."""
-        memory = _Memory(MergeMemory(self.memory.merging.step))
-        return MultiStepsUpdate, (self.tx, self.n, self.fold, self.dropping, self.across, self.donate, memory)
+        binding = _Binding(Memory(self.binding.merging.step))
+        return MultiStepsUpdate, (self.tx, self.n, self.fold, self.dropping, self.across, self.donate, binding)
 
     def init(self, params: Tree) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
@@ -385,10 +385,10 @@ class MultiStepsUpdate(UpdateFunction):
 
         Raises FuncgaError for folds that do not fit.
         """
-        memory = self.memory
+        binding = self.binding
         kinds = [(None, None) if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves]
-        last = memory.outputs
-        if last is not None and last.backend is backend and memory.kinds == kinds and memory.structure == structure:
+        last = binding.outputs
+        if last is not None and last.backend is backend and binding.kinds == kinds and binding.structure == structure:
             return last
         outputs, _ = bind_outputs(self.fold, backend.trees.unflatten(structure, list(leaves)), backend, name="params")
         for leaf_index, fold in enumerate(outputs.folds):
@@ -398,7 +398,7 @@ class MultiStepsUpdate(UpdateFunction):
                     f"the fold of {outputs.paths('params')[leaf_index]} collects rows, and gradients are to become one "
                     f"gradient. Fold them with funcga.mean(), funcga.per_weight() or funcga.sum()."
                 )
-        memory.kinds, memory.structure, memory.outputs, memory.counted = kinds, structure, outputs, None
+        binding.kinds, binding.structure, binding.outputs, binding.counted = kinds, structure, outputs, None
         return outputs
 
     def _opened(self, window: Window, backend: Backend, replicas: Any) -> Accumulation:
@@ -491,13 +491,13 @@ class MultiStepsUpdate(UpdateFunction):
     def _merged(self, window: Accumulation, replicas: Any) -> Accumulation:
         """The window of all replicas. What they have rejected is summed with the gradients, as one more leaf."""
         # So one collective carries all, and the count needs none of its own.
-        backend, memory = window.outputs.backend, self.memory
-        if memory.counted is None:
+        backend, binding = window.outputs.backend, self.binding
+        if binding.counted is None:
             pair = window.outputs.structure_of(map(largest, window.accumulators)), window.rejected
-            memory.counted, _ = bind_outputs((self.fold, sum()), pair, backend)
+            binding.counted, _ = bind_outputs((self.fold, sum()), pair, backend)
         accumulators = [*window.accumulators, window.rejected]
         accumulators, total = backend.transforms.merged(
-            memory.counted, accumulators, window.tally, replicas, memory.merging
+            binding.counted, accumulators, window.tally, replicas, binding.merging
         )
         return window._replace(accumulators=accumulators[:-1], rejected=accumulators[-1], tally=total)
 

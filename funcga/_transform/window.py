@@ -86,7 +86,7 @@ def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
         # A gradient like its accumulator is the usual case, and needs no closer look.
         if leaf is None or accumulator is None:
             fits = leaf is accumulator
-        elif type(leaf) is type(accumulator) and (leaf.dtype, leaf.shape) == (accumulator.dtype, accumulator.shape):
+        elif type(leaf) is type(accumulator) and leaf.dtype == accumulator.dtype and leaf.shape == accumulator.shape:
             continue
         else:
             fits = _has_shape(leaf, accumulator, arrays)

@@ -67,7 +67,7 @@ class Engine:
         self.program, self.gradient, self.backend, self.reduction = program, gradient, backend, reduction
         self.module = module
         self.looks_ahead = self.may_be_short = reduction is not None
-        self.kept = program.keep(Kept)
+        self.kept = program.memory.keep(Kept)
         # Which arguments are differentiated; None before the arguments are read.
         self.argnums: tuple[int, ...] | None = None if module is None else (_OWN,)
         self.backward: Backward | None = None  # None before the first loss
@@ -415,7 +415,7 @@ class Engine:
 
 def reduction_of(program: Program, backend: Backend) -> Reduction:
     """What merges a window over the replicas of `across=`."""
-    return Reduction(program.keep(Progress, program.step), program.replicas(backend))
+    return Reduction(program.memory.keep(Progress, program.memory.step), program.replicas(backend))
 
 
 def result_of_others(

@@ -91,7 +91,7 @@ class ModuleWindow:
     def __init__(self, program: Program, gradient: WrappedGradient, backend: Backend, alone: bool):
         self.program, self.gradient, self.backend, self.alone = program, gradient, backend, alone
         self.wrapper, self.parts = gradient.wrapper, gradient.parts
-        progress = program.keep(Progress, program.step)
+        progress = program.memory.keep(Progress, program.memory.step)
         self.reductions = [Reduction(progress, replicas) for replicas in self.wrapper.replicas(program.across)]
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
         self.has_begun = False  # a pass, of which something may be left
@@ -350,7 +350,7 @@ class ModuleWindow:
     def _make_room(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> None:
         """Makes room for an output with this loss. Raises FuncgaError for what a wrapper cannot fold."""
         # Without aux and threaded state, the loss's dtype and the parameters tell everything about the output.
-        kept = self.program.keep(_Kept)
+        kept = self.program.memory.keep(_Kept)
         key = loss.dtype, [(name, p.shape, p.dtype) for name, p in self.params.items()]
         layout = kept.layout
         if layout is None or kept.key != key or self.parts.has_aux or arguments.state:
