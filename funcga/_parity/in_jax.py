@@ -12,7 +12,6 @@ from funcga._call.arguments import Arguments
 from funcga._transform import Transform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from jax_backend import trees
 from jax_backend.gradients import apply_updates as apply_updates
 from jax_backend.replicated import replicated
 
@@ -50,24 +49,19 @@ def prepared(function: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[
     return lambda: lowered.compile()(*args)
 
 
-def rows_of_replicas(rows: int, count: int) -> list[int]:
-    """How many of so many rows each replica takes, the first ones first."""
-    # Shards are of one size.
-    return [rows // count] * count
-
-
-def over_replicas(step: Callable[..., Tree], arguments: Arguments, rows: list[int]) -> Tree:
-    """What `step(across=...)` returns where each replica has these rows; None in the processes of all but the first."""
+def over_replicas(step: Callable[..., Tree], arguments: Arguments, count: int) -> tuple[Tree, int] | None:
+    """What `step(across=...)` returns over so many replicas, and the rows that they took; None but in the first one."""
     arrays = (leaf for leaf, _ in arguments if isinstance(leaf, jax.Array))
     devices = jax.devices(next(device.platform for leaf in arrays for device in leaf.devices()))
-    if len(devices) < len(rows):
-        raise FuncgaError(f"{len(rows)} replicas need as many devices, and JAX has {len(devices)}.")
-    mesh = jax.make_mesh((len(rows),), ("replicas",), devices=devices[: len(rows)])
+    if len(devices) < count:
+        raise FuncgaError(f"{count} replicas need as many devices, and JAX has {len(devices)}.")
+    mesh = jax.make_mesh((count,), ("replicas",), devices=devices[:count])
     everywhere = jax.NamedSharding(mesh, jax.P())  # type: ignore[no-untyped-call]
-    leaves, structure = trees.flatten(arguments.cut(0, sum(rows), []))
-    args = trees.unflatten(structure, [jax.device_put(leaf, everywhere) for leaf in leaves])
+    # Shards are of one size.
+    rows = arguments.rows() // count * count
+    args = jax.device_put(arguments.cut(0, rows, []), everywhere)
     # Models may start a scan from zeros, which are of no replica.
-    return replicated(step(across="replicas"), mesh, check_vma=False)(*args)
+    return replicated(step(across="replicas"), mesh, check_vma=False)(*args), rows
 
 
 def digits_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:

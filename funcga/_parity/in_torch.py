@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 
-from funcga._call.arguments import Arguments
+from funcga._call.arguments import Arguments, groups, starts
 from funcga._transform import Transform
 from funcga._types import Tree
 from torch_backend.optim import from_optimizer
@@ -44,19 +44,14 @@ def prepared(function: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[
     return lambda: result
 
 
-def rows_of_replicas(rows: int, count: int) -> list[int]:
-    """How many of so many rows each replica takes, the first ones first."""
-    return [rows // count + (rank < rows % count) for rank in range(count)]
-
-
-def over_replicas(step: Callable[..., Tree], arguments: Arguments, rows: list[int]) -> Tree:
-    """What `step(across=...)` returns where each replica has these rows; None in the processes of all but the first."""
+def over_replicas(step: Callable[..., Tree], arguments: Arguments, count: int) -> tuple[Tree, int] | None:
+    """What `step(across=...)` returns over so many replicas, and the rows that they took; None but in the first one."""
     device = next((leaf.device.type for leaf, _ in arguments if isinstance(leaf, torch.Tensor)), "cpu")
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        rank = dist.get_rank()
-        result = step(across=dist.group.WORLD)(*arguments.cut(sum(rows[:rank]), rows[rank], []))
-        return result if rank == 0 else None
+        parts = [*starts(groups(arguments.rows(), count, None))]
+        result = step(across=dist.group.WORLD)(*arguments.cut(*parts[dist.get_rank()], []))
+        return (result, arguments.rows()) if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
 

@@ -63,11 +63,10 @@ def main() -> None:
         side = Side(problem, framework, dtype, device)
         step = partial(accumulate, side.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes)
         with side.running():
-            rows = side.own.rows_of_replicas(side.arguments.rows(), count)
-            merged = side.own.over_replicas(step, side.arguments, rows)
-            # In all processes but the first there is none.
+            merged = side.own.over_replicas(step, side.arguments, count)
             if merged is not None:
-                Path(file).write_bytes(pickle.dumps((side.result(merged), side.full(sum(rows)))))
+                result, rows = merged
+                Path(file).write_bytes(pickle.dumps((side.result(result), side.full(rows))))
     except Exception as error:
         sys.exit(f"funcga: {error if isinstance(error, FuncgaError) else blamed(error)}")
 

@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from funcga._backend.dispatch import load
-from funcga._call.arguments import groups, starts
 from funcga._compare import compare
 from funcga._compare.report import Report
 from funcga._compare.tolerances import epsilon
@@ -19,7 +18,7 @@ from funcga._parity.problems import Choice
 from funcga._parity.replicas import over_replicas
 from funcga._parity.sides import Folded, Result, Side, fold_by_hand, fold_in_framework
 from funcga._transform.multi_steps import multi_steps
-from funcga._types import Array, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga._verify import Verdict
 
 K = TypeVar("K")
@@ -361,7 +360,8 @@ class _Training:
     def __init__(self, side: Side, optimizer: str, n: int):
         self.side = side
         with side.running():
-            self.micro_batches = list(starts(groups(side.arguments.rows(), n, None)))
+            # What follows the parameters in a call, and the weight, of every micro-batch.
+            self.parts = [(batch, side.weight((params, *batch), rows)) for (params, *batch), rows in side.parts(n)]
             self.n = min(n, _WINDOW)
             self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
             # Compiled too: in JAX all of the state is then placed as the steps place it, and the step compiles once.
@@ -372,19 +372,17 @@ class _Training:
         """The mean loss of the micro-batches of the next update, and the parameters after it."""
         with self.side.running():
             # Counted on through the epochs.
-            window = range(update * self.n, (update + 1) * self.n)
-            count = len(self.micro_batches)
-            losses = [self._micro_batch(*self.micro_batches[index % count]) for index in window]
+            window = [self.parts[part % len(self.parts)] for part in range(update * self.n, (update + 1) * self.n)]
+            losses = [self._micro_batch(batch, weight) for batch, weight in window]
             return sum(map(float, losses)) / self.n, self.side.named(self.params)
 
-    def _micro_batch(self, start: int, size: int) -> Array:
-        _, *batch = self.side.arguments.cut(start, size, [])
-        weight = self.side.weight((self.params, *batch), size)
+    def _micro_batch(self, batch: list[Tree], weight: Scalar) -> Array:
         with self.side.lock:
             loss, grads = self.side.compiled(self.params, *batch)
-            self.params, self.state = self.step(grads, self.state, self.params, weight)
+        # None of the user's code is in the step, so that two of them compile at the same time.
+        self.params, self.state = self.step(grads, self.state, self.params, weight)
         return loss
 
-    def _step(self, grads: Tree, state: Tree, params: Tree, weight: Array) -> tuple[Tree, Tree]:
+    def _step(self, grads: Tree, state: Tree, params: Tree, weight: Scalar) -> tuple[Tree, Tree]:
         updates, state = self.tx.update(grads, state, params, weight=weight)
         return self.side.own.apply_updates(params, updates), state

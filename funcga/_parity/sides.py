@@ -59,12 +59,11 @@ class Framework(Protocol):
         """A function without arguments that returns function(*args), all Python code of which has run by then."""
         ...
 
-    def rows_of_replicas(self, rows: int, count: int) -> list[int]:
-        """How many of so many rows each replica takes, the first ones first."""
-        ...
+    def over_replicas(self, step: Callable[..., Tree], arguments: Arguments, count: int) -> tuple[Tree, int] | None:
+        """What `step(across=...)` returns over so many replicas, and the rows that they took.
 
-    def over_replicas(self, step: Callable[..., Tree], arguments: Arguments, rows: list[int]) -> Tree:
-        """What `step(across=...)` returns where each replica has these rows; None in all processes but the first."""
+        None in all processes but the first one.
+        """
         ...
 
 
@@ -133,12 +132,12 @@ class Side:
     def micro_batches(self, n: int) -> list[Result]:
         """What grad_fn itself returns for each of n micro-batches: nothing is folded, or divided."""
         with self.running(), self.lock:
-            return [self.result(self.compiled(*args)) for args in self._parts(n)]
+            return [self.result(self.compiled(*args)) for args, _ in self.parts(n)]
 
     def weights(self, n: int) -> list[float]:
         """The weight of each of n micro-batches."""
         with self.running():
-            return [float(self.weight(args, rows)) for args, rows in zip(self._parts(n), self.rows(n), strict=True)]
+            return [float(self.weight(args, rows)) for args, rows in self.parts(n)]
 
     def weight(self, args: tuple[Tree, ...], rows: int) -> Scalar:
         """The weight of a micro-batch of so many rows."""
@@ -148,7 +147,7 @@ class Side:
     def rows(self, n: int) -> list[int]:
         """The rows of each of n micro-batches."""
         with self.running():
-            return [size for _, size in starts(groups(self.arguments.rows(), n, None))]
+            return [rows for _, rows in self.parts(n)]
 
     @property
     def reduction(self) -> int:
@@ -167,9 +166,10 @@ class Side:
         """The params and the batch, and how they are split."""
         return read_arguments(self.args, self.problem.in_axes, self.loss, self.backend)
 
-    def _parts(self, n: int) -> list[tuple[Tree, ...]]:
+    def parts(self, n: int) -> list[tuple[tuple[Tree, ...], int]]:
+        """(args, rows) of each of n micro-batches."""
         rows = groups(self.arguments.rows(), n, None)
-        return [self.arguments.cut(start, size, []) for start, size in starts(rows)]
+        return [(self.arguments.cut(start, size, []), size) for start, size in starts(rows)]
 
     @property
     def lock(self) -> Lock:
