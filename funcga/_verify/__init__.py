@@ -127,26 +127,29 @@ def verify(
 ) -> Verdict:
     """Whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact; if not, why, and the line that fixes it.
 
-    The fold over n micro-batches, in order, and over uneven ones in another order is compared with the whole batch, in
-    float64 if grad_fn can. Where they differ, batches in which two groups of rows repeat tell what kind of function the
-    loss is. The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
+    The fold over n micro-batches, in order, and over two uneven ones in another order is compared with the whole batch,
+    in float64 if grad_fn can compute in it. Where the results differ, batches in which two groups of rows repeat tell
+    what kind of function the loss is.
+
+    The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
     "wrong weight", "weight not additive", "divided by n", "regulariser", "other normaliser", "batch statistics",
     "in-batch negatives", "coupled rows", "row order", "randomness", "state", "per-example output", "params unused",
-    "by steps", "wrong gradient" where one by torch.func is another, "first-order step", "small remainder" for what is
-    exact except for less than 1e-5, such as an epsilon in a count, and "not decomposable" where none of them explains
-    what was seen. A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss
-    is divided by a number which equals n, maybe by chance, that its value alone differs by less than 1e-5, that every
-    gradient is as small as rounding, or that there are none.
+    "by steps", "wrong gradient" where torch.func computes another one, "first-order step", "small remainder" where the
+    difference is less than 1e-5, as of an epsilon in a count, and "not decomposable" where none of these explains it.
 
-    A difference is relative to the largest of what was added up to a leaf, plus a thousandth of the largest of all
-    leaves, plus a floor; up to 1e-9 is rounding, in float64. Where a loss computes in float32 it is 1e-4, plus a tenth;
-    in 16 bits 8 epsilons, plus a half. The floor is 8 epsilons over that limit: 2e-6 in float64, 0.01 in float32, 1 in
-    16 bits. If all gradients are below it, it is multiplied by the largest, unless this is below 8 eps**0.75 of the
-    loss: then a note says that nothing can be told. A mistake that is smaller for these arguments goes
-    unnoticed.
+    A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss is divided by a
+    number which equals n, maybe by chance; that its value alone differs, by less than 1e-5; that every gradient is as
+    small as rounding; or that there are no gradients.
 
-    No argument is changed, and the global random generators are put back, whatever the loss draws. What it prints or
-    keeps, it does several times.
+    Differences are relative: to the largest value that was added up to a leaf, plus a share of the largest of all
+    leaves, plus a floor. In float64 up to 1e-9 counts as rounding, and the share is a thousandth; where the loss
+    computes in float32, 1e-4 and a tenth; in 16 bits, 8 epsilons and a half. The floor is 8 epsilons over that limit:
+    2e-6 in float64, 0.01 in float32, 1 in 16 bits. If all gradients are smaller than the floor, it shrinks with the
+    largest of them, unless that is below 8 eps**0.75 of the loss: then a note says that nothing can be told. A mistake
+    that is smaller than this for these arguments goes unnoticed.
+
+    No argument is changed, and the global random generators are restored. The loss is called several times, and so is
+    whatever it prints or stores.
 
     Args:
         grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`.
