@@ -11,6 +11,7 @@ from jax import lax
 from funcga._call.arguments import Arguments
 from funcga._transform import Transform
 from funcga._types import Tree
+from funcga._verify import in_jax
 from funcga.errors import FuncgaError
 from jax_backend.gradients import apply_updates as apply_updates
 from jax_backend.replicated import replicated
@@ -20,10 +21,10 @@ PAD = 255
 
 
 @contextmanager
-def precision(dtype: str) -> Iterator[None]:
-    """A context in which arrays of this dtype exist and are computed with in all of their bits."""
-    standard = jax.numpy_dtype_promotion("standard")  # as optax needs it
-    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"), standard:
+def precision(precise: bool) -> Iterator[None]:
+    """A context in which floats are computed with in all of their bits, and with `precise` float64 exists."""
+    # As optax needs it.
+    with in_jax.precision(precise), jax.numpy_dtype_promotion("standard"):
         yield
 
 

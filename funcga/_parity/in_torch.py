@@ -1,7 +1,6 @@
 """The losses that `python -m funcga parity` compares, written as this framework's users write them."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -10,17 +9,12 @@ import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 from funcga._call.arguments import Arguments, groups, starts
 from funcga._transform import Transform
 from funcga._types import Tree
+from funcga._verify.in_torch import precision as precision
 from torch_backend.optim import from_optimizer
 from torch_backend.optim.parameters import apply_updates as apply_updates
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
-
-
-def precision(dtype: str) -> AbstractContextManager[None]:
-    """A context in which arrays of this dtype exist and are computed with in all of their bits."""
-    # Convolutions on CUDA are in TF32 by default; matrix products are not.
-    return torch.backends.cudnn.flags(allow_tf32=False) if torch.cuda.is_available() else nullcontext()
 
 
 def optimizer(name: str) -> Transform:

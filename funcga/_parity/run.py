@@ -360,12 +360,13 @@ class _Training:
     def __init__(self, side: Side, optimizer: str, n: int):
         self.side = side
         with side.running():
+            params = side.args[0]
             # What follows the parameters in a call, and the weight, of every micro-batch.
-            self.parts = [(batch, side.weight((params, *batch), rows)) for (params, *batch), rows in side.parts(n)]
+            self.parts = [([*args[1:]], side.weight(args, rows)) for args, rows in side.parts(n)]
             self.n = min(n, _WINDOW)
             self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
-            # Compiled too: in JAX all of the state is then placed as the steps place it, and the step compiles once.
-            self.params, self.state = side.args[0], side.own.compiled(self.tx.init)(side.args[0])
+            # In JAX a state that is not placed as the steps place it would make the second step compile anew.
+            self.params, self.state = params, side.placed(self.tx.init(params))
             self.step = side.own.compiled(self._step)
 
     def update(self, update: int) -> tuple[float, dict[str, Array]]:

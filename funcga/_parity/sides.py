@@ -39,8 +39,8 @@ _LOCKS = {framework: Lock() for framework in FRAMEWORKS}
 class Framework(Protocol):
     """What `in_torch.py` and `in_jax.py` have for problems."""
 
-    def precision(self, dtype: str) -> AbstractContextManager[None]:
-        """A context in which arrays of this dtype exist and are computed with in all of their bits."""
+    def precision(self, precise: bool) -> AbstractContextManager[None]:
+        """A context in which floats are computed with in all of their bits, and with `precise` float64 exists."""
         ...
 
     def optimizer(self, name: str) -> Transform:
@@ -209,7 +209,7 @@ class Side:
     @contextmanager
     def running(self) -> Iterator[None]:
         """A context in which arrays of this dtype exist, and errors say which framework they come from."""
-        with self.own.precision(self.dtype):
+        with self.own.precision(self.dtype == "float64"):
             try:
                 yield
             # Contexts are nested, and each error is to be prefixed once.

@@ -17,7 +17,8 @@ from torch_backend.modules.checks import modules_in
 
 def precision(precise: bool) -> AbstractContextManager[None]:
     """A context in which floats are computed with in all of their bits, and with `precise` float64 exists."""
-    return nullcontext()  # as is always so on the CPU
+    # Convolutions on CUDA are in TF32 by default; matrix products are not.
+    return torch.backends.cudnn.flags(allow_tf32=False) if torch.cuda.is_available() else nullcontext()
 
 
 def copy(array: torch.Tensor) -> torch.Tensor:

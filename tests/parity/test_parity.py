@@ -564,7 +564,7 @@ def test_losses_follow_the_dtype_of_their_parameters(framework, name):
     problem = PROBLEMS[name]()
     few = tuple(tree if isinstance(tree, dict) else tree[:3] for tree in problem.batch)
     side = Side(replace(problem, batch=few), framework, "float32")
-    with side.own.precision("float32"), jax.numpy_dtype_promotion("strict"):
+    with side.own.precision(precise=False), jax.numpy_dtype_promotion("strict"):
         value, gradient = side.compiled(*side.args)
     leaves = [funcga.to_numpy(value), *side.named(gradient).values()]
     assert {str(array.dtype) for array in leaves} == {"float32"}
