@@ -239,6 +239,10 @@ def concat(axis: int = 0) -> Fold:
 
     In an `Accumulator` its state grows with every update, so it does not pass through lax.scan.
 
+    Nothing says which axis of an output has the examples. Micro-batches of different sizes show it, and another `axis`
+    is refused. Micro-batches of one size are joined along any axis: `funcga.verify`, which cuts unevenly, finds a
+    wrong one.
+
     Args:
         axis: The axis of the examples.
 

@@ -410,6 +410,15 @@ def per_example(kit):
     return two_args(loss, grad=functools.partial(funcga.value_and_grad, has_aux=True))(kit)
 
 
+def with_columns(params, x, y):
+    """Beside the loss outputs with a column for each example, which concat() would take for a row of each."""
+    h = x @ params["w"]
+    return (((h / (1 + h**2)) @ params["v"] - y) ** 2).mean(), h.T
+
+
+COLUMNS = {"fold": ((funcga.mean(), funcga.concat()), funcga.mean()), "n": 4}
+
+
 def terms(params, x, y):
     h = x @ params["w"]
     return ((h / (1 + h**2)) @ params["v"] - y) ** 2
@@ -519,6 +528,7 @@ MISTAKES = {
     "a step by autograd": ((TORCH,), two_args(after_a_step, grad=by_autograd), ["first-order step"], "funcga.grad(outer_loss)"),
     "a loss of other parameters, JAX": ((JAX,), unused_jax, ["params unused"], "use the argument"),
     "outputs of examples": ((TORCH,), per_example, ["per-example output"], "funcga.concat()"),
+    "outputs joined along another axis": (BOTH, two_args(with_columns, COLUMNS, functools.partial(funcga.value_and_grad, has_aux=True)), ["per-example output"], "funcga.concat(1)"),
     "a sum among the metrics": ((TORCH,), summed_metric, ["sum under mean"], "fold=funcga.sum()"),
     "micro-batches alike": ((TORCH,), two_args(regression, {"fold": funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)}), ["by steps"], "fold=funcga.mean()"),
 }  # fmt: skip

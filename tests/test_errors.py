@@ -349,6 +349,9 @@ def test_another_shape_for_another_microbatch(kit):
         "grad_fn returned output as float32[1, 2] for", funcga.accumulate(lambda x: x, 5, in_axes=0), kit.arrays(X)
     )
     assert "if it has a row for each example, fold it with funcga.concat()." in says
+    for fold in (funcga.concat(), funcga.mean()):
+        step = funcga.accumulate(lambda x: x.T, 5, in_axes=0, fold=fold)
+        assert "float32[2, 1] for" in check_refused("fold it with funcga.concat(axis=1).", step, kit.arrays(X))
 
 
 def test_the_order_of_a_dict_may_change():

@@ -148,8 +148,16 @@ class Outputs:
         return FuncgaError(
             f"grad_fn returned {self.paths()[leaf_index]} as {self.backend.arrays.describe(leaf)} for {which} and as "
             f"{before} for the first: the two cannot be combined. Return one shape and dtype for every micro-batch, "
-            f"or, if it has a row for each example, fold it with funcga.concat()."
+            f"or, if it has a row for each example, fold it with funcga.concat({self._axis_of_rows(leaf_index, leaf)})."
         )
+
+    def _axis_of_rows(self, leaf_index: int, leaf: Any) -> str:
+        """The argument of concat() for a leaf whose size on one axis is another than the first one's."""
+        shape, other = self.shapes[leaf_index], getattr(leaf, "shape", ())
+        if shape is None or len(shape) != len(other):
+            return ""
+        axes = [axis for axis, (size, first_size) in enumerate(zip(other, shape, strict=True)) if size != first_size]
+        return f"axis={axes[0]}" if len(axes) == 1 and axes[0] > 0 else ""
 
 
 def bind_outputs(

@@ -102,20 +102,24 @@ def late_state(probe: Probe, seen: Seen, limit: Limit) -> list[Cause]:
 
 
 def per_example(probe: Probe, part: Rows) -> tuple[list[Cause], Probe]:
-    """Outputs that have a row for each example under a fold that adds them up; and the Probe with concat() for them."""
+    """Outputs that have a row for each example, added up or joined along another axis; and the Probe with concat()."""
     some = probe.try_values(part)
     # The splits tell of a loss that refuses some batches.
     if some is None:
         return [], probe
     folds, causes = [*probe.folds], []
     for i, (x, y) in enumerate(zip(probe.whole, some, strict=True)):
-        if x is None or y is None or x.shape == y.shape or folds[i].reducer.monoid.ordered:
+        if x is None or y is None or x.shape == y.shape:
             continue
         # The axis whose length follows the number of rows.
         axis = next((k for k, (of_x, of_y) in enumerate(zip(x.shape, y.shape, strict=False)) if of_x != of_y), 0)
+        monoid = folds[i].reducer.monoid
+        if monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis):
+            continue
         folds[i] = concat(axis)
         words = {"whole": [*x.shape], "part": [*y.shape], "rows": probe.rows, "some": len(part)}
-        causes.append(cause("per-example output", where=probe.paths[i], axis=axis or "", **words))
+        key = "per-example output" if monoid.axis is None else "per-example output: axis"
+        causes.append(cause(key, where=probe.paths[i], axis=axis or "", **words))
     if not causes or probe.threaded:
         return causes[:1], probe
     structure = probe.backend.trees.flatten(probe.output)[1]
