@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from funcga._backend import Backend
-from funcga._call.program import OwningGradient, Program, read_program
+from funcga._call import OwningGradient, Program, read_program
 from funcga._grad import GradientFunction
 from funcga._replicas import Memory
 from funcga._types import Across, P, R, Tree, WeightFn

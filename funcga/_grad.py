@@ -11,8 +11,8 @@ from typing import Any, overload
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
+from funcga._call import Program
 from funcga._call.arguments import argument_names
-from funcga._call.program import Program
 from funcga._fold import as_number, is_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError

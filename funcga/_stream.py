@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
-from funcga._call.program import OwningGradient, read_program, weight_of
+from funcga._call import OwningGradient, read_program, weight_of
 from funcga._fold import weight_on_host
 from funcga._transform.window_size import TargetWeight
 from funcga._types import Across, R, Tree, WeightFn

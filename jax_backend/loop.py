@@ -12,8 +12,8 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from funcga._backend import Backend
+from funcga._call import Program
 from funcga._call.arguments import Arguments, groups
-from funcga._call.program import Program
 from funcga._fold import LEAST32, MOST32, Tally, check_narrow
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import bound

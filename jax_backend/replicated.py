@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from funcga._backend.dispatch import load
 from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths, outline
+from funcga._call import Program
 from funcga._call.arguments import argument_names
-from funcga._call.program import Program
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence
 
 from funcga._backend import Backend
+from funcga._call import Program
 from funcga._call.arguments import Arguments, groups, starts
-from funcga._call.program import Program
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError

@@ -1,1 +1,143 @@
-"""What a call folds: its arguments, its outputs and the program that they make."""
+"""What `accumulate` and `stream` hand to a backend's loop: the user's functions and choices, checked."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from funcga._backend import Backend
+from funcga._backend.dispatch import backend_of, load_imported
+from funcga._call.arguments import Arguments, argument_names, read_arguments
+from funcga._fold import check_weight
+from funcga._fold.outputs import Outputs, bind_outputs
+from funcga._replicas import Memory, step_of
+from funcga._types import Across, GradFn, Scalar, Tree, WeightFn
+from funcga.errors import FuncgaError, check_callable, refuses_arguments
+from funcga.folds import FoldTree
+
+
+class OwningGradient:
+    """A gradient function that brings parameters of its own: all of its arguments are split, unless in_axes says."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The value and gradient of one micro-batch."""
+        raise NotImplementedError
+
+    def check_search(self) -> None:
+        """Raises FuncgaError if a window of it cannot be replayed, to look for the n that fits in memory."""
+
+    def check_stream(self) -> None:
+        """Raises FuncgaError, which says why, if it cannot be without a micro-batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """grad_fn and how its values are to be folded."""
+
+    grad_fn: GradFn
+    fold: FoldTree
+    weight: WeightFn | None = None
+    in_axes: Tree = None
+    n: int | None = None
+    microbatch_size: int | None = None
+    device: Any = None
+    across: Across = None
+    memory: Memory = field(default_factory=Memory, repr=False)
+
+    def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
+        """The backend that owns the arrays of a call."""
+        return backend_of([*args, *kwargs.values()], lambda: [*argument_names(self.grad_fn, len(args)), *kwargs])
+
+    def replicas(self, backend: Backend) -> Any:
+        """What `across=` names, as the backend takes it; None without it. FuncgaError for what names none."""
+        return None if self.across is None else backend.replicas.replicas_of(self.across)
+
+    def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
+        """The positional arguments, with what in_axes says of them."""
+        # A gradient function with parameters of its own gets none to be passed whole: all arguments are split.
+        in_axes = 0 if self.in_axes is None and isinstance(self.grad_fn, OwningGradient) else self.in_axes
+        return read_arguments(args, in_axes, self.grad_fn, backend, assumed=self.in_axes is None)
+
+    def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Scalar:
+        """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet.
+
+        By default it is the number of rows; with `rows` None they are counted in the arguments.
+        """
+        if self.weight is None:
+            return arguments.rows(streamed=True) if rows is None else rows
+        return check_weight(weight_of(self.weight, arguments.split_args(args)), arguments.backend.arrays)
+
+    def check_call(self, error: TypeError, count: int, kwargs: dict[str, Any], streamed: bool = False) -> None:
+        """Raises FuncgaError if `error` says that grad_fn does not take so many arguments, or these keywords.
+
+        An error from inside of grad_fn is the user's own, and passes.
+        """
+        if not refuses_arguments(self.grad_fn, count, kwargs, error):
+            return
+        names = argument_names(self.grad_fn, len(inspect.signature(self.grad_fn).parameters))
+        called = f"grad_fn takes ({', '.join(names)}), and was called with {count} positional arguments: {error}."
+        if streamed:
+            raise FuncgaError(
+                f"{called} A micro-batch that is a tuple or list is spread, grad_fn(params, *item), so it has one "
+                f"field for each parameter after the first; to pass it as one argument, yield (item,). A single batch "
+                f"is split by funcga.accumulate(grad_fn, n)(params, *batch)."
+            ) from error
+        raise FuncgaError(
+            f"{called} Pass one argument for each parameter: step(params, *batch) for a batch in a tuple. A list of "
+            f"micro-batches is folded by funcga.stream(grad_fn)(params, microbatches)."
+        ) from error
+
+    def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
+        """The Outputs of a first micro-batch with this output, and the leaves of it."""
+        # The first micro-batch shows the structure; all later ones are checked against it.
+        outputs, leaves = bind_outputs(self.fold, value, arguments.backend, carried=arguments.carried())
+        if outputs.threads:
+            _check_state([leaves[leaf_index] for leaf_index in outputs.threads], arguments)
+        return outputs, leaves
+
+
+def read_program(
+    grad_fn: GradFn,
+    fold: FoldTree,
+    weight: WeightFn | None,
+    in_axes: Tree,
+    across: Across,
+    *,
+    n: int | None = None,
+    microbatch_size: int | None = None,
+    device: object = None,
+) -> Program:
+    """The Program of these choices. Raises FuncgaError for a grad_fn or a weight that cannot be called."""
+    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    if weight is not None:
+        check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
+    # No import is left for the first call, which torch.compile may be tracing.
+    load_imported()
+    step = None if across is None else step_of(grad_fn)
+    return Program(grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, Memory(step))
+
+
+def weight_of(weight: WeightFn, split: Sequence[Tree]) -> Scalar:
+    """What a weight function makes of the arguments that are split. Raises FuncgaError if it does not take so many."""
+    try:
+        return weight(*split)
+    except TypeError as error:
+        if not refuses_arguments(weight, len(split), (), error):
+            raise
+        raise FuncgaError(
+            f"weight is called with each argument that is split, here {len(split)}, and does not take so many "
+            f"({error}). Write it with one parameter for each: weight=lambda x, y: ..., for micro-batches (x, y)."
+        ) from error
+
+
+def _check_state(returned: list[Any], arguments: Arguments) -> None:
+    """Raises FuncgaError if grad_fn changes the shape or dtype of carried state, which the next micro-batch gets."""
+    describe, is_array = arguments.backend.arrays.describe, arguments.backend.arrays.is_array
+    for (_, path), before, after in zip(arguments.carried(), arguments.state, returned, strict=True):
+        after_type = (getattr(after, "shape", None), getattr(after, "dtype", None))
+        if is_array(before) and (before.shape, before.dtype) != after_type:
+            raise FuncgaError(
+                f"the carried state `{path}` came in as {describe(before)} and grad_fn returned it as "
+                f"{describe(after)}. Every micro-batch gets what the one before returned: return the shape and dtype "
+                f"that came in."
+            )

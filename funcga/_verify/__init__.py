@@ -9,7 +9,7 @@ import numpy as np
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call.program import OwningGradient, Program
+from funcga._call import OwningGradient, Program
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Tree, WeightFn
 from funcga._verify.causes import Cause, cause, diagnose, note, without_remainder

@@ -18,8 +18,8 @@ import numpy as np
 from funcga._accumulate import accumulate
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
+from funcga._call import Program
 from funcga._call.arguments import CARRY
-from funcga._call.program import Program
 from funcga._compare.tolerances import epsilon
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction

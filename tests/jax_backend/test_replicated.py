@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from funcga._call.program import Program
+from funcga._call import Program
 from jax_backend import BACKEND, Collective, collectives, hlo, loop, replicated, sharding
 from tests.jax_backend.test_replicas_jax import LIMITS, grid, layers, mesh, regression
 from tests.kits import JAX, counted, difference

@@ -21,8 +21,8 @@ from torch import nn
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
+from funcga._call import Program
 from funcga._call.arguments import Arguments, argument_names
-from funcga._call.program import Program
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Structure, Tree

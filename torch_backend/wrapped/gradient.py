@@ -12,8 +12,8 @@ from torch import nn
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
+from funcga._call import OwningGradient, Program
 from funcga._call.arguments import Argument, Arguments
-from funcga._call.program import OwningGradient, Program
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from funcga._backend import Backend
+from funcga._call import Program
 from funcga._call.arguments import CARRY, Arguments
-from funcga._call.program import Program
 from funcga._fold import LeafFold
 from funcga._grad import scaled_loss
 from funcga._types import Array, Scalar, Tree
