@@ -98,15 +98,10 @@ def compare(
 
 
 def _check(rtol: object, atol: object, reduction: object, names: object) -> None:
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        # Without rtol the limits come from the dtypes.
-        if value is None and name == "rtol":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise FuncgaError(
-                f"{name}={value!r} is not a tolerance, which is a finite number of 0 or more. Write {name}=1e-6, "
-                f"or leave it out."
-            )
+    # Without rtol the limits come from the dtypes.
+    if rtol is not None:
+        _check_tolerance("rtol", rtol)
+    _check_tolerance("atol", atol)
     is_count = isinstance(reduction, int) and not isinstance(reduction, bool) and reduction >= 1
     if reduction is not None and not is_count:
         raise FuncgaError(
@@ -120,3 +115,11 @@ def _check(rtol: object, atol: object, reduction: object, names: object) -> None
         )
     if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
         raise FuncgaError(f"names={names!r} are not the names of two trees. Write names=('torch', 'jax').")
+
+
+def _check_tolerance(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise FuncgaError(
+            f"{name}={value!r} is not a tolerance, which is a finite number of 0 or more. Write {name}=1e-6, "
+            f"or leave it out."
+        )

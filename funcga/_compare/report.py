@@ -276,8 +276,7 @@ _BAD = {"beyond": "X", "nan": "*", "inf": "P", "shape": "s", "dtype": "D", "miss
 def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
     """Leaves from top to bottom; what is 0 stands at the left edge, what has no size at the right one."""
     # A logarithmic axis has no 0 and no infinity: both are drawn at its ends.
-    sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]
-    low, high = (min(sizes) / 10, max(sizes) * 10) if sizes else (1e-9, 1.0)
+    low, high = _range(rows)
     axes.set_xscale("log")
     axes.set_xlim(low / 3, high * 3)
     axes.set_yticks(range(len(rows)), [row.path or "(the array)" for row in rows], fontsize="small")
@@ -296,3 +295,9 @@ def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
         axes.plot(*zip(*limits, strict=True), marker=4, markersize=9, color="k", linestyle="none", label="limit")
     if rows:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)
+
+
+def _range(rows: Sequence[Row]) -> tuple[float, float]:
+    """The smallest and the largest size to draw, each with some room."""
+    sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]
+    return (min(sizes) / 10, max(sizes) * 10) if sizes else (1e-9, 1.0)
