@@ -150,14 +150,7 @@ class _Functions:
         return zeros
 
     def updated(
-        self,
-        owned: bool,
-        /,
-        grads: Tree,
-        state: OptimizerState,
-        params: Tree = None,
-        closure: object = None,
-        **_: object,
+        self, owned: bool, /, grads: Tree, state: OptimizerState, params: Tree = None, **extra: object
     ) -> tuple[Tree, OptimizerState]:
         """What the step adds to the parameters, and the state after it.
 
@@ -165,7 +158,7 @@ class _Functions:
         """
         arguments = UpdateArguments(grads, state, params)
         with torch.no_grad():
-            return self._stepped(arguments, closure, owned)
+            return self._stepped(arguments, extra.get("closure"), owned)
 
     def _stepped(self, arguments: UpdateArguments, function: object, owned: bool) -> tuple[Tree, OptimizerState]:
         if not arguments.entries:
