@@ -14,10 +14,10 @@ from jax.export import is_symbolic_dim
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments, groups
-from funcga._fold import LEAST32, MOST32, Tally, check_narrow
+from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import bound
-from funcga._types import Scalar, Tree
+from funcga._types import Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
@@ -149,10 +149,16 @@ def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
     return [Tally((narrowed,), total.steps) if fold.is_narrow else total for fold in outputs.reduced_folds]
 
 
+def _identity(fold: LeafFold, aval: "ShapedArray") -> Reduced:
+    """What is reduced of no leaf at all of this type, sharded and varying as it: a constant has no place on a mesh."""
+    reduced = fold.identity(arrays.zeros(aval))
+    return jax.tree.map(lambda part: arrays.typed(part, aval) if part.shape == aval.shape else part, reduced)
+
+
 def _begin(outputs: Outputs, spread: Spread, types: "Sequence[ShapedArray]", state: list[jax.Array]) -> Carry:
     """What is carried before the first micro-batch, where grad_fn returns leaves of these types."""
     pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
-    nothing = [fold.identity(arrays.zeros(types[leaf_index])) for leaf_index, fold in pairs]
+    nothing = [_identity(fold, types[leaf_index]) for leaf_index, fold in pairs]
     return Carry(*spread.pinned(outputs, nothing, arrays.tally(0, steps=0)), state)
 
 
