@@ -177,15 +177,14 @@ def _is_key(array: object) -> bool:
 
 def zeros(aval: "ShapedArray") -> jax.Array:
     """Zeros of a type."""
-    return typed(lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding), aval)
+    array = lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding)
+    return array if aval.sharding.mesh.empty else typed(array, aval)
 
 
 def typed(array: jax.Array, aval: "ShapedArray") -> jax.Array:
     """The array sharded and varying as a type says, for a loop that makes it so."""
-    if aval.sharding.mesh.empty:
-        return as_varying(array, varying_axes(aval))
     # From 0.11 on a constant that is whole on all devices lies on no mesh, whatever it was made for.
-    if jax.typeof(array).sharding != aval.sharding:
+    if jax.typeof(array).sharding != aval.sharding and not aval.sharding.mesh.empty:
         array = jax.sharding.reshard(array, aval.sharding)  # type: ignore[no-untyped-call]
     return as_varying(array, varying_axes(aval))
 

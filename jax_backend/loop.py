@@ -150,8 +150,10 @@ def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
 
 
 def _identity(fold: LeafFold, aval: "ShapedArray") -> Reduced:
-    """What is reduced of no leaf at all of this type, sharded and varying as it: a constant has no place on a mesh."""
+    """What is reduced of no leaf at all of this type, sharded and varying as one."""
     reduced = fold.identity(arrays.zeros(aval))
+    if aval.sharding.mesh.empty:
+        return reduced
     return jax.tree.map(lambda part: arrays.typed(part, aval) if part.shape == aval.shape else part, reduced)
 
 
