@@ -77,7 +77,7 @@ class GradientFunction:
                 if counts and not self.reached:
                     self._check_reached(loss, args, _EVALUATIONS.count == count_before, backend)
                 # The loss comes back twice: scaled, to be differentiated, and as auxiliary data, as the caller sees it.
-                return scaled_loss(loss, scale, backend.arrays), (loss, aux)
+                return loss if scale is None else scaled_loss(loss, scale, backend.arrays), (loss, aux)
 
             transform = backend.gradients.value_and_grad(objective, arg_indices)
             (_, (loss, aux)), grads = transform(*args, **kwargs)
@@ -216,10 +216,8 @@ def check_loss_scale(scale: Scalar | None, arrays: Arrays) -> Scalar:
     return float(scale)
 
 
-def scaled_loss(loss: Array, scale: Scalar | None, arrays: Arrays) -> Array:
-    """The loss times its scale, as at least float32; the loss itself if the scale is None."""
-    if scale is None:
-        return loss
+def scaled_loss(loss: Array, scale: Scalar, arrays: Arrays) -> Array:
+    """The loss times its scale, as at least float32."""
     # A usual scale, 65,536, is infinite in float16.
     dtype = arrays.accumulator_dtype(loss.dtype)
     wide = arrays.cast(loss, dtype)

@@ -186,6 +186,9 @@ def bind_outputs(
     if carried and not threaded:
         raise _unmatched([root for root, _ in carried], [])
     folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
+    threads: tuple[int, ...] = ()
+    if threaded:
+        threads = _threads(value, leaf_values, threaded, carried, backend)
     reduced, collected = _sorted(folds, threaded, in_loop)
     # A leaf without a fold has neither shape nor dtype here: None, or an object that is threaded as it is.
     likes = [None if bound is None else leaf for bound, leaf in zip(folds, leaves, strict=True)]
@@ -196,7 +199,7 @@ def bind_outputs(
         dtypes=tuple([None if like is None else like.dtype for like in likes]),
         reduced=reduced,
         collected=collected,
-        threads=_threads(value, leaf_values, threaded, carried or [], backend),
+        threads=threads,
         backend=backend,
     ), leaves
 
@@ -283,7 +286,7 @@ def _threads(
     value: Tree,
     leaf_values: list[PrefixValue],
     threaded: list[int],
-    carried: list[tuple[str, str]],
+    carried: list[tuple[str, str]] | None,
     backend: Backend,
 ) -> tuple[int, ...]:
     """For every carried leaf, by (root, path), the output leaf that replaces it, of those that are `threaded`.
@@ -291,11 +294,9 @@ def _threads(
     The first CARRY argument is matched with the first carry() of the output, the second with the second, and so on.
     Below these the leaves are matched by path, so the order of a dict does not matter.
     """
-    if not (carried or threaded):
-        return ()
     paths = leaf_paths(value, backend.trees, "output")
     index_of = {paths[leaf_index]: leaf_index for leaf_index in threaded}
-    inputs = _by_root(carried)
+    inputs = _by_root(carried or [])
     outputs = _by_root([(leaf_values[leaf_index].root, paths[leaf_index]) for leaf_index in threaded])
     if len(inputs) != len(outputs):
         raise _unmatched(inputs, outputs)

@@ -175,7 +175,7 @@ class ModuleWindow:
             with self._masked(weight) if masks else _NOTHING:
                 output = called(self.gradient.loss_fn, module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
-            differentiated = scaled_loss(loss, scale, arrays)
+            differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
         self.graph_size = _private.nodes_made() - nodes
         return loss, detached(aux) if self.parts.has_aux else aux, differentiated
 
