@@ -2,7 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -31,6 +31,8 @@ def accumulate(
     The batch is split into micro-batches of rows, in order. grad_fn is applied to each. `fold` combines the values, and
     normalises them once, at the end, by what was really folded. With a `fold` that matches the loss, the result equals
     that of the whole batch for every n.
+
+    Arguments are trees of arrays: dicts and other mappings, such as a `BatchEncoding`, dataclasses, tuples and lists.
 
     Nothing is mutated, and nothing returned aliases an argument. Floats of less than 32 bits are accumulated in
     float32.
@@ -127,6 +129,11 @@ def accumulate(
             return backend.loop.accumulate(program, backend)(args, kwargs)
         except TypeError as error:
             program.check_call(error, len(args), kwargs)
+            if any(isinstance(arg, list) and arg and isinstance(arg[0], Mapping) for arg in args):
+                error.add_note(
+                    "funcga: an argument is a list of dicts. If it is a window of micro-batches, stream it: "
+                    "funcga.stream(grad_fn)(params, microbatches)."
+                )
             raise
 
     # For code that wraps the step and has to know what it splits.

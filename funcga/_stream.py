@@ -132,6 +132,7 @@ def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
     yield from items
 
 
+@explains_arguments
 def windows(iterable: Iterable[Item], n: int | TargetWeight, *, weight: WeightFn | None = None) -> Iterator[list[Item]]:
     """Lists of n micro-batches in order, the last one shorter; nothing is dropped, and no window is taken ahead.
 

@@ -579,6 +579,18 @@ def test_positional_arguments_of_other_libraries():
         funcga.stream, lambda x: x, 8,
     )  # fmt: skip
     check_refused("grad_fn is of type dict, which is no function.", funcga.accumulate, {"w": X}, [X])
+    text = "windows() missing 1 required positional argument: 'n'. Its parameters are iterable, n, weight."
+    check_refused(text, funcga.windows, [X])
+
+
+def test_a_window_of_dicts_is_no_batch(kit):
+    """The loss raises its own error, with a note beside it."""
+    params, x, y = regression(kit)
+    step = funcga.accumulate(funcga.value_and_grad(mse_of_dict), 2)
+    with pytest.raises(TypeError, match="list indices must be integers") as caught:
+        step(params, [{"x": x, "y": y}, {"x": x, "y": y}])
+    start = "funcga: an argument is a list of dicts. If it is a window of micro-batches, stream it: "
+    assert any(note.startswith(start) for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(
