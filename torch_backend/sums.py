@@ -41,15 +41,21 @@ def add(
                 is_combined = True
                 added[leaf_index] = fold.combine(accumulator, fold.lift(leaf if pure else leaf.detach(), weight))
         for kind, group in groups.items():
-            accumulators_of_group = [accumulators[leaf_index] for leaf_index in group]
-            leaves_of_group = [leaves[leaf_index] for leaf_index in group]
-            sums = add_scaled(accumulators_of_group, leaves_of_group, factors[kind], donate)
-            for leaf_index, accumulator in zip(group, sums, strict=True):
-                added[leaf_index] = accumulator
+            _add_group(added, group, leaves, factors[kind], donate)
     # Without donation two things may still be the caller's memory: what a monoid has returned of its arguments, and a
     # sum that nothing was added to.
     owned = not is_combined and all(factors[kind] for kind, group in groups.items() if group)
     return added, donate or owned
+
+
+def _add_group(
+    accumulators: list[Reduced], group: list[int], leaves: Sequence[Array], factor: float, donate: bool
+) -> None:
+    """Puts the sums in the place of the accumulators of some leaves."""
+    sums = [accumulators[leaf_index] for leaf_index in group]
+    sums = [*add_scaled(sums, [leaves[leaf_index] for leaf_index in group], factor, donate)]
+    for leaf_index, accumulator in zip(group, sums, strict=True):
+        accumulators[leaf_index] = accumulator
 
 
 def lifted(folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
@@ -112,16 +118,21 @@ def finish(
                 quotients.append(leaf_index)
             else:
                 finished[leaf_index] = fold.result(accumulator, tally)
-        sums = [accumulators[leaf_index] for leaf_index in quotients]
-        if sums and not total:
-            sums = [torch.zeros_like(accumulator) for accumulator in sums]
-        elif sums and donate:
-            divide(sums, float(total))
-        elif sums:
-            sums = [*torch._foreach_div(sums, float(total))]
-    for leaf_index, quotient in zip(quotients, sums, strict=True):
+        divided = _divided([accumulators[leaf_index] for leaf_index in quotients], total, donate) if quotients else []
+    for leaf_index, quotient in zip(quotients, divided, strict=True):
         finished[leaf_index] = quotient
     return finished
+
+
+def _divided(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence[torch.Tensor]:
+    """The sums divided by the total weight; zeros if nothing was folded."""
+    if not total:
+        return [torch.zeros_like(accumulator) for accumulator in sums]
+    if donate:
+        divide(sums, float(total))
+        return sums
+    quotients: tuple[torch.Tensor, ...] = torch._foreach_div(sums, float(total))
+    return quotients
 
 
 def divide(sums: list[torch.Tensor], total: float) -> None:

@@ -5,7 +5,6 @@ Only torch has this file: XLA updates the carry of a loop in place by itself.
 
 import math
 from collections.abc import Mapping, Sequence
-from types import NoneType
 from typing import Any
 
 import torch
@@ -231,9 +230,7 @@ class Buffers:
         divided: set[int] = set()
         for indices, by, weighted in self.layout.quotients:
             divisor = total if by == "weight" else steps
-            sums_here = [self.reduced[index] for index in indices]
-            if self.on_meshes:
-                sums_here = local_tensors(sums_here)
+            sums_here = local_tensors([self.reduced[index] for index in indices])
             if not isinstance(divisor, torch.Tensor):
                 if divisor:
                     sums.divide(sums_here, float(divisor / unit if weighted else divisor))
@@ -253,11 +250,6 @@ class Buffers:
             for index in {*self.layout.weighted} - divided:
                 local(self.reduced[index]).mul_(unit)
         return divided
-
-    @property
-    def on_meshes(self) -> bool:
-        """Whether an accumulator is more than a tensor on one device."""
-        return not {*map(type, self.reduced)} <= {torch.Tensor, NoneType}
 
 
 def _strided(value: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,18 @@
 Two indices: a `leaf_index` counts all leaves of grad_fn's output, an `index` only those that are reduced.
 """
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from funcga._fold.outputs import Outputs
-from funcga._types import Structure
-from torch_backend import arrays
+from funcga._grad import GradientFunction
+from funcga._types import Structure, Tree
+from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor
 
 
@@ -82,12 +86,16 @@ class Layout:
                 dtype = self.folds[index].accumulator_dtype
                 wide = None if dtype == leaf.dtype else dtype
                 self.added.append(Added(position, leaf_index, index, kind == "plain", wide))
+        self._plan_cotangent([*present.values()], scaled)
+
+    def _plan_cotangent(self, leaves: Sequence[torch.Tensor], scaled: bool) -> None:
+        """Decides whether the cotangent can be the weight of a micro-batch."""
         self.sums_in_backward = {*self.dtensors, *(added.leaf_index for added in self.added)}
         kinds = {self.kinds[self.index_of[leaf_index]] for leaf_index in self.sums_in_backward}
         # The cotangent can be a weight only if every gradient is to be multiplied by that weight. In float16, and in
         # dtypes of 8 bits, a gradient times a weight overflows too early, and so it does if it has a scale already.
         self.only_weighted = "plain" not in kinds and not self.others
-        narrow = {leaf.dtype for leaf in present.values() if leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16}
+        narrow = {leaf.dtype for leaf in leaves if leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16}
         self.takes_seeds = self.only_weighted and not (self.dtensors or scaled or narrow)
 
     def _plan_rest(self, structure: Structure) -> None:
@@ -98,9 +106,9 @@ class Layout:
         self.rest_leaves = [leaf_index for leaf_index in leaf_indices if leaf_index not in in_backward]
         self.head = self.outputs if structure is None else self.outputs.part(self.rest_leaves, structure)
         self.rest = [index for leaf_index, index in self.index_of.items() if leaf_index not in in_backward]
-        self.rest_weighted = [index for index in self.rest if self.kinds[index] == "weighted"]
-        self.rest_plain = [index for index in self.rest if self.kinds[index] == "plain"]
-        self.rest_others = [index for index in self.rest if self.kinds[index] is None]
+        self.rest_weighted, self.rest_plain, self.rest_others = (
+            [index for index in self.rest if self.kinds[index] == kind] for kind in ("weighted", "plain", None)
+        )
         self.rest_collected = [leaf_index for leaf_index in self.outputs.collected if leaf_index not in in_backward]
         # Usually a weighted sum is all the rest: that of the loss.
         self.is_loss_alone = self.rest_leaves == [0] and self.rest_weighted == [0] and not self.outputs.threads
@@ -122,3 +130,78 @@ def _kind(outputs: Outputs, leaf_index: int) -> Literal["weighted", "plain"] | N
     assert fold is not None
     is_half = dtype in (torch.bfloat16, torch.float16) and fold.accumulator_dtype.is_floating_point
     return fold.adds if is_half or dtype == fold.accumulator_dtype else None
+
+
+# What the fold of a leaf depends on. Only a DTensor has placements.
+_KIND = operator.attrgetter("shape", "dtype", "layout")
+
+
+def _kind_of(leaf: torch.Tensor | None) -> object:
+    return None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None))
+
+
+class Leaves(NamedTuple):
+    """One argument that is differentiated: its tree, and the leaves of it that autograd records; None stays None."""
+
+    tree: Tree
+    leaves: Sequence[torch.Tensor | None]
+    structure: Structure
+    originals: Sequence[Any]
+
+
+@dataclass(eq=False)
+class Kept:
+    """What a step keeps from one window to the next: its last layout, for outputs of a `key`.
+
+    `argnums`: which arguments are differentiated, by how many there are.
+    """
+
+    key: object = None
+    layout: Layout | None = None
+    argnums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def layout_of(
+        self, gradient: GradientFunction, value: tuple[torch.Tensor, Tree], leaves: Mapping[int, Leaves],
+        whole: Collection[int], bind: Callable[[Tree], tuple[Outputs, list[Any]]], check: Callable[[Outputs], None],
+        has_state: bool,
+    ) -> Layout:  # fmt: skip
+        """The layout of outputs of a `value`, the loss and its aux, and gradients like these leaves.
+
+        That of the last window if it fits. The backward pass adds the gradients of the arguments that are `whole`.
+        `bind(output)` is the Outputs of a first one, with its leaves, and `check` raises FuncgaError if they cannot be.
+        """
+        (loss, aux), compose = value, gradient.compose
+        in_window = [leaf for argnum in leaves if argnum in whole for leaf in leaves[argnum].leaves]
+        key = None
+        if len(whole) == len(leaves) and not (gradient.has_aux or has_state):
+            # Then the loss and the leaves alone tell what the output is.
+            is_plain = {*map(type, in_window)} <= {torch.Tensor, nn.Parameter}
+            kinds = [*map(_KIND if is_plain else _kind_of, in_window)]
+            key = type(loss), loss.dtype, [argument.structure for argument in leaves.values()], kinds
+            if self.layout is not None and self.key == key:
+                return self.layout
+        # Before the first backward pass there are no gradients. The leaves stand in for them: they are alike.
+        outputs, output_leaves = bind(compose(loss, aux, [argument.tree for argument in leaves.values()]))
+        check(outputs)
+        in_backward = _in_backward(leaves, whole, len(output_leaves) if gradient.with_value else None)
+        trees_of_rest = [() if argnum in whole else argument.tree for argnum, argument in leaves.items()]
+        structure = trees.flatten(compose(loss, aux, trees_of_rest))[1]
+        leaves_in_backward = dict(zip(in_backward, in_window, strict=True))
+        self.key = key
+        self.layout = Layout(outputs, leaves_in_backward, structure, gradient.scaled, pure=False)
+        return self.layout
+
+
+def _in_backward(leaves: Mapping[int, Leaves], whole: Collection[int], count: int | None) -> list[int]:
+    """The leaf indices of the gradients of whole arguments, in an output of `count` leaves.
+
+    The gradients follow the value, argument by argument; where there is none, and `count` is None, they come first.
+    """
+    start = 0 if count is None else count - sum(len(argument.leaves) for argument in leaves.values())
+    in_backward: list[int] = []
+    for argnum, argument in leaves.items():
+        end = start + len(argument.leaves)
+        if argnum in whole:
+            in_backward += range(start, end)
+        start = end
+    return in_backward

@@ -8,12 +8,10 @@ saved-tensor hooks, custom functions, compiled losses. Of a module's own gradien
 themselves, whose `.grad`s are put aside meanwhile.
 """
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -25,14 +23,14 @@ from funcga._call import Program
 from funcga._call.arguments import Arguments, argument_names
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, evaluations, scaled_loss
-from funcga._types import Scalar, Structure, Tree
+from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, is_dtensor, local
 from torch_backend.engine.backward import Backward, autocasting, ran_backward
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.layout import Layout
+from torch_backend.engine.layout import Kept, Leaves
 from torch_backend.engine.others import GradsWatch, Surroundings, applied, left_alone
 from torch_backend.gradients import is_constant, put_hooks, switched_off
 from torch_backend.modules import PureLoss
@@ -154,9 +152,8 @@ class Engine:
                         arrivals.watch(_tensors(leaves))
                     share = self.backward(differentiated, weight, moving, announce, communicates)
                 except RuntimeError as error:
-                    if all(leaf.requires_grad for leaf in _tensors(leaves)):
-                        raise
-                    raise switched_off() from error
+                    _explain(error, leaves)
+                    raise
 
         if arrivals is not None:
             self.unreached |= arrivals.are_missed(loss, weight, alone=self.reduction is None)
@@ -199,7 +196,7 @@ class Engine:
         leaves: list[torch.Tensor | None] = [*params.values()]
         structure = trees.flatten(params)[1]
         self.arity, self.whole_args, self.is_whole = 0, {_OWN: params}, True
-        self.leaves = {_OWN: _Leaves(params, leaves, structure, leaves)}
+        self.leaves = {_OWN: Leaves(params, leaves, structure, leaves)}
         if not _are_plain(leaves):
             self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, _OWN))
         self.aside = left_alone(params.values())
@@ -207,14 +204,14 @@ class Engine:
         self.merges_shards = self.reduction is not None and any(map(is_dtensor, leaves))
         self.visit, self.first = nullcontext(partial(called, self.gradient.loss_fn, module)), 0
 
-    def _with_those_of(self, args: tuple[Tree, ...]) -> "tuple[dict[int, _Leaves], list[torch.Tensor]]":
+    def _with_those_of(self, args: tuple[Tree, ...]) -> "tuple[dict[int, Leaves], list[torch.Tensor]]":
         """All leaves, and the tensors among them that only this micro-batch has: these get their `.grad`."""
         argnums = self._differentiated(len(args))
         moving = {argnum: self._leaves_of(args[argnum], argnum) for argnum in argnums if argnum not in self.leaves}
         leaves = {argnum: moving[argnum] if argnum in moving else self.leaves[argnum] for argnum in argnums}
         return leaves, _tensors(moving)
 
-    def _leaves_of(self, tree: Tree, argnum: int) -> "_Leaves":
+    def _leaves_of(self, tree: Tree, argnum: int) -> "Leaves":
         originals, structure = trees.flatten(tree)
         is_plain = _are_plain(originals)
         if not is_plain:
@@ -230,7 +227,7 @@ class Engine:
             leaves = [leaf if leaf is None else leaf.requires_grad_() for leaf in copies]
         if not is_plain:
             self.hooked |= put_hooks(originals, leaves, lambda: self._paths(tree, argnum))
-        return _Leaves(trees.unflatten(structure, leaves), leaves, structure, originals)
+        return Leaves(trees.unflatten(structure, leaves), leaves, structure, originals)
 
     def _paths(self, tree: Tree, argnum: int) -> list[str]:
         name = "parameters" if argnum == _OWN else argument_names(self.gradient.loss_fn, argnum + 1)[argnum]
@@ -271,9 +268,9 @@ class Engine:
         if self.reduction is not None and self.given_group is not None and self.given_group.heard:
             self.reduction.history.communicates = True
 
-    def _leaves_to_add(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]") -> list[Any]:
+    def _leaves_to_add(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns; None for gradients that autograd has added already."""
-        gradients = [() if argnum in self.leaves else argument.gradients() for argnum, argument in leaves.items()]
+        gradients = [() if argnum in self.leaves else _gradients(argument) for argnum, argument in leaves.items()]
         value = self.gradient.compose(loss, aux, gradients)
         which = f"micro-batch {self.buffers.steps + 1}"
         to_add: list[Any] = [None] * len(self.layout.outputs.folds)
@@ -284,23 +281,18 @@ class Engine:
     # --- what becomes of the output
 
     def _bind(
-        self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]", moving: Sequence[torch.Tensor],
+        self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]", moving: Sequence[torch.Tensor],
         arguments: Arguments,
     ) -> Backward:  # fmt: skip
         """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
         whole = [leaf for argument in self.leaves.values() for leaf in argument.leaves]
         if any(leaf is not None and leaf.grad is not None for leaf in (*whole, *moving)):
             raise ran_backward()
-        key = None
-        if self.is_whole and not (self.gradient.has_aux or arguments.state):
-            # Then the loss and the leaves alone tell what the output is, and the last window's layout may fit.
-            is_plain = {*map(type, whole)} <= {torch.Tensor, nn.Parameter}
-            kinds = [*map(_KIND if is_plain else _kind_of, whole)]
-            key = type(loss), loss.dtype, [argument.structure for argument in leaves.values()], kinds
-        layout = self.kept.layout
-        if key is None or layout is None or self.kept.key != key:
-            layout = self._layout(loss, aux, leaves, whole, arguments)
-            self.kept.key, self.kept.layout = key, layout
+        bind = lambda value: self.program.bind(value, arguments)
+        check = lambda _: self._check_dense(leaves)
+        layout = self.kept.layout_of(
+            self.gradient, (loss, aux), leaves, self.leaves, bind, check, bool(arguments.state)
+        )
         self.layout = layout
         self.adds_loss_alone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
         self.buffers = Buffers(layout)
@@ -318,33 +310,7 @@ class Engine:
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
         return Backward(self.buffers, present, lambda: self.around, self.since, seeds=not self.hooked)
 
-    def _layout(
-        self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, _Leaves]", whole: Sequence[torch.Tensor | None],
-        arguments: Arguments,
-    ) -> Layout:  # fmt: skip
-        """The layout of outputs with this loss and aux, and gradients like these leaves."""
-        compose = self.gradient.compose
-        self._check_dense(leaves)
-        # Before the first backward pass there are no gradients. The leaves stand in for them: they are alike.
-        outputs, values = self.program.bind(
-            compose(loss, aux, [argument.tree for argument in leaves.values()]), arguments
-        )
-        # In the output the gradients follow the value, argument by argument, or come first where there is no value.
-        start = 0
-        if self.gradient.with_value:
-            start = len(values) - sum(len(argument.leaves) for argument in leaves.values())
-        in_backward: list[int] = []
-        for argnum, argument in leaves.items():
-            end = start + len(argument.leaves)
-            if argnum in self.leaves:
-                in_backward += range(start, end)
-            start = end
-        trees_of_rest = [() if argnum in self.leaves else argument.tree for argnum, argument in leaves.items()]
-        structure = trees.flatten(compose(loss, aux, trees_of_rest))[1]
-        leaves_in_backward = dict(zip(in_backward, whole, strict=True))
-        return Layout(outputs, leaves_in_backward, structure, self.gradient.scaled, pure=False)
-
-    def _check_dense(self, leaves: "dict[int, _Leaves]") -> None:
+    def _check_dense(self, leaves: "dict[int, Leaves]") -> None:
         """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
         positions = [(argnum, position) for argnum in leaves for position in range(len(leaves[argnum].leaves))]
         for argnum, position in positions:
@@ -383,8 +349,7 @@ class Engine:
         self.backward.release()
         if self.watch is not None:
             self.watch.check()
-        if self.buffers.on_meshes:
-            self.buffers.settle(self.backward.leaves)
+        self.buffers.settle(self.backward.leaves)
         if self.reduction is None:
             return self.buffers.result(state)
         if self.merges_shards:
@@ -431,37 +396,18 @@ def result_of_others(
     return reduction.buffers.result(state)
 
 
-@dataclass(eq=False)
-class Kept:
-    """What the engine keeps for a step: its last layout, for outputs of a `key`, and the argnums by their number."""
-
-    key: object = None
-    layout: Layout | None = None
-    argnums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+def _explain(error: RuntimeError, leaves: Mapping[int, Leaves]) -> None:
+    """Raises FuncgaError if the error comes of a leaf that was switched off; returns for all others."""
+    if not all(leaf.requires_grad for leaf in _tensors(leaves)):
+        raise switched_off() from error
 
 
-# What the fold of a leaf depends on. Only a DTensor has placements.
-_KIND = operator.attrgetter("shape", "dtype", "layout")
-
-
-def _kind_of(leaf: torch.Tensor | None) -> object:
-    return None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None))
-
-
-class _Leaves(NamedTuple):
-    """One argument that is differentiated: its tree, and the leaves of it that autograd records; None stays None."""
-
-    tree: Tree
-    leaves: list[torch.Tensor | None]
-    structure: Structure
-    originals: list[Any]
-
-    def gradients(self) -> Tree:
-        """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
-        grads = [
-            None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves
-        ]
-        return detached(trees.unflatten(self.structure, grads))
+def _gradients(argument: Leaves) -> Tree:
+    """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
+    grads = [
+        None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in argument.leaves
+    ]
+    return detached(trees.unflatten(argument.structure, grads))
 
 
 def _are_plain(leaves: Sequence[Any]) -> bool:
@@ -482,7 +428,7 @@ def _are_plain(leaves: Sequence[Any]) -> bool:
 _NO_HOOKS = (None, None)
 
 
-def _tensors(leaves: dict[int, _Leaves]) -> list[torch.Tensor]:
+def _tensors(leaves: Mapping[int, Leaves]) -> list[torch.Tensor]:
     return [leaf for argument in leaves.values() for leaf in argument.leaves if leaf is not None]
 
 

@@ -8,9 +8,9 @@ together gives the weighted mean, however uneven the replicas are.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 
@@ -20,7 +20,7 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import CARRY, Arguments
-from funcga._fold import LeafFold
+from funcga._fold.outputs import Outputs
 from funcga._grad import scaled_loss
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -29,7 +29,7 @@ from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.backward import autocasting, holds, is_alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.layout import Layout
+from torch_backend.engine.layout import Kept, Leaves
 from torch_backend.engine.others import applied, left_alone, reach
 from torch_backend.engine.window import detached
 from torch_backend.modules.checks import check_no_params, modules_in
@@ -349,30 +349,24 @@ class ModuleWindow:
 
     def _make_room(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> None:
         """Makes room for an output with this loss. Raises FuncgaError for what a wrapper cannot fold."""
-        # Without aux and threaded state, the loss's dtype and the parameters tell everything about the output.
-        kept = self.program.memory.keep(_Kept)
-        key = loss.dtype, [(name, p.shape, p.dtype) for name, p in self.params.items()]
-        layout = kept.layout
-        if layout is None or kept.key != key or self.parts.has_aux or arguments.state:
-            layout, kept.likes = self._layout(loss, aux, arguments)
-            kept.key, kept.layout = key, layout
-        self.layout, self.likes, self.buffers = layout, kept.likes, Buffers(layout)
-        # All of them are weighed, or none.
+        structure = self.backend.trees.flatten(self.params)[1]
+        leaves = {0: Leaves(self.params, [*self.params.values()], structure, [])}
+        bind = lambda value: self.program.bind(value, arguments)
+        layout = self.program.memory.keep(Kept).layout_of(
+            self.parts, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
+        )
+        self.layout, self.buffers = layout, Buffers(layout)
+        # They tell the replicas what is folded beside the gradients.
+        value = self.backend.trees.flatten(self.parts.compose(loss, aux, [()]))[0]
+        self.likes = [_like(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in value]
+        # All of the gradients are weighed, or none.
         folds = [layout.outputs.folds[leaf_index] for leaf_index in layout.in_backward]
         self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
 
-    def _layout(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> tuple[Layout, list[torch.Tensor | None]]:
-        outputs, leaves = self.program.bind(self.parts.compose(loss, aux, [self.params]), arguments)
-        first = len(leaves) - len(self.params)
-        self._check_folds(outputs.folds[first:])
-        gradients = dict(zip(range(first, len(leaves)), self.params.values(), strict=True))
-        structure = self.backend.trees.flatten(self.parts.compose(loss, aux, [()]))[1]
-        likes = [_like(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves[:first]]
-        return Layout(outputs, gradients, structure, pure=False), likes
-
-    def _check_folds(self, folds: Sequence[LeafFold | None]) -> None:
+    def _check_folds(self, outputs: Outputs) -> None:
         """Raises FuncgaError if the folds of the gradients are not what a wrapper can do."""
         weighted = set()
+        folds = outputs.folds[len(outputs.folds) - len(self.params) :]
         for fold, (name, p) in zip(folds, self.params.items(), strict=True):
             if fold is None or not fold.fold.reducer.additive:
                 raise FuncgaError(
@@ -395,19 +389,6 @@ class ModuleWindow:
                 "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's "
                 "own gradients come from one backward pass with one weight. Give all of them one of the two."
             )
-
-
-@dataclass(eq=False)
-class _Kept:
-    """What a step keeps from one window to the next: the layout of outputs that have this key.
-
-    `likes` are the leaves beside the gradients, as tensors of one element each in their shapes, dtypes and devices.
-    They tell the replicas what is folded beside the gradients.
-    """
-
-    key: object = None
-    layout: Layout | None = None
-    likes: list[torch.Tensor | None] = field(default_factory=list)
 
 
 def _like(leaf: torch.Tensor) -> torch.Tensor:
