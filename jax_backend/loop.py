@@ -1,6 +1,6 @@
 """The loop over the micro-batches: a scan over those of one size, whose carry is what has been folded."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -38,22 +38,23 @@ Kwargs: TypeAlias = dict[str, Tree]
 
 
 def jitted(function: Callable[..., Tree], *, inline: bool = False, keep_unused: bool = False) -> Callable[..., Tree]:
-    """The function, jitted: arrays are traced and every other argument is static.
+    """`f(settings, *args)`: the result of `function(*settings, *args)`, jitted.
 
+    Of args, arrays are traced and all else is static. The settings are static, and not searched for arrays.
     Raises FuncgaError for an argument that is neither an array nor hashable.
     """
 
-    def run(static: Static, arrays: Sequence[jax.Array]) -> Tree:
-        return function(*static.tree(arrays))
+    def run(settings: tuple[Hashable, ...], static: Static, arrays: Sequence[jax.Array]) -> Tree:
+        return function(*settings, *static.tree(arrays))
 
-    of_arrays = jax.jit(run, static_argnums=0, inline=inline, keep_unused=keep_unused)
-    return lambda *args: of_arrays(*split(args))
+    of_arrays = jax.jit(run, static_argnums=(0, 1), inline=inline, keep_unused=keep_unused)
+    return lambda settings, *args: of_arrays(settings, *split(args))
 
 
 def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Callable[..., Tree]:
     """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map it is as it was."""
     outside = jitted(function, keep_unused=keep_unused)
-    return lambda *args: function(*args) if is_tracing() else outside(*args)
+    return lambda settings, *args: function(*settings, *args) if is_tracing() else outside(settings, *args)
 
 
 def _over_replicas(fold: Callable[..., Tree], across: Across | None, *operands: Tree) -> Tree:
@@ -199,9 +200,9 @@ def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], T
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
     fold = program.memory.keep(_Accumulate, program, backend).fold
     if program.across is not None or jax.device_count() == 1:
-        return partial(fold, Spread())
+        return partial(fold, (Spread(),))
     # Asked here, since inside of jit an array does not say where it lies.
-    return lambda args, kwargs: fold(sharding.spread_of(args, program.read(args, backend)), args, kwargs)
+    return lambda args, kwargs: fold((sharding.spread_of(args, program.read(args, backend)),), args, kwargs)
 
 
 class _Accumulate:
@@ -329,7 +330,7 @@ class _Stream:
             if outputs is None:
                 outputs = self._outputs_of(leading, kwargs, item)
                 spread = sharding.spread_of((*leading, *item))
-                carry = self.begin(outputs, spread, leading, kwargs, item)
+                carry = self.begin((outputs, spread), leading, kwargs, item)
             cut, arrays_cut = split(item)
             carry, collected = add(outputs, spread, whole, cut, carry, arrays_whole, arrays_cut)
             if collected:  # else finish would be compiled for every number of micro-batches
@@ -341,7 +342,7 @@ class _Stream:
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
                 "loader, or that a generator was not used up before."
             )
-        return self.finish(outputs, replicas, carry, chunks)
+        return self.finish((outputs, replicas), carry, chunks)
 
     def _outputs_of(self, leading: Args, kwargs: Kwargs, item: Args) -> Outputs:
         """The Outputs of micro-batches like this one, bound once for all of the same types."""
@@ -352,7 +353,7 @@ class _Stream:
             arguments = self._microbatch(leading, kwargs, item).arguments
             state = [arrays.strong(leaf) for leaf in arguments.state]
             # The arrays alone are operands; all else is static.
-            value = jax.eval_shape(lambda of_item: self.evaluate(*static.tree(of_item), state), of_item)
+            value = jax.eval_shape(lambda of_item: self.evaluate((), *static.tree(of_item), state), of_item)
             self.outputs[key], _ = self.program.bind(value, arguments)
         return self.outputs[key]
 
@@ -364,7 +365,7 @@ class _Stream:
 
     def _begin(self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args) -> Carry:
         state = [arrays.strong(leaf) for leaf in self._microbatch(leading, kwargs, item).arguments.state]
-        types = jax.make_jaxpr(partial(self.evaluate, leading, kwargs, item))(state).out_avals
+        types = jax.make_jaxpr(partial(self.evaluate, (), leading, kwargs, item))(state).out_avals
         # The carry is donated to each step, and the caller keeps the state that came in.
         return _begin(outputs, spread, types, [jnp.array(leaf, copy=True) for leaf in state])
 
@@ -375,7 +376,7 @@ class _Stream:
         (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
 
         def evaluate(start: None, state: list[jax.Array]) -> Tree:
-            return self.evaluate(leading, kwargs, item, state)
+            return self.evaluate((), leading, kwargs, item, state)
 
         traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state)
         gradient = gradient_of(outputs, evaluate, traced, value)

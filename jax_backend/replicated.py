@@ -97,7 +97,7 @@ def replicated(
 
     def everywhere(*args: Tree, **kwargs: Tree) -> Tree:
         """The result of step on every device along the axis, each with its own rows."""
-        return run(args, kwargs)
+        return run((), args, kwargs)
 
     return everywhere
 
