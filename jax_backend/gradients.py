@@ -46,7 +46,8 @@ def depends(loss: jax.Array) -> bool | None:
 
 def check_params(params: Tree) -> None:
     """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
-    trees.check_registered(params, "params")
+    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)):
+        trees.check_registered(params, "params")
     trees.check_trained(params)
 
 

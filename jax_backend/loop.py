@@ -86,10 +86,10 @@ class _Microbatch:
         whole = [arg for arg, part in zip(args, self.arguments.parts, strict=True) if not part.axes]
         with trees.unchanged((whole, kwargs)):
             value = self.program.grad_fn(*args, **kwargs)
-        trees.check_registered(value, "output")
         # Here, as jit would say nothing of funcga about a leaf that is no array.
         for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
             if not isinstance(leaf, jax.Array):
+                trees.check_registered(leaf, "output")
                 backend = self.arguments.backend
                 as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
         return value

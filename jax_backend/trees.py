@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 import jax
 import numpy as np
 
-from funcga._trees.mappings import Mapped, container_children, is_container, may_be_container, rebuilt
+from funcga._trees.mappings import Mapped, container_children, is_container, rebuilt
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 
@@ -18,7 +18,7 @@ jax.tree_util.register_pytree_node(Mapped, lambda node: (node.values, node.kind)
 def flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], Structure]:
     """The leaves, in the framework's order, and the structure that puts them back."""
     leaves, structure = jax.tree.flatten(tree, is_leaf)
-    if not any(map(may_be_container, {*map(type, leaves)})):
+    if not any(issubclass(kind, Mapping) or is_dataclass(kind) for kind in {*map(type, leaves)}):
         return leaves, structure
 
     # Mappings and dataclasses that JAX does not know become nodes, and what is in them is walked as well.

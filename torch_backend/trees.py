@@ -1,14 +1,15 @@
 """Trees, as this framework walks them."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 import torch
 
-from funcga._trees.mappings import Mapped, container_children, is_container, may_be_container, rebuilt
+from funcga._trees.mappings import Mapped, container_children, is_container, rebuilt
 from funcga._types import Structure, Tree
 from torch_backend._private import pytree
 
@@ -31,7 +32,9 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
     if type(tree) is dict and _TENSORS.issuperset(map(type, tree.values())) and not torch.compiler.is_compiling():
         return [*tree.values()], _dict_of_leaves(*tree)
     leaves, structure = pytree.tree_flatten(tree, is_leaf)
-    if torch.compiler.is_compiling() or not any(map(may_be_container, {*map(type, leaves)})):
+    if torch.compiler.is_compiling() or not any(
+        issubclass(kind, Mapping) or is_dataclass(kind) for kind in {*map(type, leaves)}
+    ):
         return leaves, structure
 
     # Torch takes unregistered mappings and dataclasses for leaves. They become nodes that it knows, also inside of one

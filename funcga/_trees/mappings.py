@@ -23,11 +23,6 @@ class Mapped:
         self.values = [walk(value) for value in entries.values()]
 
 
-def may_be_container(kind: type) -> bool:
-    """Whether things of this type may be mappings, or dataclasses with arrays."""
-    return issubclass(kind, Mapping) or is_dataclass(kind)
-
-
 def is_container(node: object) -> bool:
     """Whether this is a mapping, or a dataclass with arrays: one without is a setting, and stays as it is."""
     if isinstance(node, Mapping):
