@@ -62,7 +62,7 @@ class Visit:
         self.buffers: list[_Exchange] = []
         self.empty: list[Table] = []  # the tables of modules without buffers
         self.is_prepared = self.in_transform = False
-        self.embeddings = embeddings_with_max_norm(self.owners)
+        self.embeddings: dict[str, nn.Embedding] = {}
         self.guard = ExitStack()  # of the embeddings
         self.watch: Watch | None = None
 
@@ -99,6 +99,8 @@ class Visit:
     def _prepare(self) -> None:
         """Works out what stands in for the parameters: the same whenever the visit begins again."""
         spaces = [owner.__dict__ for _, owner in self.owners]
+        # Read here, where no other thread is in the module: one that looks up a row takes `max_norm` away meanwhile.
+        self.embeddings = embeddings_with_max_norm(self.owners)
         self.in_transform = arrays.in_transform()
         parameters = named(self.owners, PARAMETERS)
         chosen = by_what_they_replace(self.params, parameters, "parameters")

@@ -782,6 +782,36 @@ def test_an_embedding_with_a_norm_that_is_used_twice():
     assert grads["encoder.weight"].abs().sum() > 0
 
 
+def test_an_embedding_with_max_norm_in_two_threads():
+    """The second thread arrives while the first looks up a row, which is when the layer has no max_norm."""
+    looking_up, errors = threading.Event(), []
+
+    class Slow(nn.Embedding):
+        def forward(self, rows):
+            looking_up.set()
+            time.sleep(0.05)
+            return super().forward(rows)
+
+    layer = Slow(4, 2, max_norm=10.0)
+    loss_fn = pure_loss(layer, lambda layer, rows: layer(rows).square().mean())
+    step = funcga.accumulate(funcga.grad(loss_fn), 2)
+    expected = {"weight": layer.weight.detach() / 4}  # each of the four rows once
+
+    def run():
+        try:
+            funcga.compare(step(dict(layer.named_parameters()), torch.arange(4)), expected).assert_close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    threads[0].start()
+    assert looking_up.wait(60)
+    threads[1].start()
+    [thread.join() for thread in threads]
+    assert errors == []
+    assert layer.max_norm == 10.0
+
+
 def test_embeddings_with_a_norm_are_not_compiled():
     layer = nn.Embedding(4, 2, max_norm=1.0)
     loss = pure_loss(layer, lambda m, i: m(i).square().mean())
