@@ -181,8 +181,12 @@ class Search:
         leaves = [leaf for leaf in backend.trees.flatten((args, kwargs))[0] if hasattr(leaf, "shape")]
         key = backend.name, *[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
         rows = self.program.read(args, backend).rows()
+        grad_fn = self.program.grad_fn
+        undo = grad_fn.snapshot() if isinstance(grad_fn, OwningGradient) else None
 
         def run(n: int) -> Any:
+            if undo is not None:  # an earlier attempt may have written to the module's buffers
+                undo()
             program = self.programs.setdefault(n, replace(self.program, n=n, memory=Memory()))
             return backend.loop.finished(backend.loop.accumulate(program, backend)(args, kwargs))
 

@@ -1,7 +1,7 @@
 """What `accumulate` and `stream` hand to a backend's loop: the user's functions and choices, checked."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,10 @@ class OwningGradient:
 
     def check_search(self) -> None:
         """Raises FuncgaError if a window of it cannot be replayed, to look for the n that fits in memory."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """What a window writes besides its result, as it is now; calling it puts that back."""
+        return lambda: None
 
     def check_stream(self) -> None:
         """Raises FuncgaError, which says why, if it cannot be without a micro-batch."""

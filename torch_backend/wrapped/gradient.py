@@ -4,6 +4,7 @@ Only torch has this file: models of JAX are functions of their parameters.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -60,6 +61,23 @@ class ModuleGradient(OwningGradient):
         with window:
             args, kwargs = window.detached(args), dict(zip(kwargs, window.detached((*kwargs.values(),)), strict=True))
             return window.result(window.fold(arguments, args, kwargs, rows[0] if rows else 1, last=True))
+
+    def snapshot(self) -> Callable[[], None]:
+        """The buffers as they are now, such as BatchNorm's running statistics; calling it puts them back."""
+        tables = [part.__dict__[_private.BUFFERS] for part in self.module.modules()]
+        buffers = [
+            (table, name, buffer, None if buffer is None else buffer.detach().clone())
+            for table in tables
+            for name, buffer in table.items()
+        ]
+
+        def put_back() -> None:
+            for table, name, buffer, values in buffers:
+                table[name] = buffer
+                if buffer is not None:
+                    buffer.detach().copy_(values)
+
+        return put_back
 
     def window(self, program: Program, backend: Backend, alone: bool = False) -> Window:
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""

@@ -218,3 +218,23 @@ def test_a_stream_and_a_search():
     identical(funcga.stream(gradient)(parts), funcga.accumulate(gradient, 4)(x, y))
     value, _ = funcga.accumulate(gradient, "auto")(x, y)
     torch.testing.assert_close(value, mse(module, x, y).detach())
+
+
+def test_a_search_leaves_no_trace_of_what_did_not_fit():
+    """BatchNorm's statistics are those of the window that ran to its end, in the memory that they had."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    x, y = torch.randn(20, 3).double(), torch.randn(20, 2).double()
+    twin, buffers = copy.deepcopy(module), dict(module.named_buffers())
+
+    def with_little_room(module, x, y):
+        loss = mse(module, x, y)  # has written to the buffers by now
+        if len(x) > 6:
+            raise torch.OutOfMemoryError
+        return loss
+
+    found = funcga.accumulate(module_value_and_grad(module, with_little_room), "auto")(x, y)
+    identical(found, funcga.accumulate(module_value_and_grad(twin, mse), 4)(x, y))
+    assert int(module[1].num_batches_tracked) == 4
+    for name, buffer in module.named_buffers():
+        assert buffer is buffers[name]
+        torch.testing.assert_close(buffer, dict(twin.named_buffers())[name], rtol=0, atol=0)
