@@ -12,9 +12,18 @@ import funcga.folds
 sys.path.insert(0, str(Path(__file__).parent))
 import llms
 
-project, author, copyright = "funcga", "the funcga developers", "2026, the funcga developers"
+project, author, copyright = (
+    "funcga",
+    "the funcga developers",
+    "2026, the funcga developers",
+)
 version = release = funcga.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
 source_suffix = {".md": "myst-nb"}
 exclude_patterns = ["_build"]
 html_theme, html_title = "furo", f"funcga {version}"
@@ -22,7 +31,11 @@ html_theme, html_title = "furo", f"funcga {version}"
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 myst_url_schemes = {"http": None, "https": None}
-nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "cache", True, 300
+nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = (
+    "cache",
+    True,
+    300,
+)
 nb_merge_streams = True
 
 autodoc_member_order = "bysource"
@@ -35,7 +48,11 @@ nitpicky = False
 
 def link_to_files(app, docname, source):
     """Links to programs of the repository, which are no pages of the site, become their names."""
-    source[0] = re.sub(r"(?<!!)\[([^\]]*)\]\((?:\.\./)+(?:examples|benchmarks)/[^)]*\)", r"`\1`", source[0])
+    source[0] = re.sub(
+        r"(?<!!)\[([^\]]*)\]\((?:\.\./)+(?:examples|benchmarks)/[^)]*\)",
+        r"`\1`",
+        source[0],
+    )
 
 
 def code_in_docstrings(app, what, name, obj, options, lines):
@@ -48,7 +65,13 @@ def name_the_fold_tree(app, obj, bound_method):
     """The type of `fold=` is recursive: shown by its name, not written out."""
     fold_tree = TypeVar("FoldTree")
     annotations = getattr(obj, "__annotations__", {})
-    annotations.update({name: fold_tree for name, hint in annotations.items() if hint == funcga.folds.FoldTree})
+    annotations.update(
+        {
+            name: fold_tree
+            for name, hint in annotations.items()
+            if hint == funcga.folds.FoldTree
+        }
+    )
 
 
 def link_to_notebook(app, pagename, templatename, context, doctree):
@@ -61,7 +84,9 @@ def link_to_notebook(app, pagename, templatename, context, doctree):
 
 def copy_notebooks(app, exception):
     """MyST-NB writes what it has executed beside the site."""
-    for notebook in (Path(app.outdir).parent / "jupyter_execute" / "tutorials").glob("*.ipynb"):
+    for notebook in (Path(app.outdir).parent / "jupyter_execute" / "tutorials").glob(
+        "*.ipynb"
+    ):
         shutil.copy(notebook, Path(app.outdir, "tutorials"))
 
 
@@ -77,4 +102,6 @@ def setup(app):
     app.connect("build-finished", copy_notebooks)
     app.connect("build-finished", write_llms)
     app.connect("source-read", link_to_files)
-    app.connect("autodoc-process-docstring", code_in_docstrings, priority=100)  # before napoleon
+    app.connect(
+        "autodoc-process-docstring", code_in_docstrings, priority=100
+    )  # before napoleon

@@ -44,10 +44,22 @@ def pages(toctree: str, folder: Path = Path()) -> Iterator[Path]:
 
 def title_and_sentence(page: Path) -> tuple[str, str]:
     """The title of a page, and the first sentence below it, in plain text."""
-    text = re.sub(r"<!--.*?-->|^```.*?^```", "", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"<!--.*?-->|^```.*?^```",
+        "",
+        (DOCS / page).read_text(),
+        flags=re.DOTALL | re.MULTILINE,
+    )
     title, body = re.search(r"^# (.+?)\n(.*)", text, re.MULTILINE | re.DOTALL).groups()
     paragraphs = (" ".join(block.split()) for block in body.split("\n\n"))
-    prose = next((block for block in paragraphs if block and not block.startswith(("#", "|", "-", "!"))), "")
+    prose = next(
+        (
+            block
+            for block in paragraphs
+            if block and not block.startswith(("#", "|", "-", "!"))
+        ),
+        "",
+    )
     prose = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose).replace("**", "")
     sentence = re.match(r".+?[.?](?=\s|$)", prose)
     return title, (sentence[0] if sentence else prose).rstrip(":.")
@@ -59,7 +71,8 @@ def text() -> str:
     for toctree in TOCTREE.findall((DOCS / "index.md").read_text()):
         caption = re.search(r":caption: (.*)", toctree)[1]
         lines = [
-            f"- [{title}]({page.with_suffix('.html').as_posix()})" + (f": {sentence}" if sentence else "")
+            f"- [{title}]({page.with_suffix('.html').as_posix()})"
+            + (f": {sentence}" if sentence else "")
             for page in pages(toctree)
             for title, sentence in [title_and_sentence(page)]
         ]

@@ -134,6 +134,15 @@ def test_links_lead_somewhere(page):
         assert (DOCS / page).parent.joinpath(target).exists(), target
 
 
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
+def test_code_fits_the_width_of_a_page(page):
+    code = re.findall(
+        r"^( *)(?:```|~~~)[^\n]*\n(.*?)^ *(?:```|~~~)", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
+    )
+    lines = [line.removeprefix(indent) for indent, block in code for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 88] == []
+
+
 def test_every_page_is_in_a_table_of_contents():
     listed = {
         str((Path(page).parent / line).with_suffix(".md"))
