@@ -245,12 +245,16 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
         ) from error
     rank = len(shape)
     if not shape:
+        scalar = f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}, a scalar"
         if streamed:
-            raise _weightless(arguments, f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}, a scalar")
-        raise FuncgaError(
-            f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}, a scalar: it has no axis {axis} to "
-            f"split. Pass it whole: in_axes with None in its place, or as a keyword argument."
-        )
+            raise _weightless(arguments, scalar)
+        scalar += f": it has no axis {axis} to split."
+        if backend.arrays.kind(leaf.dtype) == "other":  # a random key of JAX
+            raise FuncgaError(
+                f"{scalar} Give each row a key of its own, jax.random.split(key, rows), or thread one key with "
+                f"funcga.CARRY: passed whole, it would draw the same noise in every micro-batch."
+            )
+        raise FuncgaError(f"{scalar} Pass it whole: in_axes with None in its place, or as a keyword argument.")
     if not -rank <= axis < rank:
         raise FuncgaError(
             f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}: axis {axis} is out of range. in_axes "

@@ -403,3 +403,9 @@ def test_bools_stay_bools_on_replicas_and_under_jit(fold, expected):
     for step in (plain, jax.jit(plain), across, jax.jit(across)):
         assert step(w, x).dtype == "bool"
         assert step(w, x).tolist() == expected
+
+
+def test_one_random_key_is_not_split():
+    gradient = jax.value_and_grad(lambda params, x, key: (params * x).sum() + jax.random.uniform(key))
+    with pytest.raises(funcga.FuncgaError, match=r"`key` is key<fry>\[\], a scalar.* Give each row a key of its own"):
+        funcga.accumulate(gradient, 2)(jnp.ones(()), jnp.ones(4), jax.random.key(0))
