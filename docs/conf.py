@@ -27,6 +27,7 @@ extensions = [
 source_suffix = {".md": "myst-nb"}
 exclude_patterns = ["_build"]
 html_theme, html_title = "furo", f"funcga {version}"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
@@ -48,11 +49,9 @@ nitpicky = False
 
 def link_to_files(app, docname, source):
     """Links to programs of the repository, which are no pages of the site, become their names."""
-    source[0] = re.sub(
-        r"(?<!!)\[([^\]]*)\]\((?:\.\./)+(?:examples|benchmarks)/[^)]*\)",
-        r"`\1`",
-        source[0],
-    )
+    link = r"(?<!!)\[([^\]]*)\]\((?:\.\./)+(?:examples/([^)]*)|(benchmarks/[^)]*))\)"
+    name = lambda match: f"{match[1]}: `{match[2] or match[3]}`"
+    source[0] = re.sub(link, name, source[0])
 
 
 def code_in_docstrings(app, what, name, obj, options, lines):
