@@ -55,7 +55,9 @@ def summary(results: Results) -> str:
         )
         parts.append(_table(["funcga over", "on", "time", "bytes at the peak"], rows))
     if right:
-        parts.append(f"The largest error, of the true gradient's largest element:\n\n{_table(who.headings, right)}")
+        parts.append(
+            f"The largest error, relative to the largest element of the true gradient:\n\n{_table(who.headings, right)}"
+        )
     return "\n\n".join(parts)
 
 
@@ -92,11 +94,13 @@ def _about(results: Results) -> str:
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"{', '.join(where)}; {when}; {names}; [all figures](../benchmarks/results/cpu.json).\n"
-        "Each cell is funcga over the other: the time of an update, the median of the ratios within rounds in\n"
-        "which all take turns in one process ([method](../benchmarks/measure.py)), and the bytes at the peak. Below 1\n"
-        "funcga is faster, or leaner. **Bold**: it is behind, slower in three quarters of the rounds, or with more "
-        f"than {standing.MORE_BYTES} times the bytes.\nEach contender is configured as its documentation recommends "
-        "([all of them](../benchmarks/contenders)), and has computed\nthe same gradients before it was timed."
+        "Each cell has two ratios of funcga to the other tool: the time of an update, and the bytes at the peak.\n"
+        "A ratio below 1 means that funcga is faster, or needs fewer bytes. The ratio of times is a median over rounds\n"
+        "in which all contenders take turns in one process ([method](../benchmarks/measure.py)). A ratio is in **bold**\n"
+        "where funcga is behind: slower in three quarters of the rounds, or with more than "
+        f"{standing.MORE_BYTES} times the bytes.\n"
+        "Each contender is configured as its documentation recommends ([all of them](../benchmarks/contenders)), and\n"
+        "has computed the same gradients before it was timed."
     )
 
 
@@ -143,7 +147,9 @@ def _sent(results: Results) -> str:
     rows = [
         [f"{where}: {name}", *(cells.get(each, "") for each in workloads)] for (where, name), cells in found.items()
     ]
-    title = "**What replicas send in an update**: collectives; bytes, over those of the gradient."
+    title = (
+        "**What replicas send per update**: the number of collectives; the bytes, relative to those of the gradient."
+    )
     return f"{title}\n\n{_table(['', *map(workload, workloads)], rows)}"
 
 
@@ -159,7 +165,7 @@ def _growth(results: Results) -> str:
         values = ", ".join(f"{point.value:,}" for point in points)
         bytes_ = ", ".join(f"{peak:.3g}" for peak in peaks)
         rows.append([f"{axis}, {framework(key)}", values, ", ".join(ratios), bytes_])
-    headings = ["", "from, to", "time, over the loop by hand", "peak bytes, over the parameters'"]
+    headings = ["", "from, to", "time, relative to the loop by hand", "peak bytes, relative to the parameters"]
     return f"**How it grows.**\n\n{_table(headings, rows)}"
 
 
@@ -168,7 +174,7 @@ def _imports(figures: Figures) -> str:
         [f"`{own['name']}`", tables.seconds(own["seconds"][1]), _more(own), f"{own['modules']:,}"]
         for own in figures["contenders"].values()
     ]
-    return f"**Imports**, each in a fresh interpreter.\n\n{_table(['', 'time', 'more than without', 'modules'], rows)}"
+    return f"**Imports**, each in a fresh interpreter.\n\n{_table(['', 'time', 'added by funcga', 'modules'], rows)}"
 
 
 def _more(own: Figures) -> str:

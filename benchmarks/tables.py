@@ -169,7 +169,9 @@ def exactness(results: Results) -> Table:
     ]
     ways = list(dict.fromkeys(way for _, own in everyone for way in own["errors"]))
     rows = [[f"{where}: {own['name']}", *(verdict(own, way) for way in ways)] for where, own in everyone]
-    return Table("Who is right: the largest error, of the true gradient's largest element", ["", *ways], rows)
+    return Table(
+        "Who is right: the largest error, relative to the largest element of the true gradient", ["", *ways], rows
+    )
 
 
 def verdict(own: Figures, way: str) -> str:

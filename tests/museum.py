@@ -115,7 +115,7 @@ def uneven_tokens():
 @exhibit(
     DENOMINATORS,
     "keras-team/keras#20241",
-    computed="micro-batches of 3, 3 and 2 rows, counted alike",
+    computed="the plain mean over micro-batches of 3, 3 and 2 rows",
     instead="nothing: rows are the default weight",
 )
 def smaller_microbatch():
@@ -128,7 +128,7 @@ def smaller_microbatch():
 @exhibit(
     DENOMINATORS,
     "huggingface/transformers#46204",
-    computed="the loss of labels that are shifted by one, divided by the count of all labels",
+    computed="the loss of labels that are shifted by one, divided by the number of all labels",
     instead='`weight=lambda b: (b["labels"][:, 1:] != -100).sum()`',
 )
 def shifted_labels():
@@ -148,7 +148,7 @@ def shifted_labels():
 @exhibit(
     DENOMINATORS,
     "pytorch/pytorch#72047",
-    computed="`CrossEntropyLoss(weight=...)`, a mean that is weighted by the classes of the micro-batch, divided by n",
+    computed="the plain mean over micro-batches of `CrossEntropyLoss(weight=...)`, which divides by the class weights of its rows",
     instead='`weight=lambda b: class_weights[b["labels"]].sum()`, which is what the loss divides by',
 )
 def class_weights():
@@ -208,7 +208,7 @@ def divided_twice():
 @exhibit(
     DENOMINATORS,
     "NVIDIA-NeMo/Automodel#3359",
-    computed="a loss divided by the tokens of the window, plus an auxiliary loss a micro-batch that is divided by nothing",
+    computed="a loss divided by the tokens of the window, plus an auxiliary loss for every micro-batch that is not divided",
     instead="both terms as means over tokens, `weight=count_tokens`",
 )
 def auxiliary_loss():
@@ -252,7 +252,7 @@ def uneven_tokens_on_replicas():
     REPLICAS,
     "pytorch/pytorch#67253",
     computed="replicas with 6 and 2 rows, whose gradients DDP divides by the number of replicas",
-    instead="`across=group`: the states of the replicas are merged with their weights",
+    instead="`across=group`: the sums of the replicas are merged with their weights",
 )
 def uneven_rows_on_replicas():
     batch = BATCH | {"labels": BATCH["labels"].clamp(min=0)}
@@ -270,7 +270,7 @@ def uneven_rows_on_replicas():
 @exhibit(
     NUMBERS,
     "deepspeedai/DeepSpeed#1800",
-    computed="512 gradients in bfloat16, added in bfloat16: what is small beside the sum is rounded away",
+    computed="512 bfloat16 gradients, added in bfloat16: terms that are small compared with the sum are rounded away",
     instead="nothing: sums of bfloat16 are float32",
     limit=SUM_IN_FLOAT32,
 )
@@ -289,7 +289,7 @@ def bfloat16_sums():
     "allenai/OLMo-core#657",
     "pytorch/pytorch#116349",
     computed="a micro-batch whose labels are all masked: its mean loss is 0 / 0, and so is the loss of the window",
-    instead="`weight=count_tokens`: what weighs 0 is left out, whatever it is",
+    instead="`weight=count_tokens`: a micro-batch of weight 0 is left out, whatever its loss is",
 )
 def masked_microbatch():
     batch = BATCH | {"labels": BATCH["labels"].where(torch.arange(8)[:, None] < 6, -100)}
@@ -302,8 +302,8 @@ def masked_microbatch():
 @exhibit(
     NUMBERS,
     "pytorch/pytorch#36601",
-    computed="`scaler.update()` after every micro-batch, as several people had it: the loss scale doubles in the middle of a "
-    "window, which is unscaled by the last one",
+    computed="`scaler.update()` after every micro-batch: the loss scale doubles in the middle of a window, and the whole window "
+    "is divided by the last scale",
     instead="`multi_steps(loss_scaled(tx), n)`: a window has one scale",
 )
 def changing_loss_scale():
@@ -393,8 +393,8 @@ def schedule_of_microbatches():
 @exhibit(
     UPDATES,
     "keras-team/keras#19990",
-    computed="weight decay at every micro-batch, so n times an update",
-    instead="`multi_steps(tx, n)`: the optimizer runs once a window",
+    computed="weight decay in every micro-batch, so n times per update",
+    instead="`multi_steps(tx, n)`: the optimizer runs once per window",
 )
 def decay_of_microbatches():
     learning_rate, decay = 0.1, 0.1
@@ -414,7 +414,7 @@ def decay_of_microbatches():
     ROWS,
     "pytorch/pytorch#46516",
     "andreped/GradientAccumulator#6",
-    computed="BatchNorm's running statistics, updated n times an update, by the variances within micro-batches",
+    computed="BatchNorm's running statistics, updated n times per update, from the variances within micro-batches",
     instead="`pure_loss(model, loss_fn, statistics=True)`, `fold=pooled()`, `running_buffers`",
 )
 def running_statistics():
@@ -437,7 +437,7 @@ def running_statistics():
     ROWS,
     "huggingface/sentence-transformers#1822",
     "openai/CLIP#25",
-    computed="a contrastive loss a micro-batch: each row has the negatives of its own micro-batch alone",
+    computed="a contrastive loss for every micro-batch, in which a row has only the negatives of its own micro-batch",
     instead="two passes: embeddings with `concat()`, then their cotangents with `sum()`",
 )
 def in_batch_negatives():
