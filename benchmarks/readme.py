@@ -95,12 +95,12 @@ def _about(results: Results) -> str:
     return (
         f"{', '.join(where)}; {when}; {names}; [all figures](../benchmarks/results/cpu.json).\n"
         "Each cell has two ratios of funcga to the other tool: the time of an update, and the bytes at the peak.\n"
-        "A ratio below 1 means that funcga is faster, or needs fewer bytes. The ratio of times is a median over rounds\n"
-        "in which all contenders take turns in one process ([method](../benchmarks/measure.py)). A ratio is in **bold**\n"
-        "where funcga is behind: slower in three quarters of the rounds, or with more than "
-        f"{standing.MORE_BYTES} times the bytes.\n"
-        "Each contender is configured as its documentation recommends ([all of them](../benchmarks/contenders)), and\n"
-        "has computed the same gradients before it was timed."
+        "A ratio below 1 means that funcga is faster, or needs fewer bytes. The ratio of times is a median over\n"
+        "rounds in which all contenders take turns in one process ([method](../benchmarks/measure.py)). A ratio is\n"
+        "in **bold** where funcga is behind: slower in three quarters of the rounds, or with more than "
+        f"{standing.MORE_BYTES}\ntimes the bytes. "
+        "Each contender is configured as its documentation recommends\n"
+        "([all of them](../benchmarks/contenders)), and has computed the same gradients before it was timed."
     )
 
 
