@@ -33,7 +33,7 @@ from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Kept, Leaves
 from torch_backend.engine.others import GradsWatch, Surroundings, applied, left_alone
 from torch_backend.gradients import is_constant, put_hooks, switched_off
-from torch_backend.modules import PureLoss
+from torch_backend.modules import PureLoss, trainable
 from torch_backend.modules.checks import check_no_params, check_unfrozen
 from torch_backend.modules.layers import called
 from torch_backend.modules.visits import own_parameters
@@ -192,7 +192,7 @@ class Engine:
 
     def _begin_with_parameters(self, module: nn.Module) -> None:
         """Takes the module's own parameters for the leaves. None of them is an argument."""
-        params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        params = trainable(module)
         leaves: list[torch.Tensor | None] = [*params.values()]
         structure = trees.flatten(params)[1]
         self.arity, self.whole_args, self.is_whole = 0, {_OWN: params}, True

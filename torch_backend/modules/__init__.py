@@ -19,6 +19,7 @@ from torch_backend.modules.checks import (
     check_none_frozen,
     check_not_scripted,
     check_not_wrapped,
+    nothing_to_train,
 )
 from torch_backend.modules.layers import check_no_max_norm, named, owners
 from torch_backend.modules.visits import Output, Visit, with_state
@@ -133,10 +134,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
         )
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not trained:
-        raise FuncgaError(
-            f"no parameter of the {type(module).__name__} requires grad, so there is nothing to train. Unfreeze what "
-            f"is to be trained: module.requires_grad_(True), or parameter.requires_grad_(True)."
-        )
+        raise nothing_to_train(module)
     return trained
 
 

@@ -284,6 +284,14 @@ def _frozen(path: str, count: int) -> FuncgaError:
     )
 
 
+def nothing_to_train(module: nn.Module) -> FuncgaError:
+    """The error for a module that is frozen as a whole."""
+    return FuncgaError(
+        f"no parameter of the {type(module).__name__} requires grad, so there is nothing to train. Unfreeze what "
+        f"is to be trained: module.requires_grad_(True), or parameter.requires_grad_(True)."
+    )
+
+
 def check_hooks_called(params: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
     """Raises FuncgaError if a parameter of a module has hooks, and the tensor differentiated in its place has none.
 

@@ -14,6 +14,7 @@ from funcga.errors import FuncgaError, similar
 from torch_backend import arrays, trees
 from torch_backend.arrays import with_strides_of, without_overlap
 from torch_backend.dtensor import is_dtensor, without_partials
+from torch_backend.modules.checks import nothing_to_train
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -134,6 +135,8 @@ def _of_module(module: nn.Module, grads: Tree) -> tuple[list[str], list[Array], 
         )
     # Frozen parameters need no gradient; every gradient needs a parameter.
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    if not trained and not grads:
+        raise nothing_to_train(module)
     missing, _ = paths_apart(trained, [*grads])
     _, unknown = paths_apart([*parameters], [*grads])
     if unknown:

@@ -32,6 +32,7 @@ from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Kept, Leaves
 from torch_backend.engine.others import applied, left_alone, reach
 from torch_backend.engine.window import detached
+from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_params, modules_in
 from torch_backend.modules.layers import called
 from torch_backend.reduce import Reduction
@@ -112,8 +113,7 @@ class ModuleWindow:
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(self.wrapper.window())
-            named = self.gradient.module.named_parameters()
-            self.params: dict[str, torch.Tensor] = {name: p for name, p in named if p.requires_grad}
+            self.params: dict[str, torch.Tensor] = {**trainable(self.gradient.module)}
             # The user's `.grad`s are put aside, and come back when the stack closes.
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
             # Until the last micro-batch is known to be the last, no pass synchronises.

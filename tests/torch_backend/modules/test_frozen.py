@@ -45,16 +45,30 @@ def mse(module, x, y):
     return F.mse_loss(module(x), y)
 
 
+NOTHING = (
+    "no parameter of the Linear requires grad, so there is nothing to train. Unfreeze what is to be trained: "
+    "module.requires_grad_(True), or parameter.requires_grad_(True)."
+)
+
+
+def test_a_module_that_is_frozen_as_a_whole():
+    module, x, y = nn.Linear(3, 2).requires_grad_(False), torch.randn(12, 3), torch.randn(12, 2)
+    gradient = torch_backend.module_value_and_grad(module, mse)
+    check_refused(NOTHING, gradient, x, y)
+    check_refused(NOTHING, funcga.accumulate(gradient, 4), x, y)
+    check_refused(NOTHING, funcga.stream(gradient), [(x, y)])
+    check_refused(NOTHING, torch_backend.assign_grads, module, {})
+    # It may be unfrozen at any time: every window looks anew.
+    module.bias.requires_grad_(True)
+    assert list(funcga.accumulate(gradient, 4)(x, y)[1]) == ["bias"]
+
+
 def test_trainable():
     module, *_ = problem()
     found = torch_backend.trainable(module)
     assert list(found) == TRAINED
     assert all(found[name] is p for name, p in module.named_parameters() if p.requires_grad)
-    check_refused(
-        "no parameter of the Linear requires grad, so there is nothing to train. Unfreeze what is to be trained: "
-        "module.requires_grad_(True), or parameter.requires_grad_(True).",
-        torch_backend.trainable, module.base,
-    )  # fmt: skip
+    check_refused(NOTHING, torch_backend.trainable, module.base)
     check_refused(
         "trainable was given generator as its module. Pass the module whose parameters are trained: torch_backend.trainable(model).",
         torch_backend.trainable, module.parameters(),
