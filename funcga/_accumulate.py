@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from funcga._backend import Backend
-from funcga._call import OwningGradient, Program, read_program
+from funcga._call import OwningGradient, Program, owner_of, read_program
 from funcga._grad import GradientFunction
 from funcga._replicas import Memory
-from funcga._types import Across, P, R, Tree, WeightFn
+from funcga._types import Across, GradFn, P, R, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
 
@@ -72,7 +72,8 @@ def accumulate(
             gives NaN, and one below that is in float32 already is 0 for XLA.
         in_axes: As in vmap: an axis, None (passed whole), a tree prefix, or funcga.CARRY for threaded state. By default
             the first argument is passed whole, and every other positional argument is split on axis 0. A gradient
-            function with parameters of its own, as module_value_and_grad, has all of them split. Keyword arguments are
+            function with parameters of its own, as module_value_and_grad, has all of them split; so has one around it
+            that shows what it wraps: a functools.partial, a decorator by functools.wraps, a step. Keyword arguments are
             passed whole.
         across: The replicas to merge over, once, at the end, by what was folded on all of them. A torch.distributed
             process group or 1-D device mesh; or, inside shard_map, the name of a JAX mesh axis or a tuple of names.
@@ -141,7 +142,7 @@ def accumulate(
     return accumulated
 
 
-def _check_search(grad_fn: object, across: Across) -> None:
+def _check_search(grad_fn: GradFn, across: Across) -> None:
     """Raises FuncgaError if a window cannot be replayed, to look for the n that fits in memory."""
     if across is not None:
         raise FuncgaError(
@@ -149,8 +150,9 @@ def _check_search(grad_fn: object, across: Across) -> None:
             "others wait for it. Find n without across= first, on the replica with the most rows, and give the number: "
             "n=8."
         )
-    if isinstance(grad_fn, OwningGradient):
-        grad_fn.check_search()
+    owner = owner_of(grad_fn)
+    if owner is not None:
+        owner.check_search()
 
 
 # -- n="auto": the smallest number of micro-batches whose memory suffices, found by trying
@@ -181,8 +183,8 @@ class Search:
         leaves = [leaf for leaf in backend.trees.flatten((args, kwargs))[0] if hasattr(leaf, "shape")]
         key = backend.name, *[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
         rows = self.program.read(args, backend).rows()
-        grad_fn = self.program.grad_fn
-        undo = grad_fn.snapshot() if isinstance(grad_fn, OwningGradient) else None
+        owner = owner_of(self.program.grad_fn)
+        undo = None if owner is None else owner.snapshot()
 
         def run(n: int) -> Any:
             if undo is not None:  # an earlier attempt may have written to the module's buffers

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
-from funcga._call import OwningGradient, read_program, weight_of
+from funcga._call import owner_of, read_program, weight_of
 from funcga._fold import weight_on_host
 from funcga._transform.window_size import TargetWeight
 from funcga._types import Across, R, Tree, WeightFn
@@ -64,6 +64,7 @@ def stream(
         tensor(2.)
     """
     program = read_program(grad_fn, fold, weight, in_axes, across, device=device)
+    owner = owner_of(grad_fn)
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
@@ -71,8 +72,8 @@ def stream(
         spread = _Spread()
         leading, items = _iterate(args, spread)
         first = next(items, None)
-        if first is None and isinstance(grad_fn, OwningGradient):
-            grad_fn.check_stream()
+        if first is None and owner is not None:
+            owner.check_stream()
         if first is None and across is None:
             raise FuncgaError(
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "

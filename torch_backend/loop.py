@@ -24,7 +24,7 @@ from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, detached, reduction_of, result_of_others
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.reduce import Reduction
-from torch_backend.wrapped.gradient import ModuleGradient
+from torch_backend.wrapped.gradient import ModuleGradient, calling
 
 
 def _window_of(program: Program, backend: Backend) -> Window:
@@ -255,6 +255,9 @@ class Calls:
         self.program, self.grad_fn, self.reduction, self.gradient = program, grad_fn, reduction, gradient
         self.buffers: Buffers | None = None
         self.may_be_short = reduction is not None
+        # Whether nobody has said that the first argument is passed whole.
+        no_axes = program.in_axes is None and program.default_in_axes is None
+        self.assumes_whole = no_axes and gradient is None and not torch.compiler.is_compiling()
 
     def __enter__(self) -> Self:
         return self
@@ -274,7 +277,7 @@ class Calls:
         self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        value = self.grad_fn(*args, **kwargs)
+        value = self._called(arguments, args, kwargs) if self.assumes_whole else self.grad_fn(*args, **kwargs)
         if self.buffers is None:
             outputs, leaves = self.program.bind(value, arguments)
             self.buffers = Buffers(Layout(outputs))
@@ -285,6 +288,14 @@ class Calls:
         del value
         with nullcontext() if self.buffers.pure else torch.no_grad():
             return self.buffers.add(leaves, weight)
+
+    def _called(self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        """grad_fn's output; the gradient function of a module that it calls sees what the call is a part of."""
+        outer, calling.microbatch = calling.microbatch, (arguments, args)
+        try:
+            return self.grad_fn(*args, **kwargs)
+        finally:
+            calling.microbatch = outer
 
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""

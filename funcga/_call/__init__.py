@@ -1,7 +1,8 @@
 """What `accumulate` and `stream` hand to a backend's loop: the user's functions and choices, checked."""
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class Program:
     device: Any = None
     across: Across = None
     memory: Memory = field(default_factory=Memory, repr=False)
+    default_in_axes: Tree = None  # where in_axes is None: the one of what grad_fn wraps
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
@@ -58,8 +60,7 @@ class Program:
 
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, with what in_axes says of them."""
-        # A gradient function with parameters of its own gets none to be passed whole: all arguments are split.
-        in_axes = 0 if self.in_axes is None and isinstance(self.grad_fn, OwningGradient) else self.in_axes
+        in_axes = self.default_in_axes if self.in_axes is None else self.in_axes
         return read_arguments(args, in_axes, self.grad_fn, backend, assumed=self.in_axes is None)
 
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Scalar:
@@ -118,7 +119,46 @@ def read_program(
     # No import is left for the first call, which torch.compile may be tracing.
     load_imported()
     step = None if across is None else step_of(grad_fn)
-    return Program(grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, Memory(step))
+    default_in_axes = _default_in_axes(grad_fn)
+    return Program(grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, Memory(step), default_in_axes)
+
+
+def owner_of(grad_fn: GradFn) -> OwningGradient | None:
+    """The gradient function with parameters of its own that grad_fn is, or is seen to wrap; None for any other."""
+    return next((layer for layer in _layers(grad_fn) if isinstance(layer, OwningGradient)), None)
+
+
+def _default_in_axes(grad_fn: GradFn) -> Tree:
+    """What in_axes is where nobody says it; None passes the first argument whole, and splits the others."""
+    for layer in _layers(grad_fn):
+        # A gradient function with parameters of its own gets none to be passed whole: all arguments are split.
+        if isinstance(layer, OwningGradient):
+            return 0
+        step = _program_of(layer)
+        if step is not None and step.in_axes is not None:
+            return step.in_axes
+    return None
+
+
+def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
+    """grad_fn, and the functions inside that it passes its arguments on to, as far as can be seen from outside."""
+    layer: object = grad_fn
+    while callable(layer):
+        yield layer
+        step = _program_of(layer)
+        if step is not None:
+            layer = step.grad_fn
+        elif isinstance(layer, functools.partial):
+            layer = None if layer.args else layer.func
+        else:
+            # Of the object itself, as functools.wraps sets it: a gradient function has a property of this name.
+            layer = vars(layer).get("__wrapped__") if hasattr(layer, "__dict__") else None
+
+
+def _program_of(step: object) -> Program | None:
+    """The program of a step that `accumulate` has made."""
+    program = vars(step).get("program") if inspect.isfunction(step) else None
+    return program if isinstance(program, Program) else None
 
 
 def weight_of(weight: WeightFn, split: Sequence[Tree]) -> Scalar:

@@ -9,7 +9,7 @@ import numpy as np
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import OwningGradient, Program
+from funcga._call import Program, owner_of
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Tree, WeightFn
 from funcga._verify.causes import Cause, cause, diagnose, note, without_remainder
@@ -179,7 +179,7 @@ def verify(
         ['sum under mean']
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
-    if isinstance(grad_fn, OwningGradient):
+    if owner_of(grad_fn) is not None:
         raise FuncgaError(
             "verify evaluates a gradient function with parameters of its own choice, and this one brings its own. Give "
             "it the loss as a function of the parameters: "

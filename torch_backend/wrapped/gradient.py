@@ -4,6 +4,7 @@ Only torch has this file: models of JAX are functions of their parameters.
 """
 
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,14 +15,23 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
 from funcga._call import OwningGradient, Program
-from funcga._call.arguments import Argument, Arguments
+from funcga._call.arguments import Argument, Arguments, argument_names
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
-from torch_backend import _private, arrays
+from torch_backend import _private, arrays, trees
 from torch_backend.engine import Window
 from torch_backend.engine.window import Engine, reduction_of
+
+
+class _Calling(threading.local):
+    """The arguments, and those of the micro-batch, that a grad_fn is called for whose in_axes nobody has said."""
+
+    microbatch: tuple[Arguments, tuple[Tree, ...]] | None = None
+
+
+calling = _Calling()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +67,9 @@ class ModuleGradient(OwningGradient):
         window = self.window(self._alone, backend, alone=True)
         arguments = Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self, backend)
         # There are no in_axes here, so the first tensor tells how many rows the batch has.
-        rows = [len(leaf) for leaf in backend.trees.flatten(args)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
+        rows = _rows(args)
+        if calling.microbatch is not None:
+            _check_cut(*calling.microbatch, [*rows, *_rows(kwargs)])
         with window:
             args, kwargs = window.detached(args), dict(zip(kwargs, window.detached((*kwargs.values(),)), strict=True))
             return window.result(window.fold(arguments, args, kwargs, rows[0] if rows else 1, last=True))
@@ -93,6 +105,31 @@ class ModuleGradient(OwningGradient):
                 "nor transformed by torch.func. Compile the module, or loss_fn; inside of a transform use "
                 "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))."
             )
+
+
+def _rows(tree: Tree) -> list[int]:
+    """How many rows the tensors of a tree have."""
+    return [len(leaf) for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
+
+
+def _check_cut(arguments: Arguments, args: tuple[Tree, ...], rows: list[int]) -> None:
+    """Raises FuncgaError if a function around a gradient function passes on what should have been cut.
+
+    `args` are those of a micro-batch, cut from all but the first of `arguments`. `rows`: of what is passed on.
+    """
+    of_batch, of_microbatch = _rows([leaf for leaf, _ in arguments]), _rows(args[1:])
+    # A micro-batch of a stream is not cut, and neither is the only one of a batch.
+    if not of_batch or of_batch[0] == of_microbatch[0]:
+        return
+    if of_batch[0] in rows and of_batch[0] in _rows(args[0]):
+        count = len(args)
+        raise FuncgaError(
+            f"grad_fn calls the gradient function of a module with {of_batch[0]} rows, those of the whole batch, in a "
+            f"micro-batch of {of_microbatch[0]}. Without in_axes its first argument, "
+            f"`{argument_names(arguments.grad_fn, count)[0]}`, is passed whole, and only the others are split. Split "
+            f"it too: accumulate(grad_fn, n, in_axes=0); or say that it is no part of the batch: "
+            f"in_axes={(None,) + (0,) * (count - 1)}."
+        )
 
 
 class LossOfModule(GradientFunction):

@@ -1,6 +1,7 @@
 """The gradients of a module that nothing wraps are those of the functional way, and the module is as before."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -209,6 +210,75 @@ def test_a_hook_that_acts_on_grad_is_refused():
         step(*batch())
     handle.remove()
     identical(step(*batch()), functional(module, mse)(3, *batch()))
+
+
+def timed(gradient):
+    @functools.wraps(gradient)
+    def wrapper(*args, **kwargs):
+        return gradient(*args, **kwargs)
+
+    return wrapper
+
+
+WRAPPERS = {
+    "partial": functools.partial,
+    "decorated": timed,
+    "twice": lambda gradient: functools.partial(timed(gradient)),
+    "step": lambda gradient: funcga.accumulate(gradient, 2),
+    "step of wrapped": lambda gradient: funcga.accumulate(timed(gradient), 2),
+    "wrapped step": lambda gradient: timed(funcga.accumulate(gradient, 2)),
+    "step with axes": lambda gradient: funcga.accumulate(lambda x, y: gradient(x, y), 2, in_axes=0),
+    "lambda": lambda gradient: lambda x, y: gradient(x, y),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=[*WRAPPERS])
+def test_what_wraps_a_gradient_function_has_all_of_its_arguments_split(wrapper):
+    module, (x, y) = network(torch.float64), batch(torch.float64)
+    gradient = module_value_and_grad(module, mse)
+    expected, wrapped = gradient(x, y), wrapper(gradient)
+    parts = [*zip(x.tensor_split(4), y.tensor_split(4), strict=True)]
+    in_axes = 0 if wrapper is WRAPPERS["lambda"] else None
+    torch.testing.assert_close(funcga.accumulate(wrapped, 4, in_axes=in_axes)(x, y), expected)
+    torch.testing.assert_close(funcga.accumulate(wrapped, "auto", in_axes=in_axes)(x, y), expected)
+    torch.testing.assert_close(funcga.stream(wrapped)(parts), expected)
+
+
+@pytest.mark.parametrize(
+    "grad_fn",
+    [
+        lambda gradient, x, y: gradient(x, y),
+        lambda gradient, x, y: gradient(x / 255, y),  # not the tensor itself
+        lambda gradient, x, y: gradient(x=x, y=y),
+    ],
+)
+def test_a_wrapper_that_cannot_be_seen_through_is_caught_when_it_passes_on_the_whole_batch(grad_fn):
+    module, (x, y) = network(), batch()
+    gradient = module_value_and_grad(module, mse)
+    wrapper = lambda x, y: grad_fn(gradient, x, y)
+    with pytest.raises(funcga.FuncgaError) as caught:
+        funcga.accumulate(wrapper, 4)(x, y)
+    assert str(caught.value) == (
+        "grad_fn calls the gradient function of a module with 11 rows, those of the whole batch, in a micro-batch of "
+        "3. Without in_axes its first argument, `x`, is passed whole, and only the others are split. Split it too: "
+        "accumulate(grad_fn, n, in_axes=0); or say that it is no part of the batch: in_axes=(None, 0)."
+    )
+    # It is over with that call: nothing is left behind.
+    gradient(x, y)
+    funcga.accumulate(wrapper, 4, in_axes=0)(x, y)
+
+
+def test_what_is_passed_whole_on_purpose_is_no_mistake():
+    module, (x, y) = network(), batch()
+    gradient = module_value_and_grad(module, lambda module, x, y, center: mse(module, x - center, y))
+    expected = gradient(x, y, x.mean(0))
+    with_center = lambda center, x, y: gradient(x, y, center)
+    torch.testing.assert_close(funcga.accumulate(with_center, 4)(x.mean(0), x, y), expected)
+    # As many rows as the batch has, by chance.
+    gradient = module_value_and_grad(module, lambda module, x, y, table: mse(module, x - table.mean(0), y))
+    with_table = lambda table, x, y: gradient(x, y, table)
+    step = funcga.accumulate(with_table, 4, in_axes=(None, 0, 0))
+    torch.testing.assert_close(step(x, x, y), expected)
 
 
 def test_a_stream_and_a_search():
