@@ -6,7 +6,7 @@ Only torch has this file: models of JAX are functions of their parameters.
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -50,6 +50,10 @@ class ModuleGradient(OwningGradient):
         except (TypeError, ValueError):
             return None
         return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+    def __getstate__(self) -> dict[str, object]:
+        """What copy.deepcopy and pickle take: the fields, and nothing that was worked out from them."""
+        return {each.name: vars(self)[each.name] for each in fields(self)}
 
     @cached_property
     def parts(self) -> "LossOfModule":

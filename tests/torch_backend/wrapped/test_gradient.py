@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -210,6 +211,20 @@ def test_a_hook_that_acts_on_grad_is_refused():
         step(*batch())
     handle.remove()
     identical(step(*batch()), functional(module, mse)(3, *batch()))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
+def test_a_copy_is_the_gradient_function_of_the_copied_module(again):
+    module, data = network(torch.float64), batch(torch.float64)
+    trainer = {"gradient": module_value_and_grad(module, mse), "model": module}
+    expected = trainer["gradient"](*data)  # what the call works out is not copied
+    twin = again(trainer)
+    assert twin["gradient"].module is twin["model"] is not module
+    identical(twin["gradient"](*data), expected)
+    with torch.no_grad():
+        twin["model"][0].weight.zero_()
+    identical(trainer["gradient"](*data), expected)
+    identical(twin["gradient"](*data), functional(twin["model"], mse)(1, *data))
 
 
 def timed(gradient):
