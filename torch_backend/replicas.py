@@ -121,9 +121,9 @@ class Owed(Protocol):
 class Channel:
     """A process group of funcga's own, on the processes of a user's group."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, owed: list[Owed]):
         self.group, self.rank, self.count = group, group.rank(), group.size()
-        self.owed: list[Owed] = []
+        self.owed = owed
 
     def carrier(self, device: torch.device, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """The group that arrays on this device travel over: funcga's own on the CPU, the user's elsewhere."""
@@ -157,13 +157,15 @@ def all_gathered(group: dist.ProcessGroup, mine: torch.Tensor) -> Sequence[torch
 
 # A channel lives as long as its group: the keys are weak.
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+# What each group is owed, in order. An error may end a first window before there is a channel.
+_OWED: WeakKeyDictionary[dist.ProcessGroup, list[Owed]] = WeakKeyDictionary()
 # Threads of gloo that outlive the interpreter may end the process with an abort.
 atexit.register(_CHANNELS.clear)
 
 
-def channel_if_any(group: dist.ProcessGroup) -> Channel | None:
-    """The channel of a process group, if there is one."""
-    return _CHANNELS.get(group)
+def owed_to(group: dist.ProcessGroup) -> list[Owed]:
+    """The windows that an error has ended here, which a process group still waits for; more may be added."""
+    return _OWED.setdefault(group, [])
 
 
 def channel_of(group: dist.ProcessGroup) -> Channel:
@@ -171,7 +173,7 @@ def channel_of(group: dist.ProcessGroup) -> Channel:
     channel = _CHANNELS.get(group)
     if channel is None:
         with explained():
-            channel = _CHANNELS[group] = Channel(_private.group_of_our_own(group))
+            channel = _CHANNELS[group] = Channel(_private.group_of_our_own(group), owed_to(group))
     return channel
 
 

@@ -24,7 +24,7 @@ from torch_backend.engine.layout import Layout
 from torch_backend.reduce.agreement import Agreement, Progress, Rebuild, agreed, proposed
 from torch_backend.reduce.header import Header, Report, check_in_step, digest_of
 from torch_backend.reduce.wire import Sums, Wire, carried, gather
-from torch_backend.replicas import Replicas, channel_if_any, explained
+from torch_backend.replicas import Replicas, explained, owed_to
 
 
 class Reduction:
@@ -198,15 +198,15 @@ class Reduction:
 
     def give_up(self) -> None:
         """Sends what the others still wait for, with the mark of an error; owes it if they are not ready yet."""
-        # Making a channel is a collective, and no other replica would take part in it now.
-        channel = channel_if_any(self.replicas.group)
-        if self.is_over or channel is None or isinstance(self.problem, FuncgaError):
+        if self.is_over or isinstance(self.problem, FuncgaError):
             return
         self.is_over = True
         if self.header is not None and self.header.done:
             self.settle()
         else:
-            channel.owed.append(self)
+            # In a first window there may be no channel yet. Making it is a collective, and no other replica would take
+            # part in it now.
+            owed_to(self.replicas.group).append(self)
 
     def settle(self) -> None:
         """Sends the rest of a window that was given up; if it was never announced, a header that says so."""

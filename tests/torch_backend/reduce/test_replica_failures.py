@@ -92,6 +92,57 @@ def test_an_error_that_is_caught_reaches_the_others(n):
         assert found[2].startswith("out of memory" if rank == 1 else text)
 
 
+def fails_at_once(group, kind, failing):
+    """Each rank raises in the windows that `failing` has for it, from the first one on, and catches that."""
+    rank, current = dist.get_rank(group), []
+    module, x, y = torch.nn.Linear(2, 1, bias=False), torch.ones(4, 2), torch.zeros(4, 1)
+    torch.nn.init.ones_(module.weight)
+
+    def loss(module, x, y):
+        if current[0] in failing[rank]:
+            raise ValueError(f"bad data in window {current[0]}")
+        return ((module(x) - y) ** 2).mean()
+
+    if kind == "module":
+        step = funcga.accumulate(module_value_and_grad(module, loss), 2, across=group)
+    else:
+        pure = funcga.value_and_grad(lambda w, x, y: loss(lambda x: x @ w.T, x, y))
+        grad_fn = pure if kind == "engine" else lambda w, x, y: pure(w, x, y)
+        whole = funcga.accumulate(grad_fn, 2, across=group)
+        step = lambda x, y: whole(module.weight, x, y)
+    found = []
+    for window in range(4):
+        current[:] = [window]
+        try:
+            found.append(step(x, y)[0].item())
+        except (ValueError, funcga.FuncgaError) as error:
+            found.append(str(error).split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "failing"),
+    [
+        ("engine", [[0], []]),
+        ("module", [[0], []]),
+        ("calls", [[0], []]),
+        ("engine", [[0, 1], []]),
+        ("module", [[0], [0]]),
+    ],
+)
+def test_an_error_in_the_first_window_can_be_left_out_too(kind, failing):
+    """There is no channel yet, and making one is a collective: what is owed waits for it."""
+    for rank, found in enumerate(alone(fails_at_once, kind, failing)):
+        for window, text in enumerate(found):
+            ranks = [each for each in (0, 1) if window in failing[each]]
+            if rank in ranks:
+                assert text == f"bad data in window {window}"
+            elif ranks:
+                assert text == f"rank {ranks[0]} has raised an error in this window, and has nothing to merge"
+            else:
+                assert text == 4
+
+
 def stays_away(_):
     """What each of two sees when the stream of rank 1 is empty."""
     from torch.nn.parallel import DistributedDataParallel
