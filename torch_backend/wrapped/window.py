@@ -356,8 +356,8 @@ class ModuleWindow:
             self.parts, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
         )
         self.layout, self.buffers = layout, Buffers(layout)
-        # They tell the replicas what is folded beside the gradients.
-        value = self.backend.trees.flatten(self.parts.compose(loss, aux, [()]))[0]
+        # They tell the replicas what is folded beside the gradients. Numbers among the aux have become arrays.
+        value = layout.head.leaves(self.parts.compose(loss, aux, [()]), "the first micro-batch")
         self.likes = [_like(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in value]
         # All of the gradients are weighed, or none.
         folds = [layout.outputs.folds[leaf_index] for leaf_index in layout.in_backward]

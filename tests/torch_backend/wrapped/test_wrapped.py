@@ -608,6 +608,7 @@ def aux_of(module, x, y):
     return ((out - y) ** 2).mean(), {
         "worst": (out - y).abs().max(),
         "rows": torch.tensor(len(x)),
+        "count": len(x),
         "out": out,
         "none": None,
     }
@@ -617,7 +618,13 @@ def every_fold(group, wrapper, name):
     """The result and what it should be, of folds of the gradients and of everything beside them."""
     module = WRAPPERS[wrapper](group, made(torch.float64))
     folds = {"per_weight": funcga.per_weight(), "sum": funcga.sum(), "by_steps": by_steps(), "mean": funcga.mean()}
-    aux = {"worst": funcga.max(), "rows": funcga.sum(), "out": funcga.concat(), "none": funcga.mean()}
+    aux = {
+        "worst": funcga.max(),
+        "rows": funcga.sum(),
+        "count": funcga.sum(),
+        "out": funcga.concat(),
+        "none": funcga.mean(),
+    }
     f = module_value_and_grad(module, aux_of, has_aux=True)
     step = funcga.accumulate(f, 2, fold=((folds[name], aux), folds[name]))
     (value, found), grads = step(*rows_of(group.rank(), torch.float64))
@@ -635,6 +642,7 @@ def every_fold(group, wrapper, name):
         out = torch.cat([plain(x) for x, _ in parts])
         worst = max((plain(x) - y).abs().max() for x, y in parts)
     assert found["none"] is None
+    assert int(found["count"]) == len(out)  # a Python number is summed over the replicas, too
     return [
         abs(value - sum(losses)).item() / value.item(), difference(full(module, grads), [p.grad for p in plain.parameters()]),
         abs(found["worst"] - worst).item(), abs(found["rows"] - len(out)).item(), (found["out"] - out).abs().max().item(),
