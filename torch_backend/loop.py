@@ -16,7 +16,7 @@ from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
-from torch_backend import arrays, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine import Window
 from torch_backend.engine.buffers import Buffers
@@ -92,7 +92,16 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             microbatches = iter([(arguments, start, count) for start, count in cuts])
             return _folded(program, window, microbatches, lambda: arguments, kwargs, devices)
 
-    return fold if program.across is None else _untraced(fold)
+    return _untraced(fold) if program.across is not None or _runs_as_it_is(program) else fold
+
+
+def _runs_as_it_is(program: Program) -> bool:
+    """Whether torch.compile runs this call as it is, and would compile functions of the engine's one by one.
+
+    So it does with every later step once it has failed to trace one: it remembers the code, not the function.
+    """
+    is_own = isinstance(program.grad_fn, GradientFunction)
+    return is_own and not torch.compiler.is_compiling() and callable(_private.compiling())
 
 
 def _check_not_packed(arguments: Arguments) -> None:
@@ -135,7 +144,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             microbatches = _read(program, window, leading, items, backend)
             return _folded(program, window, microbatches, without, kwargs)
 
-    return fold if program.across is None else _untraced(fold)
+    return _untraced(fold) if program.across is not None or _runs_as_it_is(program) else fold
 
 
 def _read(

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import funcga
-from torch_backend import pure_loss
+from torch_backend import module_value_and_grad, pure_loss
 
 # torch's compiler warns of torch's own use of what it has deprecated
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.*")
@@ -85,6 +85,20 @@ def test_a_train_step_of_a_module_with_buffers():
     expected, grads = step(params, X)
     check((value, updated), (expected, {name: p - 0.1 * grads[name] for name, p in params.items()}))
     check(dict(module.named_buffers()), before)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_step_after_one_that_cannot_be_compiled(fullgraph):
+    """Torch has given up on the code of a step, and the next one has that code too: it runs as it is."""
+    module, loss_fn = nn.Linear(3, 1), lambda module, x: (module(x) ** 2).mean()
+    refused = torch.compile(funcga.accumulate(module_value_and_grad(module, loss_fn), 2), backend="eager")
+    with pytest.raises(funcga.FuncgaError, match=r"use funcga\.value_and_grad"):
+        refused(X)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss_fn)), 2)
+    params = dict(module.named_parameters())
+    check(torch.compile(step, backend="eager", fullgraph=fullgraph)(params, X), step(params, X))
+    with pytest.raises(funcga.FuncgaError, match=r"use funcga\.value_and_grad"):
+        refused(X)
 
 
 def test_every_micro_batch_draws_its_own_dropout():
