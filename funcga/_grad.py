@@ -379,6 +379,12 @@ def _gradient_function(
 ) -> Callable[..., Any]:
     if not callable(loss_fn):
         raise FuncgaError(f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(params, *batch) -> scalar.")
+    if hasattr(loss_fn, "named_parameters") and any(True for _ in loss_fn.named_parameters()):
+        raise FuncgaError(
+            f"loss_fn is a module of type {type(loss_fn).__name__}, which has parameters of its own and takes none. "
+            f"Write a loss function of it: torch_backend.module_value_and_grad(module, lambda module, x, y: "
+            f"F.mse_loss(module(x), y))."
+        )
     # In Python a bool is an int, but it is not the position of an argument.
     entries = argnums if isinstance(argnums, tuple) else (argnums,)
     if not entries or any(type(entry) is not int for entry in entries):

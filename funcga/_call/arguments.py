@@ -76,6 +76,11 @@ class Arguments:
         if not sizes:
             if streamed:
                 raise _weightless(self, "it has no array")
+            if not self.parts:
+                raise FuncgaError(
+                    "the call has keyword arguments alone, which are passed whole, so there are no rows to make "
+                    "micro-batches of. Pass what is to be split by position: step(x, y)."
+                )
             raise FuncgaError(
                 "no argument is split, so there are no rows to make micro-batches of. By default the first argument "
                 "is passed whole and every other one is split on axis 0; say otherwise with in_axes, as in vmap: "

@@ -106,7 +106,7 @@ class Engine:
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs, except those that are differentiated; `leading`: those of a stream."""
         if self.module is not None:
-            check_no_params(args)
+            check_no_params(args, self.module)
         if leading and self.argnums is None:
             # How many arguments there are shows only with the first micro-batch.
             entries = self.gradient.argnums

@@ -33,6 +33,11 @@ def check_module_and_loss(module: object, loss_fn: object, name: str) -> None:
             f"{name} was given {type(module).__name__} as its module. Pass the module, then the loss: "
             f"{name}(model, lambda model, x, y: F.mse_loss(model(x), y))."
         )
+    if loss_fn is module:
+        raise FuncgaError(
+            f"loss_fn is the module itself, which takes a batch and returns outputs. Write a function that computes "
+            f"the loss: {name}(model, lambda model, x, y: F.mse_loss(model(x), y))."
+        )
     if not callable(loss_fn):
         raise FuncgaError(
             f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(module, *batch) -> scalar, such as "
@@ -45,12 +50,15 @@ def check_module_and_loss(module: object, loss_fn: object, name: str) -> None:
         )
 
 
-def check_no_params(args: tuple[Tree, ...]) -> None:
+def check_no_params(args: tuple[Tree, ...], module: nn.Module) -> None:
     """Raises FuncgaError if the gradient function of a module is called with parameters, as that of a pure loss is."""
-    if args and isinstance(args[0], dict) and any(isinstance(leaf, nn.Parameter) for leaf in args[0].values()):
+    first = args[0] if args else None
+    is_module = first is module
+    if is_module or (isinstance(first, dict) and any(isinstance(leaf, nn.Parameter) for leaf in first.values())):
         raise FuncgaError(
-            "the first argument is a dict of parameters, and module_value_and_grad uses the module's own. Pass the "
-            "batch alone: step(x, y), or stream's f(microbatches)."
+            f"the first argument is {'the module' if is_module else 'a dict of parameters'}, and "
+            f"module_value_and_grad uses the module's own. Pass the batch alone: step(x, y), or stream's "
+            f"f(microbatches)."
         )
 
 

@@ -104,7 +104,7 @@ class ModuleWindow:
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs."""
-        check_no_params(args)
+        check_no_params(args, self.gradient.module)
         return tuple([detached(arg, recorded=True) for arg in args])
 
     def __enter__(self) -> "ModuleWindow":

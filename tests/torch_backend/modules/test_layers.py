@@ -423,6 +423,14 @@ def test_losses_that_do_not_take_the_module():
     text = "the first argument is a dict of parameters, and module_value_and_grad uses the module's own."
     check_refused(text, funcga.accumulate(own, 2), params, x, y)
     check_refused(text, funcga.stream(own), params, [(x, y)])
+    text = "the first argument is the module, and module_value_and_grad uses the module's own."
+    check_refused(text, funcga.accumulate(own, 2), module, x, y)
+    check_refused(text, funcga.stream(own), module, [(x, y)])
+    check_refused("loss_fn is the module itself", torch_backend.module_value_and_grad, module, module)
+    text = "F.mse_loss(module(x), y))."
+    assert check_refused(text, funcga.value_and_grad, module).startswith("loss_fn is a module of type ")
+    text = check_refused("the call has keyword arguments alone", funcga.accumulate(own, 2), x=x, y=y)
+    assert text.endswith("Pass what is to be split by position: step(x, y).")
 
     def raises(module, x, y):
         return of_module(module, x)
