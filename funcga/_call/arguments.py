@@ -78,8 +78,8 @@ class Arguments:
                 raise _weightless(self, "it has no array")
             if not self.parts:
                 raise FuncgaError(
-                    "the call has keyword arguments alone, which are passed whole, so there are no rows to make "
-                    "micro-batches of. Pass what is to be split by position: step(x, y)."
+                    "the call has keyword arguments alone, so there are no rows to make micro-batches of. Keyword "
+                    "arguments are passed whole: pass what is to be split by position. Write step(x, y)."
                 )
             raise FuncgaError(
                 "no argument is split, so there are no rows to make micro-batches of. By default the first argument "
