@@ -250,10 +250,10 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
         ) from error
     rank = len(shape)
     if not shape:
-        scalar = f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}, a scalar"
+        described = f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}"
         if streamed:
-            raise _weightless(arguments, scalar)
-        scalar += f": it has no axis {axis} to split."
+            raise _weightless(arguments, f"{described}, a scalar")
+        scalar = f"{described}, a scalar: it has no axis {axis} to split."
         if backend.arrays.kind(leaf.dtype) == "other":  # a random key of JAX
             raise FuncgaError(
                 f"{scalar} Give each row a key of its own, jax.random.split(key, rows), or thread one key with "

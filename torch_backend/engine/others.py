@@ -109,7 +109,9 @@ def left_alone(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         for leaf, gradient, dtype in before:
-            if leaf.dtype.itemsize < 4 and leaf.grad_dtype != dtype:
+            # One that has become None stays so where it was the leaf's own dtype, which is the default. Set, it would
+            # no longer follow the parameter: after module.float(), gradients would still be rounded to 16 bits.
+            if leaf.dtype.itemsize < 4 and leaf.grad_dtype != dtype != leaf.dtype:
                 leaf.grad = None
                 leaf.grad_dtype = dtype
             leaf.grad = gradient
