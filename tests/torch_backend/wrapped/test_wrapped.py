@@ -1311,7 +1311,13 @@ def few_rows(group, wrapper, sync, fold):
     """The errors of a rank with one row, and then with two, where n is 4; an auxiliary maximum and rows too."""
     module = WRAPPERS[wrapper](group, deep())
     f = module_value_and_grad(module, aux_of, has_aux=True, sync=sync)
-    aux = {"worst": funcga.max(), "rows": funcga.sum(), "out": funcga.concat(), "none": funcga.mean()}
+    aux = {
+        "worst": funcga.max(),
+        "rows": funcga.sum(),
+        "count": funcga.sum(),
+        "out": funcga.concat(),
+        "none": funcga.mean(),
+    }
     step = funcga.accumulate(f, 4, fold=((STOCK[fold], aux), STOCK[fold]))
     found = []
     for rows in (1, 2, 5):
@@ -1373,7 +1379,13 @@ def no_rows(group, wrapper, sync, fold):
     """The errors of windows in which rank 0, or rank 1, has no row; and the error when nobody has any."""
     module = WRAPPERS[wrapper](group, deep())
     f = module_value_and_grad(module, aux_of, has_aux=True, sync=sync)
-    aux = {"worst": funcga.max(), "rows": funcga.sum(), "out": funcga.concat(), "none": funcga.mean()}
+    aux = {
+        "worst": funcga.max(),
+        "rows": funcga.sum(),
+        "count": funcga.sum(),
+        "out": funcga.concat(),
+        "none": funcga.mean(),
+    }
     step = funcga.accumulate(f, 3, fold=((STOCK[fold], aux), STOCK[fold]))
     found = []
     for empty in (0, 1, 0):
