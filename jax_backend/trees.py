@@ -121,9 +121,9 @@ def _unhashable(leaves: Sequence[object]) -> FuncgaError:
             kinds.add(type(leaf).__name__)
     return FuncgaError(
         f"an argument of type {' and '.join(sorted(kinds))} is neither an array nor hashable. Outside of jit this call "
-        f"is compiled, and what is no array becomes part of the program, which could not tell when it changes. If it "
-        f"holds arrays, make it a tree, such as dict(batch); if it is a setting, make it hashable, such as a dataclass "
-        f"with frozen=True; or call the step inside jax.jit."
+        f"is compiled, and anything that is not an array becomes part of the program, which could not tell when it "
+        f"changes. If it holds arrays, make it a tree, such as dict(batch); if it is a setting, make it hashable, such "
+        f"as a dataclass with frozen=True; or call the step inside jax.jit."
     )
 
 

@@ -170,8 +170,8 @@ def clip_grad_value(clip_value: float) -> DonatingTransform:
         The transform.
 
     Raises:
-        FuncgaError: clip_value is negative. The functions raise it for what is no gradient, or a sparse one, which
-            torch does not clip either.
+        FuncgaError: clip_value is negative. The functions raise it for anything that is not a gradient, and for a
+            sparse gradient, which torch does not clip either.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([0.1, -3.0])}
