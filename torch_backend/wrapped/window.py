@@ -316,7 +316,7 @@ class ModuleWindow:
             buffers.hold_in(1.0)
             # The wrapper has merged the gradients already, so they join the buffers only after the rest is merged.
             for reduction in self.reductions:
-                reduction.begin(buffers, [*self.likes, *[None] * len(sums)])
+                reduction.begin(buffers, self.likes)
                 state = reduction.finish(state)
             if not buffers.steps:
                 raise nothing_to_fold()
@@ -356,9 +356,9 @@ class ModuleWindow:
             self.parts, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
         )
         self.layout, self.buffers = layout, Buffers(layout)
-        # They tell the replicas what is folded beside the gradients. Numbers among the aux have become arrays.
-        value = layout.head.leaves(self.parts.compose(loss, aux, [()]), "the first micro-batch")
-        self.likes = [_like(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in value]
+        # They tell the replicas what is folded beside the gradients.
+        leaves_beside = self._leaves(loss, aux)
+        self.likes = [_like(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves_beside]
         # All of the gradients are weighed, or none.
         folds = [layout.outputs.folds[leaf_index] for leaf_index in layout.in_backward]
         self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)

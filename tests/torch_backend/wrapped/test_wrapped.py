@@ -614,19 +614,21 @@ def aux_of(module, x, y):
     }
 
 
+AUX_FOLDS = {
+    "worst": funcga.max(),
+    "rows": funcga.sum(),
+    "count": funcga.sum(),
+    "out": funcga.concat(),
+    "none": funcga.mean(),
+}
+
+
 def every_fold(group, wrapper, name):
     """The result and what it should be, of folds of the gradients and of everything beside them."""
     module = WRAPPERS[wrapper](group, made(torch.float64))
     folds = {"per_weight": funcga.per_weight(), "sum": funcga.sum(), "by_steps": by_steps(), "mean": funcga.mean()}
-    aux = {
-        "worst": funcga.max(),
-        "rows": funcga.sum(),
-        "count": funcga.sum(),
-        "out": funcga.concat(),
-        "none": funcga.mean(),
-    }
     f = module_value_and_grad(module, aux_of, has_aux=True)
-    step = funcga.accumulate(f, 2, fold=((folds[name], aux), folds[name]))
+    step = funcga.accumulate(f, 2, fold=((folds[name], AUX_FOLDS), folds[name]))
     (value, found), grads = step(*rows_of(group.rank(), torch.float64))
     pairs, plain = [rows_of(rank, torch.float64) for rank in range(group.size())], made(torch.float64)
     parts = [pair for x, y in pairs for pair in zip(x.tensor_split(2), y.tensor_split(2), strict=True)]
@@ -1311,14 +1313,7 @@ def few_rows(group, wrapper, sync, fold):
     """The errors of a rank with one row, and then with two, where n is 4; an auxiliary maximum and rows too."""
     module = WRAPPERS[wrapper](group, deep())
     f = module_value_and_grad(module, aux_of, has_aux=True, sync=sync)
-    aux = {
-        "worst": funcga.max(),
-        "rows": funcga.sum(),
-        "count": funcga.sum(),
-        "out": funcga.concat(),
-        "none": funcga.mean(),
-    }
-    step = funcga.accumulate(f, 4, fold=((STOCK[fold], aux), STOCK[fold]))
+    step = funcga.accumulate(f, 4, fold=((STOCK[fold], AUX_FOLDS), STOCK[fold]))
     found = []
     for rows in (1, 2, 5):
         cut = lambda rank, t, rows=rows: t[: 3 + 4 * rank] if rank == 0 else t[:rows]
@@ -1379,14 +1374,7 @@ def no_rows(group, wrapper, sync, fold):
     """The errors of windows in which rank 0, or rank 1, has no row; and the error when nobody has any."""
     module = WRAPPERS[wrapper](group, deep())
     f = module_value_and_grad(module, aux_of, has_aux=True, sync=sync)
-    aux = {
-        "worst": funcga.max(),
-        "rows": funcga.sum(),
-        "count": funcga.sum(),
-        "out": funcga.concat(),
-        "none": funcga.mean(),
-    }
-    step = funcga.accumulate(f, 3, fold=((STOCK[fold], aux), STOCK[fold]))
+    step = funcga.accumulate(f, 3, fold=((STOCK[fold], AUX_FOLDS), STOCK[fold]))
     found = []
     for empty in (0, 1, 0):
         parts = [[t[: 0 if rank == empty else 7] for t in rows_of(rank, torch.float64, 7)] for rank in range(2)]
