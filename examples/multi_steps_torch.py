@@ -4,7 +4,7 @@
 
 The gradient of a micro-batch is that of a mean over its tokens and comes with their number, so that every token of a
 window counts the same; the gradients are clipped after that, and the learning rate follows one of torch's schedulers,
-which counts updates. In the middle of a window everything is saved, and goes on from the file bit by bit, where by hand
+which counts updates. In mid-window everything is saved, and goes on bit for bit from the file, while by hand
 what had been added up is lost: `.grad` is in no state_dict. The same training with optimizer.step() ends at the same
 weights.
 """

@@ -260,7 +260,7 @@ def test_other_folds(kit, fold):
         expected = accumulator.update(expected, g, weight=w)
     expected = accumulator.finalize(expected)
     for name in SHAPES:
-        # not bit by bit: kernels may multiply by the weight and add with one rounding
+        # not bitwise identical: kernels may multiply by the weight and add with one rounding
         np.testing.assert_allclose(*(kit.leaves(t)[0] for t in (updates[name], -expected[name])), rtol=3e-7)
 
 

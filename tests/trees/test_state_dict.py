@@ -1,4 +1,4 @@
-"""State dicts: a window is saved in the middle and goes on bit by bit, in any format and in the other framework."""
+"""State dicts: a window is saved in the middle and goes on bit for bit, in any format and in the other framework."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""optax's microbatch, which adds the gradients of summed losses: the default, for who counts the items by hand."""
+"""optax's microbatch, which adds the gradients of summed losses, by default, for code that counts the items by hand."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""optax's microbatch on every device, and sums over the devices by hand, for who counts the items too."""
+"""optax's microbatch on every device, and sums over the devices by hand, for code that counts the items itself."""
 
 from typing import Any
 

@@ -85,7 +85,7 @@ def flat(slot):
 
 
 def same(left, right):
-    """Whether two things that are kept are equal bit by bit."""
+    """Whether two things that are kept are bitwise identical."""
     if isinstance(left, torch.Tensor):
         return (left.dtype, left.shape, left.device) == (right.dtype, right.shape, right.device) and torch.equal(
             left.to_dense(), right.to_dense()

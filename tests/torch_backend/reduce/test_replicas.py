@@ -234,7 +234,7 @@ def test_every_fold_merges(bounds):
             if expected[name] is not None:
                 assert difference(result[name], expected[name]) <= 1e-13, name
                 assert [leaf.dtype for leaf in leaves(result[name])] == [leaf.dtype for leaf in leaves(expected[name])]
-        # the header, floats, integers, what is no sum, and the numbers of rows that are collected, and these
+        # the header, floats, integers, values that are not sums, and the numbers of rows that are collected, and these
         assert calls == ["allgather_", *["allreduce_"] * 2, *["allgather_"] * 3]
 
 
