@@ -18,7 +18,7 @@ from funcga._grad import grad, value_and_grad
 from funcga._replicas import check_replicas
 from funcga._stream import stream, windows
 from funcga.errors import FuncgaError
-from funcga.folds import Fold, carry, concat, mean, moments, per_weight, pooled, ratio
+from funcga.folds import Fold, carry, concat, logsumexp, mean, moments, per_weight, pooled, ratio
 from funcga.folds import max as max
 from funcga.folds import min as min
 from funcga.folds import sum as sum
@@ -76,7 +76,7 @@ __all__ = [  # noqa: RUF022 - sorted by topic
     "Accumulator", "AccumulatorState", "MultiSteps", "MultiStepsState", "TargetWeight", "Transform", "multi_steps",
     "LossScaledState", "loss_scaled", "linear_scaling", "sqrt_scaling", "check_replicas",
     # folds and their parts
-    "Fold", "carry", "concat", "mean", "moments", "per_weight", "pooled", "ratio", "Moments", "Pooled",
+    "Fold", "carry", "concat", "logsumexp", "mean", "moments", "per_weight", "pooled", "ratio", "Moments", "Pooled",
     "Monoid", "Normalizer", "Reducer", "Tally", "monoids", "normalizers", "reducers",
     "batch_moments", "running_statistics",
     # trees of two frameworks

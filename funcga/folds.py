@@ -185,6 +185,28 @@ def min() -> Fold:
     return Fold(reducers.min, normalizers.identity)
 
 
+def logsumexp(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
+    """`log(sum(exp(v)))` over micro-batches, elementwise. For a softmax whose classes are folded over in tiles.
+
+    It does not overflow, and is -inf where all values are. The weight of a micro-batch has no part in it. Inside of a
+    loss it can be differentiated: the derivative by v is `exp(v - result)`, and 0 where v is -inf.
+
+    Args:
+        dtype: The dtype of the accumulator, as for `mean`.
+        out_dtype: The dtype of the result, as for `mean`.
+
+    Returns:
+        A Fold.
+
+    Example:
+        >>> step = funcga.accumulate(lambda x: x.logsumexp(0), 2, in_axes=0, fold=funcga.logsumexp())
+        >>> x = torch.tensor([1000.0, 1001.0, 1002.0])
+        >>> step(x), x.logsumexp(0)
+        (tensor(1002.4076), tensor(1002.4076))
+    """
+    return Fold(replace(reducers.logsumexp, dtype=dtype), replace(normalizers.logsumexp, dtype=out_dtype))
+
+
 def moments(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
     """`Moments(mean, variance)`: weighted mean and population variance over micro-batches, for every leaf.
 

@@ -130,6 +130,23 @@ def _merge_moments(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
 moments = Monoid(_zeros, _merge_moments)
 
 
+def _rescaled(xp: Namespace, reduced: Reduced, top: Array) -> Array:
+    """The sum of exp(v - top), of the largest v and the sum of exp(v - largest)."""
+    largest, total = reduced
+    # inf - inf is NaN; equal infinities shift nothing.
+    shift = xp.where(xp.isinf(top) & (largest == top), 0, largest - top)
+    return total * xp.exp(shift)
+
+
+def _merge_exponentials(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
+    top = xp.maximum(a[0], b[0])
+    return top, _rescaled(xp, a, top) + _rescaled(xp, b, top)
+
+
+# logsumexp: (m, s) with m the largest v and s = sum(exp(v - m)), which never overflows; and of nothing (-inf, 0).
+logsumexp = Monoid(lambda xp, like: (_lowest(xp, like[0]), xp.zeros_like(like[1])), _merge_exponentials)
+
+
 def _latest(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
     return xp.where(b[1], b[0], a[0]), a[1] | b[1]
 

@@ -124,5 +124,16 @@ def _pool(xp: Namespace, reduced: Reduced, tally: Any) -> Pooled:
 moments = Normalizer(_spread)
 # The same with the count.
 pooled = Normalizer(_pool, wide=True)
+
+
+def _log(xp: Namespace, reduced: Reduced, tally: Any) -> Array:
+    largest, total = reduced
+    # Where all values are -inf so is the result, as a constant: its derivative is 0, and not NaN.
+    is_nothing = largest == float("-inf")
+    return xp.where(is_nothing, float("-inf"), largest + xp.log(xp.where(is_nothing, 1, total)))
+
+
+# Of the largest v and the sum of exp(v - largest) the log of the sum of exp(v).
+logsumexp = Normalizer(_log, kinds=("float",))
 # Of (value, is there one) the value.
 carry = Normalizer(lambda xp, reduced, tally: reduced[0])

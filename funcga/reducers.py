@@ -124,6 +124,14 @@ def _unstack(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
 pooled = Reducer(_unstack, monoids.moments, kinds=("float",), stacked=3)
 
 
+def _with_one(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
+    return value, xp.ones_like(value)
+
+
+# One value v is the largest of one, and the sum of exp(v - v) is 1.
+logsumexp = Reducer(_with_one, monoids.logsumexp, kinds=("float",))
+
+
 def _mark(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
     return value, xp.ones_like(value, dtype=xp.bool)
 

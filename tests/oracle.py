@@ -19,6 +19,8 @@ def fold(name, values, weights):
         return np.max(values, axis=0)
     if name == "min":
         return np.min(values, axis=0)
+    if name == "logsumexp":
+        return np.logaddexp.reduce(values, axis=0)
     if name == "by_steps":
         return sum((w * v for v, w in zip(values, weights, strict=True)), zeros) / len(values)
     if name == "moments":

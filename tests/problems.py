@@ -73,6 +73,7 @@ FOLDS = {
     "sum": funcga.sum(),
     "max": funcga.max(),
     "min": funcga.min(),
+    "logsumexp": funcga.logsumexp(),
     "moments": funcga.moments(),
     "concat": funcga.concat(),
     "carry": funcga.carry(),

@@ -18,7 +18,7 @@ from tests.kits import JAX, TORCH
 CASES = int(os.environ.get("FUNCGA_FUZZ", "240"))
 FOLDS = {
     "mean": funcga.mean(), "per_weight": funcga.per_weight(), "sum": funcga.sum(), "max": funcga.max(),
-    "min": funcga.min(), "moments": funcga.moments(),
+    "min": funcga.min(), "logsumexp": funcga.logsumexp(), "moments": funcga.moments(),
     "by_steps": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps),
 }  # fmt: skip
 

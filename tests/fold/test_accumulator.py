@@ -161,7 +161,7 @@ def test_it_is_differentiated_through_inside_of_a_transform():
     assert difference(TORCH, torch.func.grad(squares)(x), (2 * x + 12) / 4) == 0
 
 
-@pytest.mark.parametrize("name", ["mean", "per_weight", "sum", "max", "min", "moments", "concat", "carry"])
+@pytest.mark.parametrize("name", ["mean", "per_weight", "sum", "max", "min", "logsumexp", "moments", "concat", "carry"])
 def test_a_result_is_the_caller_s_own(kit, name):
     """A state may be donated, or a result written to: the other one stays as it is."""
     accumulator = funcga.Accumulator(getattr(funcga, name)())

@@ -52,7 +52,7 @@ def check_exported(step, *args):
     check_same(exported.call(*args), jax.jit(step)(*args))
 
 
-FOLDS = ("mean", "per_weight", "sum", "max", "min", "moments")
+FOLDS = ("mean", "per_weight", "sum", "max", "min", "logsumexp", "moments")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

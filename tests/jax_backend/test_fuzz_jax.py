@@ -104,6 +104,7 @@ def program(case, box):
         (value, seen), grads = transform(loss, has_aux=True)(model, ema, keys, x, y, mask)
         return {
             "loss": value, "grads": parts(grads), "seen": seen, "kept": mask.sum(), "largest": seen.max(0), "spread": value,
+            "exponentials": jax.nn.logsumexp(seen, 0),
         }  # fmt: skip
 
     if not case.state:
@@ -121,7 +122,7 @@ def folds(case):
     own = getattr(funcga, case.fold)()
     by_name = {
         "loss": own, "grads": own, "seen": funcga.concat(), "kept": funcga.sum(), "largest": funcga.max(),
-        "spread": funcga.moments(),
+        "spread": funcga.moments(), "exponentials": funcga.logsumexp(),
     }  # fmt: skip
     return (by_name, funcga.carry()) if case.state else by_name
 
@@ -207,6 +208,7 @@ def by_hand(case, scale, w, b, x, y, mask, noise, emas):
     seen = np.concatenate([part[3] for part in parts])
     return {
         "loss": loss, "grads": (dw, db), "seen": seen, "kept": mask.sum(), "largest": seen.max(0), "spread": (mean, variance),
+        "exponentials": np.logaddexp.reduce(seen),
     }  # fmt: skip
 
 
@@ -254,7 +256,7 @@ def threaded(case, call):
 def check(case, found, expected):
     found = funcga.to_numpy(found)
     assert found["kept"] == expected["kept"]
-    for name in ("loss", "seen", "largest"):
+    for name in ("loss", "seen", "largest", "exponentials"):
         close(case, name, found[name], expected[name])
     for a, b in zip(found["grads"], expected["grads"], strict=True):
         close(case, "grads", a, b)

@@ -143,7 +143,7 @@ def test_accumulate(kinds, layout, scanned, jitted):
     check((jax.jit(step) if jitted else step)(params, x), whole(), like)
 
 
-FOLDS = ["mean", "per_weight", "sum", "max", "min", "moments"]
+FOLDS = ["mean", "per_weight", "sum", "max", "min", "logsumexp", "moments"]
 
 
 @pytest.mark.parametrize(

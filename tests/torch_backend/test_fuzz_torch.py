@@ -47,7 +47,7 @@ APPLIED = {
     "doubled": lambda f, x: Doubled.apply(f(x)),
 }
 HOOKS = (lambda g: g * 3, lambda g: g.clamp(-0.01, 0.01), lambda g: None, lambda g: g / (1 + g.abs().sum()))
-FOLDS = ("mean", "sum", "per_weight", "max", "min", "moments", "concat")
+FOLDS = ("mean", "sum", "per_weight", "max", "min", "logsumexp", "moments", "concat")
 NORMALIZED = ("mean", "moments", "per_weight")
 
 
@@ -117,6 +117,8 @@ def folded_by_hand(fold, values, weights):
         return torch.stack([mean, weighed((stacked - mean) ** 2)])
     if fold == "concat":
         return torch.cat(values)
+    if fold == "logsumexp":
+        return stacked.logsumexp(0)
     if fold == "per_weight":
         return stacked.sum(0) / total if total else torch.zeros_like(values[0])
     return {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[fold](0)

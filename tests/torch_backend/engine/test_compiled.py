@@ -122,6 +122,7 @@ def counting(w, x):
 KINDS = {
     "aux": {"fold": ((funcga.mean(), {"rows": funcga.concat(), "positive": funcga.sum(), "constant": funcga.max()}), funcga.mean())},
     "moments": {"fold": ((funcga.moments(), {"rows": funcga.concat(), "positive": funcga.max(), "constant": funcga.min()}), funcga.moments())},
+    "logsumexp": {"fold": ((funcga.logsumexp(), {"rows": funcga.concat(), "positive": funcga.max(), "constant": funcga.min()}), funcga.logsumexp())},
     "weight": {"fold": ((funcga.mean(), {"rows": funcga.concat(), "positive": funcga.sum(), "constant": funcga.sum()}), funcga.per_weight()), "weight": lambda x: (x > 0).sum()},
 }  # fmt: skip
 

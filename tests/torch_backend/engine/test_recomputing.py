@@ -40,7 +40,7 @@ RECOMPUTES = {
     "other": lambda function, x: checkpoint(function, x, use_reentrant=False),
     "plain": lambda function, x: function(x),
 }
-FOLDS = ["mean", "sum", "moments", "max", "min", "concat"]
+FOLDS = ["mean", "sum", "logsumexp", "moments", "max", "min", "concat"]
 
 
 @pytest.fixture(params=["reentrant", "own"])
@@ -137,6 +137,7 @@ def folded(fold, found, rows):
         "sum": lambda: stacked.sum(0),
         "max": lambda: stacked.amax(0),
         "min": lambda: stacked.amin(0),
+        "logsumexp": lambda: stacked.logsumexp(0),
         "moments": lambda: (mean, (weights * (stacked - mean) ** 2).sum(0)),
         "concat": lambda: torch.cat(found),
     }[fold]()

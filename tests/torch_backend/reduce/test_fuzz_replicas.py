@@ -23,6 +23,7 @@ FOLDS = {
     "per_weight": funcga.per_weight(),
     "max": funcga.max(),
     "min": funcga.min(),
+    "logsumexp": funcga.logsumexp(),
     "moments": funcga.moments(),
 }
 
@@ -53,7 +54,9 @@ class Case:
         }
         self.engine, self.streams = choose.random() < 0.6, choose.random() < 0.7
         # autograd adds sums of gradients in place; every other fold is combined leaf by leaf
-        self.gradients = choose.choice(["mean", "mean", "mean", "per_weight", "sum", "max", "min", "moments"])
+        self.gradients = choose.choice(
+            ["mean", "mean", "mean", "per_weight", "sum", "max", "min", "logsumexp", "moments"]
+        )
         metrics = ["norm", "count", "double", "single", "vector", "rows", "table", "column"]
         self.metrics = {name: self.fold_of(name, choose) for name in choose.sample(metrics, choose.randint(0, 4))}
         if any(name == "rows" for name in self.metrics) and choose.random() < 0.5:
@@ -68,7 +71,7 @@ class Case:
     def fold_of(name, choose):
         if name == "rows":
             return "concat"
-        return "sum" if name == "count" else choose.choice(["mean", "sum", "max", "min", "moments"])
+        return "sum" if name == "count" else choose.choice(["mean", "sum", "max", "min", "logsumexp", "moments"])
 
     def window(self, choose, ranks, scale):
         """At least one rank has something. Where `accumulate` cuts a batch, each micro-batch is one row."""
@@ -117,6 +120,8 @@ def folded(values, weights, fold):
         return getattr(torch.stack(values), "amax" if fold == "max" else "amin")(0)
     if fold == "sum":
         return sum(values)
+    if fold == "logsumexp":
+        return torch.stack(values).logsumexp(0)
     if not total:
         mean = torch.zeros_like(values[0])
         return torch.stack([mean, mean]) if fold == "moments" else mean

@@ -177,6 +177,7 @@ def statistics(params, x, y, tokens):
         "least": predicted.amin(0),
         "table": predicted.mean(0)[:, None] * torch.ones(40),  # too large for the tail
         "spread": predicted.mean(),
+        "exponentials": 1e4 * predicted.logsumexp(0),
         "rows": predicted,
         "wide": predicted.T.contiguous(),
         "count": (tokens > 3).sum(),
@@ -201,6 +202,7 @@ STATISTICS = {
     "least": funcga.min(),
     "table": funcga.max(),
     "spread": funcga.moments(),
+    "exponentials": funcga.logsumexp(),
     "rows": funcga.concat(),
     "wide": funcga.concat(axis=1),
     "count": funcga.sum(),
