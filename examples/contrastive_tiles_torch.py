@@ -1,0 +1,87 @@
+"""A contrastive loss over a large batch without its matrix of similarities: the columns are folded over in tiles.
+
+    python examples/contrastive_tiles_torch.py
+
+InfoNCE compares each of B rows with all B columns. As one matrix, that is 256 MiB for 8,192 rows in float32, and
+autograd holds several of that size. But all that the loss needs of a row is the similarity to its own match, and the
+log of a sum over the columns. That sum is a fold: `funcga.logsumexp()` over tiles of columns. A checkpoint around the
+tile computes its similarities again in the backward pass, so that one tile exists at a time. The loss and its gradient
+are exact.
+
+With `python examples/contrastive_tiles_torch.py 8192 256`, for 8,192 rows of 256 features, the peak is 126 MiB with 16
+tiles, and 1,064 MiB without.
+"""
+
+import sys
+
+import torch
+from checkpointing_torch import Peak
+from torch.nn.functional import cross_entropy, normalize
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+
+
+def of_tile(a, b):
+    """For each row of a, the log of the sum of exp(similarity) over these rows of b."""
+    return (a @ b.T).logsumexp(1)
+
+
+def over_tiles(n):
+    """The same over all rows of b, in n tiles."""
+    # Without the checkpoint autograd would hold the similarities of all tiles.
+    recomputed = lambda a, b: checkpoint(of_tile, a, b, use_reentrant=False)
+    return funcga.accumulate(recomputed, n, fold=funcga.logsumexp(), in_axes=(None, 0))
+
+
+def in_tiles(n):
+    """The loss of embeddings {"a": [B, D], "b": [B, D]} whose rows match: the mean of both directions, as in CLIP."""
+    log_sum = over_tiles(n)
+
+    def loss_fn(params, s):
+        a, b = params["scale"].exp() * s["a"], s["b"]
+        matching = (a * b).sum(1)
+        return ((log_sum(a, b) - matching).mean() + (log_sum(b, a) - matching).mean()) / 2
+
+    return loss_fn
+
+
+def at_once(params, s):
+    """The same loss, with a matrix of all similarities."""
+    logits = params["scale"].exp() * s["a"] @ s["b"].T
+    labels = torch.arange(len(logits))
+    return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
+
+
+def summary_fn(params, x, y):
+    """The embeddings."""
+    return {"a": normalize(x @ params["a"]), "b": normalize(y @ params["b"])}
+
+
+def gradients(loss_fn, params, x, y):
+    """(loss, gradients), and the bytes that it took to get them."""
+    step = funcga.accumulate(funcga.value_and_grad(lambda params, x, y: loss_fn(params, summary_fn(params, x, y))), 1)
+    with Peak([*params.values(), x, y]) as peak:
+        return step(params, x, y), peak.bytes
+
+
+def problem(rows, features):
+    """Parameters, and pairs that resemble each other."""
+    x = torch.randn(rows, features)
+    params = {name: torch.randn(features, features) / features**0.5 for name in ("a", "b")}
+    return {**params, "scale": torch.tensor(2.0)}, x, x + torch.randn(rows, features)
+
+
+def main(rows=1024, features=32):
+    """The loss with all similarities at once, and in 16 tiles."""
+    torch.manual_seed(0)
+    params, x, y = problem(int(rows), int(features))
+    (loss, grads), most = gradients(at_once, params, x, y)
+    print(f"{rows} x {rows} similarities: loss {loss:.4f}, {most:,} bytes")
+    found, peak = gradients(in_tiles(16), params, x, y)
+    funcga.compare(found, (loss, grads)).assert_close()
+    print(f"16 tiles of them: loss {found[0]:.4f}, {peak:,} bytes, the same gradients")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,84 @@
+"""The recipes of examples/ for losses that couple the rows of a batch, against the loss of the whole batch in float64."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import funcga
+from tests.kits import JAX, TORCH, difference
+from tests.programs import example
+
+
+@pytest.fixture(autouse=True)
+def users_promotion():
+    """Examples are written for JAX as it comes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def embeddings(rows=20, features=6):
+    """Parameters and summaries, as NumPy arrays."""
+    random = np.random.default_rng(0)
+    a, b = random.normal(size=(2, rows, features))
+    return {"scale": np.array(1.5)}, {"a": a, "b": a + b}
+
+
+# --- similarities in tiles
+
+
+def of_loss(kit, loss_fn, params, s):
+    """The loss and its gradients by both arguments, in funcga's own gradient."""
+    return funcga.accumulate(funcga.value_and_grad(loss_fn, argnums=(0, 1)), 1)(params, s)
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 7, 20])
+def test_tiles_are_exact(kit, x64, tiles):
+    ours = example(f"contrastive_tiles_{kit.name}")
+    params, s = kit.arrays(embeddings())
+    whole = of_loss(kit, ours.at_once, params, s)
+    assert difference(kit, of_loss(kit, ours.in_tiles(tiles), params, s), whole) <= 1e-14
+
+
+def test_tiles_in_torch_and_in_jax(x64):
+    in_torch, in_jax = (
+        of_loss(kit, example(f"contrastive_tiles_{kit.name}").in_tiles(3), *kit.arrays(embeddings()))
+        for kit in (TORCH, JAX)
+    )
+    assert difference(TORCH, funcga.to_torch(in_jax), in_torch) <= 1e-14
+
+
+def test_embeddings_that_are_far_apart(kit):
+    """The exponential of a similarity of 1,000 is infinite, and of -1,000 it is 0."""
+    ours = example(f"contrastive_tiles_{kit.name}")
+    params, s = embeddings()
+    cast = lambda array: np.asarray(array, "float32")
+    params, s = kit.arrays(({"scale": cast(6.0)}, {name: cast(array) for name, array in s.items()}))
+    whole = of_loss(kit, ours.at_once, params, s)
+    assert difference(kit, of_loss(kit, ours.in_tiles(7), params, s), whole) <= 1e-6
+
+
+def test_tiles_never_hold_all_similarities(kit):
+    """Not even once, where the loss at once takes several times as much."""
+    ours, rows = example(f"contrastive_tiles_{kit.name}"), 1024
+    torch.manual_seed(0)
+    params, *batch = ours.problem(rows, 16)
+    all_similarities = 4 * rows * rows
+    whole, most = ours.gradients(ours.at_once, params, *batch)
+    found, peak = ours.gradients(ours.in_tiles(16), params, *batch)
+    funcga.compare(found, whole).assert_close()
+    assert most > 3 * all_similarities
+    assert peak < 0.6 * all_similarities
+    # more tiles, smaller ones
+    assert ours.gradients(ours.in_tiles(64), params, *batch)[1] < peak
+
+
+def test_without_the_checkpoint_all_tiles_are_kept(kit, monkeypatch):
+    """What the count of bytes would show."""
+    ours, rows = example(f"contrastive_tiles_{kit.name}"), 512
+    if kit.name == "torch":
+        monkeypatch.setattr(ours, "checkpoint", lambda function, *args, use_reentrant: function(*args))
+    else:
+        monkeypatch.setattr(jax, "checkpoint", lambda function: function)
+    torch.manual_seed(0)
+    assert ours.gradients(ours.in_tiles(16), *ours.problem(rows, 16))[1] > 4 * rows * rows
