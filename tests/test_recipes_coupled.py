@@ -69,8 +69,6 @@ def test_tiles_never_hold_all_similarities(kit):
     funcga.compare(found, whole).assert_close()
     assert most > 3 * all_similarities
     assert peak < 0.6 * all_similarities
-    # more tiles, smaller ones
-    assert ours.gradients(ours.in_tiles(64), params, *batch)[1] < peak
 
 
 def test_without_the_checkpoint_all_tiles_are_kept(kit, monkeypatch):
