@@ -188,8 +188,11 @@ def min() -> Fold:
 def logsumexp(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
     """`log(sum(exp(v)))` over micro-batches, elementwise. For a softmax whose classes are folded over in tiles.
 
-    It does not overflow, and is -inf where all values are. The weight of a micro-batch has no part in it. Inside of a
-    loss it can be differentiated: the derivative by v is `exp(v - result)`, and 0 where v is -inf.
+    It does not overflow, and is -inf where all values are. The weight of a micro-batch has no part in it.
+
+    A step with this fold may be a part of a loss: of a contrastive one, the log of the sum over columns. The derivative
+    by v is `exp(v - result)`, and 0 where v is -inf. In torch that loss must be differentiated by funcga or torch.func,
+    as all losses with a step inside: `.backward()` takes the result of a step for a constant.
 
     Args:
         dtype: The dtype of the accumulator, as for `mean`.

@@ -109,6 +109,20 @@ def test_moments_are_those_of_the_same_micro_batches():
     assert processes(2).run(spread) == [[0.0, 0.0]] * 2
 
 
+def exponentials(group):
+    """The log of a sum over rows on two devices, and its derivative."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    x = 100 * torch.arange(8.0, dtype=torch.float64)
+    step = funcga.accumulate(lambda x: x.mean(), 4, fold=funcga.logsumexp(), in_axes=0)
+    found = funcga.grad(lambda x: step(x))(distribute_tensor(x, mesh, [Shard(0)]))
+    alone = (step(distribute_tensor(x, mesh, [Shard(0)])).full_tensor() - step(x)).item()
+    return alone, (found.full_tensor() - funcga.grad(lambda x: step(x))(x)).abs().max().item()
+
+
+def test_a_sum_of_exponentials_is_that_of_one_device():
+    assert processes(2).run(exponentials) == [(0.0, 0.0)] * 2
+
+
 def test_collected_rows_keep_their_order():
     assert processes(2).run(in_order) == [[2.0 * i for i in range(8)]] * 2
 
