@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from funcga._backend import Backend
 from funcga._call import OwningGradient, Program, owner_of, read_program
+from funcga._call.totals import check_no_totals
 from funcga._grad import GradientFunction
 from funcga._replicas import Memory
-from funcga._types import Across, GradFn, P, R, Tree, WeightFn
+from funcga._types import Across, GradFn, P, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
 
@@ -25,6 +26,7 @@ def accumulate(
     weight: WeightFn | None = None,
     in_axes: Tree = None,
     across: Across = None,
+    totals: TotalsFn | None = None,
 ) -> Callable[P, R]:
     """A function with grad_fn's own signature, output structure and dtypes: the fold of grad_fn over micro-batches.
 
@@ -80,6 +82,13 @@ def accumulate(
             Every replica gets the same result. What carry() threads is that of the last replica that folded anything.
             In torch the replicas may have different numbers of rows, fewer than n, or none. In JAX parameters have to
             be arguments, and the loss is that of a replica's own rows, without psum or pmean.
+        totals: `totals(*split_args)` gives a tree of numbers or 0-d arrays for a micro-batch, such as its counts. They
+            are added up over all micro-batches and replicas before the first of these is evaluated, and grad_fn gets
+            the sums, 0-d arrays, as the keyword argument `totals`. So a loss with several denominators divides each
+            term by its count in the whole batch, under `fold=sum()`. A total may be 0: divide by
+            `totals["tokens"].clamp(min=1)`, in JAX by `jnp.maximum(totals["tokens"], 1)`. Integers are added exactly,
+            in int64; in JAX without 64-bit types in int32. Floats are added in at least float32. Over replicas this is
+            one reduction more for each dtype.
 
     Returns:
         A function that is called as grad_fn is, on a whole batch, and returns what grad_fn returns.
@@ -94,6 +103,17 @@ def accumulate(
         >>> loss, grads = step({"w": torch.zeros(2)}, x, y)  # micro-batches of 3, 3, 2 and 2 rows
         >>> loss, grads
         (tensor(1.), {'w': tensor([-2., -2.])})
+
+        A mean over tokens plus a mean over rows, each divided by its count in the whole batch:
+
+        >>> def loss_fn(w, x, mask, *, totals):
+        ...     squares = (w * x) ** 2
+        ...     return (squares * mask).sum() / totals["tokens"] + 0.1 * squares[:, 0].sum() / totals["rows"]
+        >>> totals = lambda x, mask: {"tokens": mask.sum(), "rows": len(x)}
+        >>> step = funcga.accumulate(funcga.grad(loss_fn), n=3, fold=funcga.sum(), totals=totals)
+        >>> mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
+        >>> step(torch.tensor(2.0), torch.ones(3, 2), mask)
+        tensor(4.4000)
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if (n is None) == (microbatch_size is None):
@@ -111,6 +131,7 @@ def accumulate(
         weight,
         in_axes,
         across,
+        totals,
         n=None if n is None or searches else check_count(n, "n", ', or n="auto"'),
         microbatch_size=None if microbatch_size is None else check_count(microbatch_size, "microbatch_size"),
     )
@@ -124,6 +145,8 @@ def accumulate(
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
         # The arrays of the call choose the framework, anew at every call.
         backend = program.backend(args, kwargs)
+        if totals is not None:
+            check_no_totals(kwargs)
         try:
             if search is not None:
                 return search(backend, args, kwargs)

@@ -5,9 +5,10 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from funcga._call import owner_of, read_program, weight_of
+from funcga._call.totals import check_no_totals
 from funcga._fold import weight_on_host
 from funcga._transform.window_size import TargetWeight
-from funcga._types import Across, R, Tree, WeightFn
+from funcga._types import Across, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
 
@@ -22,6 +23,7 @@ def stream(
     weight: WeightFn | None = None,
     in_axes: Tree = None,
     across: Across = None,
+    totals: TotalsFn | None = None,
     device: object = None,
 ) -> Callable[..., R]:
     """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.
@@ -46,6 +48,9 @@ def stream(
             where their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the
             initial state stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).
         across: As in `accumulate`.
+        totals: As in `accumulate`. The window is gone through twice, first to count it: so it is a list, what
+            `windows` yields or a DataLoader, and no iterator. What is random in it, such as augmentations, must not
+            change the counts. With `device`, micro-batches are counted where they come from, and the totals are moved.
         device: Where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device,
             its name, such as "gpu:1", or a Sharding. On CUDA the next micro-batch is copied while this one computes, if
             it is in pinned memory (DataLoader(pin_memory=True)); two are on the device at a time.
@@ -63,14 +68,16 @@ def stream(
         ...     print(step(torch.tensor(1.0), window))
         tensor(2.)
     """
-    program = read_program(grad_fn, fold, weight, in_axes, across, device=device)
+    program = read_program(grad_fn, fold, weight, in_axes, across, totals, device=device)
     owner = owner_of(grad_fn)
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         # The first micro-batch is taken here, since it says in which framework to fold.
-        spread = _Spread()
-        leading, items = _iterate(args, spread)
+        spread, is_counted = _Spread(), totals is not None
+        if is_counted:
+            check_no_totals(kwargs)
+        leading, items = _iterate(args, spread, twice=is_counted)
         first = next(items, None)
         if first is None and owner is not None:
             owner.check_stream()
@@ -84,6 +91,10 @@ def stream(
         # This frame lives as long as the loop: a reference here would keep the first micro-batch in memory.
         del first
         try:
+            if is_counted:
+                count = backend.loop.stream(program.counting(backend), backend)
+                kwargs = {**kwargs, "totals": count(leading, _put_back(ahead, items), {})}
+                items = _again(args, spread)
             return backend.loop.stream(program, backend)(leading, _put_back(ahead, items), kwargs)
         except TypeError as error:
             program.check_call(error, len(leading) + spread.fields, kwargs, streamed=True)
@@ -93,17 +104,24 @@ def stream(
 
 
 class _Spread:
-    """A micro-batch as the arguments of grad_fn after the params; it remembers how many the last one has."""
+    """A micro-batch as the arguments of grad_fn after the params.
 
-    fields = 0
+    It remembers how many arguments the last one has, and how many micro-batches there were.
+    """
+
+    fields = count = 0
 
     def __call__(self, item: object) -> tuple[Any, ...]:
         fields = tuple(item) if isinstance(item, tuple | list) else (item,)
         self.fields = len(fields)
+        self.count += 1
         return fields
 
 
-def _iterate(args: tuple[Any, ...], spread: _Spread) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
+def _iterate(
+    args: tuple[Any, ...], spread: _Spread, twice: bool = False
+) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
+    """(the arguments before the micro-batches, these); `twice`: whether they are to be gone through again."""
     if not args:
         raise FuncgaError(
             "stream's function was called without positional arguments. Call it as f(params, microbatches)."
@@ -122,8 +140,25 @@ def _iterate(args: tuple[Any, ...], spread: _Spread) -> tuple[tuple[Any, ...], I
             f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of micro-batches. "
             f"Split it with funcga.accumulate(grad_fn, n), or pass a list of micro-batches."
         )
+    if twice and items is microbatches:
+        raise FuncgaError(
+            f"microbatches is of type {type(microbatches).__name__}, which can be gone through once, and with totals= "
+            f"a window is counted before it is folded. Pass a list, step(params, list(microbatches)), or what windows "
+            f"yields: for window in funcga.windows(loader, 8)."
+        )
     # `map` holds no item, where a generator's frame would hold on to its last one.
     return tuple(leading), map(spread, items)
+
+
+def _again(args: tuple[Any, ...], spread: _Spread) -> Iterator[tuple[Any, ...]]:
+    """The micro-batches once more. Raises FuncgaError, at the end, if there are more or fewer than were counted."""
+    counted, spread.count = spread.count, 0
+    yield from _iterate(args, spread)[1]
+    if spread.count != counted:
+        raise FuncgaError(
+            f"the window had {counted} micro-batches when they were counted, for totals=, and {spread.count} when they "
+            f"were folded. Pass one that stays the same, such as a list: step(params, list(microbatches))."
+        )
 
 
 def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:

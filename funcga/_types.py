@@ -19,6 +19,7 @@ Namespace = Any
 
 GradFn = Callable[..., Tree]
 WeightFn = Callable[..., Scalar]
+TotalsFn = Callable[..., Tree]
 LossFn = Callable[..., Any]
 
 P = ParamSpec("P")

@@ -211,9 +211,12 @@ class _Accumulate:
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
         self.fold = compiled(self.traced)
+        self.count = None if program.totals is None else _Accumulate(program.counting(backend), backend).traced
 
     def traced(self, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
         """The fold, in the trace that is running."""
+        if self.count is not None:
+            kwargs = {**kwargs, "totals": self.count(spread, args, {})}
         return _over_replicas(partial(self._fold, spread), self.program.across, args, kwargs)
 
     def _fold(self, spread: Spread, replicas: Replicas | None, args: Args, kwargs: Kwargs) -> Tree:
@@ -319,9 +322,11 @@ class _Stream:
     def _fold(self, microbatches: Iterator[Args], replicas: Replicas | None, leading: Args, kwargs: Kwargs) -> Tree:
         outputs: Outputs | None = None
         chunks = []
+        device = None if self.program.device is None else dlpack.device(self.program.device)
+        if device is not None and self.program.totals is not None:
+            kwargs = {**kwargs, "totals": _moved(kwargs["totals"], device)}
         # What is the same for all micro-batches is split once. Micro-batches of one shape share a program.
         whole, arrays_whole = split((leading, kwargs))
-        device = None if self.program.device is None else dlpack.device(self.program.device)
         add = self._add if is_tracing() else self.add
         for item in microbatches:
             if device is not None:
@@ -384,10 +389,10 @@ class _Stream:
         return Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state), collected
 
 
-def _moved(item: Args, device: jax.Device | jax.sharding.Sharding) -> Args:
-    leaves, structure = trees.flatten(item)
+def _moved(tree: Tree, device: jax.Device | jax.sharding.Sharding) -> Tree:
+    leaves, structure = trees.flatten(tree)
     moved = [jax.device_put(leaf, device) if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves]
-    return tuple(trees.unflatten(structure, moved))
+    return trees.unflatten(structure, moved)
 
 
 # -- what the core asks

@@ -21,7 +21,16 @@ NAMES = """accumulate stream windows grad value_and_grad Accumulator to_torch to
 def test_the_contract_is_there():
     assert not [name for name in NAMES.split() if not hasattr(funcga, name)]
     parameters = list(inspect.signature(funcga.accumulate).parameters.values())
-    assert [p.name for p in parameters] == ["grad_fn", "n", "microbatch_size", "fold", "weight", "in_axes", "across"]
+    assert [p.name for p in parameters] == [
+        "grad_fn",
+        "n",
+        "microbatch_size",
+        "fold",
+        "weight",
+        "in_axes",
+        "across",
+        "totals",
+    ]
     assert [p.kind is p.KEYWORD_ONLY for p in parameters] == [False, False, True, True, True, True, True]
 
 

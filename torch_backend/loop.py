@@ -21,10 +21,11 @@ from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine import Window
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
-from torch_backend.engine.window import Engine, detached, reduction_of, result_of_others
+from torch_backend.engine.window import Engine, begun_by_others, detached, reductions_of
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.reduce import Reduction
 from torch_backend.wrapped.gradient import ModuleGradient, calling
+from torch_backend.wrapped.window import with_a_blank_row
 
 
 def _window_of(program: Program, backend: Backend) -> Window:
@@ -39,13 +40,13 @@ def _window_of(program: Program, backend: Backend) -> Window:
         program.memory.keep(_NotWrapped)
     if isinstance(grad_fn, ModuleGradient):
         return grad_fn.window(program, backend)
-    reduction = None if program.across is None else reduction_of(program, backend)
+    reductions = [] if program.across is None else reductions_of(program, backend)
     if isinstance(grad_fn, GradientFunction):
         # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
         if not (torch.compiler.is_compiling() or arrays.in_transform()):
-            return Engine(program, grad_fn, backend, reduction)
-        return Calls(program, grad_fn.bound(backend), reduction, grad_fn)
-    return Calls(program, grad_fn, reduction)
+            return Engine(program, grad_fn, backend, reductions[0] if reductions else None)
+        return Calls(program, grad_fn.bound(backend), reductions, grad_fn)
+    return Calls(program, grad_fn, reductions)
 
 
 class _NotWrapped:
@@ -72,8 +73,13 @@ _Microbatch = tuple[Arguments, int, int | None]
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+    count = None if program.totals is None else accumulate(program.counting(backend), backend)
 
     def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        if count is not None:
+            # What is passed whole, such as the parameters, is not counted.
+            split = [part.value if part.axes else None for part in program.read(args, backend).parts]
+            kwargs = {**kwargs, "totals": count(tuple(split), {})}
         with _window_of(program, backend) as window:
             args, kwargs = window.detached(args), detached(kwargs, window.records) if kwargs else kwargs
             arguments = program.read(args, backend)
@@ -134,6 +140,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
 
     def fold(leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]) -> Tree:
+        if program.totals is not None and program.device is not None:
+            ((totals,),) = _moved(iter([(kwargs["totals"],)]), torch.device(program.device))
+            kwargs = {**kwargs, "totals": totals}
         with _window_of(program, backend) as window:
             leading, kwargs = (
                 window.detached(leading, leading=True),
@@ -248,7 +257,8 @@ def _initial(arguments: Arguments) -> list[Any]:
 class Calls:
     """One window of any grad_fn, which is called for each micro-batch.
 
-    `gradient`: funcga's own gradient function, if grad_fn is made of one for a transform or a compiled program.
+    `reductions`: what merges it over replicas, one after the other. `gradient`: funcga's own gradient function, if
+    grad_fn is made of one for a transform or a compiled program.
     """
 
     records = False
@@ -258,12 +268,12 @@ class Calls:
         self,
         program: Program,
         grad_fn: GradFn,
-        reduction: Reduction | None,
+        reductions: list[Reduction],
         gradient: GradientFunction | None = None,
     ):
-        self.program, self.grad_fn, self.reduction, self.gradient = program, grad_fn, reduction, gradient
+        self.program, self.grad_fn, self.reductions, self.gradient = program, grad_fn, reductions, gradient
         self.buffers: Buffers | None = None
-        self.may_be_short = reduction is not None
+        self.may_be_short = bool(reductions)
         # Whether nobody has said that the first argument is passed whole.
         no_axes = program.in_axes is None and program.default_in_axes is None
         self.assumes_whole = no_axes and gradient is None and not torch.compiler.is_compiling()
@@ -272,8 +282,8 @@ class Calls:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if error[0] is not None and self.reduction is not None:
-            self.reduction.give_up()
+        for reduction in self.reductions if error[0] is not None else ():
+            reduction.give_up()
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
@@ -290,8 +300,8 @@ class Calls:
         if self.buffers is None:
             outputs, leaves = self.program.bind(value, arguments)
             self.buffers = Buffers(Layout(outputs))
-            if self.reduction is not None:
-                self.reduction.begin(self.buffers, leaves)
+            if self.reductions:
+                self.reductions[0].begin(self.buffers, leaves)
         else:
             leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.steps + 1}")
         del value
@@ -311,14 +321,29 @@ class Calls:
         assert self.buffers is not None
         with nullcontext() if self.buffers.pure else torch.no_grad():
             self.buffers.settle({})
-            if self.reduction is not None:
-                state = self.reduction.finish(state)
-            return self.buffers.result(state)
+            return self._merged(self.buffers, state)
+
+    def _merged(self, buffers: Buffers, state: list[Any]) -> Tree:
+        """The result of these buffers, which the first reduction has begun with."""
+        for index, reduction in enumerate(self.reductions):
+            if index:
+                # Only totals are merged more than once, and their sums are like the leaves.
+                reduction.begin(buffers, buffers.reduced)
+            state = reduction.finish(state)
+        return buffers.result(state)
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
         """The result on a replica that has nothing to fold."""
-        assert self.reduction is not None
-        return result_of_others(lambda value: self.program.bind(value, arguments)[0], self.reduction, arguments, state)
+        first, *others = self.reductions
+        if not others:
+            bind = lambda value: self.program.bind(value, arguments)[0]
+            return self._merged(begun_by_others(bind, first, arguments), state)
+        # All replicas of the first group may be without rows. What the others count is like the totals of a row of
+        # zeros, which are not added.
+        outputs, leaves = self.program.bind(self.grad_fn(*with_a_blank_row(arguments).cut(0, 1, state)), arguments)
+        buffers = Buffers(Layout(outputs))
+        first.begin(buffers, leaves)
+        return self._merged(buffers, state)
 
 
 def is_traced(tree: Any) -> bool:

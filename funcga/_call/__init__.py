@@ -3,18 +3,19 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
+from funcga._call.totals import Count, Totals, check_totals, whole_state
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._replicas import Memory, step_of
-from funcga._types import Across, GradFn, Scalar, Tree, WeightFn
+from funcga._types import Across, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, refuses_arguments
-from funcga.folds import FoldTree
+from funcga.folds import FoldTree, sum
 
 
 class OwningGradient:
@@ -34,6 +35,10 @@ class OwningGradient:
     def check_stream(self) -> None:
         """Raises FuncgaError, which says why, if it cannot be without a micro-batch."""
 
+    def merged_over(self, across: Across) -> Across:
+        """What its results are merged over where a step says `across=`."""
+        return across
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -49,6 +54,7 @@ class Program:
     across: Across = None
     memory: Memory = field(default_factory=Memory, repr=False)
     default_in_axes: Tree = None  # where in_axes is None: the one of what grad_fn wraps
+    totals: Totals | None = None
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
@@ -72,12 +78,17 @@ class Program:
             return arguments.rows(streamed=True) if rows is None else rows
         return check_weight(weight_of(self.weight, arguments.split_args(args)), arguments.backend.arrays)
 
+    def counting(self, backend: Backend) -> "Program":
+        """The program whose result grad_fn gets as `totals`: the same at every call."""
+        return self.memory.keep(_Counting, self, backend).program
+
     def check_call(self, error: TypeError, count: int, kwargs: dict[str, Any], streamed: bool = False) -> None:
         """Raises FuncgaError if `error` says that grad_fn does not take so many arguments, or these keywords.
 
         An error from inside of grad_fn is the user's own, and passes.
         """
-        if not refuses_arguments(self.grad_fn, count, kwargs, error):
+        keywords = kwargs if self.totals is None else {*kwargs, "totals"}
+        if not refuses_arguments(self.grad_fn, count, keywords, error):
             return
         names = argument_names(self.grad_fn, len(inspect.signature(self.grad_fn).parameters))
         called = f"grad_fn takes ({', '.join(names)}), and was called with {count} positional arguments: {error}."
@@ -101,12 +112,35 @@ class Program:
         return outputs, leaves
 
 
+class _Counting:
+    """The program that sums totals over a window, as its step splits, streams and merges; kept in the step's memory."""
+
+    def __init__(self, program: Program, backend: Backend):
+        totals = program.totals
+        assert totals is not None
+        in_axes = whole_state(program.default_in_axes if program.in_axes is None else program.in_axes, backend)
+        owner = owner_of(program.grad_fn)
+        self.program = replace(
+            program,
+            grad_fn=Count(totals.function, program.grad_fn, in_axes, backend),
+            fold=sum(),
+            # Sums are not weighed, and the rows of a micro-batch that streams need not be known.
+            weight=None if program.n or program.microbatch_size else lambda *_: 1,
+            in_axes=in_axes,
+            device=None,
+            across=program.across if owner is None else owner.merged_over(program.across),
+            memory=Memory(totals.step),
+            totals=None,
+        )
+
+
 def read_program(
     grad_fn: GradFn,
     fold: FoldTree,
     weight: WeightFn | None,
     in_axes: Tree,
     across: Across,
+    totals: TotalsFn | None,
     *,
     n: int | None = None,
     microbatch_size: int | None = None,
@@ -116,11 +150,16 @@ def read_program(
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
+    if totals is not None:
+        check_totals(totals, grad_fn)
     # No import is left for the first call, which torch.compile may be tracing.
     load_imported()
     step = None if across is None else step_of(grad_fn)
     default_in_axes = _default_in_axes(grad_fn)
-    return Program(grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, Memory(step), default_in_axes)
+    counted = None if totals is None else Totals(totals, None if across is None else step_of(totals))
+    return Program(
+        grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, Memory(step), default_in_axes, counted
+    )
 
 
 def owner_of(grad_fn: GradFn) -> OwningGradient | None:

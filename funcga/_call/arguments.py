@@ -128,8 +128,8 @@ class Arguments:
             args.append(unflatten(part.structure, pieces))
         return tuple(args)
 
-    def split_args(self, args: tuple[Any, ...]) -> list[Any]:
-        """Those of a micro-batch's arguments that are split: what `weight` is called with."""
+    def split_args(self, args: tuple[Any, ...], option: str = "weight=") -> list[Any]:
+        """Those of a micro-batch's arguments that are split: what the function given as `option` is called with."""
         # In JAX None has no leaf. It is split all the same, as in torch, so that weight gets as many arguments.
         split = [
             any(isinstance(axis, int) for axis in part.axes) if part.axes else isinstance(part.in_axes, int)
@@ -137,8 +137,8 @@ class Arguments:
         ]
         if not any(split):
             raise FuncgaError(
-                "weight= is called with the arguments that are split, and in_axes splits none. Give an argument an "
-                "axis: in_axes=(None, 0)."
+                f"{option} is called with the arguments that are split, and in_axes splits none. Give an argument an "
+                f"axis: in_axes=(None, 0)."
             )
         return [arg for arg, is_split in zip(args, split, strict=True) if is_split]
 

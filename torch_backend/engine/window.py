@@ -375,25 +375,27 @@ class Engine:
             self._begin_with_parameters(self.module)
             # The others say what their shards are like, and here the parameters are.
             bind = lambda value: self.program.bind((value[0], self.leaves[_OWN].tree), arguments)[0]
-        return self._on_meshes(result_of_others(bind, self.reduction, arguments, state))
+        buffers = begun_by_others(bind, self.reduction, arguments)
+        return self._on_meshes(buffers.result(self.reduction.finish(state)))
 
 
-def reduction_of(program: Program, backend: Backend) -> Reduction:
-    """What merges a window over the replicas of `across=`."""
-    return Reduction(program.memory.keep(Progress, program.memory.step), program.replicas(backend))
+def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
+    """What merges a window over the replicas of `across=`, one after the other; usually one."""
+    across = program.across
+    # A wrapped module, whose totals are counted, says itself what it is merged over.
+    several = across if isinstance(across, list) else [program.replicas(backend)]
+    progress = program.memory.keep(Progress, program.memory.step)
+    return [Reduction(progress, replicas) for replicas in several]
 
 
-def result_of_others(
-    bind: Callable[[Tree], Outputs], reduction: Reduction, arguments: Arguments, state: list[Any]
-) -> Tree:
-    """The result on a replica that has nothing to fold; `arguments` are all that it was called with.
+def begun_by_others(bind: Callable[[Tree], Outputs], reduction: Reduction, arguments: Arguments) -> Buffers:
+    """The buffers of a replica that has nothing to fold; `arguments` are all that it was called with.
 
     `bind(value)` is the Outputs of a value like those of the others.
     """
     leaves = [leaf for part in arguments.parts for leaf in trees.flatten(part.value)[0] if arrays.is_array(leaf)]
     reduction.take_part(bind, leaves[0].device if leaves else torch.device("cpu"))
-    state = reduction.finish(state)
-    return reduction.buffers.result(state)
+    return reduction.buffers
 
 
 def _explain(error: RuntimeError, leaves: Mapping[int, Leaves]) -> None:

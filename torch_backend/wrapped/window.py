@@ -22,7 +22,7 @@ from funcga._call import Program
 from funcga._call.arguments import CARRY, Arguments
 from funcga._fold.outputs import Outputs
 from funcga._grad import scaled_loss
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Across, Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.arrays import recording_loss
@@ -62,6 +62,10 @@ class WrappedGradient(ModuleGradient):
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
         return ModuleWindow(program, self, backend, alone)
+
+    def merged_over(self, across: Across) -> Across:
+        """The wrapper's own replicas: its process groups, one after the other."""
+        return self.wrapper.replicas(across)
 
     def check_search(self) -> None:
         """Raises FuncgaError, as the replicas would have to search together."""
@@ -293,7 +297,7 @@ class ModuleWindow:
         if self.program.n is None and (self.wrapper.in_step or self.gradient.sync != "last"):
             self.gradient.check_stream()  # nobody knows how often the others call the module
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
-        arguments = _with_a_blank_row(arguments)
+        arguments = with_a_blank_row(arguments)
         args = arguments.cut(0, 1, state)
         self._begin_last(args, kwargs)
         loss, aux = self._keep_step(args, kwargs)
@@ -396,7 +400,7 @@ def _like(leaf: torch.Tensor) -> torch.Tensor:
     return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
-def _with_a_blank_row(arguments: Arguments) -> Arguments:
+def with_a_blank_row(arguments: Arguments) -> Arguments:
     """The arguments of an empty batch, with one row of zeros in it."""
 
     def blank(leaf: Array, axis: object) -> Array:

@@ -1,0 +1,116 @@
+"""`totals=`: what is counted of a whole window, on all replicas, before its first micro-batch is evaluated.
+
+Counting is a fold like any other: in place of grad_fn it has a function that counts one micro-batch, under sum(). So it
+splits, merges and streams as the step itself does.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from funcga._backend import Backend
+from funcga._backend.prefixes import leaf_paths
+from funcga._call.arguments import CARRY, argument_names, read_arguments
+from funcga._replicas import Step
+from funcga._types import Array, GradFn, TotalsFn, Tree
+from funcga.errors import FuncgaError, check_callable, refuses_arguments
+
+_LIKE = 'lambda batch: {"tokens": (batch["labels"] != -100).sum(), "rows": len(batch["labels"])}'
+
+
+class Totals(NamedTuple):
+    """What counts a micro-batch, and which step this is on all replicas, if it is merged over any."""
+
+    function: TotalsFn
+    step: Step | None
+
+
+@dataclass(frozen=True, eq=False)
+class Count:
+    """The totals of one micro-batch, as a function of grad_fn's positional arguments."""
+
+    totals: TotalsFn
+    grad_fn: GradFn
+    in_axes: Tree
+    backend: Backend
+
+    @property
+    def __wrapped__(self) -> GradFn:
+        return self.grad_fn  # for the names of its parameters in messages
+
+    def __call__(self, *args: Tree) -> Tree:
+        """The tree of totals, of 0-d arrays in the types that count."""
+        arguments = read_arguments(args, self.in_axes, self.grad_fn, self.backend)
+        split = arguments.split_args(args, "totals=")
+        try:
+            value = self.totals(*split)
+        except TypeError as error:
+            if not refuses_arguments(self.totals, len(split), (), error):
+                raise
+            raise FuncgaError(
+                f"totals is called with each argument that is split, here {len(split)}, and does not take so many "
+                f"({error}). Write it with one parameter for each: totals=lambda x, y: ..., for micro-batches (x, y)."
+            ) from error
+        leaves, structure = self.backend.trees.flatten(value)
+        if not leaves:
+            raise FuncgaError(f"totals returned {value!r}, without a number. Return a dict of them: totals={_LIKE}.")
+        # Numbers join the arrays on their device, so that all totals travel together. On the host nothing waits for it.
+        like = next((leaf for leaf in leaves if self.backend.arrays.is_array(leaf)), None)
+        return self.backend.trees.unflatten(
+            structure, [self._counted(leaf, like, value, leaf_index) for leaf_index, leaf in enumerate(leaves)]
+        )
+
+    def _counted(self, leaf: Any, like: Array, value: Tree, leaf_index: int) -> Array:
+        """A total as a 0-d array, in a type in which sums of it are exact; a number on the device of `like`."""
+        arrays = self.backend.arrays
+        try:
+            total = arrays.as_array(leaf)
+        except TypeError:
+            raise self._no_total(leaf, value, leaf_index, "Return numbers and 0-d arrays") from None
+        kind = arrays.kind(total.dtype)
+        if total.shape != ():
+            raise self._no_total(leaf, value, leaf_index, "A total is one number of the micro-batch: write .sum()")
+        if kind not in ("bool", "int", "float"):
+            raise self._no_total(leaf, value, leaf_index, "Return real numbers")
+        # Integers of a few bits would overflow, and sums of 16-bit floats end at 256 or 2,048.
+        wide = arrays.as_array(0).dtype if kind in ("bool", "int") else arrays.accumulator_dtype(total.dtype)
+        if like is None or arrays.is_array(leaf):
+            return arrays.cast(total, wide)
+        return arrays.xp.full_like(like, leaf, dtype=wide)
+
+    def _no_total(self, leaf: Any, value: Tree, leaf_index: int, instead: str) -> FuncgaError:
+        path = leaf_paths(value, self.backend.trees, "totals")[leaf_index]
+        return FuncgaError(
+            f"`{path}` of a micro-batch is {self.backend.arrays.describe(leaf)}, which cannot be added up to a total. "
+            f"{instead}: totals={_LIKE}."
+        )
+
+
+def whole_state(in_axes: Tree, backend: Backend) -> Tree:
+    """The in_axes with None for CARRY: state that a step threads is nothing to be counted."""
+    leaves, structure = backend.trees.flatten(in_axes)
+    return backend.trees.unflatten(structure, [None if axis is CARRY else axis for axis in leaves])
+
+
+def check_totals(totals: object, grad_fn: GradFn) -> None:
+    """Raises FuncgaError if totals cannot be called, or grad_fn does not take them."""
+    check_callable(totals, "totals", _LIKE)
+    try:
+        parameters = inspect.signature(grad_fn).parameters
+    except (TypeError, ValueError):  # a call will show it
+        return
+    takes = {parameter.kind for parameter in parameters.values()}
+    if "totals" not in parameters and inspect.Parameter.VAR_KEYWORD not in takes:
+        raise FuncgaError(
+            f"totals= was given, and grad_fn takes ({', '.join(argument_names(grad_fn, len(parameters)))}): it has no "
+            f"parameter `totals` for what is counted. Add it: def loss_fn(params, batch, *, totals)."
+        )
+
+
+def check_no_totals(kwargs: dict[str, Tree]) -> None:
+    """Raises FuncgaError if a call brings totals of its own."""
+    if "totals" in kwargs:
+        raise FuncgaError(
+            "the call has a keyword argument `totals`, and so has grad_fn from the totals= of the step. Pass the "
+            "call's under another name, or leave totals= out."
+        )
