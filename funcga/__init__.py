@@ -30,6 +30,7 @@ from funcga.reducers import Reducer
 if TYPE_CHECKING:
     from funcga import rules
     from funcga._compare import compare
+    from funcga._coupled import coupled
     from funcga._fold.accumulator import Accumulator, AccumulatorState
     from funcga._parity import Problem
     from funcga._statistics import batch_moments, running_statistics
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 else:
     _LATER = {
         "funcga._compare": ("compare",),
+        "funcga._coupled": ("coupled",),
         "funcga._fold.accumulator": ("Accumulator", "AccumulatorState"),
         "funcga._parity": ("Problem",),
         "funcga._statistics": ("batch_moments", "running_statistics"),
@@ -72,7 +74,7 @@ else:
 # `from funcga import *` leaves out sum, max and min, so that it shadows no builtin.
 __all__ = [  # noqa: RUF022 - sorted by topic
     # a window of micro-batches, in one call, from an iterable, or spread over calls
-    "accumulate", "grad", "value_and_grad", "CARRY", "stream", "windows",
+    "accumulate", "coupled", "grad", "value_and_grad", "CARRY", "stream", "windows",
     "Accumulator", "AccumulatorState", "MultiSteps", "MultiStepsState", "TargetWeight", "Transform", "multi_steps",
     "LossScaledState", "loss_scaled", "linear_scaling", "sqrt_scaling", "check_replicas",
     # folds and their parts

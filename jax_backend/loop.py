@@ -17,7 +17,7 @@ from funcga._call.arguments import Arguments, groups
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import bound
-from funcga._types import Reduced, Scalar, Tree
+from funcga._types import R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
@@ -57,7 +57,7 @@ def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Cal
     return lambda settings, *args: function(*settings, *args) if is_tracing() else outside(settings, *args)
 
 
-def _over_replicas(fold: Callable[..., Tree], across: Across | None, *operands: Tree) -> Tree:
+def _over_replicas(fold: Callable[..., R], across: Across | None, *operands: Tree) -> R:
     """`fold(replicas, *operands)`, with the replicas that `across=` names, over which the operands may differ."""
     if across is None and REPLICATED.get() is None:
         return fold(None, *operands)
@@ -143,11 +143,17 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
 
 def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
     """A tally for each leaf that is reduced: NaN where a float32 cannot hold the weight, so that no 0 comes of it."""
+    narrowed = narrow(total)
+    return [narrowed if fold.is_narrow else total for fold in outputs.reduced_folds]
+
+
+def narrow(total: Tally) -> Tally:
+    """The tally as a float32 holds it; NaN if it cannot."""
     weight = total.total
     # A float32 of this range can be multiplied with and divided by, and its reciprocal is one as well.
     fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
     narrowed = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
-    return [Tally((narrowed,), total.steps) if fold.is_narrow else total for fold in outputs.reduced_folds]
+    return Tally((narrowed,), total.steps)
 
 
 def _identity(fold: LeafFold, aval: "ShapedArray") -> Reduced:
@@ -165,14 +171,14 @@ def _begin(outputs: Outputs, spread: Spread, types: "Sequence[ShapedArray]", sta
     return Carry(*spread.pinned(outputs, nothing, arrays.tally(0, steps=0)), state)
 
 
-def _finish(
+def _merged(
     outputs: Outputs,
     replicas: Replicas | None,
     carry: Carry,
     chunks: Sequence[Sequence[jax.Array]],
     shared: Scalar = None,
-) -> Tree:
-    """The normalised result of all replicas, in the structure of grad_fn's output.
+) -> Folded:
+    """What all replicas have folded, before it is normalised.
 
     A weight that is `shared` by all micro-batches, on all replicas, is applied here, where XLA divides: one pass.
     """
@@ -184,13 +190,24 @@ def _finish(
     folded = Folded(*carry, collected)
     if replicas is not None:
         folded = merge(outputs, folded, replicas)
-    folds, reduced = outputs.reduced_folds, folded.reduced
-    if shared is not None:
-        pairs = zip(folds, reduced, strict=True)
-        reduced = [fold.lift(leaf, shared) if fold.adds == "weighted" else leaf for fold, leaf in pairs]
-    triples = zip(folds, reduced, _tallies(outputs, folded.total), strict=True)
+    if shared is None:
+        return folded
+    pairs = zip(outputs.reduced_folds, folded.reduced, strict=True)
+    return folded._replace(
+        reduced=[fold.lift(leaf, shared) if fold.adds == "weighted" else leaf for fold, leaf in pairs]
+    )
+
+
+def _normalised(outputs: Outputs, folded: Folded) -> Tree:
+    """The result, in the structure of grad_fn's output."""
+    triples = zip(outputs.reduced_folds, folded.reduced, _tallies(outputs, folded.total), strict=True)
     normalised = [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples]
     return outputs.join(normalised, folded.collected, folded.state)
+
+
+def _finish(outputs: Outputs, replicas: Replicas | None, carry: Carry, chunks: Sequence[Sequence[jax.Array]]) -> Tree:
+    """The normalised result of all replicas."""
+    return _normalised(outputs, _merged(outputs, replicas, carry, chunks))
 
 
 # -- accumulate
@@ -198,28 +215,35 @@ def _finish(
 
 def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    fold = program.memory.keep(_Accumulate, program, backend).fold
+    fold = program.memory.keep(Accumulate, program, backend).fold
     if program.across is not None or jax.device_count() == 1:
         return partial(fold, (Spread(),))
     # Asked here, since inside of jit an array does not say where it lies.
     return lambda args, kwargs: fold((sharding.spread_of(args, program.read(args, backend)),), args, kwargs)
 
 
-class _Accumulate:
+class Accumulate:
     """What is kept of a step of `accumulate`: its fold, with all that it has been traced for."""
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
         self.fold = compiled(self.traced)
-        self.count = None if program.totals is None else _Accumulate(program.counting(backend), backend).traced
+        self.count = None if program.totals is None else Accumulate(program.counting(backend), backend).traced
 
     def traced(self, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
         """The fold, in the trace that is running."""
         if self.count is not None:
             kwargs = {**kwargs, "totals": self.count(spread, args, {})}
+        outputs, folded, _ = self.folded(spread, args, kwargs)
+        return _normalised(outputs, folded)
+
+    def folded(self, spread: Spread, args: Args, kwargs: Kwargs) -> tuple[Outputs, Folded, Spread]:
+        """What is folded, before it is normalised, and how the rows of the batch were spread over the devices."""
         return _over_replicas(partial(self._fold, spread), self.program.across, args, kwargs)
 
-    def _fold(self, spread: Spread, replicas: Replicas | None, args: Args, kwargs: Kwargs) -> Tree:
+    def _fold(
+        self, spread: Spread, replicas: Replicas | None, args: Args, kwargs: Kwargs
+    ) -> tuple[Outputs, Folded, Spread]:
         program = self.program
         trees.check_unshared((args, kwargs))
         arguments = program.read(args, self.backend)
@@ -255,7 +279,7 @@ class _Accumulate:
         if narrow is not None:
             chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
         carry = Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state)
-        return _finish(outputs, replicas, carry, chunks, weight if is_shared else None)
+        return outputs, _merged(outputs, replicas, carry, chunks, weight if is_shared else None), spread
 
 
 def _check_rows(program: Program, rows: int) -> int:

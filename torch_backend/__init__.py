@@ -7,7 +7,7 @@ from funcga._fold import Tally
 from funcga._fold.accumulator import AccumulatorState
 from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
-from torch_backend import arrays, dlpack, gradients, loop, replicas, sums, trees
+from torch_backend import arrays, coupled, dlpack, gradients, loop, replicas, sums, trees
 from torch_backend import multi_steps as transforms
 from torch_backend.modules import pure_loss, trainable
 from torch_backend.modules.layers import running_buffers
@@ -38,7 +38,7 @@ __all__ = [
     "trainable",
 ]
 
-BACKEND = Backend("torch", trees, arrays, dlpack, gradients, loop, replicas, sums, transforms)
+BACKEND = Backend("torch", trees, arrays, dlpack, gradients, loop, coupled, replicas, sums, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True. Each type is also known
 # by the module that it has in states that were saved before the modules were moved.

@@ -1,7 +1,7 @@
 """The loop over the micro-batches."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -28,7 +28,7 @@ from torch_backend.wrapped.gradient import ModuleGradient, calling
 from torch_backend.wrapped.window import with_a_blank_row
 
 
-def _window_of(program: Program, backend: Backend) -> Window:
+def window_of(program: Program, backend: Backend) -> Window:
     """The window for a program: by autograd where funcga made the gradient function, otherwise by calls of grad_fn."""
     grad_fn = program.grad_fn
     if program.across is not None and arrays.in_transform():
@@ -68,40 +68,49 @@ def _differentiated_across() -> FuncgaError:
 
 # A micro-batch: the arguments that it is cut from, its first row on each device, and how many rows it has on each; None
 # for all.
-_Microbatch = tuple[Arguments, int, int | None]
+Microbatch = tuple[Arguments, int, int | None]
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    count = None if program.totals is None else accumulate(program.counting(backend), backend)
 
     def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        if count is not None:
-            # What is passed whole, such as the parameters, is not counted.
-            split = [part.value if part.axes else None for part in program.read(args, backend).parts]
-            kwargs = {**kwargs, "totals": count(tuple(split), {})}
-        with _window_of(program, backend) as window:
+        if program.totals is not None:
+            kwargs = with_totals(program, backend, args, kwargs)
+        with window_of(program, backend) as window:
             args, kwargs = window.detached(args), detached(kwargs, window.records) if kwargs else kwargs
             arguments = program.read(args, backend)
-            _check_not_packed(arguments)
-            rows = arguments.rows(may_be_empty=window.may_be_short)
-            # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels. From here on
-            # rows are counted on one device.
-            is_plain = all(type(leaf) is torch.Tensor for part in arguments.parts for leaf in part.leaves)
-            devices = 1 if is_plain else _devices(program, arguments)
-            n, size, rows = program.n, program.microbatch_size, rows // devices
-            if window.may_be_short and n is not None:
-                n = min(n, rows)
-            if size is not None:
-                size = max(1, size // devices)
-            cuts = starts(groups(rows, n, size)) if rows else ()
+            cuts, devices = cut(program, arguments, window.may_be_short)
             microbatches = iter([(arguments, start, count) for start, count in cuts])
-            return _folded(program, window, microbatches, lambda: arguments, kwargs, devices)
+            return folded(program, window, microbatches, lambda: arguments, kwargs, devices)
 
-    return _untraced(fold) if program.across is not None or _runs_as_it_is(program) else fold
+    return untraced(fold) if program.across is not None or runs_as_it_is(program) else fold
 
 
-def _runs_as_it_is(program: Program) -> bool:
+def with_totals(program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> dict[str, Tree]:
+    """The keyword arguments of grad_fn with the totals of the window."""
+    # What is passed whole, such as the parameters, is not counted.
+    split = [part.value if part.axes else None for part in program.read(args, backend).parts]
+    return {**kwargs, "totals": accumulate(program.counting(backend), backend)(tuple(split), {})}
+
+
+def cut(program: Program, arguments: Arguments, may_be_short: bool) -> tuple[Sequence[tuple[int, int]], int]:
+    """((first row, rows) of every micro-batch, both on one device; how many devices they take rows of at once)."""
+    _check_not_packed(arguments)
+    rows = arguments.rows(may_be_empty=may_be_short)
+    # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels. From here on
+    # rows are counted on one device.
+    is_plain = all(type(leaf) is torch.Tensor for part in arguments.parts for leaf in part.leaves)
+    devices = 1 if is_plain else _devices(program, arguments)
+    n, size, rows = program.n, program.microbatch_size, rows // devices
+    if may_be_short and n is not None:
+        n = min(n, rows)
+    if size is not None:
+        size = max(1, size // devices)
+    return starts(groups(rows, n, size)) if rows else (), devices
+
+
+def runs_as_it_is(program: Program) -> bool:
     """Whether torch.compile runs this call as it is, and would compile functions of the engine's one by one.
 
     So it does with every later step once it has failed to trace one: it remembers the code, not the function.
@@ -143,7 +152,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
         if program.totals is not None and program.device is not None:
             ((totals,),) = _moved(iter([(kwargs["totals"],)]), torch.device(program.device))
             kwargs = {**kwargs, "totals": totals}
-        with _window_of(program, backend) as window:
+        with window_of(program, backend) as window:
             leading, kwargs = (
                 window.detached(leading, leading=True),
                 detached(kwargs, window.records) if kwargs else kwargs,
@@ -151,14 +160,14 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             count = len(program.in_axes) if isinstance(program.in_axes, tuple | list) else len(leading)
             without = lambda: program.read((*leading, *[None] * (count - len(leading))), backend)
             microbatches = _read(program, window, leading, items, backend)
-            return _folded(program, window, microbatches, without, kwargs)
+            return folded(program, window, microbatches, without, kwargs)
 
-    return _untraced(fold) if program.across is not None or _runs_as_it_is(program) else fold
+    return untraced(fold) if program.across is not None or runs_as_it_is(program) else fold
 
 
 def _read(
     program: Program, window: Window, leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], backend: Backend
-) -> Iterator[_Microbatch]:
+) -> Iterator[Microbatch]:
     if program.device is not None:
         items = _moved(items, torch.device(program.device))
     for item in items:
@@ -206,7 +215,7 @@ def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[
         item = begin()
 
 
-def _untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
     """The function, excluded from torch.compile: when that traces, nobody knows what the replicas do next."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break("funcga merges over replicas here; compile the loss instead")
@@ -217,10 +226,10 @@ def _untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
     return untraced
 
 
-def _folded(
+def folded(
     program: Program,
     window: Window,
-    microbatches: Iterator[_Microbatch],
+    microbatches: Iterator[Microbatch],
     without: Callable[[], Arguments],
     kwargs: dict[str, Tree],
     devices: int = 1,

@@ -6,7 +6,7 @@ The keys are those of SplitMix: Steele, Lea and Flood (2014), "Fast splittable p
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -206,3 +206,19 @@ def _seeded(seed: int, args: tuple[Tree, ...]) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
+
+
+# -- the states of the global generators, for what is to draw the same once more
+
+
+def generator_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """The states of the generators of the host and of these devices."""
+    states = [torch.get_rng_state()]
+    return states + [torch.get_device_module(device).get_rng_state(device) for device in devices]
+
+
+def put_generator_states(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> None:
+    """Puts states of the generators back."""
+    torch.set_rng_state(states[0])
+    for device, state in zip(devices, states[1:], strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -12,6 +12,7 @@ from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Tree
 
 # These types belong to rooms that import this one, so naming them would be a cycle. Here they only pass through.
 Program = Any
+Coupled = Any
 LeafFold = Any
 Outputs = Any
 Tally = Any
@@ -211,6 +212,14 @@ class Loop(Protocol):
         ...
 
 
+class Passes(Protocol):
+    """A framework's way to go through the micro-batches twice, for a loss that needs the whole batch."""
+
+    def coupled(self, job: Coupled, backend: "Backend") -> Callable[..., Any]:
+        """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from args."""
+        ...
+
+
 class Replicas(Protocol):
     """A framework's replicas: what `across=` names, and whether they hold the same."""
 
@@ -349,6 +358,7 @@ class Backend:
     dlpack: DLPack
     gradients: Gradients
     loop: Loop
+    passes: Passes
     replicas: Replicas
     sums: Sums
     transforms: Transforms

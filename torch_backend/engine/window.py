@@ -263,6 +263,13 @@ class Engine:
         reduction.announce(weight, steps=1)
         return reduction.ready
 
+    def listen_anew(self) -> None:
+        """Forgets the collectives that were called so far: they were not those of a loss."""
+        if self.any_group is not None:
+            self.any_group = Listener()
+        if self.given_group is not None and self.reduction is not None:
+            self.given_group = Listener(self.reduction.replicas.group)
+
     def _note_collectives(self) -> None:
         """Remembers a loss that calls collectives of the group that gradients may travel over."""
         if self.reduction is not None and self.given_group is not None and self.given_group.heard:

@@ -196,6 +196,12 @@ class Reduction:
         self.is_over, self.history.finished = True, self.window
         return state
 
+    @property
+    def folded(self) -> int:
+        """How many replicas have something to fold, once it is known what all of them have."""
+        assert self.header is not None
+        return sum(bool(report.steps) for report in self.header.reports())
+
     def give_up(self) -> None:
         """Sends what the others still wait for, with the mark of an error; owes it if they are not ready yet."""
         if self.is_over or isinstance(self.problem, FuncgaError):

@@ -1,0 +1,388 @@
+"""`coupled`: the gradient of a loss that needs the whole batch at once, in two passes over its micro-batches.
+
+The first pass folds a summary of each micro-batch, and keeps no graph. The loss is a function of what they come to, and
+its gradient with respect to that is a cotangent. The second pass pulls the cotangent back through each micro-batch: the
+fold says which part of it is that of one summary.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from funcga._backend import Backend
+from funcga._backend.prefixes import leaf_paths
+from funcga._call import OwningGradient, Program, owner_of, read_program
+from funcga._call.totals import check_no_totals
+from funcga._fold import LeafFold, Tally, bind, parts_of
+from funcga._fold.outputs import Outputs, broadcast_folds
+from funcga._grad import GradientFunction, value_and_grad
+from funcga._replicas import Memory, step_of
+from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree, WeightFn
+from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
+from funcga.folds import Fold, FoldTree, concat
+
+
+@explains_arguments
+def coupled(
+    summary_fn: Callable[..., Tree],
+    loss_fn: LossFn,
+    n: int | None = None,
+    *,
+    microbatch_size: int | None = None,
+    fold: FoldTree = concat(),  # noqa: B008 - a frozen value
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
+    across: Across = None,
+    totals: TotalsFn | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """A function `f(params, *batch) -> (loss, grads)` for a loss that couples the rows of a batch: exact, for every n.
+
+    A contrastive loss compares each row with all others; load balancing, VICReg and Barlow Twins take statistics of the
+    whole batch. The mean of such losses over micro-batches is another loss. Here the batch enters it by summaries:
+
+        s = the fold of summary_fn(params, *microbatch) over the micro-batches, and over the replicas of `across`
+        loss = loss_fn(params, s)
+        grads = the gradient of loss_fn(params, s(params))
+
+    The first pass computes the summaries, the second one runs each micro-batch again, and pulls the gradient of the
+    loss by its summary back through it. So there is one forward pass more, but for that of the last micro-batch, whose
+    graph is kept; and memory for one micro-batch's activations, and for the summaries twice. With `concat()` this is
+    the gradient cache of Gao et al.; with `mean()` the summaries are of one size, whatever that of the batch.
+
+    The second pass draws the random numbers of the first, as for dropout: in torch the generators' states are put back;
+    in JAX keys are arguments. Parameters that loss_fn itself uses, such as a temperature, count once.
+
+    Source: Gao, Zhang, Han and Callan (2021), "Scaling deep contrastive learning batch size under memory limited
+    setup", arXiv 2101.06983.
+
+    Args:
+        summary_fn: `summary_fn(params, *microbatch)` returns a tree of arrays: embeddings [rows, features] for
+            `concat()`, a mean over the rows for `mean()`, a sum for `sum()`, and so on. Integers, such as labels, pass
+            through without a gradient. A pure_loss works, whose loss_fn returns a summary in place of a loss. With
+            `torch_backend.module_value_and_grad(module, summary_fn)` the parameters are the module's own, which may be
+            wrapped by DDP or FSDP: then the step is f(*batch).
+        loss_fn: `loss_fn(params, s)` returns a real scalar, or (scalar, aux) with has_aux. It gets the arguments that
+            are differentiated, then the folded summaries in the structure that summary_fn returns; for a module's own
+            parameters the module, then the summaries.
+        n: How many micro-batches; as in `accumulate`.
+        microbatch_size: How many rows a micro-batch has, in place of `n`.
+        fold: A Fold, or a tree prefix of Folds over summary_fn's output. Of a fold that neither adds nor collects, as
+            `max()`, `moments()` or `logsumexp()`, the summaries of all micro-batches are kept.
+        weight: As in `accumulate`, for the folds that weigh.
+        in_axes: As in `accumulate`, for summary_fn's arguments. Threaded state gets no gradient.
+        across: As in `accumulate`: every replica passes its own rows, and gets the same result.
+        totals: As in `accumulate`: what is counted before the first pass, for summary_fn's keyword argument `totals`.
+        argnums: The argument of summary_fn to differentiate by, or a tuple of several. They are passed whole.
+        has_aux: Whether loss_fn returns (scalar, aux).
+
+    Returns:
+        A function that is called as summary_fn is, on a whole batch. It returns `(loss, grads)`, or
+        `((loss, aux), grads)` with has_aux, as `value_and_grad` does.
+
+    Raises:
+        FuncgaError: The input is bad, or the loss does not depend on the summaries.
+
+    Example:
+        >>> def summary_fn(params, x, y):
+        ...     return {"x": F.normalize(x @ params["w"]), "y": F.normalize(y @ params["w"])}
+        >>> def loss_fn(params, s):
+        ...     logits = s["x"] @ s["y"].T * params["scale"].exp()
+        ...     return F.cross_entropy(logits, torch.arange(len(logits)))
+        >>> step = funcga.coupled(summary_fn, loss_fn, n=4)
+        >>> params = {"w": torch.eye(3), "scale": torch.tensor(1.0)}
+        >>> loss, grads = step(params, torch.eye(10, 3), torch.eye(10, 3))
+        >>> grads["w"].shape
+        torch.Size([3, 3])
+    """
+    job = _read(summary_fn, loss_fn, n, microbatch_size, fold, weight, in_axes, across, totals, argnums, has_aux)
+
+    @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
+    def step(*args: Any, **kwargs: Any) -> Any:
+        """The loss and its gradient."""
+        backend = job.program.backend(args, kwargs)
+        if totals is not None:
+            check_no_totals(kwargs)
+        try:
+            return backend.passes.coupled(job, backend)(args, kwargs)
+        except TypeError as error:
+            job.program.check_call(error, len(args), kwargs)
+            raise
+
+    # For code that wraps the step and has to know what it does.
+    step.coupled = job  # type: ignore[attr-defined]
+    return step
+
+
+def _read(
+    summary_fn: Callable[..., Tree],
+    loss_fn: LossFn,
+    n: int | None,
+    microbatch_size: int | None,
+    fold: FoldTree,
+    weight: WeightFn | None,
+    in_axes: Tree,
+    across: Across,
+    totals: TotalsFn | None,
+    argnums: int | tuple[int, ...],
+    has_aux: bool,
+) -> "Coupled":
+    check_callable(summary_fn, "summary_fn", "lambda params, x: model(params, x)")
+    check_callable(loss_fn, "loss_fn", "lambda params, summaries: loss")
+    if isinstance(summary_fn, GradientFunction):
+        raise FuncgaError(
+            "summary_fn is a gradient function, and the gradient is taken by `coupled` itself. Pass the function that "
+            "computes the summaries: funcga.coupled(summary_fn, loss_fn, n=8)."
+        )
+    if (n is None) == (microbatch_size is None):
+        count = "neither" if n is None else "both"
+        raise FuncgaError(
+            f"{count} of n and microbatch_size were given. Say one: coupled(summary_fn, loss_fn, n=8) for 8 "
+            f"micro-batches, or coupled(summary_fn, loss_fn, microbatch_size=4) for micro-batches of 4 rows."
+        )
+    program = read_program(
+        summary_fn,
+        fold,
+        weight,
+        in_axes,
+        across,
+        totals,
+        n=None if n is None else check_count(n, "n"),
+        microbatch_size=None if microbatch_size is None else check_count(microbatch_size, "microbatch_size"),
+    )
+    gradient = value_and_grad(loss_fn, argnums, has_aux)
+    assert isinstance(gradient, GradientFunction)
+    return Coupled(program, gradient, Memory(None if across is None else step_of(loss_fn)))
+
+
+@dataclass(frozen=True, eq=False)
+class Coupled:
+    """What a step of `coupled` computes: a fold of summaries, and the gradient of a loss of them.
+
+    `memory` is what a backend keeps for the second pass; that of the first is the program's.
+    """
+
+    program: Program
+    gradient: GradientFunction
+    memory: Memory
+
+    def first(self, backend: Backend) -> Program:
+        """The fold of the summaries: of sums what they come to, and of any other fold what it is made of.
+
+        Its output is (summary, weight). Where a fold neither adds nor collects, as max(), the summary has an axis more,
+        and what all micro-batches have is collected along it: then the framework differentiates the fold itself. The
+        weight is that of the micro-batch, [1], if such a fold weighs, else None.
+        """
+        program, trees = replace(self.program, totals=None), backend.trees
+        folds, structure = trees.flatten(program.fold, _is_fold)
+        if not any(map(_is_kept, folds)):
+            summarised = lambda *args, **kwargs: (program.grad_fn(*args, **kwargs), None)
+            return replace(program, grad_fn=summarised, fold=(program.fold, concat()))
+        weighs = self.weighs(backend)
+
+        def with_axes(*args: Tree, **kwargs: Tree) -> Tree:
+            summary = program.grad_fn(*args, **kwargs)
+            leaves, structure = trees.flatten(summary)
+            of_leaves = [fold for fold, _ in broadcast_folds(program.fold, summary, len(leaves), backend, "summary")]
+            leaves = [
+                leaf if leaf is None or not _is_kept(fold) else backend.arrays.as_array(leaf)[None]
+                for leaf, fold in zip(leaves, of_leaves, strict=True)
+            ]
+            weight = None
+            if weighs:
+                of_microbatch = backend.arrays.tally(program.weigh(program.read(args, backend), args, None)).total
+                weight = backend.arrays.as_array(of_microbatch)[None]
+            return trees.unflatten(structure, leaves), weight
+
+        collected = [concat() if _is_kept(fold) else fold for fold in folds]
+        return replace(program, grad_fn=with_axes, fold=(trees.unflatten(structure, collected), concat()))
+
+    def weighs(self, backend: Backend) -> bool:
+        """Whether the weights of micro-batches are collected, for a fold of which all summaries are kept."""
+        folds = backend.trees.flatten(self.program.fold, _is_fold)[0]
+        return any(_is_kept(fold) and not fold.reducer.unweighted for fold in folds)
+
+    def second(self, grad_fn: Callable[..., Tree], fold: FoldTree, in_axes: Tree) -> Program:
+        """The fold of what `grad_fn` makes of each micro-batch in the second pass."""
+        return replace(self.program, grad_fn=grad_fn, fold=fold, weight=_one, in_axes=in_axes, memory=self.memory)
+
+    def check_depends(self, depends: bool) -> None:
+        """Raises FuncgaError for a loss that does not depend on the summaries."""
+        if not depends:
+            raise FuncgaError(
+                "loss_fn does not use the summaries: its value depends on no float array of them, so that no gradient "
+                "comes to summary_fn. Compute the loss from its last argument, loss_fn(params, s)."
+            )
+
+    def arg_indices(self, args: Sequence[Tree]) -> tuple[int, ...]:
+        """The arguments that are differentiated. Raises FuncgaError for one that is not there."""
+        return self.gradient.arg_indices(len(args))
+
+    def check_whole(self, axes: Sequence[Sequence[Any]]) -> None:
+        """Raises FuncgaError if an argument that is differentiated has axes, so that it is no parameter."""
+        for arg_index in self.gradient.arg_indices(len(axes)):
+            if axes[arg_index]:
+                raise FuncgaError(
+                    f"argnums is {self.gradient.argnums!r}, and in_axes splits argument {arg_index}: parameters are "
+                    f"passed whole. Name the arguments to differentiate by in argnums, and write None for them in "
+                    f"in_axes."
+                )
+
+
+def _one(*args: Tree) -> int:
+    return 1
+
+
+def _is_fold(node: object) -> bool:
+    return isinstance(node, Fold)
+
+
+def _is_kept(fold: object) -> bool:
+    """Whether all that a fold is made of is kept: it neither adds, nor collects, nor threads."""
+    if not isinstance(fold, Fold):
+        return False
+    monoid = fold.reducer.monoid
+    return monoid.collective != "sum" and monoid.axis is None and not fold.reducer.carries
+
+
+@dataclass(frozen=True, eq=False)
+class Summaries:
+    """What the summaries of all micro-batches have come to, on all replicas, before it is normalised.
+
+    `outputs` are those of the first pass. `reduced` has what is accumulated of each leaf that is reduced, `collected`
+    the rows of each that is collected, and `state` what is threaded. `tally_of` gives the tally of a leaf.
+    """
+
+    job: Coupled
+    outputs: Outputs
+    reduced: list[Reduced]
+    collected: list[Array]
+    state: list[Any]
+    tally_of: Callable[[LeafFold], Tally]
+
+    def variables(self) -> list[Array]:
+        """The arrays that the loss is differentiated by: the floats of what is reduced, then of what is collected."""
+        leaves, _, indices = self._flat
+        if not indices:
+            raise FuncgaError(
+                "summary_fn returns no float array, so the loss of its summaries has no gradient. Return what the loss "
+                "is computed from, such as embeddings."
+            )
+        return [leaves[index] for index in indices]
+
+    def tree(self, variables: Sequence[Array]) -> Tree:
+        """What loss_fn is given, where the variables are these."""
+        leaves, structure, indices = self._flat
+        leaves = [*leaves]
+        for index, variable in zip(indices, variables, strict=True):
+            leaves[index] = variable
+        outputs, backend = self.outputs, self.outputs.backend
+        reduced, collected = backend.trees.unflatten(structure, leaves)
+        triples = zip(outputs.reduced_folds, reduced, strict=True)
+        summary, weights = outputs.join(
+            [fold.normalize(leaf, self.tally_of(fold)) for fold, leaf in triples],
+            [
+                backend.arrays.cast(leaf, fold.result_dtype)
+                for fold, leaf in zip(outputs.collected_folds, collected, strict=True)
+            ],
+            self.state,
+        )
+        leaves, structure = backend.trees.flatten(summary)
+        folds = [fold for fold, _ in broadcast_folds(self.job.program.fold, summary, len(leaves), backend, "summary")]
+        paths = leaf_paths(summary, backend.trees, "summary")
+        return backend.trees.unflatten(
+            structure,
+            [
+                leaf if leaf is None or not _is_kept(fold) else self._folded(fold, leaf, weights, path)
+                for fold, leaf, path in zip(folds, leaves, paths, strict=True)
+            ],
+        )
+
+    def _folded(self, fold: Fold, rows: Array, weights: Array | None, path: str) -> Reduced:
+        """The fold of the rows, one for each micro-batch."""
+        leaf_fold, monoid = bind(fold, rows[0], lambda: path, self.outputs.backend.arrays), fold.reducer.monoid
+        xp, values = leaf_fold.arrays.xp, [rows[index] for index in range(len(rows))]
+        of_rows = [1] * len(values) if weights is None else [weights[index] for index in range(len(values))]
+        if monoid.collective in ("max", "min") and fold.reducer.unweighted:
+            # In one operation, whose derivative those that are equal share.
+            reduced = (xp.amax if monoid.collective == "max" else xp.amin)(rows, 0)
+        else:
+            lifted = [leaf_fold.lift(value, weight) for value, weight in zip(values, of_rows, strict=True)]
+            reduced = functools.reduce(leaf_fold.combine, lifted)
+        return leaf_fold.normalize(reduced, self.tally_of(leaf_fold))
+
+    def cotangents(self, of_variables: Sequence[Array | None]) -> "Cotangents":
+        """The cotangents, from those of the variables; None where the loss does not depend on one."""
+        leaves, structure, indices = self._flat
+        backend = self.outputs.backend
+        by_index = dict(zip(indices, of_variables, strict=True))
+        # A leaf of several arrays has a cotangent for each of them, or none at all.
+        reached = backend.trees.unflatten(structure, [by_index.get(index) is not None for index in range(len(leaves))])
+        filled = [
+            backend.arrays.xp.zeros_like(leaf) if by_index.get(index) is None else by_index[index]
+            for index, leaf in enumerate(leaves)
+        ]
+        of_reduced, of_collected = [
+            [cotangent if any(parts_of(is_reached)) else None for cotangent, is_reached in zip(*pair, strict=True)]
+            for pair in zip(backend.trees.unflatten(structure, filled), reached, strict=True)
+        ]
+        return Cotangents(self.outputs, of_reduced, of_collected)
+
+    @functools.cached_property
+    def _flat(self) -> tuple[list[Array], Any, list[int]]:
+        """The arrays, their structure, and which of them are variables."""
+        leaves, structure = self.outputs.backend.trees.flatten((self.reduced, self.collected))
+        kinds = [self.outputs.backend.arrays.kind(leaf.dtype) for leaf in leaves]
+        if "complex" in kinds:
+            raise FuncgaError(
+                "summary_fn returns a complex array, and the gradient is that of real ones. Return its real and its "
+                "imaginary part."
+            )
+        # The weights of micro-batches, if there are any, are the last leaf, and constants.
+        has_weights = self.job.weighs(self.outputs.backend)
+        variables = [index for index, kind in enumerate(kinds) if kind == "float"]
+        return leaves, structure, [index for index in variables if not has_weights or index != len(leaves) - 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Cotangents:
+    """The cotangents of folded summaries; None for a leaf that has none."""
+
+    outputs: Outputs
+    reduced: list[Reduced | None]
+    collected: list[Array | None]
+
+    def parts(self, output: Tree, weight: Scalar) -> list[Reduced]:
+        """What the output of the first pass for one micro-batch contributes to each leaf that has a cotangent."""
+        leaves = self.outputs.in_order(output)
+        triples = zip(self.outputs.reduced, self.outputs.reduced_folds, self.reduced, strict=True)
+        lifted = [fold.lift(leaves[leaf_index], weight) for leaf_index, fold, cot in triples if cot is not None]
+        pairs = zip(self.outputs.collected, self.collected, strict=True)
+        return [*lifted, *[leaves[leaf_index] for leaf_index, cotangent in pairs if cotangent is not None]]
+
+    def of(self, parts: Sequence[Reduced], rows: Callable[[int, Array, int, int], Array]) -> list[Reduced]:
+        """The cotangents of these parts: that of a sum is the same for each of its terms, that of rows is theirs.
+
+        `rows(position, cotangent, axis, size)` are those of this micro-batch, in the cotangent of the collected leaf at
+        this position.
+        """
+        sums = [cotangent for cotangent in self.reduced if cotangent is not None]
+        collected = [
+            (position, cotangent, fold.fold.reducer.monoid.axis or 0)
+            for position, (fold, cotangent) in enumerate(zip(self.outputs.collected_folds, self.collected, strict=True))
+            if cotangent is not None
+        ]
+        pairs = zip(collected, parts[len(sums) :], strict=True)
+        return [*sums, *[rows(*of_leaf, part.shape[of_leaf[2]]) for of_leaf, part in pairs]]
+
+    def threaded(self, output: Tree) -> Tree:
+        """The summary with nothing left of it but the state that is threaded."""
+        leaves, threads = self.outputs.in_order(output), self.outputs.threads
+        return self.outputs.structure_of([leaf if index in threads else None for index, leaf in enumerate(leaves)])[0]
+
+
+def is_of_module(job: Coupled) -> bool:
+    """Whether the parameters are those of a module that summary_fn brings."""
+    return isinstance(job.program.grad_fn, OwningGradient) and owner_of(job.program.grad_fn) is not None

@@ -1,0 +1,123 @@
+"""The two passes of a loss that needs the whole batch, in one program."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from funcga._backend import Backend
+from funcga._call import Program
+from funcga._call.arguments import groups
+from funcga._coupled import Cotangents, Coupled, Summaries
+from funcga._types import Tree
+from funcga.folds import sum as summed
+from jax_backend import arrays, sharding
+from jax_backend.loop import Accumulate, compiled, narrow
+from jax_backend.replicas import replicas_of
+from jax_backend.sharding import Spread
+
+
+def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
+    """f(args, kwargs): the loss and its gradient."""
+    step = job.memory.keep(_Step, job, backend).step
+    if job.program.across is not None or jax.device_count() == 1:
+        return partial(step, (Spread(),))
+    # Asked here, since inside of jit an array does not say where it lies.
+    return lambda args, kwargs: step((sharding.spread_of(args, job.program.read(args, backend)),), args, kwargs)
+
+
+class _Step:
+    """What is kept of a step of `coupled`, with all that it has been traced for."""
+
+    def __init__(self, job: Coupled, backend: Backend):
+        self.job, self.backend = job, backend
+        self.step = compiled(self.traced)
+
+    def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        """The step, in the trace that is running."""
+        job, backend = self.job, self.backend
+        if job.program.totals is not None:
+            counting = Accumulate(job.program.counting(backend), backend)
+            kwargs = {**kwargs, "totals": counting.traced(spread, args, {})}
+        arguments = job.program.read(args, backend)
+        job.check_whole([part.axes for part in arguments.parts])
+        arg_indices = job.arg_indices(args)
+        params = [args[arg_index] for arg_index in arg_indices]
+
+        # The first pass: the summaries.
+        first = job.first(backend)
+        outputs, folded, spread = Accumulate(first, backend).folded(spread, args, kwargs)
+        tally_of = lambda fold: narrow(folded.total) if fold.is_narrow else folded.total
+        summaries = Summaries(job, outputs, folded.reduced, folded.collected, folded.state, tally_of)
+
+        # The loss of them, and its gradient: that of the parameters which it uses itself, and the cotangents.
+        def loss_of(variables: list[jax.Array], *params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
+            loss, aux = job.gradient.split(job.gradient.loss_fn(*params, summaries.tree(variables)), backend)
+            return loss, (loss, aux)
+
+        transform = jax.value_and_grad(loss_of, argnums=(*range(len(params) + 1),), has_aux=True)
+        (_, (loss, aux)), (of_variables, *of_params) = transform(summaries.variables(), *params)
+        cotangents = summaries.cotangents(of_variables)
+
+        # The second pass: they are pulled back through each micro-batch, which is told by the indices of its rows.
+        rows = arguments.rows()
+        pulled_back = _PulledBack(job, first, backend, cotangents, spread, rows)
+        in_axes = job.program.in_axes
+        if in_axes is not None:
+            in_axes = (*(in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)), 0)
+        second = job.second(pulled_back, (summed(), job.program.fold) if outputs.threads else summed(), in_axes)
+        result = Accumulate(second, backend).traced(spread, (*args, jnp.arange(rows, dtype=jnp.int32)), kwargs)
+        grads = result[0] if outputs.threads else result
+        return job.gradient.compose(
+            loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
+        )
+
+
+class _PulledBack:
+    """The gradient of one micro-batch: the cotangents, pulled back through its summary."""
+
+    def __init__(
+        self, job: Coupled, first: Program, backend: Backend, cotangents: Cotangents, spread: Spread, rows: int
+    ):
+        self.job, self.first, self.backend, self.cotangents, self.spread = job, first, backend, cotangents, spread
+        self.groups = groups(rows, job.program.n, job.program.microbatch_size)
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """The gradients of the differentiated arguments, and the state that is threaded, if there is any."""
+        job, (*args_of_user, index) = self.job, args
+        arguments = job.program.read(tuple(args_of_user), self.backend)
+        weight = job.program.weigh(arguments, tuple(args_of_user), None)
+        arg_indices = job.arg_indices(args_of_user)
+
+        def parts_of(*params: Tree) -> tuple[list[Tree], Tree]:
+            replaced = dict(zip(arg_indices, params, strict=True))
+            called = [replaced.get(arg_index, arg) for arg_index, arg in enumerate(args_of_user)]
+            output = self.first.grad_fn(*called, **kwargs)
+            return self.cotangents.parts(output, weight), self.cotangents.threaded(output)
+
+        params = [args_of_user[arg_index] for arg_index in arg_indices]
+        parts, pull, threaded = jax.vjp(parts_of, *params, has_aux=True)
+        of_parts = self.cotangents.of(parts, partial(self._rows, index))
+        # Where replicas differ, a cotangent is of the type of what it belongs to.
+        grads = pull(jax.tree.map(lambda cotangent, part: arrays.typed(cotangent, jax.typeof(part)), of_parts, parts))
+        return (grads, threaded) if self.cotangents.outputs.threads else grads
+
+    def _rows(self, index: jax.Array, position: int, cotangent: jax.Array, axis: int, size: int) -> jax.Array:
+        """Those of the micro-batch whose rows have these indices, in the cotangent of a leaf that is collected."""
+        replicas = replicas_of(self.job.program.across) if self.job.program.across is not None else None
+        total, offset = cotangent.shape[axis], jnp.int32(0)
+        if replicas is not None:  # they have equally many rows, one after the other
+            total //= int(lax.axis_size(replicas.names))
+            offset = lax.axis_index(replicas.names) * total
+        if self.spread.blocks > 1:  # then a leaf that is collected has a row for each of the micro-batch
+            return jnp.take(cotangent, offset + index, axis=axis)
+        (count, rows), *smaller = self.groups
+        if smaller and index.shape[0] == smaller[0][1]:
+            # Micro-batches of the second size, at the end of the batch.
+            before, (count, rows) = count * rows, smaller[0]
+            start = total - count * size + (index[0] - before) // rows * size
+        else:
+            start = index[0] // rows * size
+        return lax.dynamic_slice_in_dim(cotangent, offset + start, size, axis)
