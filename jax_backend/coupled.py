@@ -20,7 +20,7 @@ from jax_backend.sharding import Spread
 
 
 def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
-    """f(args, kwargs): the loss and its gradient."""
+    """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from args."""
     step = job.memory.keep(_Step, job, backend).step
     if job.program.across is not None or jax.device_count() == 1:
         return partial(step, (Spread(),))

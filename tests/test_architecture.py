@@ -10,12 +10,12 @@ import pytest
 
 import jax_backend
 import torch_backend
-from funcga._backend import Arrays, DLPack, Gradients, Loop, Replicas, Sums, Transforms, Trees
+from funcga._backend import Arrays, DLPack, Gradients, Loop, Passes, Replicas, Sums, Transforms, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
-LAYERS = ["errors", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_call", "_grad", "_accumulate",
+LAYERS = ["errors", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_call", "_grad", "_accumulate", "_coupled",
           "_transform", "_stream", "_statistics", "rules", "_versions", "_loading", "_trees", "_compare", "_verify", "_parity", "_cli", "__init__", "__main__"]  # fmt: skip
 # What a backend may import of the core: its types. It never imports what is built on a backend.
 TYPES = {
@@ -30,6 +30,7 @@ TYPES = {
     "_fold",
     "_call",
     "_grad",
+    "_coupled",
     "_transform",
     "_statistics",
 }
@@ -186,6 +187,7 @@ def test_backends_supply_what_the_core_asks_for(backend):
         ("trees", Trees),
         ("gradients", Gradients),
         ("loop", Loop),
+        ("passes", Passes),
         ("replicas", Replicas),
         ("sums", Sums),
         ("transforms", Transforms),

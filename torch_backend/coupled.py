@@ -37,7 +37,7 @@ from torch_backend.wrapped.window import WrappedGradient, with_a_blank_row
 
 
 def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
-    """f(args, kwargs): the loss and its gradient."""
+    """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from args."""
 
     def step(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         return _Step(job, backend).run(args, kwargs)
