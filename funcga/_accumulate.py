@@ -87,8 +87,8 @@ def accumulate(
             the sums, 0-d arrays, as the keyword argument `totals`. So a loss with several denominators divides each
             term by its count in the whole batch, under `fold=sum()`. A total may be 0: divide by
             `totals["tokens"].clamp(min=1)`, in JAX by `jnp.maximum(totals["tokens"], 1)`. Integers are added exactly,
-            in int64; in JAX without 64-bit types in int32. Floats are added in at least float32. Over replicas this is
-            one reduction more for each dtype.
+            in int64; in JAX without 64-bit types in int32, and a total beyond 2**31 - 1 makes the result NaN. Floats
+            are added in at least float32. Over replicas this is one reduction more for each dtype.
 
     Returns:
         A function that is called as grad_fn is, on a whole batch, and returns what grad_fn returns.

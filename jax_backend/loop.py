@@ -14,6 +14,7 @@ from jax.export import is_symbolic_dim
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments, groups
+from funcga._call.totals import OVERFLOWN
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import bound
@@ -210,6 +211,19 @@ def _finish(outputs: Outputs, replicas: Replicas | None, carry: Carry, chunks: S
     return _normalised(outputs, _merged(outputs, replicas, carry, chunks))
 
 
+def spoilt(result: Tree, totals: Tree) -> Tree:
+    """The result, with NaN for every float if a total does not fit in its integers."""
+    counts = [total for total in jax.tree.leaves(totals) if total.dtype == np.int32]
+    if not counts:
+        return result
+    fits = jnp.all(jnp.stack(counts) != OVERFLOWN)
+
+    def kept(leaf: jax.Array) -> jax.Array:
+        return jnp.where(fits, leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+
+    return jax.tree.map(kept, result)
+
+
 # -- accumulate
 
 
@@ -235,7 +249,8 @@ class Accumulate:
         if self.count is not None:
             kwargs = {**kwargs, "totals": self.count(spread, args, {})}
         outputs, folded, _ = self.folded(spread, args, kwargs)
-        return _normalised(outputs, folded)
+        result = _normalised(outputs, folded)
+        return result if self.count is None else spoilt(result, kwargs["totals"])
 
     def folded(self, spread: Spread, args: Args, kwargs: Kwargs) -> tuple[Outputs, Folded, Spread]:
         """What is folded, before it is normalised, and how the rows of the batch were spread over the devices."""
@@ -338,6 +353,7 @@ class _Stream:
         self.begin = compiled(self._begin, keep_unused=True)  # it has no devices but those of its arguments
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
         self.finish = compiled(_finish)
+        self.spoilt = compiled(spoilt)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches, each taken, folded and let go."""
@@ -371,7 +387,8 @@ class _Stream:
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
                 "loader, or that a generator was not used up before."
             )
-        return self.finish((outputs, replicas), carry, chunks)
+        result = self.finish((outputs, replicas), carry, chunks)
+        return result if self.program.totals is None else self.spoilt((), result, kwargs["totals"])
 
     def _outputs_of(self, leading: Args, kwargs: Kwargs, item: Args) -> Outputs:
         """The Outputs of micro-batches like this one, bound once for all of the same types."""

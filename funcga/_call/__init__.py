@@ -9,13 +9,13 @@ from typing import Any
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
-from funcga._call.totals import Count, Totals, check_totals, whole_state
+from funcga._call.totals import Count, Totals, check_totals, exact_sum, whole_state
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._replicas import Memory, step_of
 from funcga._types import Across, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, refuses_arguments
-from funcga.folds import FoldTree, sum
+from funcga.folds import FoldTree
 
 
 class OwningGradient:
@@ -123,7 +123,7 @@ class _Counting:
         self.program = replace(
             program,
             grad_fn=Count(totals.function, program.grad_fn, in_axes, backend),
-            fold=sum(),
+            fold=exact_sum(backend.arrays),
             # Sums are not weighed, and the rows of a micro-batch that streams need not be known.
             weight=None if program.n or program.microbatch_size else lambda *_: 1,
             in_axes=in_axes,

@@ -8,12 +8,18 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from funcga._backend import Backend
+from funcga import monoids
+from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import CARRY, argument_names, read_arguments
+from funcga._fold import Tally
 from funcga._replicas import Step
-from funcga._types import Array, GradFn, TotalsFn, Tree
+from funcga._types import Array, GradFn, Namespace, Reduced, Scalar, TotalsFn, Tree
 from funcga.errors import FuncgaError, check_callable, refuses_arguments
+from funcga.folds import Fold, sum
+from funcga.monoids import Monoid
+from funcga.normalizers import Normalizer
+from funcga.reducers import Reducer
 
 _LIKE = 'lambda batch: {"tokens": (batch["labels"] != -100).sum(), "rows": len(batch["labels"])}'
 
@@ -84,6 +90,44 @@ class Count:
             f"`{path}` of a micro-batch is {self.backend.arrays.describe(leaf)}, which cannot be added up to a total. "
             f"{instead}: totals={_LIKE}."
         )
+
+
+# --- integers of 32 bits, which sums of counts may not fit in
+
+# What stands for a sum that int32 does not hold: the least of all int32, which no count is.
+OVERFLOWN = -(2**31)
+
+
+def exact_sum(arrays: Arrays) -> Fold:
+    """The fold of totals: a sum, which says so where it does not fit in the framework's integers."""
+    return sum() if arrays.as_array(0).dtype.itemsize == 8 else _SUM32
+
+
+def _limbs(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
+    """An integer as its upper and lower 16 bits, whose sums have room; a float as it is."""
+    return value if "float" in str(value.dtype) else (value >> 16, value & 0xFFFF)
+
+
+def _add(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
+    return _carried(a[0] + b[0], a[1] + b[1]) if isinstance(a, tuple) else a + b
+
+
+def _carried(upper: Array, lower: Array) -> Reduced:
+    """The limbs of the same number, the lower one of 16 bits again."""
+    return upper + (lower >> 16), lower & 0xFFFF
+
+
+def _joined(xp: Namespace, reduced: Reduced, tally: Tally) -> Array:
+    if not isinstance(reduced, tuple):
+        return reduced
+    upper, lower = _carried(*reduced)  # over replicas the limbs were added as they are
+    fits = (upper >= -(2**15)) & (upper < 2**15)
+    return xp.where(fits, (upper << 16) | lower, OVERFLOWN)
+
+
+_SUM32 = Fold(
+    Reducer(_limbs, Monoid(monoids.sum.identity, _add, collective="sum"), unweighted=True), Normalizer(_joined)
+)
 
 
 def whole_state(in_axes: Tree, backend: Backend) -> Tree:
