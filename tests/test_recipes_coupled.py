@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import funcga
+from benchmarks.torch_measure import Watch
 from tests.kits import JAX, TORCH, difference
 from tests.programs import example
 
@@ -80,3 +81,66 @@ def test_without_the_checkpoint_all_tiles_are_kept(kit, monkeypatch):
         monkeypatch.setattr(jax, "checkpoint", lambda function: function)
     torch.manual_seed(0)
     assert ours.gradients(ours.in_tiles(16), *ours.problem(rows, 16))[1] > 4 * rows * rows
+
+
+# --- statistics of the whole batch
+
+
+def of_rows(kit, loss_fn, params, *batch):
+    """The loss of the whole batch and its gradient, by the framework alone."""
+    if kit.name == "jax":
+        return jax.value_and_grad(loss_fn)(params, *batch)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    loss = loss_fn(leaves, *batch)
+    return loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))
+
+
+def views(rows=30):
+    """Parameters, and two views of rows whose means are not 0, as NumPy arrays."""
+    random = np.random.default_rng(0)
+    params = {"v": random.normal(size=(16, 4)) / 4, "w": random.normal(size=(6, 16)) / 2}
+    x = 0.5 + random.normal(size=(rows, 6))
+    return params, x + random.normal(size=x.shape), x + random.normal(size=x.shape)
+
+
+@pytest.mark.parametrize("split", [{"n": 1}, {"n": 3}, {"n": 7}, {"microbatch_size": 13}], ids=str)
+@pytest.mark.parametrize("name", ["VICReg", "Barlow Twins"])
+def test_statistics_of_the_batch_are_exact(kit, x64, name, split):
+    ours, problem = example(f"vicreg_{kit.name}"), kit.arrays(views())
+    of_summary, loss_of_rows = ours.LOSSES[name]
+    whole = of_rows(kit, loss_of_rows, *problem)
+    found = funcga.coupled(ours.summary_fn, of_summary, fold=ours.FOLD, **split)(*problem)
+    assert difference(kit, found, whole) <= 1e-13
+    usual = funcga.accumulate(funcga.value_and_grad(loss_of_rows), **split)(*problem)
+    assert split == {"n": 1} or difference(kit, usual[1], whole[1]) > 0.05
+
+
+@pytest.mark.parametrize("name", ["VICReg", "Barlow Twins"])
+def test_statistics_in_torch_and_in_jax(x64, name):
+    found = []
+    for kit in (TORCH, JAX):
+        ours = example(f"vicreg_{kit.name}")
+        step = funcga.coupled(ours.summary_fn, ours.LOSSES[name][0], n=7, fold=ours.FOLD)
+        found.append(step(*kit.arrays(views())))
+    assert difference(TORCH, funcga.to_torch(found[1]), found[0]) <= 1e-13
+
+
+def test_statistics_take_no_more_memory_for_more_rows():
+    """Of a hundred micro-batches as much as of ten: each leaves no more than D x D behind."""
+    ours, peaks = example("vicreg_torch"), []
+    step = funcga.coupled(ours.summary_fn, ours.vicreg, microbatch_size=50, fold=ours.FOLD)
+    for rows in (500, 5000):
+        problem = TORCH.arrays(views(rows))
+        step(*problem)
+        with Watch() as watch:
+            step(*problem)
+        peaks.append(watch.bytes)
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
+def test_statistics_take_no_more_memory_for_more_rows_in_jax(x64):
+    ours, peaks = example("vicreg_jax"), []
+    step = funcga.coupled(ours.summary_fn, ours.vicreg, microbatch_size=50, fold=ours.FOLD)
+    for rows in (500, 5000):
+        peaks.append(jax.jit(step).lower(*JAX.arrays(views(rows))).compile().memory_analysis().temp_size_in_bytes)
+    assert peaks[1] <= 1.02 * peaks[0]
