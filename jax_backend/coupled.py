@@ -1,6 +1,7 @@
 """The two passes of a loss that needs the whole batch, in one program."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ from funcga._coupled import Cotangents, Coupled, Summaries
 from funcga._types import Tree
 from funcga.folds import sum as summed
 from jax_backend import arrays, sharding
+from jax_backend.gradients import depends
 from jax_backend.loop import Accumulate, compiled, narrow
 from jax_backend.replicas import replicas_of
 from jax_backend.sharding import Spread
@@ -45,6 +47,10 @@ class _Step:
         job.check_whole([part.axes for part in arguments.parts])
         arg_indices = job.arg_indices(args)
         params = [args[arg_index] for arg_index in arg_indices]
+        rows = arguments.rows()
+        sizes = groups(rows, job.program.n, job.program.microbatch_size)
+        if job.program.across is None and [count for count, _ in sizes] == [1]:
+            return self._in_one_pass(spread, args, kwargs)
 
         # The first pass: the summaries.
         first = job.first(backend)
@@ -55,6 +61,7 @@ class _Step:
         # The loss of them, and its gradient: that of the parameters which it uses itself, and the cotangents.
         def loss_of(variables: list[jax.Array], *params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
             loss, aux = job.gradient.split(job.gradient.loss_fn(*params, summaries.tree(variables)), backend)
+            job.check_depends(depends(loss) is not False)
             return loss, (loss, aux)
 
         transform = jax.value_and_grad(loss_of, argnums=(*range(len(params) + 1),), has_aux=True)
@@ -62,8 +69,7 @@ class _Step:
         cotangents = summaries.cotangents(of_variables)
 
         # The second pass: they are pulled back through each micro-batch, which is told by the indices of its rows.
-        rows = arguments.rows()
-        pulled_back = _PulledBack(job, first, backend, cotangents, spread, rows)
+        pulled_back = _PulledBack(job, first, backend, cotangents, spread, sizes)
         in_axes = job.program.in_axes
         if in_axes is not None:
             in_axes = (*(in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)), 0)
@@ -74,15 +80,30 @@ class _Step:
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
         )
 
+    def _in_one_pass(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        """The same for a single micro-batch, whose graph is there already."""
+        job, arg_indices = self.job, self.job.arg_indices(args)
+        fold = Accumulate(replace(job.program, totals=None), self.backend)
+
+        def loss_of(*args: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
+            summaries = fold.traced(spread, args, kwargs)
+            params = [args[arg_index] for arg_index in arg_indices]
+            loss, aux = job.gradient.split(job.gradient.loss_fn(*params, summaries), self.backend)
+            return loss, (loss, aux)
+
+        (_, (loss, aux)), grads = jax.value_and_grad(loss_of, argnums=arg_indices, has_aux=True)(*args)
+        return job.gradient.compose(loss, aux, grads)
+
 
 class _PulledBack:
     """The gradient of one micro-batch: the cotangents, pulled back through its summary."""
 
     def __init__(
-        self, job: Coupled, first: Program, backend: Backend, cotangents: Cotangents, spread: Spread, rows: int
-    ):
+        self, job: Coupled, first: Program, backend: Backend, cotangents: Cotangents, spread: Spread,
+        sizes: list[tuple[int, int]],
+    ):  # fmt: skip
         self.job, self.first, self.backend, self.cotangents, self.spread = job, first, backend, cotangents, spread
-        self.groups = groups(rows, job.program.n, job.program.microbatch_size)
+        self.sizes = sizes
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """The gradients of the differentiated arguments, and the state that is threaded, if there is any."""
@@ -113,7 +134,7 @@ class _PulledBack:
             offset = lax.axis_index(replicas.names) * total
         if self.spread.blocks > 1:  # then a leaf that is collected has a row for each of the micro-batch
             return jnp.take(cotangent, offset + index, axis=axis)
-        (count, rows), *smaller = self.groups
+        (count, rows), *smaller = self.sizes
         if smaller and index.shape[0] == smaller[0][1]:
             # Micro-batches of the second size, at the end of the batch.
             before, (count, rows) = count * rows, smaller[0]

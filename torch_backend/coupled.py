@@ -27,7 +27,7 @@ from torch_backend.arrays import recording_loss
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, begun_by_others, detached, reductions_of
-from torch_backend.loop import Microbatch, cut, folded, runs_as_it_is, untraced, window_of, with_totals
+from torch_backend.loop import Microbatch, accumulate, cut, folded, untraced, window_of, with_totals
 from torch_backend.modules import PureLoss, trainable
 from torch_backend.modules.layers import called
 from torch_backend.randomness import generator_states, put_generator_states
@@ -40,9 +40,29 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
     """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from args."""
 
     def step(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        if job.program.totals is not None:
+            kwargs = with_totals(job.program, backend, args, kwargs)
+        if arrays.in_transform() and not isinstance(job.program.grad_fn, ModuleGradient):
+            return _in_one_graph(job, backend, args, kwargs)
         return _Step(job, backend).run(args, kwargs)
 
-    return untraced(step) if job.program.across is not None or runs_as_it_is(job.program) else step
+    # The second pass is steered by the host: torch.compile is for summary_fn and loss_fn.
+    return untraced(step, "funcga takes two passes here; compile summary_fn and loss_fn instead")
+
+
+def _in_one_graph(job: Coupled, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+    """The loss and its gradient inside of a transform, which keeps the graphs of all micro-batches anyway."""
+    fold = accumulate(replace(job.program, totals=None), backend)
+    arg_indices = job.arg_indices(args)
+    job.check_whole([part.axes for part in job.program.read(args, backend).parts])
+
+    def loss_of(*args: Tree, **kwargs: Tree) -> tuple[torch.Tensor, tuple[torch.Tensor, Tree]]:
+        params = [args[arg_index] for arg_index in arg_indices]
+        loss, aux = job.gradient.split(job.gradient.loss_fn(*params, fold(args, kwargs)), backend)
+        return loss, (loss, aux)
+
+    (_, (loss, aux)), grads = backend.gradients.value_and_grad(loss_of, arg_indices)(*args, **kwargs)
+    return job.gradient.compose(loss, aux, grads)
 
 
 class _Step:
@@ -69,8 +89,6 @@ class _Step:
     def run(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The loss and its gradient."""
         job = self.job
-        if job.program.totals is not None:
-            kwargs = with_totals(job.program, self.backend, args, kwargs)
         has_state = bool(job.program.read(args, self.backend).state)
         second = self._second(args, has_state)
         with window_of(second, self.backend) as window:

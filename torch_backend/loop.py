@@ -215,10 +215,12 @@ def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[
         item = begin()
 
 
-def untraced(fold: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(
+    fold: Callable[..., Any], why: str = "funcga merges over replicas here; compile the loss instead"
+) -> Callable[..., Any]:
     """The function, excluded from torch.compile: when that traces, nobody knows what the replicas do next."""
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break("funcga merges over replicas here; compile the loss instead")
+        torch._dynamo.graph_break(why)
     # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is compiled.
     if "torch._dynamo" not in sys.modules:
         return fold
