@@ -206,7 +206,9 @@ class Coupled:
 
     def second(self, grad_fn: Callable[..., Tree], fold: FoldTree, in_axes: Tree) -> Program:
         """The fold of what `grad_fn` makes of each micro-batch in the second pass."""
-        return replace(self.program, grad_fn=grad_fn, fold=fold, weight=_one, in_axes=in_axes, memory=self.memory)
+        return replace(
+            self.program, grad_fn=grad_fn, fold=fold, weight=_one, in_axes=in_axes, totals=None, memory=self.memory
+        )
 
     def check_depends(self, depends: bool) -> None:
         """Raises FuncgaError for a loss that does not depend on the summaries."""
