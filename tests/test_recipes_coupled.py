@@ -1,13 +1,17 @@
 """The recipes of examples/ for losses that couple the rows of a batch, against the loss of the whole batch in float64."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
 import torch
 
 import funcga
+import jax_backend
 from benchmarks.torch_measure import Watch
 from tests.kits import JAX, TORCH, difference
+from tests.processes import processes
 from tests.programs import example
 
 
@@ -144,3 +148,52 @@ def test_statistics_take_no_more_memory_for_more_rows_in_jax(x64):
     for rows in (500, 5000):
         peaks.append(jax.jit(step).lower(*JAX.arrays(views(rows))).compile().memory_analysis().temp_size_in_bytes)
     assert peaks[1] <= 1.02 * peaks[0]
+
+
+# --- over replicas
+
+
+def recipes(framework, **options):
+    """A step of each recipe, in three micro-batches."""
+    statistics, tiles = example(f"vicreg_{framework}"), example(f"contrastive_tiles_{framework}")
+    coupled = partial(funcga.coupled, n=3, **options)
+    return [
+        *[coupled(statistics.summary_fn, loss_fn, fold=statistics.FOLD) for loss_fn, _ in statistics.LOSSES.values()],
+        coupled(tiles.summary_fn, tiles.in_tiles(4)),
+    ]
+
+
+def arguments(rows):
+    """Parameters for all recipes, and two views of the rows."""
+    params, x, y = views(rows)
+    return {**params, "a": params["w"], "b": 1 - params["w"], "scale": np.array(1.5)}, x, y
+
+
+def over_processes(group, bounds):
+    """(loss, gradients) of each recipe in torch: this replica has the rows between two bounds."""
+    rank = torch.distributed.get_rank(group)
+    params, *batch = TORCH.arrays(arguments(30))
+    own = [x[bounds[rank] : bounds[rank + 1]] for x in batch]
+    return [step(params, *own) for step in recipes("torch", across=group)]
+
+
+@pytest.mark.parametrize("bounds", [[0, 11, 30], [0, 5, 5, 30]], ids=len)
+def test_recipes_over_uneven_replicas(bounds):
+    """One of three has no rows. All have the loss and the gradients of the whole batch."""
+    expected = [step(*TORCH.arrays(arguments(30))) for step in recipes("torch")]
+    for found in processes().run(over_processes, bounds, size=len(bounds) - 1):
+        assert difference(TORCH, found, expected) <= 1e-13
+
+
+def test_recipes_over_a_mesh(x64):
+    """Eight rows a device. The summaries are merged once and the gradients once, and nothing inside of a loop."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    problem = JAX.arrays(arguments(32))
+    specs = jax.P(), jax.P("data"), jax.P("data")
+    for alone, step in zip(recipes("jax"), recipes("jax", across="data"), strict=True):
+        merged = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P())
+        assert difference(JAX, jax.jit(merged)(*problem), alone(*problem)) <= 1e-13
+        found = jax_backend.collectives(merged, *problem)
+        assert {collective.depth for collective in found} == {0}
+        # the number of rows, an integer, is added by itself where the loss uses it
+        assert len([collective for collective in found if collective.bytes > 4]) == 2

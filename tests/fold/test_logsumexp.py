@@ -138,6 +138,18 @@ def test_in_a_stream_and_an_accumulator(kit, x64):
     assert kit.numpy(transform(through)(x)).sum() == x.shape[1]
 
 
+@pytest.mark.parametrize("split", [{"n": 1}, {"n": 3}, {"microbatch_size": 9}], ids=str)
+def test_a_coupled_loss_of_it(kit, x64, split):
+    """As the summary of a batch: its gradient goes through each micro-batch, and is 0 where all of one is -inf."""
+    w, x = kit.arrays(values(5.0)[0]), kit.arrays(values(30.0))
+    x = kit.xp.where(x > 20, -INF, x)
+    summary_fn = lambda w, x: logsumexp(kit, w + x)
+    loss_fn = lambda w, s: (s * s).sum() + w.sum()
+    step = funcga.coupled(summary_fn, loss_fn, fold=funcga.logsumexp(), **split)
+    whole = funcga.value_and_grad(lambda w: loss_fn(w, summary_fn(w, x)))(w)
+    assert difference(kit, step(w, x), whole) <= 1e-14
+
+
 def test_torch_against_jax(x64):
     x = values(scale=50.0)
     results = [kit.numpy(folded(kit, n=7)(kit.arrays(x))) for kit in (TORCH, JAX)]
