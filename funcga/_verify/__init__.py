@@ -1,5 +1,6 @@
 """`verify`: whether accumulation is exact for a loss, and what is wrong where it is not."""
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -99,7 +100,10 @@ def _lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
         yield "", ""
         yield f"{number}. {each.name}", "bold"
         yield from ((line, "") for line in _wrapped(each.what))
-        yield f"   Fix: {each.fix}", "green"  # on one line, to be copied
+        # The line itself is not wrapped, so that it can be copied; sentences that explain it are.
+        line, *sentences = re.split(r"\. (?=[A-Z])", each.fix, maxsplit=1)
+        yield f"   Fix: {line}", "green"
+        yield from ((line, "green") for line in _wrapped("".join(sentences)))
         yield from ((line, "dim") for line in _wrapped(f"Seen: {each.evidence}"))
     if verdict.rows:
         yield "", ""
@@ -191,7 +195,7 @@ def verify(
     # A loss that does not depend on its parameters is a cause here, and no error.
     if isinstance(grad_fn, GradientFunction):
         grad_fn = replace(grad_fn, reached={True})
-    program = Program(grad_fn, fold, weight, in_axes)
+    program = Program(grad_fn, fold, weight, in_axes, n=counts[0] if counts else None)
     backend = program.backend(args, kwargs)
     arguments = program.read(args, backend)
     rows = arguments.rows()

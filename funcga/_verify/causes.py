@@ -17,6 +17,7 @@ import numpy as np
 from funcga._types import Tree
 from funcga._verify.divisors import ROWS, Count, counts, form
 from funcga._verify.probe import Limit, Probe, Rows, relative
+from funcga._verify.remedies import coupled_line
 from funcga._verify.responses import GROUP, Kind, Splits, respond
 from funcga.folds import Fold
 
@@ -201,7 +202,7 @@ def causes_of(case: Case) -> list[Cause]:
     # Two counts, unless what weighs the rows is made of the parameters.
     if kind in ("two means", "sum and mean"):
         if case.reweighs():
-            return [case.cause("batch statistics: parameters")]
+            return [_of_parameters(case)]
         return [case.cause(f"other normaliser: {kind}", other=case.kind.ratios[-1])]
     if case.fold.normalizer.divides_by == "steps":
         return [case.cause("by steps")]
@@ -213,12 +214,24 @@ def causes_of(case: Case) -> list[Cause]:
 
 
 def _of_coupled(case: Case) -> Cause:
-    if _grows(case.probe, case.a):
-        return case.cause("in-batch negatives")
+    probe = case.probe
+    if _grows(probe, case.a):
+        return case.cause("in-batch negatives", line=coupled_line(probe, "embeddings"))
     if case.kind.name == "coupled":
-        return case.cause("coupled rows", growth="")
-    layers = case.probe.framework.batch_normalisers(case.probe.program.grad_fn)
-    return case.cause(f"batch statistics{': layers' if layers else ''}", layers=", ".join(layers[:3]))
+        return _of_sums(case, "")
+    layers = probe.framework.batch_normalisers(probe.program.grad_fn)
+    if layers:
+        return case.cause("batch statistics: layers", layers=", ".join(layers[:3]))
+    return case.cause("batch statistics", line=coupled_line(probe, "means", "funcga.mean()"))
+
+
+def _of_sums(case: Case, growth: str) -> Cause:
+    return case.cause("coupled rows", line=coupled_line(case.probe, "sums", "funcga.sum()"), growth=growth)
+
+
+def _of_parameters(case: Case) -> Cause:
+    line = coupled_line(case.probe, "means", "funcga.mean()")
+    return case.cause("batch statistics: parameters", line=line)
 
 
 def _grows(probe: Probe, rows: Rows) -> bool:
@@ -243,7 +256,7 @@ def _grows(probe: Probe, rows: Rows) -> bool:
 def _of_power(case: Case) -> Cause:
     growth = case.kind.power
     if case.reweighs():
-        return case.cause("coupled rows", growth=f": of all rows twice it is 2 ** {growth:.4g} times as large")
+        return _of_sums(case, f": of all rows twice it is 2 ** {growth:.4g} times as large")
     return case.cause("other normaliser: power", power=1 - growth, growth=growth)
 
 
@@ -284,7 +297,7 @@ def _summed(case: Case) -> Cause:
 def _without_count(case: Case) -> list[Cause]:
     """Why what weighs A and B in a mean is no count, one that adds up over rows and stays with other parameters."""
     if case.reweighs():
-        return [case.cause("batch statistics: parameters")]
+        return [_of_parameters(case)]
     rest = tuple(row for row in case.probe.every if row not in {*case.a, *case.b})
     if not rest:
         return []
@@ -296,12 +309,12 @@ def _without_count(case: Case) -> list[Cause]:
         if kind.name in ("two means", "unknown"):
             return causes_of(replace(case, a=rows, b=rest, kind=kind))
         if kind.name != "mean":
-            return [case.cause("batch statistics: parameters")]
+            return [_of_parameters(case)]
         ratios += kind.ratios
     alone, together = ratios
     expected = alone * (1 + 1 / case.ratio)
     adds_up = abs(together - expected) <= max(1e-5, 100 * case.limit.relative) * expected
-    return [] if adds_up else [case.cause("batch statistics: parameters")]
+    return [] if adds_up else [_of_parameters(case)]
 
 
 def _not_additive(case: Case) -> list[Cause]:

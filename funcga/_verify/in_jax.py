@@ -96,3 +96,8 @@ def other_way(function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tr
 def batch_normalisers(function: Callable[..., object]) -> list[str]:
     """What normalises over the batch among what the function closes over, by path and type."""
     return []  # functions have no parts that could be seen from outside
+
+
+def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:
+    """The loss_fn(module, *batch) of a pure_loss whose gradient a function is; None for other ones."""
+    return None  # there is no pure_loss

@@ -110,6 +110,17 @@ def batch_normalisers(function: Callable[..., object]) -> list[str]:
     ]
 
 
-def _modules(function: Callable[..., object]) -> list[torch.nn.Module]:
+def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:
+    """The loss_fn(module, *batch) of a pure_loss whose gradient a function is; None for other ones."""
+    pure = _pure_loss(function)
+    return None if pure is None or pure.buffers else pure.loss_fn
+
+
+def _pure_loss(function: Callable[..., object]) -> PureLoss | None:
     pure = inspect.unwrap(function, stop=lambda inner: isinstance(inner, PureLoss))
-    return [*modules_in(function), *([pure.module] if isinstance(pure, PureLoss) else [])]
+    return pure if isinstance(pure, PureLoss) else None
+
+
+def _modules(function: Callable[..., object]) -> list[torch.nn.Module]:
+    pure = _pure_loss(function)
+    return [*modules_in(function), *([] if pure is None else [pure.module])]
