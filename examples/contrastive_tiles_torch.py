@@ -8,6 +8,9 @@ log of a sum over the columns. That sum is a fold: `funcga.logsumexp()` over til
 tile computes its similarities again in the backward pass, so that one tile exists at a time. The loss and its gradient
 are exact.
 
+`funcga.coupled` differentiates the loss here. `.backward()` on it would be wrong: a step that is called by itself
+returns tensors without a graph.
+
 With `python examples/contrastive_tiles_torch.py 8192 256`, for 8,192 rows of 256 features, the peak is 116 MiB with 16
 tiles, and 1,054 MiB without.
 """
