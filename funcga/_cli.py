@@ -2,8 +2,8 @@
 
 import inspect
 import json
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +15,7 @@ from funcga._grad import GradientFunction
 from funcga._loading import Loaded, is_function_of, load_object
 from funcga._parity import Problem, report
 from funcga._parity.problems import Choice, chosen
-from funcga._parity.run import Findings, Plan, run
+from funcga._parity.run import Findings, Plan, Run
 from funcga._parity.sides import Side
 from funcga._types import Tree
 from funcga._verify import Verdict, verify
@@ -36,7 +36,12 @@ def run_parity(
     if not console.is_terminal:
         console = Console(highlight=False, width=report.WIDTH)
     console.print("funcga parity: " + ", ".join(f"{name} {version}" for name, version in versions().items()))
-    every = [_run_problem(choice, plan, console) for choice in problems]
+    with plan.pool() as pool:
+        try:
+            runs = [Run(chosen(choice), plan, choice, pool) for choice in problems]
+            every = [_found(run, console) for run in runs]
+        finally:
+            pool.shutdown(cancel_futures=True)
     console.print("", report.conclusion(every), sep="\n")
     if json_file is not None:
         _write_json(json_file, report.as_json(every))
@@ -52,13 +57,22 @@ def run_parity(
     return 0 if all(findings.ok for findings in every) else 1
 
 
-def _run_problem(choice: Choice, plan: Plan, console: Console) -> Findings:
+SECONDS = 5
+"""Between two lines that say how far a run is, where there is no terminal to draw a bar in."""
+
+
+def _found(run: Run, console: Console) -> Findings:
     # Progress goes to standard error, so that a report in a file has none.
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(choice.where)
-        problem = chosen(choice)
-        progress.update(task, description=problem.name, total=plan.ticks(problem))
-        findings = run(problem, replace(plan, tick=lambda: progress.advance(task)), choice)
+    errors = Console(stderr=True)
+    said = time.monotonic()
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        bar = progress.add_task(run.problem.name, total=len(run.tasks))
+        for done in run.progress():
+            progress.update(bar, completed=done)
+            if not errors.is_terminal and time.monotonic() - said >= SECONDS:
+                said = time.monotonic()
+                errors.print(f"{run.problem.name}: {done} of {len(run.tasks)} steps are done", highlight=False)
+        findings = run.findings()
     console.print("", report.as_table(findings), report.sentences(findings), sep="\n")
     return findings
 

@@ -6,6 +6,7 @@ Everything else that this package uses of JAX is documented.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -173,3 +174,24 @@ def is_inlineable(call: "JaxprEqn") -> bool:
     """
     shardings = (*call.params.get("in_shardings", (None,)), *call.params.get("out_shardings", (None,)))
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
+
+
+# -- compiling
+
+# Options of XLA for a program that is to compile fast rather than to run fast: on the CPU a quarter of the time. They
+# may go as they came, and XLA refuses options that it does not know: those are left out, and compiling takes longer.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
+@cache
+def quick_to_compile() -> dict[str, int | bool]:
+    """The `compiler_options` for a jitted function that is small and seldom called."""
+    return {name: value for name, value in QUICK.items() if _is_option({name: value})}
+
+
+def _is_option(option: dict[str, int | bool]) -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options=option).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

@@ -13,6 +13,7 @@ from funcga._transform import Transform
 from funcga._types import Tree
 from funcga._verify import in_jax
 from funcga.errors import FuncgaError
+from jax_backend import _private
 from jax_backend.gradients import apply_updates as apply_updates
 from jax_backend.replicated import replicated
 
@@ -44,9 +45,15 @@ def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:
     return jax.jit(step)
 
 
-def prepared(function: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
-    """A function without arguments that returns function(*args), all Python code of which has run by then."""
-    lowered = jax.jit(function).lower(*args)
+def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The step, compiled as fast as can be: for small programs that have none of the user's code."""
+    return jax.jit(step, compiler_options=_private.quick_to_compile())
+
+
+def prepared(compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
+    """A function without arguments that returns compiled(*args), all Python code of which has run by then."""
+    # What is compiled is kept, for later calls of the function too.
+    lowered = compiled.lower(*args)  # type: ignore[attr-defined]
     return lambda: lowered.compile()(*args)
 
 
@@ -82,7 +89,7 @@ def cnn_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
     """
     x = jax.nn.gelu(_conv(images[..., None], params["conv1"], "SAME"), approximate=False)
     x = x.reshape(-1, 4, 2, 4, 2, x.shape[-1]).mean((2, 4))
-    x = jax.nn.gelu(_conv(x, params["conv2"], "VALID"), approximate=False)
+    x = jax.nn.gelu(_conv(x, params["conv2"], "SAME"), approximate=False)
     return _cross_entropy(x.mean((1, 2)) @ params["output"]["kernel"] + params["output"]["bias"], labels)
 
 
@@ -123,10 +130,16 @@ def _linear(x: jax.Array, layer: Tree) -> jax.Array:
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean(_cross_entropies(logits, labels))
+
+
+def _cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
     targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-    return jnp.asarray(-jnp.mean(jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)))
+    return jnp.asarray(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(targets * logits, axis=-1))
 
 
+# Jitted, since operation by operation it would take longer to compile.
+@jax.jit
 def text_loss(params: Tree, tokens: jax.Array) -> jax.Array:
     """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for `funcga.per_weight()`.
 
@@ -134,35 +147,32 @@ def text_loss(params: Tree, tokens: jax.Array) -> jax.Array:
     output layer, and `position` [length - 1, width]), `blocks` (each leaf has the blocks on its first axis) and `norm`.
     The result has the dtype of the parameters, and is 0 where every target is PAD.
     """
-    return jnp.sum(_cross_entropies(params, tokens), where=tokens[:, 1:] != PAD)
-
-
-# Jitted, since operation by operation the whole batch would take longer to compile.
-@jax.jit
-def _cross_entropies(params: Tree, tokens: jax.Array) -> jax.Array:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = params["embed"]["token"][inputs] + params["embed"]["position"][: inputs.shape[1]]
     x, _ = lax.scan(_block, x, params["blocks"])
     x = _standardize(x) * params["norm"]["scale"] + params["norm"]["bias"]
-    scores = jax.nn.log_softmax(x @ params["embed"]["token"].T)
-    return -jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    logits = x @ params["embed"]["token"].T
+    return jnp.sum(_cross_entropies(logits, targets), where=targets != PAD)
 
 
 def _block(x: jax.Array, block: dict[str, jax.Array]) -> tuple[jax.Array, None]:
     normed = _standardize(x) * block["norm1_scale"] + block["norm1_bias"]
-    x = x + jnp.einsum("bthd,hdw->btw", _attention(normed, block["qkv"]), block["out"])
+    x = x + _attention(normed, block["qkv"]) @ block["out"].reshape(-1, x.shape[-1])
     normed = _standardize(x) * block["norm2_scale"] + block["norm2_bias"]
     hidden = jax.nn.gelu(normed @ block["up"] + block["up_bias"], approximate=False)
     return x + hidden @ block["down"] + block["down_bias"], None
 
 
 def _attention(x: jax.Array, qkv: jax.Array) -> jax.Array:
-    # Not jax.nn.dot_product_attention, which takes the softmax in float32 whatever the dtype of its arguments.
-    query, key, value = jnp.einsum("btw,wchd->cbthd", x, qkv)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    # Not jax.nn.dot_product_attention, which takes the softmax in float32 whatever the dtype of its arguments. Products
+    # of matrices, and not einsum over weights of four axes, which XLA takes three times as long to compile.
+    heads = (x @ qkv.reshape(x.shape[-1], -1)).reshape(*x.shape[:2], *qkv.shape[1:])
+    query, key, value = heads.transpose(2, 0, 3, 1, 4)
+    scores = query @ key.swapaxes(-1, -2) / query.shape[-1] ** 0.5
     # Padding stands at the end, so that causality already hides it from every token that counts.
     causal = jnp.tril(jnp.ones(scores.shape[-2:], dtype=bool))
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, where=causal), value)
+    mixed = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)) @ value
+    return jnp.asarray(mixed.swapaxes(1, 2).reshape(x.shape))
 
 
 def _standardize(x: jax.Array) -> jax.Array:

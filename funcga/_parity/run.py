@@ -1,11 +1,10 @@
 """The run of a problem: everything that is compared, sorted by the cause that a difference would have."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from funcga._transform.multi_steps import multi_steps
 from funcga._types import Array, Scalar, Tree
 from funcga._verify import Verdict
 
-K = TypeVar("K")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 CAUSES = {
@@ -150,7 +149,7 @@ class Plan:
     """How a problem is run.
 
     dtypes: float64 is what the others are measured by. ns: numbers of micro-batches. updates: of each optimizer.
-    ranks: numbers of replicas. tick: called after each step of the work.
+    ranks: numbers of replicas.
     """
 
     dtypes: Sequence[str]
@@ -158,66 +157,91 @@ class Plan:
     updates: int
     device: str = "cpu"
     ranks: Sequence[int] = ()
-    tick: Callable[[], None] = lambda: None
 
-    def ticks(self, problem: Problem) -> int:
-        """How often `tick` will be called for a problem."""
-        # For each dtype and framework: every n and every number of replicas, then full, micro-batches and folds.
-        frameworks = len(problem.frameworks)
-        trained = len(problem.optimizers) if frameworks == 2 and self.updates else 0
-        return len(self.dtypes) * (frameworks * (len(self.ns) + len(self.ranks) + 3) + trained)
+    def pool(self) -> ThreadPoolExecutor:
+        """The threads that problems run in. On the CPU two, as JAX compiles on one core; a GPU may be full."""
+        return ThreadPoolExecutor(2 if self.device == "cpu" else 1)
 
 
-def run(problem: Problem, plan: Plan, choice: Choice) -> Findings:
-    """The Findings of a problem. Raises FuncgaError where its parts do not fit. choice: for processes to find it by."""
-    return _Run(problem, plan, choice).findings()
+class Run:
+    """The run of a problem, which begins where this is made: its tasks, in the order in which the pool takes them.
 
+    A task may wait for those before it, and problems follow one another without a pause.
 
-class _Run:
-    """The sides of a problem, and what they have found so far."""
+    Args:
+        choice: For processes to find the problem by.
+        pool: The Plan's, which other problems may share.
 
-    def __init__(self, problem: Problem, plan: Plan, choice: Choice):
-        self.problem, self.plan, self.choice = problem, plan, choice
+    Raises:
+        FuncgaError: where parts of the problem do not fit; so do `progress` and `findings`.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, choice: Choice, pool: Executor):
+        self.problem, self.plan, self.choice, self.pool = problem, plan, choice, pool
         self.frameworks = problem.frameworks
+        self.most = max(plan.ns)
         # Imported here, since an import in a thread can wait for another one.
         for name in self.frameworks:
             load(name)
         self.sides = {
             (name, dtype): Side(problem, name, dtype, plan.device) for dtype in plan.dtypes for name in self.frameworks
         }
-        # The four stages of the work; in each of them the sides run beside one another.
-        self.most = max(plan.ns)
-        self.full = self._all({key: side.full for key, side in self.sides.items()})
-        self.micro = self._all({key: partial(side.micro_batches, self.most) for key, side in self.sides.items()})
-        self.accumulated = self._all(
-            {(key, n): partial(side.accumulated, n) for key, side in self.sides.items() for n in plan.ns}
-        )
-        self.folded = self._all({key: partial(self._fold, key[1], side) for key, side in self.sides.items()})
+        # What is made once and kept is made here, as two threads at a time would make two.
+        for side in self.sides.values():
+            side.prepare()
+        self.tasks: list[Future[Any]] = []
+        self.full = {key: self._begin(side.full) for key, side in self.sides.items()}
+        self.merged = {
+            (name, count): self._begin(self._over_replicas, name, count)
+            for name in self.frameworks
+            for count in plan.ranks
+        }
+        self.micro = {key: self._begin(side.micro_batches, self.most) for key, side in self.sides.items()}
+        self.accumulated = {
+            (*key, n): self._begin(side.accumulated, n) for key, side in self.sides.items() for n in plan.ns
+        }
+        self.folded = {key: self._begin(self._fold, key[1], side) for key, side in self.sides.items()}
+        trained = problem.optimizers if len(self.frameworks) == 2 and plan.updates else ()
+        self.trained = [self._begin(self._train, dtype, name) for dtype in plan.dtypes for name in trained]
 
-    def _all(self, work: Mapping[K, Callable[[], T]]) -> dict[K, T]:
-        """What all functions return. On the CPU two run at a time, as JAX compiles on one core; a GPU may be full."""
-        with ThreadPoolExecutor(2 if self.plan.device == "cpu" else 1) as pool:
-            return dict(zip(work, pool.map(self._done, work.values()), strict=True))
+    def _begin(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        task = self.pool.submit(work, *args, **kwargs)
+        self.tasks.append(task)
+        return task
 
-    def _done(self, work: Callable[[], T]) -> T:
-        result = work()
-        self.plan.tick()
-        return result
+    def progress(self) -> Iterator[int]:
+        """How many tasks are done: whenever it is one more, and every second. Raises the error of the first to fail."""
+        for task in self.tasks:
+            while wait([task], timeout=1).not_done:
+                yield sum(task.done() for task in self.tasks)
+            task.result()
 
     def _fold(self, dtype: str, side: Side) -> tuple[Folded, Folded]:
         """What the side, and NumPy, make of the same micro-batch gradients: those of the first framework."""
         # All fold the same numbers, so what differs is the fold.
-        gradients = [result.gradient for result in self.micro[self.frameworks[0], dtype]]
+        gradients = [result.gradient for result in self.micro[self.frameworks[0], dtype].result()]
         stacked = {path: np.stack([gradient[path] for gradient in gradients]) for path in gradients[0]}
         weights = self.sides[self.frameworks[0], dtype].weights(self.most)
         return fold_in_framework(side, stacked, weights), fold_by_hand(self.problem.fold, stacked, weights)
 
+    def _over_replicas(self, name: str, count: int) -> tuple[int, dict[str, tuple[Result, Result]]]:
+        """The micro-batches of each replica, and by dtype what `over_replicas` finds."""
+        side = self.sides[name, self.plan.dtypes[0]]
+        n = min(self.most, side.rows(count)[-1])
+        return n, over_replicas(self.choice, side, self.plan.dtypes, n, count)
+
+    def _train(self, dtype: str, optimizer: str) -> Trajectory:
+        torch, jax = (self.sides[name, dtype] for name in ("torch", "jax"))
+        gradients = [self.full[name, dtype].result().gradient for name in ("torch", "jax")]
+        return train(torch, jax, optimizer, self.most, self.plan.updates, gradients)
+
     def findings(self) -> Findings:
-        """All of them."""
+        """All of them, once every task is done."""
         compared = [compared for dtype in self.plan.dtypes for compared in self._compared(dtype)]
         first = next(iter(self.sides.values()))
         losses = {
-            dtype: {name: float(self.full[name, dtype].loss) for name in self.frameworks} for dtype in self.plan.dtypes
+            dtype: {name: float(self.full[name, dtype].result().loss) for name in self.frameworks}
+            for dtype in self.plan.dtypes
         }
         return Findings(
             self.problem,
@@ -227,7 +251,7 @@ class _Run:
             first.weights(self.most),
             losses,
             compared,
-            self._trained(),
+            [task.result() for task in self.trained],
             self._verified(compared),
             self._conditioning(),
         )
@@ -237,7 +261,7 @@ class _Run:
         sides = [side for (_, dtype), side in self.sides.items() if dtype == "float64"]
         return {
             dtype: max(
-                side.report(side.nearby(dtype), self.full[side.framework, "float64"], ("nearby", "at")).most
+                side.report(side.nearby(dtype), self.full[side.framework, "float64"].result(), ("nearby", "at")).most
                 for side in sides
             )
             for dtype in self.plan.dtypes
@@ -246,7 +270,7 @@ class _Run:
 
     def _compared(self, dtype: str) -> Iterator[Compared]:
         for name in self.frameworks:
-            yield from self._accumulated(self.sides[name, dtype], self.full[name, dtype])
+            yield from self._accumulated(self.sides[name, dtype], self.full[name, dtype].result())
         if len(self.frameworks) == 2:
             yield from self._of_both(dtype)
         for name in self.frameworks:
@@ -256,20 +280,19 @@ class _Run:
 
     def _accumulated(self, side: Side, full: Result) -> Iterator[Compared]:
         for n in self.plan.ns:
-            accumulated = self.accumulated[(side.framework, side.dtype), n]
+            accumulated = self.accumulated[side.framework, side.dtype, n].result()
             report = side.report(accumulated, full, ("accumulated", "full batch"))
             yield Compared("accumulation", f"{side.label} vs full batch", side.dtype, n, report, side.label)
         for count in self.plan.ranks:
-            n = min(self.most, side.rows(count)[-1])
-            merged, full_batch = self._done(partial(over_replicas, self.choice, side, n, count))
-            report = side.report(merged, full_batch, (f"{count} replicas", "full batch"))
+            n, results = self.merged[side.framework, count].result()
+            report = side.report(*results[side.dtype], (f"{count} replicas", "full batch"))
             what = f"{side.label}, {count} replicas"
             yield Compared("accumulation", what, side.dtype, n, report, side.label, replicas=count)
 
     def _of_both(self, dtype: str) -> Iterator[Compared]:
-        full = self._between(dtype, self.full["torch", dtype], self.full["jax", dtype])
+        full = self._between(dtype, self.full["torch", dtype].result(), self.full["jax", dtype].result())
         yield Compared("model", "torch vs JAX, full", dtype, None, full)
-        pairs = zip(self.micro["torch", dtype], self.micro["jax", dtype], strict=True)
+        pairs = zip(self.micro["torch", dtype].result(), self.micro["jax", dtype].result(), strict=True)
         for micro_batch, (torch, jax) in enumerate(pairs):
             report = self._between(dtype, torch, jax)
             yield Compared("model", "torch vs JAX, micro", dtype, self.most, report, micro_batch=micro_batch)
@@ -278,7 +301,7 @@ class _Run:
         return self.sides["torch", dtype].report(torch, jax, ("torch", "JAX"), self.problem.rules)
 
     def _folded(self, side: Side) -> Iterator[Compared]:
-        folded, exact = self.folded[side.framework, side.dtype]
+        folded, exact = self.folded[side.framework, side.dtype].result()
         # The fold is exact to rounding, and plain sums in the same order to the last bit.
         fold = side.compared(folded.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
         yield Compared("fold", f"{side.label} vs NumPy", side.dtype, self.most, fold, side.label)
@@ -287,37 +310,19 @@ class _Run:
 
     def _rounded(self, side: Side) -> Compared:
         report = side.report(
-            self.full[side.framework, side.dtype],
-            self.full[side.framework, "float64"],
+            self.full[side.framework, side.dtype].result(),
+            self.full[side.framework, "float64"].result(),
             (side.dtype, "float64"),
             check_dtype=False,
         )
         return Compared("rounding", f"{side.label} vs float64", side.dtype, None, report, side.label)
-
-    def _trained(self) -> list[Trajectory]:
-        if len(self.frameworks) < 2 or not self.plan.updates:
-            return []
-        work = {
-            (dtype, optimizer): partial(
-                train,
-                self.sides["torch", dtype],
-                self.sides["jax", dtype],
-                optimizer,
-                self.most,
-                self.plan.updates,
-                (self.full["torch", dtype].gradient, self.full["jax", dtype].gradient),
-            )
-            for dtype in self.plan.dtypes
-            for optimizer in self.problem.optimizers
-        }
-        return list(self._all(work).values())
 
     def _verified(self, compared: list[Compared]) -> dict[str, Verdict]:
         # `verify` takes long, and is asked only where accumulation is not exact in the finest dtype.
         dtype = self.plan.dtypes[-1]
         wrong = [c for c in compared if c.cause == "accumulation" and c.dtype == dtype and not c.ok]
         labels = {c.framework for c in wrong}
-        sides = [self.sides[name, dtype] for name in self.frameworks if self.full[name, dtype].is_finite]
+        sides = [self.sides[name, dtype] for name in self.frameworks if self.full[name, dtype].result().is_finite]
         return {side.label: side.verified(max(self.most, 2)) for side in sides if side.label in labels}
 
 
@@ -325,7 +330,7 @@ _WINDOW = 4  # the micro-batches of one update, at most
 
 
 def train(
-    left: Side, right: Side, optimizer: str, n: int, updates: int, gradients: tuple[dict[str, Array], dict[str, Array]]
+    left: Side, right: Side, optimizer: str, n: int, updates: int, gradients: Sequence[dict[str, Array]]
 ) -> Trajectory:
     """The Trajectory of two sides on n micro-batches, a few for each update, in turn.
 
@@ -367,7 +372,7 @@ class _Training:
             self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
             # In JAX a state that is not placed as the steps place it would make the second step compile anew.
             self.params, self.state = params, side.placed(self.tx.init(params))
-            self.step = side.own.compiled(self._step)
+            self.step = side.own.unoptimised(self._step)
 
     def update(self, update: int) -> tuple[float, dict[str, Array]]:
         """The mean loss of the micro-batches of the next update, and the parameters after it."""

@@ -55,8 +55,12 @@ class Framework(Protocol):
         """The step as this framework's users run it."""
         ...
 
-    def prepared(self, function: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
-        """A function without arguments that returns function(*args), all Python code of which has run by then."""
+    def unoptimised(self, step: Callable[..., Tree]) -> Callable[..., Tree]:
+        """The step, compiled as fast as can be: for small programs that have none of the user's code."""
+        ...
+
+    def prepared(self, compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
+        """A function without arguments that returns compiled(*args), all Python code of which has run by then."""
         ...
 
     def over_replicas(self, step: Callable[..., Tree], arguments: Arguments, count: int) -> tuple[Tree, int] | None:
@@ -116,23 +120,26 @@ class Side:
     def _full(self, args: tuple[Tree, ...], rows: int) -> Result:
         divisor = divisor_of(self.problem, float(self.weight(args, rows)))
         # `nearby` runs the same program, which is compiled once.
+        return self.result(self.run(self.compiled, args), divisor)
+
+    def run(self, compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Tree:
+        """What the function, as `own.compiled` returns it, returns; XLA compiles outside of the lock."""
+        # The lock is for Python code, all of which runs here; the work itself needs none.
         with self.lock:
-            return self.result(self.compiled(*args), divisor)
+            work = self.own.prepared(compiled, args)
+        return work()
 
     def accumulated(self, n: int) -> Result:
         """The loss and gradients, accumulated over n micro-batches."""
         with self.running():
             problem = self.problem
             step = accumulate(self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes)
-            # The lock is for Python code, all of which runs here; the work itself needs none.
-            with self.lock:
-                work = self.own.prepared(step, self.args)
-            return self.result(work())
+            return self.result(self.run(self.own.compiled(step), self.args))
 
     def micro_batches(self, n: int) -> list[Result]:
         """What grad_fn itself returns for each of n micro-batches: nothing is folded, or divided."""
-        with self.running(), self.lock:
-            return [self.result(self.compiled(*args)) for args, _ in self.parts(n)]
+        with self.running():
+            return [self.result(self.run(self.compiled, args)) for args, _ in self.parts(n)]
 
     def weights(self, n: int) -> list[float]:
         """The weight of each of n micro-batches."""
@@ -160,6 +167,11 @@ class Side:
         arrays = [leaf for leaf, _ in self.arguments if self.backend.arrays.is_array(leaf)]
         tokens = [math.prod(leaf.shape) for leaf in arrays if kind(leaf.dtype) == "int"]
         return int(max([self.arguments.rows(), *tokens]) + max(axes, default=0))
+
+    def prepare(self) -> None:
+        """None; what is made once has been made: the arrays, the arguments that they are, the compiled function."""
+        with self.running():
+            _ = self.arguments, self.compiled
 
     @cached_property
     def arguments(self) -> Arguments:
@@ -419,9 +431,7 @@ def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[f
         batch = side.placed((stacked, np.asarray(weights, dtype)))
         folds = (side.problem.fold, sum())
         step = accumulate(first, len(weights), fold=folds, weight=lambda gradients, weights: weights[0], in_axes=0)
-        with side.lock:
-            work = side.own.prepared(step, batch)
-        return Folded(*to_numpy(work()))
+        return Folded(*to_numpy(side.run(side.own.unoptimised(step), batch)))
 
 
 def fold_by_hand(fold: Fold, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:

@@ -115,6 +115,14 @@ def test_without_the_names_of_types_scans_are_left_as_they_are(monkeypatch):
     assert check_right() == []
 
 
+def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
+    monkeypatch.setattr(_private, "QUICK", {**_private.QUICK, "xla_no_such_option": 0})
+    _private.quick_to_compile.cache_clear()
+    options = _private.quick_to_compile()
+    assert "xla_no_such_option" not in options
+    assert jax.jit(lambda x: 2 * x, compiler_options=options)(3) == 6
+
+
 def test_all_that_is_private_stands_in_one_file():
     private = re.compile(
         r"jax\._src|jax\.core\.|jax\.extend\.core\.|manual_axis_type|\.vma\b|get_bind_params|ctx\.manager|ft_in|source_info"

@@ -164,12 +164,24 @@ def test_the_printed_report(tmp_path):
         "0",
     ]
     ran = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, encoding="utf-8", check=False)
-    assert (ran.returncode, ran.stderr.strip()) == (0, "")
+    said = [line for line in ran.stderr.splitlines() if not re.fullmatch(r"problem: \d+ of 16 steps are done", line)]
+    assert (ran.returncode, said) == (0, [])
     assert max(map(len, ran.stdout.splitlines())) <= 100
     assert "n = 2: 12 rows in 2 micro-batches of 6\n" in re.sub(" +\n", "\n", ran.stdout)
     assert re.search(r"accumulation +torch vs full batch +\S+ < \S+e-6 +\S+ < 1e-13 ", ran.stdout)
     # In two dtypes: (2 accumulated + full + 2 micro-batches) x 3 + 2 x 2 folds x 2; and 2 x 3 for rounding.
     assert ran.stdout.rstrip().endswith("Verdict: the same. All 52 differences of a leaf are within their limits.")
+
+
+def test_without_a_terminal_lines_say_how_far_the_run_is(tmp_path, monkeypatch, capsys):
+    from funcga import _cli
+
+    monkeypatch.setattr(_cli, "SECONDS", 0)
+    (tmp_path / "mine.py").write_text(MINE)
+    assert main(["parity", f"{tmp_path}/mine.py", "--n", "2", "--dtype", "float64", "--updates", "0"]) == 0
+    steps = [int(step) for step in re.findall(r"^problem: (\d) of 8 steps are done$", capsys.readouterr().err, re.M)]
+    assert steps == sorted(steps)
+    assert len(steps) >= 2
 
 
 def test_64_bits_are_on_only_while_the_command_runs(tmp_path):
