@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--quick", action="store_true", help="everything once, small, to see that it works")
     mode.add_argument("--full", action="store_true", help="longer, and how each grows: with n, leaves, size and ranks")
+    mode.add_argument("--coupled", action="store_true", help="losses over the whole batch (install the extra rivals)")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME",
         help="parts of cases' names (torch/transformer, growth) and contenders (accelerate)",
@@ -82,7 +83,7 @@ def _there(text: str) -> Path:
 
 
 def _run(options: argparse.Namespace) -> int:
-    mode = "quick" if options.quick else "full" if options.full else "default"
+    mode = next((name for name in ("quick", "full", "coupled") if getattr(options, name)), "default")
     if options.readme:
         from benchmarks.readme import rewrite
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-MODES = ("quick", "default", "full")
+MODES = ("quick", "default", "full", "coupled")
 
 
 class Case(NamedTuple):
@@ -28,16 +28,16 @@ class Case(NamedTuple):
 
 def cases(mode: str, device: str = "cpu") -> list[Case]:
     """The cases of a mode, on one device."""
-    made = _quick() if mode == "quick" else _default() + (_growth() if mode == "full" else [])
+    made = {"quick": _quick, "default": _default, "full": _full, "coupled": _coupled}[mode]()
     if device != "cpu":
         made = [case for case in made if case.setting in _ONE_DEVICE]
-    seconds = {"quick": 0.3, "default": 8.0, "full": 45.0}[mode]
+    seconds = {"quick": 0.3, "default": 8.0, "full": 45.0, "coupled": 60.0}[mode]
     share = lambda case: 0.15 if case.kind == "growth" else 1.0
     threads = 1 if mode == "quick" else 0  # on small tensors, and beside other programs, more only wait for each other
     return [case._replace(device=device, seconds=seconds * share(case), threads=threads) for case in made]
 
 
-_ONE_DEVICE = ("torch", "torch_compiled", "torch_optimizer", "jax", "jax_optimizer", "imports")
+_ONE_DEVICE = ("torch", "torch_compiled", "torch_optimizer", "torch_coupled", "jax", "jax_optimizer", "imports")
 
 
 def _quick() -> list[Case]:
@@ -46,6 +46,7 @@ def _quick() -> list[Case]:
         _update("torch_compiled", "leaves", n=2, value=2)._replace(only=("funcga", "funcga_loss")),
         _update("torch_ranks", "tiny", n=2, ranks=2),
         _update("torch_optimizer", "tiny", n=2),
+        _update("torch_coupled", "tiny_pairs", n=3),
         _update("jax", "tiny", n=4),
         _update("jax_devices", "tiny", n=2, ranks=2),
         _update("jax_optimizer", "small", n=2),
@@ -68,6 +69,19 @@ def _default() -> list[Case]:
         _update("jax_optimizer", "matrices"),
         *_exactness(),
         Case("imports", "imports", "imports"),
+    ]
+
+
+def _full() -> list[Case]:
+    return _default() + _growth()
+
+
+def _coupled() -> list[Case]:
+    """Apart from the others, as the rivals' packages are large."""
+    return [
+        _update("torch_coupled", "pairs"),
+        _update("torch_coupled", "many_pairs", n=16),
+        Case("exactness/torch_coupled", "exactness", "torch_coupled"),
     ]
 
 

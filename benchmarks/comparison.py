@@ -25,13 +25,15 @@ class Group(NamedTuple):
     about: Figures  # n, parameters, ...
     tolerance: float = 1e-4  # of the largest element of the loop's result
     agreed: Callable[[int], int] = int  # one number of rounds for all processes
+    expected: str | None = None  # the key of the one whose result is right; None: that of the loop
 
 
 def compared(group: Group, seconds: float) -> Figures:
-    """The figures of all contenders. Raises AssertionError if one of them does not compute what the loop computes."""
+    """The figures of all contenders. Raises AssertionError if one of them does not compute what it should."""
     firsts, errors, expected = {}, {}, None
-    for key in sorted(group.calls, key=group.loop.__ne__):  # the loop first; no more than two results at a time
-        start = time.perf_counter()  # of the loop's first call, what the framework sets up once is a part
+    right = group.expected or group.loop
+    for key in sorted(group.calls, key=right.__ne__):  # that one first; no more than two results at a time
+        start = time.perf_counter()  # of the first one's first call, what the framework sets up once is a part
         result = group.calls[key]()
         firsts[key] = time.perf_counter() - start
         arrays = group.arrays(result)
@@ -40,7 +42,7 @@ def compared(group: Group, seconds: float) -> Figures:
         del result, arrays
     limits = {c.key: c.tolerance or group.tolerance for c in group.contenders}
     wrong = {key: error for key, error in errors.items() if not error <= limits[key]}
-    assert not wrong, f"these do not compute what {group.loop} computes, and differ by so much of the largest: {wrong}"
+    assert not wrong, f"these do not compute what {right} computes, and differ by so much of the largest: {wrong}"
     del expected
     gc.collect()
     times = interleaved(group.calls, seconds, agreed=group.agreed)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks import torch_workloads
+from benchmarks import torch_pairs_truth, torch_workloads
 from benchmarks.cases import Case
 from benchmarks.comparison import Figures, Group, about, compared
-from benchmarks.registry import Contender, baseline, contenders
+from benchmarks.registry import Contender, baseline, contenders, expected
 from benchmarks.torch_measure import Watch, allocator_peak, cuda_peak
 from benchmarks.torch_problem import Problem, Step
 from benchmarks.truth import COLUMNS, Question, error, questions
@@ -58,6 +58,7 @@ def group_of(case: Case, ranks: dist.ProcessGroup | None) -> Group:
         },
         tolerance=3e-2 if parameters[0].dtype == torch.bfloat16 else 1e-4,
         agreed=functools.partial(_agreed, ranks),
+        expected=expected(case.setting),
     )
 
 
@@ -136,6 +137,8 @@ def _structure(case: Case, calls: dict[str, _Call], of_all: int, key: str) -> Fi
 
 def exactness(case: Case) -> Figures:
     """How far each contender is from the true gradient."""
+    if case.setting == "torch_coupled":
+        return torch_pairs_truth.asked(case)
     return asked(case, dist.group.WORLD)
 
 

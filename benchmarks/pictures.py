@@ -34,14 +34,15 @@ def draw(results: Results, file: Path) -> list[Path]:
         lines = {key: points for key, points in grown.items() if framework(key[1]) == name}
         if own or lines:
             written.append(file.with_stem(f"{file.stem}-{name.lower()}"))
-            _save(_framework_figure(own, lines), written[-1])
+            save(_framework_figure(own, lines), written[-1])
     if rows := standing.best_known(pairs):
         written.append(file.with_stem(f"{file.stem}-summary"))
-        _save(_summary_figure(rows), written[-1])
+        save(_summary_figure(rows), written[-1])
     return written
 
 
-def _save(figure: Figure, file: Path) -> None:
+def save(figure: Figure, file: Path) -> None:
+    """None; the picture is in the file."""
     canvas: Any = FigureCanvasAgg(figure)
     if file.suffix == ".svg":
         figure.savefig(file, metadata={"Date": None})

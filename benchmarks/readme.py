@@ -1,6 +1,7 @@
 """The parts of the README and of the documentation with figures, between markers: what committed results render to."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from benchmarks import standing, tables
 from benchmarks.comparison import Figures
@@ -11,28 +12,38 @@ from funcga.errors import FuncgaError
 
 README, DOCS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 COMMITTED = ROOT / "benchmarks" / "results" / "cpu.json"
+COUPLED = ROOT / "benchmarks" / "results" / "cpu-coupled.json"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+COUPLED_MARKERS = "<!-- coupled -->", "<!-- /coupled -->"
 
 
 def rewrite() -> int:
     """0; the README and the documentation say what the committed results say. Raises FuncgaError if there are none."""
-    if not COMMITTED.exists():
-        raise FuncgaError(
-            f"--readme: there is no {COMMITTED.relative_to(ROOT)}. Measure first: python -m benchmarks --full --out "
-            f"{COMMITTED.relative_to(ROOT)}"
-        )
-    results = loaded(COMMITTED)
+    results, coupled = _committed("full", COMMITTED), _committed("coupled", COUPLED)
     README.write_text(replaced(README.read_text(), summary(results)))
-    DOCS.write_text(replaced(DOCS.read_text(), markdown(results)))
+    DOCS.write_text(documented(DOCS.read_text(), results, coupled))
     return 0
 
 
-def replaced(text: str, part: str) -> str:
+def _committed(mode: str, file: Path) -> Results:
+    if not file.exists():
+        name = file.relative_to(ROOT)
+        raise FuncgaError(f"--readme: there is no {name}. Measure first: python -m benchmarks --{mode} --out {name}")
+    return loaded(file)
+
+
+def documented(text: str, results: Results, coupled: Results) -> str:
+    """The page of benchmarks with the figures of both files."""
+    return replaced(replaced(text, markdown(results)), coupled_markdown(coupled), COUPLED_MARKERS)
+
+
+def replaced(text: str, part: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
     """The text with another part between the markers. Raises FuncgaError if it has no markers, or has them twice."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise FuncgaError(f"--readme: the file has to have {BEGIN} and {END} once each, around what is written.")
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{part}\n{END}{rest.partition(END)[2]}"
+    begin, end = markers
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise FuncgaError(f"--readme: the file has to have {begin} and {end} once each, around what is written.")
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
 
 
 # Whose gradients the README shows, by name.
@@ -80,20 +91,32 @@ def markdown(results: Results) -> str:
     return "\n\n".join(parts)
 
 
+def coupled_markdown(results: Results) -> str:
+    """The same for losses over the whole batch: on what it was measured, the ratios, and who is right."""
+    pairs, who = standing.pairs(results), tables.exactness(results)
+    ratios = [_ratios("torch_coupled", pairs)] if pairs else []
+    right = [f"**{who.title}**\n\n{_table(who.headings, who.rows)}"] if who.rows else []
+    return "\n\n".join([_measured_on(results, COUPLED), *ratios, *right])
+
+
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def _about(results: Results) -> str:
+def _measured_on(results: Results, file: Path) -> str:
     machine, versions = results.machine, {name: text.split(" (")[0] for name, text in results.versions.items()}
     days = sorted({figures["when"][:10] for figures in results.cases.values()})
     when = f"{days[0]} to {days[-1]}" if len(days) > 1 else days[0]
     where = [machine["processor"], f"{machine['cores']} cores", f"{machine['memory_bytes'] / 2**30:.0f} GiB of memory"]
     where += [machine["system"], *([machine["accelerator"]] if machine["accelerator"] else [])]
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{', '.join(where)}; {when}; {names}; [all figures](../{file.relative_to(ROOT)})."
+
+
+def _about(results: Results) -> str:
     return (
-        f"{', '.join(where)}; {when}; {names}; [all figures](../benchmarks/results/cpu.json).\n"
+        f"{_measured_on(results, COMMITTED)}\n"
         "Each cell has two ratios of funcga to the other tool: the time of an update, and the bytes at the peak.\n"
         "A ratio below 1 means that funcga is faster, or needs fewer bytes. The ratio of times is a median over\n"
         "rounds in which all contenders take turns in one process ([method](../benchmarks/measure.py)). A ratio is\n"

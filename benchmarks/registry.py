@@ -13,7 +13,8 @@ A contender is a module with
 
     def make(problem): ...                       # -> step(batch) -> (loss, gradients), of the setting's Problem
 
-The first of the folder's BASELINE is the loop by hand, over which every time is a ratio.
+The folder's BASELINE is the loop by hand, over which every time is a ratio. EXPECTED, if it has that, is the file whose
+results all others must have, and EXTRA what installs its rivals; left out, they are the loop by hand and "bench".
 """
 
 import importlib
@@ -51,13 +52,18 @@ def baseline(setting: str) -> str:
     return importlib.import_module(f"benchmarks.contenders.{setting}").BASELINE
 
 
+def expected(setting: str) -> str:
+    """The file of the setting's contender whose results are the right ones."""
+    return str(getattr(importlib.import_module(f"benchmarks.contenders.{setting}"), "EXPECTED", baseline(setting)))
+
+
 def contenders(setting: str, kind: str, only: tuple[str, ...] = ()) -> tuple[list[Contender], dict[str, str]]:
     """(those that can run, why each of the others cannot).
 
-    `only` names files; the loop by hand and what they are compared with come along.
+    `only` names files; the loop by hand, the one that is right and what they are compared with come along.
     """
-    present = keys(setting)
-    found, left_out = _installed(setting, [k for k in present if not only or k in (*only, baseline(setting))])
+    present, always = keys(setting), {baseline(setting), expected(setting)}
+    found, left_out = _installed(setting, [k for k in present if not only or k in always.union(only)])
     more = {key for c in found if c.key in only for key in c.against} - {c.key for c in found}
     rest, missing = _installed(setting, sorted(more))
     return sorted((c for c in found + rest if kind in c.kinds), key=lambda c: c.key), left_out | missing
@@ -71,8 +77,13 @@ def _installed(setting: str, wanted: list[str]) -> tuple[list[Contender], dict[s
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] in ("benchmarks", "funcga", "torch_backend", "jax_backend"):
                 raise
-            left_out[key] = f"{error.name} is not installed: pip install -e '.[bench]'"
+            left_out[key] = f"{error.name} is not installed: pip install -e '.[{_extra(setting)}]'"
     return found, left_out
+
+
+def _extra(setting: str) -> str:
+    """What installs a setting's rivals."""
+    return str(getattr(importlib.import_module(f"benchmarks.contenders.{setting}"), "EXTRA", "bench"))
 
 
 _PARTS = ("NAME", "SOURCE", "AGAINST", "make")

@@ -18,6 +18,7 @@ FORMAT = 1
 ROOT = Path(__file__).parent.parent
 
 _RIVALS = ("accelerate", "lightning-fabric", "torchopt", "transformers")
+_RIVALS += ("gradcache", "open_clip_torch", "sentence-transformers")
 
 
 class Results(NamedTuple):

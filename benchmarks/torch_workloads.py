@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from benchmarks.torch_pairs import Pairs, loss_of
+
 
 class Workload(NamedTuple):
     """`loss(module, rows)` is the mean over the rows of a micro-batch, of which each has `size`."""
@@ -55,6 +57,22 @@ def transformer(n: int, value: int, device: str) -> Workload:
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     return Workload(module, torch.randint(0, 256, (4 * n, 65), device=device), 4, loss)
+
+
+def pairs(n: int, value: int, device: str) -> Workload:
+    """Pairs of 32 tokens, embedded by four layers of width 128, 8 pairs a micro-batch: a loss over the whole batch."""
+    return Workload(Pairs(128, 4, 64).to(device), torch.randint(0, 256, (8 * n, 2, 32), device=device), 8, loss_of)
+
+
+def many_pairs(n: int, value: int, device: str) -> Workload:
+    """Pairs of 8 tokens, embedded by two layers of width 64, 128 pairs a micro-batch: many similarities."""
+    module = Pairs(64, 2, 128, tile=128).to(device)
+    return Workload(module, torch.randint(0, 256, (128 * n, 2, 8), device=device), 128, loss_of)
+
+
+def tiny_pairs(n: int, value: int, device: str) -> Workload:
+    """The same, of 8 tokens, by one layer of width 16, 2 pairs a micro-batch."""
+    return Workload(Pairs(16, 1, 8).to(device), torch.randint(0, 256, (2 * n, 2, 8), device=device), 2, loss_of)
 
 
 def gpt2(n: int, value: int, device: str) -> Workload:

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import registry, torch_workloads, truth
+from benchmarks import registry, torch_pairs_truth, torch_workloads, truth
 from benchmarks.cases import Case
 from benchmarks.contenders.torch import funcga as ours
 from benchmarks.contenders.torch import loop
-from benchmarks.in_torch import _Compiled, asked, group_of
+from benchmarks.in_torch import _Compiled, asked, exactness, group_of
 from benchmarks.torch_measure import Watch, allocator_peak
+from benchmarks.torch_pairs import contrastive
 from benchmarks.torch_problem import Problem
 from tests.processes import processes
 
@@ -37,6 +38,17 @@ def test_ours_makes_what_the_loop_makes(workload):
     assert made["funcga_functional"]["ops"] <= 1.01 * made["functional_loop"]["ops"] + 3
     if workload == "tiny":  # in the other one activations are the larger part
         assert made["funcga"]["peak_bytes"] <= 0.7 * made["functional_loop"]["peak_bytes"]
+
+
+def test_two_passes_make_what_the_loop_makes_and_the_summaries_twice():
+    about, made = structure(Case("", "update", "torch_coupled", "pairs", n=3, only=("two_passes",)))
+    summaries = 3 * 8 * 2 * 64 * 4  # bytes: micro-batches, rows, sides, features, float32
+    most = 1.001 * made["loop"]["peak_bytes"] + 2 * summaries
+    assert (
+        made["two_passes"]["peak_bytes"] <= made["funcga"]["peak_bytes"] <= most < made["full_batch"]["peak_bytes"] / 2
+    )
+    # All forward passes but the last are run twice.
+    assert made["funcga"]["ops"] <= made["two_passes"]["ops"] + 3 * 2 * about["leaves"]
 
 
 def test_float32_sums_of_16_bits_cost_what_the_loop_with_such_sums_costs():
@@ -177,6 +189,26 @@ def test_the_true_gradient_is_that_of_autograd():
             assert truth.error({name: leaf.grad.numpy() for name, leaf in leaves.items()}, question) <= 1e-14
 
 
+def test_who_is_right_about_a_loss_over_the_whole_batch():
+    case = Case("", "exactness", "torch_coupled", only=("two_passes",))
+    errors = {key: c["errors"] for key, c in exactness(case)["contenders"].items()}
+    for key in ("full_batch", "funcga", "two_passes"):
+        assert {*errors[key]} == {*torch_pairs_truth.COLUMNS}
+        assert max(errors[key].values()) <= 1e-12  # sums in another order
+    assert min(errors["loop"][column] for column in torch_pairs_truth.COLUMNS if column != "temperature") > 0.1
+
+
+@pytest.mark.parametrize("rows", [12, 11])
+def test_a_contrastive_loss_in_tiles_is_that_of_all_similarities(rows):
+    both = torch.nn.functional.normalize(torch.randn(rows, 2, 5, dtype=torch.float64), dim=-1).requires_grad_()
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    whole, tiled = (
+        (loss := contrastive(*both.unbind(1), scale, tile), *torch.autograd.grad(loss, (both, scale)))
+        for tile in (None, 4)
+    )
+    torch.testing.assert_close(whole, tiled, rtol=1e-12, atol=1e-14)
+
+
 def test_what_is_not_installed_is_left_out(monkeypatch):
     real = registry._imported
 
@@ -191,7 +223,7 @@ def test_what_is_not_installed_is_left_out(monkeypatch):
     assert left_out == {"wide_sums_loop": "rival is not installed: pip install -e '.[bench]'"}
 
 
-@pytest.mark.parametrize("setting", ["torch", "torch_compiled", "torch_ranks", "torch_optimizer"])
+@pytest.mark.parametrize("setting", ["torch", "torch_compiled", "torch_coupled", "torch_ranks", "torch_optimizer"])
 def test_rivals_have_sources_and_ours_are_what_they_are_compared_with(setting):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
