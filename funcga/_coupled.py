@@ -12,7 +12,7 @@ from typing import Any
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import OwningGradient, Program, owner_of, read_program
+from funcga._call import Program, read_program
 from funcga._call.totals import check_no_totals
 from funcga._fold import LeafFold, Tally, bind, parts_of
 from funcga._fold.outputs import Outputs, broadcast_folds
@@ -192,8 +192,10 @@ class Coupled:
             ]
             weight = None
             if weighs:
-                of_microbatch = backend.arrays.tally(program.weigh(program.read(args, backend), args, None)).total
-                weight = backend.arrays.as_array(of_microbatch)[None]
+                weight = backend.arrays.tally(program.weigh(program.read(args, backend), args, None)).total
+                if not backend.arrays.is_array(weight):  # a number that the host sees
+                    weight = backend.arrays.xp.asarray(weight, dtype=backend.arrays.xp.float64)
+                weight = weight[None]
             return trees.unflatten(structure, leaves), weight
 
         collected = [concat() if _is_kept(fold) else fold for fold in folds]
@@ -383,8 +385,3 @@ class Cotangents:
         """The summary with nothing left of it but the state that is threaded."""
         leaves, threads = self.outputs.in_order(output), self.outputs.threads
         return self.outputs.structure_of([leaf if index in threads else None for index, leaf in enumerate(leaves)])[0]
-
-
-def is_of_module(job: Coupled) -> bool:
-    """Whether the parameters are those of a module that summary_fn brings."""
-    return isinstance(job.program.grad_fn, OwningGradient) and owner_of(job.program.grad_fn) is not None
