@@ -144,8 +144,10 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
 
 def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
     """A tally for each leaf that is reduced: NaN where a float32 cannot hold the weight, so that no 0 comes of it."""
-    narrowed = narrow(total)
-    return [narrowed if fold.is_narrow else total for fold in outputs.reduced_folds]
+    folds = outputs.reduced_folds
+    # Without such a leaf a program in float64 has no float32 in it.
+    narrowed = narrow(total) if any(fold.is_narrow for fold in folds) else total
+    return [narrowed if fold.is_narrow else total for fold in folds]
 
 
 def narrow(total: Tally) -> Tally:

@@ -490,7 +490,7 @@ MISTAKES = {
     "a weight that is 0": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"] == -100).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
     "L2 in a sum": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], "weight_decay="),
     "L2 in a sum, under mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p)), ["sum under mean", "regulariser"], "per_weight"),
-    "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], "in_axes=(None, 0, None)"),
+    "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], """totals=lambda b: {"rows": len(b['x']), "tokens": (b['labels'] != -100).sum()}, fold=funcga.sum()"""),
     "sum and mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + row_mean(p, b), **COUNTED), ["other normaliser"], "funcga.sum()"),
     "load balancing": ((TORCH,), two_args(load_balancing), ["batch statistics"], "funcga.coupled(lambda params, x, y: means, lambda params, s: loss, n=8, fold=funcga.mean())"),
     "batch normalisation": (BOTH, two_args(batch_normal), ["batch statistics"], "LayerNorm"),

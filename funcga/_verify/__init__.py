@@ -11,9 +11,10 @@ import numpy as np
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program, owner_of
+from funcga._call.totals import Totals, check_no_totals, check_totals
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, Tree, WeightFn
-from funcga._verify.causes import Cause, cause, diagnose, note, without_remainder
+from funcga._types import GradFn, TotalsFn, Tree, WeightFn
+from funcga._verify.causes import Cause, cause, diagnose, note, of_totals, without_remainder
 from funcga._verify.probe import Limit, Probe, as_numbers, limit_of, random_states, restore
 from funcga._verify.responses import Measured, compare, uneven
 from funcga._verify.whole import (
@@ -126,6 +127,7 @@ def verify(
     fold: FoldTree = mean(),  # noqa: B008 - a frozen value
     weight: WeightFn | None = None,
     in_axes: Tree = None,
+    totals: TotalsFn | None = None,
     seed: int = 0,
     **kwargs: Tree,
 ) -> Verdict:
@@ -136,10 +138,11 @@ def verify(
     what kind of function the loss is.
 
     The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
-    "wrong weight", "weight not additive", "divided by n", "regulariser", "other normaliser", "batch statistics",
-    "in-batch negatives", "coupled rows", "row order", "randomness", "state", "per-example output", "params unused",
-    "by steps", "wrong gradient" where torch.func computes another one, "first-order step", "small remainder" where the
-    difference is less than 1e-5, as of an epsilon in a count, and "not decomposable" where none of these explains it.
+    "wrong weight", "weight not additive", "totals not additive", "total of zero" where that makes the loss NaN,
+    "divided by n", "regulariser", "other normaliser", "batch statistics", "in-batch negatives", "coupled rows",
+    "row order", "randomness", "state", "per-example output", "params unused", "by steps", "wrong gradient" where
+    torch.func computes another one, "first-order step", "small remainder" where the difference is less than 1e-5, as of
+    an epsilon in a count, and "not decomposable" where none of these explains it.
 
     A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss is divided by a
     number which equals n, maybe by chance; that its value alone differs, by less than 1e-5; that every gradient is as
@@ -163,6 +166,7 @@ def verify(
         fold: As for `accumulate`.
         weight: As for `accumulate`.
         in_axes: As for `accumulate`.
+        totals: As for `accumulate`.
         seed: Of the order of rows, and of the groups that are looked at.
         **kwargs: Keyword arguments of grad_fn, passed whole.
 
@@ -191,11 +195,15 @@ def verify(
         )
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
+    if totals is not None:
+        check_totals(totals, grad_fn)
+        check_no_totals(kwargs)
     counts = _counts(n)
     # A loss that does not depend on its parameters is a cause here, and no error.
     if isinstance(grad_fn, GradientFunction):
         grad_fn = replace(grad_fn, reached={True})
-    program = Program(grad_fn, fold, weight, in_axes, n=counts[0] if counts else None)
+    counted = None if totals is None else Totals(totals, None)
+    program = Program(grad_fn, fold, weight, in_axes, n=counts[0] if counts else None, totals=counted)
     backend = program.backend(args, kwargs)
     arguments = program.read(args, backend)
     rows = arguments.rows()
@@ -320,7 +328,7 @@ def _compared(probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: i
     causes, probe = per_example(probe, parts[0])
     if causes and probe.threaded:
         return Verdict(False, tuple(causes), (), probe.dtype, (*notes, note("nothing else")))
-    causes += unused(probe)
+    causes += unused(probe) + (of_totals(probe, parts) if probe.program.totals is not None else [])
     # The heart of it: the splits, what explains them, and what remains where that is next to nothing.
     splits = compare(probe, counts or [min(3, probe.rows)], limit, parts)
     reasons, remainder = without_remainder(probe, splits, diagnose(probe, splits, seen.draws, limit, random), limit)

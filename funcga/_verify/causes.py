@@ -15,6 +15,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from funcga._types import Tree
+from funcga._verify.denominators import Mixture, at_least_one, lines, not_additive, spoilt_by_zero
 from funcga._verify.divisors import ROWS, Count, counts, form
 from funcga._verify.probe import Limit, Probe, Rows, relative
 from funcga._verify.remedies import coupled_line
@@ -203,7 +204,7 @@ def causes_of(case: Case) -> list[Cause]:
     if kind in ("two means", "sum and mean"):
         if case.reweighs():
             return [_of_parameters(case)]
-        return [case.cause(f"other normaliser: {kind}", other=case.kind.ratios[-1])]
+        return [_of_several(case)]
     if case.fold.normalizer.divides_by == "steps":
         return [case.cause("by steps")]
     if kind == "mean":
@@ -211,6 +212,25 @@ def causes_of(case: Case) -> list[Cause]:
     weight = "" if case.probe.program.weight else " (and weight=..., if it is to be divided by tokens and not by rows)"
     causes = [case.cause("sum under mean", weight=weight)] if case.linear else _not_additive(case)
     return causes + ([case.cause("regulariser")] if kind == "sum and constant" else [])
+
+
+def _of_several(case: Case) -> Cause:
+    """Terms with different denominators: the counts that fit name the totals to write."""
+    mixtures = [Mixture(case.a, case.b, case.kind.ratios)]
+    rest = tuple(row for row in case.probe.every if row not in {*case.a, *case.b})[: len(case.a)]
+    if len(rest) == len(case.a):
+        kind = respond(case.probe, case.a, rest, case.leaves, case.limit)
+        if kind.name == case.kind.name:
+            mixtures.append(Mixture(case.a, rest, kind.ratios))
+    words = lines(case.probe, mixtures, has_sum=case.kind.name == "sum and mean")
+    return case.cause(f"other normaliser: {case.kind.name}", other=case.kind.ratios[-1], **words)
+
+
+def of_totals(probe: Probe, parts: tuple[Rows, Rows]) -> list[Cause]:
+    """What is wrong with the totals of a step: they do not add up, or spoil the loss where they are 0."""
+    apart, where = not_additive(probe, parts), spoilt_by_zero(probe, parts)
+    causes = [] if apart is None else [cause("totals not additive", **apart._asdict())]
+    return causes + ([] if where is None else [cause("total of zero", path=where, line=at_least_one(probe, where))])
 
 
 def _of_coupled(case: Case) -> Cause:
@@ -277,7 +297,7 @@ def _reweighted(case: Case) -> Cause:
     """A mean under a fold that takes means, with weights that are not those of the loss."""
     divisor, (weight_a, weight_b, _) = case.divisor, case.weights
     if case.probe.program.weight is None:
-        line = divisor.line if divisor else form(case.probe)
+        line = (divisor or form(case.probe)).line
         return case.cause(f"uneven tokens{'' if divisor else ': unknown'}", line=line)
     if divisor is ROWS:
         return case.cause("wrong weight: rows")
@@ -324,7 +344,7 @@ def _not_additive(case: Case) -> list[Cause]:
     if counts_nothing or abs(a + b - both) <= 1e-6 * max(a + b, both):
         return []
     divisor = case.divisor if case.kind.name == "mean" else None
-    line = divisor.line if divisor else f"count, do not average: {form(case.probe)}"
+    line = divisor.line if divisor else f"count, do not average: {form(case.probe).line}"
     if divisor is ROWS:
         line = "drop weight=: by default a micro-batch weighs as much as it has rows, which is what the loss counts"
     return [case.cause("weight not additive", line=line, weight_a=a, weight_b=b, both=both)]

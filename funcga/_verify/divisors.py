@@ -26,13 +26,19 @@ from funcga._verify.probe import Probe, Rows, as_numbers
 
 
 class Count(NamedTuple):
-    """What some rows count, and the argument of `accumulate` that says so."""
+    """What some rows count, and the body of a lambda with these parameters that says so."""
 
-    line: str
+    parameters: str
+    expression: str
     of: Callable[[Rows], float]
 
+    @property
+    def line(self) -> str:
+        """The argument of `accumulate` for a loss that divides by it."""
+        return f"weight=lambda {self.parameters}: {self.expression}"
 
-ROWS = Count("", len)
+
+ROWS = Count("", "", len)
 
 
 def counts(probe: Probe) -> Iterator[Count]:
@@ -43,20 +49,26 @@ def counts(probe: Probe) -> Iterator[Count]:
     """
     for leaf in sorted(_split_leaves(probe), key=lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE)):
         for expression, counted in _expressions(leaf):
-            yield Count(f"weight=lambda {leaf.parameters}: {expression}", partial(_total, counted))
+            yield Count(leaf.parameters, expression, partial(_total, counted))
+
+
+def rows_of(probe: Probe) -> Count:
+    """The number of rows, counted in the first leaf that is split."""
+    leaf = next(_split_leaves(probe))
+    return Count(leaf.parameters, f"{leaf.name}.shape[{leaf.axis}]" if leaf.axis else f"len({leaf.name})", len)
 
 
 def _total(counted: Array, rows: Rows) -> float:
     return float(counted[[*rows]].sum())
 
 
-def form(probe: Probe) -> str:
-    """The form of weight= where no count fits: that of labels, if anything in the batch looks like labels."""
+def form(probe: Probe) -> Count:
+    """The form of a count where none fits: that of labels, if anything in the batch looks like labels."""
     leaves = [*_split_leaves(probe)]
     whole = [leaf for leaf in leaves if np.equal(leaf.values, np.round(leaf.values)).all()]
     for leaf in (whole or leaves[-1:])[:1]:
-        return f"weight=lambda {leaf.parameters}: ({leaf.name} != -100).sum()"
-    return 'weight=lambda batch: (batch["labels"] != -100).sum()'
+        return Count(leaf.parameters, f"({leaf.name} != -100).sum()", len)
+    return Count("batch", '(batch["labels"] != -100).sum()', len)
 
 
 class _Leaf(NamedTuple):

@@ -23,6 +23,7 @@ from funcga._call.arguments import CARRY
 from funcga._compare.tolerances import epsilon
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
+from funcga._replicas import Memory
 from funcga._trees import to_numpy
 from funcga._types import Array, Namespace, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError
@@ -52,6 +53,9 @@ class Probe:
         self.threaded = any(axis is CARRY for _, axis in self.arguments)
         # Under these folds the step over one micro-batch returns what grad_fn itself returns.
         self.plain = self._each_fold(lambda fold: fold if fold.reducer.monoid.ordered else sum())
+        if program.totals is not None:
+            # Any rows have the totals of the whole batch, as a micro-batch has.
+            self.kwargs = {**self.kwargs, "totals": self.count(self.every)}
         self.raw = accumulate(program.grad_fn, 1, fold=self.plain, in_axes=program.in_axes)
         self.output: Tree = None  # of the first call
         self._values: dict[Rows, Leaves] = {}
@@ -114,11 +118,26 @@ class Probe:
         """The weight of these rows."""
         return float(self.program.weigh(self.arguments, self.gathered(rows), len(rows)))
 
+    def count(self, rows: Rows) -> Tree:
+        """What totals= counts of these rows."""
+        counting = replace(self.program, n=1, memory=Memory()).counting(self.backend)
+        return self.backend.loop.accumulate(counting, self.backend)(self.gathered(rows), {})
+
     def accumulated(self, n: int) -> Leaves:
         """What `accumulate` itself gives over n micro-batches."""
-        fold, program = self._each_fold(_leaf_for_leaf), self.program
-        step = accumulate(program.grad_fn, n, fold=fold, weight=program.weight, in_axes=program.in_axes)
-        return self.numbers(step(*self.args, **self.kwargs))
+        fold, program, kwargs = self._each_fold(_leaf_for_leaf), self.program, {**self.kwargs}
+        totals = None
+        if program.totals is not None:
+            totals = program.totals.function
+            del kwargs["totals"]
+        step = accumulate(program.grad_fn, n, fold=fold, weight=program.weight, in_axes=program.in_axes, totals=totals)
+        return self.numbers(step(*self.args, **kwargs))
+
+    def given(self, **kwargs: Tree) -> "Probe":
+        """The same function with other keyword arguments."""
+        changed = copy.copy(self)
+        changed.kwargs, changed._values = {**self.kwargs, **kwargs}, {}
+        return changed
 
     def under(self, fold: Tree, weight: WeightFn | None) -> "Probe":
         """The Probe of the same function with another fold and weight."""

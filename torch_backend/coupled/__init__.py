@@ -1,0 +1,178 @@
+"""The two passes of a loss that needs the whole batch, on autograd.
+
+The second pass is a window like any other. Its first micro-batch is the last one of the batch, and the loss function of
+that begins with the whole first pass, in which this micro-batch alone is recorded: its graph is not computed again.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from funcga._backend import Backend
+from funcga._call.arguments import Argument, Arguments
+from funcga._coupled import Coupled, Summaries
+from funcga._fold import parts_of
+from funcga._types import Tree
+from torch_backend import arrays, trees
+from torch_backend.arrays import recording_loss
+from torch_backend.coupled.first_pass import FirstPass
+from torch_backend.coupled.parameters import parameters_of
+from torch_backend.engine.window import Engine, detached
+from torch_backend.loop import Microbatch, accumulate, cut, folded, untraced, window_of, with_totals
+from torch_backend.wrapped.gradient import ModuleGradient
+
+
+def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
+    """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from args."""
+
+    def step(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        if job.program.totals is not None:
+            kwargs = with_totals(job.program, backend, args, kwargs)
+        if arrays.in_transform() and not isinstance(job.program.grad_fn, ModuleGradient):
+            return _in_one_graph(job, backend, args, kwargs)
+        return _Step(job, backend, args).run(args, kwargs)
+
+    # The second pass is steered by the host: torch.compile is for summary_fn and loss_fn.
+    return untraced(step, "funcga takes two passes here; compile summary_fn and loss_fn instead")
+
+
+def _in_one_graph(job: Coupled, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+    """The loss and its gradient inside of a transform, which keeps the graphs of all micro-batches anyway."""
+    fold = accumulate(replace(job.program, totals=None), backend)
+    arg_indices = job.arg_indices(args)
+    job.check_whole([part.axes for part in job.program.read(args, backend).parts])
+
+    def loss_of(*args: Tree, **kwargs: Tree) -> tuple[torch.Tensor, tuple[torch.Tensor, Tree]]:
+        params = [args[arg_index] for arg_index in arg_indices]
+        loss, aux = job.gradient.split(job.gradient.loss_fn(*params, fold(args, kwargs)), backend)
+        return loss, (loss, aux)
+
+    (_, (loss, aux)), grads = backend.gradients.value_and_grad(loss_of, arg_indices)(*args, **kwargs)
+    return job.gradient.compose(loss, aux, grads)
+
+
+class _Step:
+    """One call of a step: the second pass, which begins with the first."""
+
+    def __init__(self, job: Coupled, backend: Backend, args: tuple[Tree, ...]):
+        self.job, self.backend = job, backend
+        self.parameters = parameters_of(job, args)
+        self.has_state = bool(job.program.read(args, backend).state)
+        program = replace(job.program, grad_fn=self.parameters.summarise, across=self.parameters.across())
+        self.first = replace(job, program=program).first(backend)
+        # The same where the parameters are in place.
+        program = replace(program, grad_fn=self.parameters.summarise_in_place)
+        self.summarise = replace(job, program=program).first(backend).grad_fn
+        self.first_pass: FirstPass | None = None  # None before it is over
+
+    def run(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        """The loss and its gradient."""
+        job, parameters = self.job, self.parameters
+        gradient = parameters.gradient(self._terms, self.has_state)
+        fold = parameters.fold(job.program.fold if self.has_state else None)
+        # The arguments are read by the program of the first pass, and so are in_axes.
+        second = job.second(gradient, fold, job.program.in_axes)
+        with window_of(second, self.backend) as window:
+            self.window = window
+            self.args, self.kwargs = window.detached(args), detached(kwargs, window.records)
+            self.arguments = job.program.read(self.args, self.backend)
+            parameters.check(self.arguments)
+            self.cuts, self.devices = cut(self.first, self.arguments, window.may_be_short)
+            numbers = [*range(len(self.cuts))]
+            # Threaded state has to come in order, and a wrapper may run a micro-batch more than once.
+            self.keeps_last = not self.has_state and not parameters.is_padded
+            if self.keeps_last:
+                numbers = [*numbers[-1:], *numbers[:-1]]
+            self.ends_with = numbers[-1] if numbers else None
+            if not numbers and isinstance(window, Engine):
+                self._run_first_pass(None)  # there is no loss function that could begin with it
+            microbatches = ((self._numbered(number), *self.cuts[number]) for number in numbers)
+            without = lambda: self._numbered(None)
+            result = folded(second, window, microbatches, without, self.kwargs, self.devices)
+        assert self.first_pass is not None
+        self.first_pass.end_second()
+        return job.gradient.compose(self.loss, self.aux, parameters.grads(result, self.has_state))
+
+    def _numbered(self, number: int | None) -> Arguments:
+        """The arguments with the number of the micro-batch that is cut from them, None for one that stands in."""
+        return replace(self.arguments, parts=(*self.arguments.parts, Argument(number, [], [], None)))
+
+    # --- the first pass, and the loss
+
+    def _run_first_pass(self, args: tuple[Tree, ...] | None) -> None:
+        """Folds the summaries, and computes the loss, its gradient by the parameters and the cotangents.
+
+        args: those of the first micro-batch of the second pass, whose parameters are recorded; None if there is none.
+        """
+        recorded = functools.partial(self._recorded, args) if self.keeps_last and args is not None else None
+        leaves = (self.args, self.kwargs)
+        first_pass = FirstPass(self.job, self.first, self.backend, self.parameters, leaves, len(self.cuts), recorded)
+        with torch.no_grad(), first_pass:
+            microbatches: Iterator[Microbatch] = ((self.arguments, *each) for each in self.cuts)
+            summaries = folded(self.first, first_pass, microbatches, lambda: self.arguments, self.kwargs, self.devices)
+        self._differentiate(summaries, first_pass.replicas)
+        first_pass.begin_second()
+        if isinstance(self.window, Engine):
+            self.window.listen_anew()  # what the first pass has sent is not what a loss sends
+        self.first_pass = first_pass
+
+    def _recorded(self, in_second: tuple[Tree, ...], *args: Tree, **kwargs: Tree) -> Tree:
+        """The summary of the last micro-batch, for which these arguments of the second pass are recorded."""
+        # They are the same micro-batch: the second pass begins with it.
+        return self.summarise(*in_second, **kwargs)
+
+    def _differentiate(self, summaries: Summaries, replicas: int) -> None:
+        gradient = self.job.gradient
+        variables = [variable.detach().requires_grad_() for variable in summaries.variables()]
+        params, leaves = self.parameters.of_loss(self.args)
+        present = [leaf for leaf in leaves if leaf is not None]
+        with torch.enable_grad(), recording_loss():
+            loss, aux = gradient.split(gradient.loss_fn(*params, summaries.tree(variables)), self.backend)
+            self.job.check_depends(loss.requires_grad)
+            grads = torch.autograd.grad(loss, [*present, *variables], allow_unused=True)
+        of_variables = grads[len(present) :]
+        self.job.check_depends(any(grad is not None for grad in of_variables))
+        self.cotangents = summaries.cotangents(of_variables)
+        # Each replica that has something to fold adds an equal share, so that all have the same sum.
+        shares = iter([None if grad is None else grad / replicas for grad in grads[: len(present)]])
+        self.of_params = [None if leaf is None else next(shares) for leaf in leaves]
+        self.loss, self.aux = loss.detach(), detached(aux) if gradient.has_aux else None
+
+    # --- a micro-batch of the second pass
+
+    def _terms(self, number: int | None, params: list[Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        """The inner product of the cotangents with what this micro-batch contributes; its gradient is folded.
+
+        With threaded state, also what is left of the summary for that.
+        """
+        if self.first_pass is None:
+            self._run_first_pass(args)
+        assert self.first_pass is not None
+        if number is None:  # a row of zeros, which contributes nothing
+            output = self.summarise(*args, **kwargs)
+            parts = self.cotangents.parts(output, 1)
+            cotangents: list[Any] = [torch.zeros_like(part) for part in parts]
+        else:
+            output = self.first_pass.again(number, functools.partial(self.summarise, *args, **kwargs))
+            parts = self.cotangents.parts(output, self.first_pass.weights[number])
+            cotangents = self.cotangents.of(parts, functools.partial(self.first_pass.rows, number))
+        terms = [
+            _inner(array, cotangent)
+            for pair in zip(parts, cotangents, strict=True)
+            for array, cotangent in zip(*map(parts_of, pair), strict=True)
+        ]
+        if number == self.ends_with or number is None:
+            # Once, the gradient of what the loss itself uses of the parameters: in the pass in which a wrapper waits
+            # for all of them.
+            pairs = zip(trees.flatten(params)[0], self.of_params, strict=True)
+            terms += [_inner(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
+        loss = torch.stack(terms).sum()
+        return (loss, self.cotangents.threaded(output)) if self.has_state else loss
+
+
+def _inner(array: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+    """The inner product, summed in at least 32 bits: its gradient by the array is the cotangent."""
+    return (array * cotangent).sum(dtype=arrays.accumulator_dtype(array.dtype))
