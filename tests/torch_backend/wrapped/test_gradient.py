@@ -47,7 +47,9 @@ def identical(a, b):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("n", [1, 3, 4, 11])
-@pytest.mark.parametrize("fold", [funcga.mean(), funcga.sum(), funcga.max(), funcga.moments()], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "fold", [funcga.mean(), funcga.sum(), funcga.max(), funcga.logsumexp(), funcga.moments()], ids=lambda f: f.name
+)
 def test_it_is_the_functional_way_bit_for_bit(dtype, n, fold):
     module, data = network(dtype), batch(dtype)
     found = funcga.accumulate(module_value_and_grad(module, mse), n, fold=fold)(*data)
