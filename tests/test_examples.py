@@ -32,6 +32,8 @@ PRINTS = {  # what the output has to hold, and how often
         5,
     ),
     "variable_length_jax": (r": \[0\.0953, 0\.4337\]$|^wrong.*: \[0\.0775, 0\.4514\]$", 3),
+    "grpo_torch": (r"that of the whole batch: True; by hand it is off by \d|^in the end: reward 0\.[4-9]", 3),
+    "auxiliary_jax": (r"^that of the whole batch: True$|is off by \d+%$|^update 60: loss 0\.[34]", 3),
     "clipping_torch": (r"^norms of the windows: 1\.901, 13\.245$|the weights are those of two batches", 2),
     "clip_and_schedule_jax": (r"^updates 9: the parameters are those of whole batches$", 1),
     "schedules_torch": (r": 12 updates, .* the same as a transform$", 4),
