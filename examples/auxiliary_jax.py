@@ -2,8 +2,8 @@
 
     python examples/auxiliary_jax.py
 
-The cross-entropy is divided by the number of tokens of the whole batch, the auxiliary loss by the number of rows: no one
-weight of a micro-batch is right for both. `totals=` counts both before the first micro-batch, in the same program.
+The cross-entropy is divided by the number of tokens of the whole batch, the auxiliary loss by the number of rows: no
+one weight of a micro-batch is right for both. `totals=` counts both before the first micro-batch, in the same program.
 """
 
 import jax
