@@ -8,6 +8,9 @@ batch are functions of its means and second moments, which are means over its mi
 these, computes the loss of what they come to, and pulls its gradient back through each micro-batch. That takes memory
 for one micro-batch and a few matrices of D x D features, for any number of rows.
 
+Both losses are the same for features that are shifted by a constant. Where these are far from 0, compared with their
+spread, subtract one in `embed`: of large second moments the difference would lose its digits.
+
 Sources: Bardes, Ponce and LeCun (2022), "VICReg"; Zbontar, Jing, Misra, LeCun and Deny (2021), "Barlow Twins".
 """
 
