@@ -1,13 +1,21 @@
 """coupled: the loss and the gradient of the whole batch, however it is cut, in both frameworks."""
 
+import functools
+import itertools
+import os
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import funcga
+from funcga import CARRY
 from tests.coupled import losses
+from tests.coupled.cases import Case
 from tests.kits import JAX, TORCH, difference
 from tests.objectives import cut
+from tests.test_errors import check_refused
 
 # Sums of some hundred numbers in float64, in another order.
 LIMIT = 1e-12
@@ -47,3 +55,249 @@ def test_the_mean_of_microbatch_losses_is_another_gradient(name):
     flat = lambda tree: np.concatenate([leaf.ravel() for leaf in TORCH.leaves(tree)])
     off = 100 * np.linalg.norm(flat(usual) - flat(whole)) / np.linalg.norm(flat(whole))
     assert OFF[name] <= off < OFF[name] + 1
+
+
+# --- generated cases: folds, containers, weights, axes, what is differentiated
+
+CASES = int(os.environ.get("FUNCGA_FUZZ", "80"))
+
+
+def check_case(kit, seed):
+    case = Case(seed, kit)
+    value, grads = case.step()(*case.args())
+    expected = case.expected()
+    if case.has_aux:
+        value, aux = value
+        assert difference(kit, case.leaves(aux["s"]), case.leaves(case.folded(case.params, case.shift))) < LIMIT, case
+    assert difference(kit, (value, grads), expected) < LIMIT, case
+    assert type(grads) is type(expected[1])
+
+
+def test_generated_cases_in_torch():
+    for seed in range(CASES):
+        check_case(TORCH, seed)
+
+
+def test_generated_cases_in_jax():
+    for seed in range(max(1, CASES // 8)):
+        check_case(JAX, 1000 + seed)
+
+
+# --- state that is threaded, weights of 0, and random keys
+
+
+def test_state_is_threaded_once(kit):
+    """A running mean, by which the next micro-batch is centred: a constant for the gradient, as in a loop."""
+    params, batch = losses.problem(kit, "InfoNCE")
+    stop = jax.lax.stop_gradient if kit is JAX else lambda x: x.detach()
+
+    def summary_fn(params, state, batch):
+        h = kit.xp.tanh(batch["x"] @ params["v"])
+        return {"mean": (h - state["mean"]).mean(0), "rows": h - state["mean"]}, {
+            "mean": stop(0.5 * state["mean"] + 0.5 * h.mean(0)),
+            "steps": state["steps"] + 1,
+        }
+
+    def loss_fn(params, s):
+        (summary, state), xp = s, kit.xp
+        return xp.sin(summary["rows"] * summary["mean"]).sum() * params["scale"] + (state["mean"] ** 2).sum()
+
+    fold = ({"mean": funcga.mean(), "rows": funcga.concat()}, funcga.carry())
+    start = kit.arrays({"mean": np.zeros(losses.WIDTH), "steps": np.zeros((), "int32")})
+    step = funcga.coupled(
+        summary_fn, lambda params, s: (loss_fn(params, s), s[1]), 3, fold=fold, in_axes=(None, CARRY, 0), has_aux=True
+    )
+    edges, final = losses.bounds(11, 3), []
+
+    def whole(params):
+        state, summaries = start, []
+        for piece in cut(batch, *edges):
+            summary, state = summary_fn(params, state, piece)
+            summaries.append(summary)
+        weights = np.diff(edges).tolist()
+        mean = sum(w * summary["mean"] for w, summary in zip(weights, summaries, strict=True)) / 11
+        rows = kit.xp.concatenate([summary["rows"] for summary in summaries])
+        final.append(state)
+        return loss_fn(params, ({"mean": mean, "rows": rows}, state))
+
+    (value, state), grads = step(params, start, batch)
+    assert difference(kit, (value, grads), losses.differentiated(kit, whole, params)) < LIMIT
+    whole(params)
+    assert difference(kit, state, final[-1]) < LIMIT
+
+
+@pytest.mark.parametrize("masked", [[2], [0, 1], [0, 1, 2]], ids=str)
+def test_micro_batches_of_weight_0_add_nothing(kit, masked):
+    """Their summaries are NaN here, as a mean over no tokens is."""
+    params, batch = losses.problem(kit, "InfoNCE", rows=9)
+    mask = np.ones(9)
+    for index in masked:
+        mask[3 * index : 3 * index + 3] = 0
+    batch = {"x": batch["x"], "mask": kit.arrays(mask)}
+
+    def summary_fn(params, batch):
+        h = kit.xp.tanh(batch["x"] @ params["v"])
+        return (h * batch["mask"][:, None]).sum(0) / batch["mask"].sum()
+
+    loss_fn = lambda params, s: (kit.xp.sin(s) * (1 + s)).sum() * params["scale"]
+    step = funcga.coupled(summary_fn, loss_fn, 3, fold=funcga.mean(), weight=lambda batch: batch["mask"].sum())
+    safe = {"x": batch["x"], "mask": batch["mask"]}
+
+    def whole(params):
+        h = kit.xp.tanh(safe["x"] @ params["v"])
+        return loss_fn(params, (h * safe["mask"][:, None]).sum(0) / max(mask.sum(), 1))
+
+    assert difference(kit, step(params, batch), losses.differentiated(kit, whole, params)) < LIMIT
+
+
+def test_a_micro_batch_of_weight_0_has_rows(kit):
+    """What is collected is not weighed."""
+    params, batch = losses.problem(kit, "InfoNCE", rows=9)
+    first = np.arange(9) < 3
+    batch = {"x": batch["x"], "mask": kit.arrays(first * 1.0)}
+    summary_fn = lambda params, batch: {"rows": batch["x"] @ params["v"], "mean": (batch["x"] @ params["v"]).mean(0)}
+    loss_fn = lambda params, s: (kit.xp.sin(s["rows"]) * s["mean"]).sum()
+    step = funcga.coupled(
+        summary_fn, loss_fn, 3, fold={"rows": funcga.concat(), "mean": funcga.mean()},
+        weight=lambda batch: batch["mask"].sum(),
+    )  # fmt: skip
+    whole = lambda params: loss_fn(
+        params, {"rows": batch["x"] @ params["v"], "mean": (batch["x"][:3] @ params["v"]).mean(0)}
+    )
+    assert difference(kit, step(params, batch), losses.differentiated(kit, whole, params)) < LIMIT
+
+
+def test_keys_of_rows_are_drawn_from_alike():
+    """In JAX noise comes of keys, which are split with the rows."""
+    params, batch = losses.problem(JAX, "InfoNCE")
+    keys = jax.random.split(jax.random.key(0), 11)
+
+    def summary_fn(params, batch, keys):
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.6, (losses.WIDTH,)))(keys)
+        of_microbatch = jax.random.normal(keys[0], (losses.WIDTH,))
+        s = losses.LOSSES["InfoNCE"].summary(jnp, params, batch)
+        return {"a": s["a"] * kept, "b": s["b"] + of_microbatch}
+
+    loss_fn = lambda params, s: losses.LOSSES["InfoNCE"].loss(jnp, params, s)
+    edges = losses.bounds(11, 3)
+    pieces = [*zip(cut(batch, *edges), [keys[a:b] for a, b in itertools.pairwise(edges)], strict=True)]
+
+    def whole(params):
+        summaries = [summary_fn(params, *piece) for piece in pieces]
+        return loss_fn(params, {name: jnp.concatenate([s[name] for s in summaries]) for name in "ab"})
+
+    step = funcga.coupled(summary_fn, loss_fn, 3)
+    assert difference(JAX, step(params, batch, keys), losses.differentiated(JAX, whole, params)) < LIMIT
+
+
+def test_functions_and_bound_methods(kit):
+    """Anything that is called is a summary or a loss: a method, a partial, an object."""
+    params, batch = losses.problem(kit, "VICReg")
+
+    class Model:
+        def summary(self, kit, params, batch):
+            return losses.LOSSES["VICReg"].summary(kit.xp, params, batch)
+
+        def __call__(self, params, s):
+            return losses.LOSSES["VICReg"].loss(kit.xp, params, s)
+
+    step = funcga.coupled(functools.partial(Model().summary, kit), Model(), 3, fold=funcga.mean())
+    assert difference(kit, step(params, batch), losses.expected(kit, "VICReg", params, batch)) < LIMIT
+
+
+def test_keyword_arguments_are_passed_whole(kit):
+    params, batch = losses.problem(kit, "InfoNCE")
+    summary_fn = lambda params, batch, *, power: kit.xp.tanh(batch["x"] @ params["v"]) ** power
+    loss_fn = lambda params, s: (s.sum(0) ** 2).sum()
+    whole = lambda params: loss_fn(params, summary_fn(params, batch, power=3))
+    step = funcga.coupled(summary_fn, loss_fn, 3)
+    assert difference(kit, step(params, batch, power=3), losses.differentiated(kit, whole, params)) < LIMIT
+    power = kit.arrays(np.array(3.0))
+    assert difference(kit, step(params, batch, power=power), losses.differentiated(kit, whole, params)) < LIMIT
+
+
+def test_a_result_is_the_caller_s(kit):
+    """Writing to it, or donating it, changes nothing of the arguments or of the next result."""
+    params, batch = losses.problem(kit, "InfoNCE")
+    aux = lambda params, s: (s["a"].sum() * params["scale"], {"s": s, "scale": params["scale"]})
+    step = funcga.coupled(losses.functions(kit, "InfoNCE")[0], aux, 3, has_aux=True)
+    (_, extra), grads = step(params, batch)
+    before = [leaf.copy() for leaf in kit.leaves((params, batch))]
+    if kit is TORCH:
+        for leaf in (*grads.values(), *extra["s"].values()):
+            leaf.fill_(7)
+    else:
+        jax.jit(lambda grads: jax.tree.map(jnp.zeros_like, grads), donate_argnums=0)(grads)
+    for left, right in zip(kit.leaves((params, batch)), before, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+# --- refusals
+
+
+def refused(text, kit, summary_fn=None, loss_fn=None, call=None, n=2, **options):
+    """That a step, made or called, is refused with this text."""
+    summary_fn = summary_fn or (lambda w, x: x * w)
+    loss_fn = loss_fn or (lambda w, s: (s * w).sum())
+    make = lambda: funcga.coupled(summary_fn, loss_fn, n, **options)(
+        *(call or (kit.arrays(np.ones(())), kit.arrays(np.ones((4, 3)))))
+    )
+    message = check_refused(text, make)
+    assert message.count(". ") <= 2, message  # at most three sentences
+
+
+REFUSALS = {
+    "gradient function": (
+        "summary_fn is a gradient function",
+        {"summary_fn": funcga.value_and_grad(lambda w, x: (w * x).sum())},
+    ),
+    "no function": ("summary_fn is 3", {"summary_fn": 3}),
+    "no loss": ("loss_fn is 3", {"loss_fn": 3}),
+    "argnums": ("argnums is 'w'", {"argnums": "w"}),
+    "argnums out of range": ("argnums", {"argnums": 4}),
+    "both": ("both of n and microbatch_size were given. Say one: coupled(", {"microbatch_size": 4}),
+    "neither": ("neither of n and microbatch_size were given. Say one: coupled(", {"n": None}),
+    "n": ("n is 0", {"n": 0}),
+    "auto": ("n is 'auto'", {"n": "auto"}),
+    "more than rows": ("5", {"n": 5}),
+    "split": ("in_axes splits argument 1: parameters are passed whole", {"argnums": 1}),
+    "loss without s": ("loss_fn does not use the summaries", {"loss_fn": lambda w, s: w * 2}),
+    "loss of constants": ("loss_fn does not use the summaries", {"loss_fn": lambda w, s: s * 0 + 1 if False else w}),
+    "not a scalar": ("loss_fn returned", {"loss_fn": lambda w, s: s * w}),
+    "complex loss": ("a gradient is that of a real number", {"loss_fn": lambda w, s: (s * w).sum() * 1j}),
+    "a number": ("what loss_fn returned is", {"loss_fn": lambda w, s: 3.0}),
+    "no pair": ("has_aux=True asks for a pair", {"has_aux": True}),
+    "a pair": ("has_aux=True", {"loss_fn": lambda w, s: ((s * w).sum(), 1)}),
+    "one parameter": ("loss_fn", {"loss_fn": lambda s: s.sum()}),
+    "three parameters": ("loss_fn", {"loss_fn": lambda w, x, s: s.sum()}),
+    "summary of many": ("summary_fn", {"summary_fn": lambda w, x, y: w * x}),
+    "no float": ("summary_fn returns no float array", {"summary_fn": lambda w, x: x > 0}),
+    "nothing": ("summary_fn returns no float array", {"summary_fn": lambda w, x: None}),
+    "complex": ("summary_fn returns a complex array", {"summary_fn": lambda w, x: x * w * 1j}),
+    "a string": ("str", {"summary_fn": lambda w, x: "a"}),
+    "mean of rows": (
+        "micro-batch 2",
+        {"call": "ragged", "fold": funcga.mean()},
+    ),
+    "fold": ("fold= is 3", {"fold": 3}),
+    "no prefix": ("the tree of folds is no prefix", {"fold": {"a": funcga.sum()}}),
+    "carry": ("CARRY", {"fold": funcga.carry()}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(kit, name):
+    text, options = REFUSALS[name]
+    if options.get("call") == "ragged":
+        options = {**options, "call": (kit.arrays(np.ones(())), kit.arrays(np.ones((5, 3))))}
+    refused(text, kit, **{"n": 2, **options})
+
+
+def test_errors_of_the_user_pass(kit):
+    def broken(*args):
+        raise ZeroDivisionError
+
+    ones = kit.arrays((np.ones(()), np.ones((4, 3))))
+    for functions in ((broken, lambda w, s: s.sum()), (lambda w, x: w * x, broken)):
+        with pytest.raises(ZeroDivisionError):
+            funcga.coupled(*functions, 2)(*ones)

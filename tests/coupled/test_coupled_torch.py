@@ -1,0 +1,424 @@
+"""coupled in torch: modules, random numbers, autocast, and what a call leaves behind. Held against one graph by hand."""
+
+import contextlib
+import copy
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+from benchmarks.torch_measure import Watch
+from funcga import CARRY
+from tests.coupled.losses import bounds
+from tests.kits import counted
+from torch_backend import module_value_and_grad, pure_loss, trainable
+
+LIMIT = 1e-12
+ROWS, FEATURES, WIDTH = 11, 5, 4
+
+
+def batch(rows=ROWS, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, FEATURES, generator=generator, dtype=torch.float64)
+    return x.to(dtype), (x + torch.randn(rows, FEATURES, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+class Towers(nn.Module):
+    """A tower for both views, and a temperature that the loss alone uses."""
+
+    def __init__(self, *layers, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = nn.Sequential(*layers) if layers else nn.Linear(FEATURES, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.to(dtype)
+
+    def forward(self, x):
+        return F.normalize(self.tower(x), dim=1)
+
+
+def mlp(*between, **options):
+    return Towers(nn.Linear(FEATURES, 8), *between, nn.Tanh(), nn.Linear(8, WIDTH), **options)
+
+
+def summary_of(module, x, y):
+    return {"a": module(x), "b": module(y)}
+
+
+def infonce(scale, s):
+    logits = s["a"] @ s["b"].T * scale.exp()
+    own = torch.arange(len(logits))
+    return F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)
+
+
+def loss_of(module, s):
+    return infonce(module.scale, s)
+
+
+def loss_of_params(params, s):
+    return infonce(params["scale"], s)
+
+
+def joined(summaries):
+    return {name: torch.cat([summary[name] for summary in summaries]) for name in summaries[0]}
+
+
+def one_graph(module, loss_fn, x, y, *edges, summary_fn=summary_of):
+    """(loss, gradients) of a loop over the micro-batches that keeps all graphs; it runs on a copy of the module."""
+    module = copy.deepcopy(module)
+    s = joined([summary_fn(module, x[start:end], y[start:end]) for start, end in pairwise(edges)])
+    loss = loss_fn(module, s)
+    params = trainable(module)
+    grads = torch.autograd.grad(loss, [*params.values()], allow_unused=True)
+    pairs = zip(params.items(), grads, strict=True)
+    grads = {name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in pairs}
+    return loss.detach(), grads, module
+
+
+def difference(left, right):
+    assert left.keys() == right.keys()
+    scale = max(leaf.abs().max() for leaf in right.values())
+    assert all(leaf.isfinite().all() for leaf in left.values())
+    return float(max((left[name] - right[name]).abs().max() for name in right) / scale)
+
+
+def check(result, expected, limit=LIMIT):
+    assert abs(result[0] - expected[0]) <= limit * abs(expected[0])
+    assert difference(result[1], expected[1]) <= limit
+
+
+def of_function(module, loss_fn=loss_of, n=3, summary_fn=summary_of, **options):
+    """A step of plain functions, by functional_call."""
+    call = lambda params: lambda *args: torch.func.functional_call(module, params, args)
+    step = funcga.coupled(
+        lambda params, x, y: summary_fn(call(params), x, y),
+        lambda params, s: loss_fn(Named(params), s), n, **options,
+    )  # fmt: skip
+    return lambda *args: step(trainable(module), *args)
+
+
+class Named:
+    """What loss_fn reads of a module, in a dict of its parameters."""
+
+    def __init__(self, params):
+        self.scale = params["scale"]
+
+
+def of_pure_loss(module, loss_fn=loss_of, n=3, summary_fn=summary_of, **options):
+    step = funcga.coupled(
+        pure_loss(module, summary_fn), lambda params, s: loss_fn(Named(params), s), n, **options
+    )  # fmt: skip
+    return lambda *args: step(trainable(module), *args)
+
+
+def of_module(module, loss_fn=loss_of, n=3, summary_fn=summary_of, **options):
+    return funcga.coupled(module_value_and_grad(module, summary_fn), loss_fn, n, **options)
+
+
+WAYS = {"function": of_function, "pure_loss": of_pure_loss, "module": of_module}
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return WAYS[request.param]
+
+
+# --- random numbers
+
+
+def noisy(module, s):
+    """A loss that draws, too."""
+    return infonce(module.scale, {"a": F.dropout(s["a"], 0.2), "b": s["b"]})
+
+
+@pytest.mark.parametrize("loss_fn", [loss_of, noisy])
+@pytest.mark.parametrize("n", [1, 3, 7])
+def test_dropout_is_that_of_one_loop(way, n, loss_fn):
+    module, (x, y) = mlp(nn.Dropout(0.4)), batch()
+    torch.manual_seed(3)
+    expected = one_graph(module, loss_fn, x, y, *bounds(ROWS, n))
+    drawn_next = torch.rand(3)
+    for _ in range(2):
+        torch.manual_seed(3)
+        result = way(module, loss_fn, n)(x, y)
+        assert torch.equal(torch.rand(3), drawn_next)
+        check(result, expected)
+
+
+def test_an_update_draws_other_numbers_than_the_last(way):
+    module, (x, y) = mlp(nn.Dropout(0.4)), batch()
+    step = way(module)
+    assert step(x, y)[0] != step(x, y)[0]
+
+
+# --- what a module has
+
+
+def test_running_statistics_are_written_once():
+    for n, training in ((1, True), (3, True), (3, False)):
+        module, (x, y) = mlp(nn.BatchNorm1d(8)).train(training), batch()
+        expected = one_graph(module, loss_of, x, y, *bounds(ROWS, n))
+        check(of_module(module, n=n)(x, y), expected)
+        for name, buffer in expected[2].named_buffers():
+            assert torch.equal(module.get_buffer(name), buffer), name
+
+
+def test_buffers_of_a_pure_loss_stay():
+    module, (x, y) = mlp(nn.BatchNorm1d(8)), batch()
+    before = copy.deepcopy(module.state_dict())
+    check(of_pure_loss(module)(x, y), one_graph(module, loss_of, x, y, *bounds(ROWS, 3)))
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_threaded_buffers_are_those_of_one_loop():
+    module, (x, y) = mlp(nn.BatchNorm1d(8)), batch()
+    expected = one_graph(module, loss_of, x, y, *bounds(ROWS, 3))
+    seen = []
+
+    def loss_fn(params, s):
+        seen.append(s[1])
+        return infonce(params["scale"], s[0])
+
+    step = funcga.coupled(
+        pure_loss(module, summary_of, buffers=True), loss_fn, 3, in_axes=(None, CARRY, 0, 0),
+        fold=(funcga.concat(), funcga.carry()),
+    )  # fmt: skip
+    check(step(trainable(module), dict(module.named_buffers()), x, y), expected)
+    for name, buffer in expected[2].named_buffers():
+        assert torch.equal(seen[-1][name], buffer)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("way", [of_pure_loss, of_module])
+def test_checkpoints(way, use_reentrant):
+    class Checkpointed(Towers):
+        def forward(self, x):
+            if use_reentrant:
+                x = x.detach().requires_grad_()  # a reentrant checkpoint needs an input that requires grad
+            return F.normalize(checkpoint(self.tower, x, use_reentrant=use_reentrant), dim=1)
+
+    module, (x, y) = Checkpointed(nn.Linear(FEATURES, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, WIDTH)), batch()
+    torch.manual_seed(3)
+    plain = Towers(nn.Linear(FEATURES, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, WIDTH))
+    plain.load_state_dict(module.state_dict())
+    torch.manual_seed(3)
+    expected = one_graph(plain, loss_of, x, y, *bounds(ROWS, 3))
+    torch.manual_seed(3)
+    check(way(module)(x, y), expected)
+
+
+def test_tied_and_frozen_parameters(way):
+    module, (x, y) = Towers(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES)), batch()
+    module.tower[2].weight = module.tower[0].weight
+    module.tower[2].bias.requires_grad_(False)
+    expected = one_graph(module, loss_of, x, y, *bounds(ROWS, 3))
+    assert {*expected[1]} == {"tower.0.weight", "tower.0.bias", "scale"}
+    check(way(module)(x, y), expected)
+    assert module.tower[2].bias.grad is None
+
+
+def test_the_loss_may_use_the_module_itself():
+    """A head of the same module, as a pure function of the same parameters."""
+    module, (x, y) = Towers(nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH)), batch()
+    summary_fn = lambda module, x, y: {"a": module.tower[0](x), "b": module.tower[0](y)}
+    loss_fn = lambda module, s: infonce(module.scale, {name: module.tower[1](rows) for name, rows in s.items()})
+    expected = one_graph(module, loss_fn, x, y, *bounds(ROWS, 3), summary_fn=summary_fn)
+    check(of_module(module, loss_fn, summary_fn=summary_fn)(x, y), expected)
+    step = funcga.coupled(pure_loss(module, summary_fn), pure_loss(module, loss_fn), 3)
+    check(step(trainable(module), x, y), expected)
+
+
+def test_totals_with_a_module():
+    module, (x, y) = mlp(), batch()
+    summary_fn = lambda module, x, y, *, totals: ((module(x) - module(y)) ** 2).sum() / totals["rows"]
+    options = {"totals": lambda x, y: {"rows": len(x)}, "fold": funcga.sum()}
+    loss_fn = lambda module, s: s * module.scale
+    expected = ((module(x) - module(y)) ** 2).sum() / ROWS * module.scale
+    grads = dict(zip(trainable(module), torch.autograd.grad(expected, [*trainable(module).values()]), strict=True))
+    for each in (of_pure_loss, of_module):
+        check(each(module, loss_fn, summary_fn=summary_fn, **options)(x, y), (expected.detach(), grads))
+
+
+# --- numbers of few bits
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_autocast_loses_no_gradient(way, where, n):
+    module, (x, y) = mlp(dtype=torch.float32), batch(dtype=torch.float32)
+    autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+    summary_fn = summary_of
+    if where == "inside":
+
+        def summary_fn(module, x, y):
+            with autocast():
+                return summary_of(module, x, y)
+
+    with autocast() if where == "around" else contextlib.nullcontext():
+        expected = one_graph(module, loss_of, x, y, *bounds(ROWS, n), summary_fn=summary_fn)
+        result = way(module, n=n, summary_fn=summary_fn)(x, y)
+    assert all(grad.abs().max() > 0 for grad in result[1].values())
+    assert {grad.dtype for grad in result[1].values()} == {torch.float32}
+    # Gradients of micro-batches are rounded to 8 bits each.
+    check(result, expected, 2e-2)
+
+
+def test_16_bit_parameters_and_summaries(way):
+    module, (x, y) = mlp(dtype=torch.bfloat16), batch(dtype=torch.bfloat16)
+    wide = copy.deepcopy(module).double()
+    loss_fn = lambda module, s: infonce(module.scale.float(), {name: rows.float() for name, rows in s.items()})
+    expected = one_graph(wide, loss_of, x.double(), y.double(), 0, ROWS)
+    value, grads = way(module, loss_fn, n=7)(x, y)
+    assert {grad.dtype for grad in grads.values()} == {torch.bfloat16}
+    # bfloat16 has 8 bits, and a few layers round.
+    check((value, {name: grad.double() for name, grad in grads.items()}), expected, 5e-2)
+
+
+# --- rows that depend on the data
+
+
+def test_summaries_of_any_number_of_rows():
+    module, (x, y) = mlp(), batch()
+    chosen = lambda module, x, y: {"a": module(x)[y[:, 0] > 0], "b": module(y)[x[:, 1] > -0.5]}
+    loss_fn = lambda module, s: (s["a"] @ s["b"].T * module.scale).exp().sum().log() / len(s["a"])
+    expected = one_graph(module, loss_fn, x, y, 0, ROWS, summary_fn=chosen)
+    for n in (1, 3, ROWS):
+        for each in (of_pure_loss, of_module):
+            check(each(module, loss_fn, n, summary_fn=chosen)(x, y), expected)
+
+
+def test_the_order_of_a_dict_may_change():
+    module, (x, y) = mlp(), batch()
+    calls = []
+
+    def summary_fn(module, x, y):
+        calls.append(1)
+        pairs = [*summary_of(module, x, y).items()]
+        return dict(pairs if len(calls) % 2 else reversed(pairs))
+
+    check(of_module(module, summary_fn=summary_fn)(x, y), one_graph(module, loss_of, x, y, *bounds(ROWS, 3)))
+
+
+# --- what a call costs, and leaves behind
+
+
+@pytest.mark.parametrize("n", [1, 3, 7])
+def test_the_last_micro_batch_is_not_run_twice(way, n):
+    module, (x, y) = mlp(), batch()
+    summary_fn, calls = counted(summary_of)
+    check(way(module, n=n, summary_fn=summary_fn)(x, y), one_graph(module, loss_of, x, y, 0, ROWS))
+    assert len(calls) == 2 * n - 1
+
+
+@pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_nothing_outside_is_changed(way, grad_mode):
+    module, (x, y) = mlp(nn.Dropout(0.1)), batch()
+    x.requires_grad_()
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    torch.manual_seed(3)
+    expected = one_graph(module, loss_of, x, y, *bounds(ROWS, 3))
+    before = copy.deepcopy(module.state_dict())
+    torch.manual_seed(3)
+    with grad_mode():
+        result = way(module)(x, y)
+        assert torch.is_grad_enabled() == (grad_mode is torch.enable_grad)
+    check(result, expected)
+    assert x.grad is None
+    assert not any(leaf.requires_grad for leaf in (result[0], *result[1].values()))
+    for name, p in module.named_parameters():
+        assert torch.equal(p.grad, torch.ones_like(p))
+        assert torch.equal(p, before[name])
+        assert p.requires_grad
+        assert result[1][name].data_ptr() not in (p.data_ptr(), p.grad.data_ptr())
+
+
+def test_bytes_of_one_micro_batch_and_of_the_summaries():
+    width, rows, n = 64, 256, 16
+    module = nn.Sequential(nn.Linear(width, 16 * width), nn.Tanh(), nn.Linear(16 * width, 8))
+    x = torch.randn(rows, width)
+    loss_fn = lambda module, s: (s.mean(0) ** 2).sum() + s.var()
+    summary_fn = lambda module, x: module(x)
+    loop = funcga.accumulate(module_value_and_grad(module, lambda module, x: loss_fn(module, module(x))), n)
+    step = funcga.coupled(module_value_and_grad(module, summary_fn), loss_fn, n)
+    peaks = []
+    for each in (loop, step):
+        each(x)
+        with Watch() as seen:
+            each(x)
+        peaks.append(seen.bytes)
+    summaries = rows * 8 * 4
+    assert 2 * summaries < 0.05 * peaks[0]
+    assert peaks[1] <= peaks[0] + 2 * summaries
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, "loss"])
+def test_errors_of_the_user_pass_and_leave_nothing(way, call):
+    module, (x, y) = mlp(nn.Dropout(0.2)), batch()
+    expected_after = copy.deepcopy(module.state_dict())
+    calls, broken = [], True
+
+    def summary_fn(module, x, y):
+        calls.append(1)
+        if broken and len(calls) == call:
+            raise Stopped
+        return summary_of(module, x, y)
+
+    def loss_fn(module, s):
+        if broken and call == "loss":
+            raise Stopped
+        return loss_of(module, s)
+
+    step = way(module, loss_fn, summary_fn=summary_fn)
+    with pytest.raises(Stopped):
+        step(x, y)
+    assert torch.is_grad_enabled()
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, expected_after[name])
+    assert all(p.grad is None and p.requires_grad for p in module.parameters())
+    broken = False
+    torch.manual_seed(3)
+    expected = one_graph(module, loss_of, x, y, *bounds(ROWS, 3))
+    torch.manual_seed(3)
+    check(step(x, y), expected)
+
+
+def test_steps_in_threads():
+    module, (x, y), results = Towers(), batch(), []
+    expected = one_graph(module, loss_of, x, y, 0, ROWS)
+    in_module = of_pure_loss(module)
+    rows = lambda params, x: F.normalize(x @ params["tower.weight"].T + params["tower.bias"], dim=1)
+    plain = funcga.coupled(lambda params, x, y: {"a": rows(params, x), "b": rows(params, y)}, loss_of_params, 3)
+    own = {name: p.detach().clone() for name, p in trainable(module).items()}
+    steps = [in_module, lambda x, y: plain(own, x, y)]
+    threads = [
+        threading.Thread(target=lambda step=step: results.extend(step(x, y) for _ in range(5)))
+        for step in [*steps, *steps]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 20
+    for result in results:
+        check(result, expected)
+
+
+def test_hooks_on_parameters_see_the_sum_once():
+    """As after a loop's backward pass, a hook that scales the gradient scales it."""
+    module, (x, y) = mlp(), batch()
+    expected = one_graph(module, loss_of, x, y, 0, ROWS)
+    module.tower[0].weight.register_hook(lambda grad: 2 * grad)
+    value, grads = of_module(module)(x, y)
+    expected[1]["tower.0.weight"] *= 2
+    check((value, grads), expected)
