@@ -6,21 +6,25 @@ fold says which part of it is that of one summary.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program, read_program
+from funcga._call.arguments import argument_names
 from funcga._call.totals import check_no_totals
 from funcga._fold import LeafFold, Tally, bind, parts_of
 from funcga._fold.outputs import Outputs, broadcast_folds
 from funcga._grad import GradientFunction, value_and_grad
 from funcga._replicas import Memory, step_of
 from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
+from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments, refuses_arguments
 from funcga.folds import Fold, FoldTree, concat
+from funcga.reducers import moments
 
 
 @explains_arguments
@@ -97,23 +101,40 @@ def coupled(
         >>> grads["w"].shape
         torch.Size([3, 3])
     """
-    job = _read(summary_fn, loss_fn, n, microbatch_size, fold, weight, in_axes, across, totals, argnums, has_aux)
+    with _in_its_words():
+        job = _read(summary_fn, loss_fn, n, microbatch_size, fold, weight, in_axes, across, totals, argnums, has_aux)
 
     @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
         backend = job.program.backend(args, kwargs)
-        if totals is not None:
-            check_no_totals(kwargs)
-        try:
-            return backend.passes.coupled(job, backend)(args, kwargs)
-        except TypeError as error:
-            job.program.check_call(error, len(args), kwargs)
-            raise
+        with _in_its_words():
+            if totals is not None:
+                check_no_totals(kwargs)
+            try:
+                return backend.passes.coupled(job, backend)(args, kwargs)
+            except TypeError as error:
+                job.check_call(error, len(args), kwargs)
+                raise
 
     # For code that wraps the step and has to know what it does.
     step.coupled = job  # type: ignore[attr-defined]
     return step
+
+
+@contextmanager
+def _in_its_words() -> Iterator[None]:
+    """A context that says summary_fn in errors of what it shares with `accumulate`, where that is a grad_fn."""
+    try:
+        yield
+    except FuncgaError as error:
+        words = {"accumulate(grad_fn, ": "coupled(summary_fn, loss_fn, ", "grad_fn": "summary_fn"}
+        # What is folded is (summary, weight).
+        words |= {"def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)"}
+        words |= {"output[0]": "summary"}
+        (text,) = error.args
+        error.args = (functools.reduce(lambda text, pair: text.replace(*pair), words.items(), text),)
+        raise
 
 
 def _read(
@@ -173,14 +194,14 @@ class Coupled:
 
         Its output is (summary, weight). Where a fold neither adds nor collects, as max(), the summary has an axis more,
         and what all micro-batches have is collected along it: then the framework differentiates the fold itself. The
-        weight is that of the micro-batch, [1], if such a fold weighs, else None.
+        weight is that of the micro-batch, [1, 2], as two addends, if such a fold weighs, else None.
         """
         program, trees = replace(self.program, totals=None), backend.trees
         folds, structure = trees.flatten(program.fold, _is_fold)
         if not any(map(_is_kept, folds)):
             summarised = lambda *args, **kwargs: (program.grad_fn(*args, **kwargs), None)
             return replace(program, grad_fn=summarised, fold=(program.fold, concat()))
-        weighs = self.weighs(backend)
+        weighs, xp = self.weighs(backend), backend.arrays.xp
 
         def with_axes(*args: Tree, **kwargs: Tree) -> Tree:
             summary = program.grad_fn(*args, **kwargs)
@@ -190,13 +211,14 @@ class Coupled:
                 leaf if leaf is None or not _is_kept(fold) else backend.arrays.as_array(leaf)[None]
                 for leaf, fold in zip(leaves, of_leaves, strict=True)
             ]
-            weight = None
-            if weighs:
-                weight = backend.arrays.tally(program.weigh(program.read(args, backend), args, None)).total
-                if not backend.arrays.is_array(weight):  # a number that the host sees
-                    weight = backend.arrays.xp.asarray(weight, dtype=backend.arrays.xp.float64)
-                weight = weight[None]
-            return trees.unflatten(structure, leaves), weight
+            pairs = zip(leaves, of_leaves, strict=True)
+            kept = next((leaf for leaf, fold in pairs if leaf is not None and _is_kept(fold)), None)
+            if kept is None or not weighs:
+                return trees.unflatten(structure, leaves), None
+            addends = backend.arrays.addends(program.weigh(program.read(args, backend), args, None), wide=False)
+            zero = xp.zeros_like(kept, dtype=xp.float32).sum()  # made of what is kept, so that it is where that is
+            weight = xp.stack([zero + addend for addend in addends])
+            return trees.unflatten(structure, leaves), weight[None]
 
         collected = [concat() if _is_kept(fold) else fold for fold in folds]
         return replace(program, grad_fn=with_axes, fold=(trees.unflatten(structure, collected), concat()))
@@ -211,6 +233,30 @@ class Coupled:
         return replace(
             self.program, grad_fn=grad_fn, fold=fold, weight=_one, in_axes=in_axes, totals=None, memory=self.memory
         )
+
+    def loss_of(self, params: Sequence[Tree], summaries: Tree, backend: Backend) -> tuple[Array, Tree]:
+        """(loss, aux). Raises FuncgaError if loss_fn does not take what it is given, or returns something else."""
+        loss_fn = self.gradient.loss_fn
+        try:
+            return self.gradient.split(loss_fn(*params, summaries), backend)
+        except TypeError as error:
+            if not refuses_arguments(loss_fn, len(params) + 1, (), error):
+                raise
+            raise FuncgaError(
+                f"loss_fn is called with what is differentiated and then the summaries, {len(params) + 1} in all: "
+                f"{error}. Write it with one parameter for each: def loss_fn(params, s)."
+            ) from error
+
+    def check_call(self, error: TypeError, count: int, kwargs: dict[str, Tree]) -> None:
+        """Raises FuncgaError if `error` says that summary_fn does not take so many arguments, or these keywords."""
+        summary_fn = self.program.grad_fn
+        keywords = kwargs if self.program.totals is None else {*kwargs, "totals"}
+        if refuses_arguments(summary_fn, count, keywords, error):
+            names = argument_names(summary_fn, len(inspect.signature(summary_fn).parameters))
+            raise FuncgaError(
+                f"summary_fn takes ({', '.join(names)}), and was called with {count} positional arguments: {error}. "
+                f"Pass one argument for each parameter: step(params, *batch) for a batch in a tuple."
+            ) from error
 
     def check_depends(self, depends: bool) -> None:
         """Raises FuncgaError for a loss that does not depend on the summaries."""
@@ -308,7 +354,10 @@ class Summaries:
         """The fold of the rows, one for each micro-batch."""
         leaf_fold, monoid = bind(fold, rows[0], lambda: path, self.outputs.backend.arrays), fold.reducer.monoid
         xp, values = leaf_fold.arrays.xp, [rows[index] for index in range(len(rows))]
-        of_rows = [1] * len(values) if weights is None else [weights[index] for index in range(len(values))]
+        of_rows: list[Scalar] = [1] * len(values)
+        if weights is not None:
+            exact = self.outputs.backend.arrays.cast(weights, leaf_fold.accumulator_dtype).sum(1)
+            of_rows = [exact[index] for index in range(len(values))]
         if monoid.collective in ("max", "min") and fold.reducer.unweighted:
             # In one operation, whose derivative those that are equal share.
             reduced = (xp.amax if monoid.collective == "max" else xp.amin)(rows, 0)
@@ -332,7 +381,24 @@ class Summaries:
             [cotangent if any(parts_of(is_reached)) else None for cotangent, is_reached in zip(*pair, strict=True)]
             for pair in zip(backend.trees.unflatten(structure, filled), reached, strict=True)
         ]
-        return Cotangents(self.outputs, of_reduced, of_collected)
+        of_leaves = zip((*self.outputs.reduced, *self.outputs.collected), (*of_reduced, *of_collected), strict=True)
+        reached = [leaf_index for leaf_index, cotangent in of_leaves if cotangent is not None]
+        return Cotangents(self.outputs, of_reduced, of_collected, self._are_weighed(reached))
+
+    def _are_weighed(self, leaf_indices: Sequence[int]) -> bool:
+        """Whether a micro-batch of weight 0 contributes nothing to these leaves."""
+        outputs = self.outputs
+        summary, _ = outputs.structure_of(range(len(outputs.folds)))
+        count = len(outputs.backend.trees.flatten(summary)[0])
+        folds = broadcast_folds(self.job.program.fold, summary, count, outputs.backend, "summary")
+        of_leaves = [folds[leaf_index][0].reducer for leaf_index in leaf_indices]
+        return all(reducer.linear or reducer.lift is moments.lift for reducer in of_leaves)
+
+    @property
+    def weigh_nothing(self) -> bool:
+        """Whether the host sees that their weights add up to 0. Then a mean of them is 0, whatever they are."""
+        totals = [self.tally_of(fold).total for fold in self.outputs.reduced_folds]
+        return any(isinstance(total, int | float) and not total for total in totals)
 
     @functools.cached_property
     def _flat(self) -> tuple[list[Array], Any, list[int]]:
@@ -345,18 +411,22 @@ class Summaries:
                 "imaginary part."
             )
         # The weights of micro-batches, if there are any, are the last leaf, and constants.
-        has_weights = self.job.weighs(self.outputs.backend)
+        has_weights = any(self.outputs.folds[-1:]) and self.job.weighs(self.outputs.backend)
         variables = [index for index, kind in enumerate(kinds) if kind == "float"]
         return leaves, structure, [index for index in variables if not has_weights or index != len(leaves) - 1]
 
 
 @dataclass(frozen=True, eq=False)
 class Cotangents:
-    """The cotangents of folded summaries; None for a leaf that has none."""
+    """The cotangents of folded summaries; None for a leaf that has none.
+
+    `are_weighed`: whether a micro-batch of weight 0 contributes to none of those that have one.
+    """
 
     outputs: Outputs
     reduced: list[Reduced | None]
     collected: list[Array | None]
+    are_weighed: bool
 
     def parts(self, output: Tree, weight: Scalar) -> list[Reduced]:
         """What the output of the first pass for one micro-batch contributes to each leaf that has a cotangent."""

@@ -60,10 +60,15 @@ class _Step:
 
         # The loss of them, and its gradient: that of the parameters which it uses itself, and the cotangents.
         def loss_of(variables: list[jax.Array], *params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-            loss, aux = job.gradient.split(job.gradient.loss_fn(*params, summaries.tree(variables)), backend)
-            job.check_depends(depends(loss) is not False)
+            loss, aux = job.loss_of(params, summaries.tree(variables), backend)
             return loss, (loss, aux)
 
+        def check(variables: list[jax.Array]) -> jax.Array:
+            loss, _ = loss_of(variables, *params)
+            job.check_depends(depends(loss) is not False)
+            return loss
+
+        jax.eval_shape(jax.grad(check), summaries.variables())
         transform = jax.value_and_grad(loss_of, argnums=(*range(len(params) + 1),), has_aux=True)
         (_, (loss, aux)), (of_variables, *of_params) = transform(summaries.variables(), *params)
         cotangents = summaries.cotangents(of_variables)
@@ -123,6 +128,9 @@ class _PulledBack:
         of_parts = self.cotangents.of(parts, partial(self._rows, index))
         # Where replicas differ, a cotangent is of the type of what it belongs to.
         grads = pull(jax.tree.map(lambda cotangent, part: arrays.typed(cotangent, jax.typeof(part)), of_parts, parts))
+        if self.cotangents.are_weighed and not isinstance(weight, int | float):
+            # A cotangent of 0 makes NaN of what is infinite, as the derivative of a mean of nothing.
+            grads = jax.tree.map(lambda grad: jnp.where(weight != 0, grad, jnp.zeros_like(grad)), grads)
         return (grads, threaded) if self.cotangents.outputs.threads else grads
 
     def _rows(self, index: jax.Array, position: int, cotangent: jax.Array, axis: int, size: int) -> jax.Array:

@@ -101,7 +101,7 @@ class Triple(NamedTuple):
     third: Any
 
 
-WEIGHTS = {"rows": None, "constant": lambda *batch: 2.5, "labels": lambda *batch: labels_of(batch).sum()}
+WEIGHTS = {"rows": None, "constant": lambda *batch: 0.1, "labels": lambda *batch: labels_of(batch).sum()}
 
 
 def labels_of(batch):
@@ -211,7 +211,7 @@ class Case:
     def weight_of(self, piece):
         if self.weight == "rows":
             return piece.stop - piece.start
-        return 2.5 if self.weight == "constant" else float(self.counts[piece].sum())
+        return 0.1 if self.weight == "constant" else float(self.counts[piece].sum())
 
     def leaves(self, tree):
         """The numbers of a tree."""

@@ -126,8 +126,9 @@ def test_state_is_threaded_once(kit):
     assert difference(kit, state, final[-1]) < LIMIT
 
 
+@pytest.mark.parametrize("fold", [funcga.mean(), funcga.moments()], ids=["mean", "moments"])
 @pytest.mark.parametrize("masked", [[2], [0, 1], [0, 1, 2]], ids=str)
-def test_micro_batches_of_weight_0_add_nothing(kit, masked):
+def test_micro_batches_of_weight_0_add_nothing(kit, masked, fold):
     """Their summaries are NaN here, as a mean over no tokens is."""
     params, batch = losses.problem(kit, "InfoNCE", rows=9)
     mask = np.ones(9)
@@ -139,13 +140,15 @@ def test_micro_batches_of_weight_0_add_nothing(kit, masked):
         h = kit.xp.tanh(batch["x"] @ params["v"])
         return (h * batch["mask"][:, None]).sum(0) / batch["mask"].sum()
 
-    loss_fn = lambda params, s: (kit.xp.sin(s) * (1 + s)).sum() * params["scale"]
-    step = funcga.coupled(summary_fn, loss_fn, 3, fold=funcga.mean(), weight=lambda batch: batch["mask"].sum())
+    mean = lambda s: s.mean if isinstance(s, tuple) else s
+    loss_fn = lambda params, s: (kit.xp.sin(mean(s)) * (1 + mean(s))).sum() * params["scale"]
+    step = funcga.coupled(summary_fn, loss_fn, 3, fold=fold, weight=lambda batch: batch["mask"].sum())
     safe = {"x": batch["x"], "mask": batch["mask"]}
 
     def whole(params):
         h = kit.xp.tanh(safe["x"] @ params["v"])
-        return loss_fn(params, (h * safe["mask"][:, None]).sum(0) / max(mask.sum(), 1))
+        s = (h * safe["mask"][:, None]).sum(0) / max(mask.sum(), 1)
+        return (kit.xp.sin(s) * (1 + s)).sum() * params["scale"]
 
     assert difference(kit, step(params, batch), losses.differentiated(kit, whole, params)) < LIMIT
 
@@ -262,26 +265,30 @@ REFUSALS = {
     "more than rows": ("5", {"n": 5}),
     "split": ("in_axes splits argument 1: parameters are passed whole", {"argnums": 1}),
     "loss without s": ("loss_fn does not use the summaries", {"loss_fn": lambda w, s: w * 2}),
-    "loss of constants": ("loss_fn does not use the summaries", {"loss_fn": lambda w, s: s * 0 + 1 if False else w}),
+    "loss of constants": ("loss_fn does not use the summaries", {"loss_fn": lambda w, s: w**2}),
     "not a scalar": ("loss_fn returned", {"loss_fn": lambda w, s: s * w}),
     "complex loss": ("a gradient is that of a real number", {"loss_fn": lambda w, s: (s * w).sum() * 1j}),
     "a number": ("what loss_fn returned is", {"loss_fn": lambda w, s: 3.0}),
     "no pair": ("has_aux=True asks for a pair", {"has_aux": True}),
     "a pair": ("has_aux=True", {"loss_fn": lambda w, s: ((s * w).sum(), 1)}),
-    "one parameter": ("loss_fn", {"loss_fn": lambda s: s.sum()}),
-    "three parameters": ("loss_fn", {"loss_fn": lambda w, x, s: s.sum()}),
-    "summary of many": ("summary_fn", {"summary_fn": lambda w, x, y: w * x}),
+    "one parameter": ("Write it with one parameter for each: def loss_fn(params, s).", {"loss_fn": lambda s: s.sum()}),
+    "three parameters": (
+        "is called with what is differentiated and then the summaries, 2 in all: ",
+        {"loss_fn": lambda w, x, s: s.sum()},
+    ),
+    "summary of many": ("summary_fn takes (w, x, y), and was called with 2", {"summary_fn": lambda w, x, y: w * x}),
     "no float": ("summary_fn returns no float array", {"summary_fn": lambda w, x: x > 0}),
     "nothing": ("summary_fn returns no float array", {"summary_fn": lambda w, x: None}),
     "complex": ("summary_fn returns a complex array", {"summary_fn": lambda w, x: x * w * 1j}),
     "a string": ("str", {"summary_fn": lambda w, x: "a"}),
     "mean of rows": (
-        "micro-batch 2",
+        "summary_fn returned summary as float64[2, 3] for ",
         {"call": "ragged", "fold": funcga.mean()},
     ),
-    "fold": ("fold= is 3", {"fold": 3}),
+    "fold": ("the tree of folds is no prefix of what summary_fn returns: at summary, fold= has 3", {"fold": 3}),
     "no prefix": ("the tree of folds is no prefix", {"fold": {"a": funcga.sum()}}),
-    "carry": ("CARRY", {"fold": funcga.carry()}),
+    "carry": ("as in coupled(summary_fn, loss_fn, n, in_axes=(None, funcga.CARRY, 0)", {"fold": funcga.carry()}),
+    "totals": ("totals= was given, and summary_fn takes (w, x): it has no parameter `totals`", {"totals": len}),
 }
 
 

@@ -5,7 +5,7 @@ that begins with the whole first pass, in which this micro-batch alone is record
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +47,7 @@ def _in_one_graph(job: Coupled, backend: Backend, args: tuple[Tree, ...], kwargs
 
     def loss_of(*args: Tree, **kwargs: Tree) -> tuple[torch.Tensor, tuple[torch.Tensor, Tree]]:
         params = [args[arg_index] for arg_index in arg_indices]
-        loss, aux = job.gradient.split(job.gradient.loss_fn(*params, fold(args, kwargs)), backend)
+        loss, aux = job.loss_of(params, fold(args, kwargs), backend)
         return loss, (loss, aux)
 
     (_, (loss, aux)), grads = backend.gradients.value_and_grad(loss_of, arg_indices)(*args, **kwargs)
@@ -125,21 +125,21 @@ class _Step:
         return self.summarise(*in_second, **kwargs)
 
     def _differentiate(self, summaries: Summaries, replicas: int) -> None:
-        gradient = self.job.gradient
         variables = [variable.detach().requires_grad_() for variable in summaries.variables()]
         params, leaves = self.parameters.of_loss(self.args)
         present = [leaf for leaf in leaves if leaf is not None]
         with torch.enable_grad(), recording_loss():
-            loss, aux = gradient.split(gradient.loss_fn(*params, summaries.tree(variables)), self.backend)
-            self.job.check_depends(loss.requires_grad)
-            grads = torch.autograd.grad(loss, [*present, *variables], allow_unused=True)
+            loss, aux = self.job.loss_of(params, summaries.tree(variables), self.backend)
+            grads: Sequence[torch.Tensor | None] = [None] * len([*present, *variables])
+            if loss.requires_grad:
+                grads = torch.autograd.grad(loss, [*present, *variables], allow_unused=True)
         of_variables = grads[len(present) :]
-        self.job.check_depends(any(grad is not None for grad in of_variables))
+        self.job.check_depends(summaries.weigh_nothing or any(grad is not None for grad in of_variables))
         self.cotangents = summaries.cotangents(of_variables)
         # Each replica that has something to fold adds an equal share, so that all have the same sum.
         shares = iter([None if grad is None else grad / replicas for grad in grads[: len(present)]])
         self.of_params = [None if leaf is None else next(shares) for leaf in leaves]
-        self.loss, self.aux = loss.detach(), detached(aux) if gradient.has_aux else None
+        self.loss, self.aux = loss.detach(), detached(aux, recorded=True)
 
     # --- a micro-batch of the second pass
 
@@ -159,6 +159,8 @@ class _Step:
             output = self.first_pass.again(number, functools.partial(self.summarise, *args, **kwargs))
             parts = self.cotangents.parts(output, self.first_pass.weights[number])
             cotangents = self.cotangents.of(parts, functools.partial(self.first_pass.rows, number))
+            if self.cotangents.are_weighed and not self.first_pass.weights[number]:
+                parts, cotangents = [], []  # a cotangent of 0 would make NaN of what is infinite
         terms = [
             _inner(array, cotangent)
             for pair in zip(parts, cotangents, strict=True)
@@ -169,7 +171,8 @@ class _Step:
             # for all of them.
             pairs = zip(trees.flatten(params)[0], self.of_params, strict=True)
             terms += [_inner(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
-        loss = torch.stack(terms).sum()
+        # Of weights that are all 0 a loss may have no derivative at all.
+        loss = torch.stack(terms).sum() if terms else torch.zeros_like(self.loss)
         return (loss, self.cotangents.threaded(output)) if self.has_state else loss
 
 
