@@ -33,7 +33,12 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
             kwargs = with_totals(job.program, backend, args, kwargs)
         if arrays.in_transform() and not isinstance(job.program.grad_fn, ModuleGradient):
             return _in_one_graph(job, backend, args, kwargs)
-        return _Step(job, backend, args).run(args, kwargs)
+        call = _Step(job, backend, args)
+        try:
+            return call.run(args, kwargs)
+        finally:
+            # Its parts refer to one another, and would hold their tensors until Python collects its garbage.
+            vars(call).clear()
 
     # The second pass is steered by the host: torch.compile is for summary_fn and loss_fn.
     return untraced(step, "funcga takes two passes here; compile summary_fn and loss_fn instead")
@@ -143,7 +148,13 @@ class _Step:
 
     # --- a micro-batch of the second pass
 
-    def _terms(self, number: int | None, params: list[Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+    def _terms(
+        self,
+        number: int | None,
+        params: Callable[[], list[Tree]],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+    ) -> Tree:
         """The inner product of the cotangents with what this micro-batch contributes; its gradient is folded.
 
         With threaded state, also what is left of the summary for that.
@@ -169,7 +180,7 @@ class _Step:
         if number == self.ends_with or number is None:
             # Once, the gradient of what the loss itself uses of the parameters: in the pass in which a wrapper waits
             # for all of them.
-            pairs = zip(trees.flatten(params)[0], self.of_params, strict=True)
+            pairs = zip(trees.flatten(params())[0], self.of_params, strict=True)
             terms += [_inner(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
         # Of weights that are all 0 a loss may have no derivative at all.
         loss = torch.stack(terms).sum() if terms else torch.zeros_like(self.loss)

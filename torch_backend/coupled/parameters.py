@@ -20,12 +20,13 @@ from funcga.folds import FoldTree, sum
 from torch_backend import trees
 from torch_backend.modules import PureLoss, trainable
 from torch_backend.modules.layers import called
+from torch_backend.modules.visits import Visit
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
 
 # What the second pass makes of a micro-batch: loss(number, params, args, kwargs), whose gradient by the params is
-# folded. `params` are the trees that are differentiated, and `args` those that summary_fn is called with.
-Terms = Callable[[int | None, list[Tree], tuple[Tree, ...], dict[str, Tree]], Tree]
+# folded. `params()` are the trees that are differentiated, and `args` those that summary_fn is called with.
+Terms = Callable[[int | None, Callable[[], list[Tree]], tuple[Tree, ...], dict[str, Tree]], Tree]
 
 
 class Parameters:
@@ -54,7 +55,8 @@ class Parameters:
         @functools.wraps(self.job.program.grad_fn, updated=())
         def loss_fn(*args: Tree, **kwargs: Tree) -> Tree:
             *of_user, number = args
-            return terms(number, [of_user[index] for index in self.arg_indices], tuple(of_user), kwargs)
+            params = lambda: [of_user[index] for index in self.arg_indices]
+            return terms(number, params, tuple(of_user), kwargs)
 
         return self._gradient_of(loss_fn, has_aux)
 
@@ -94,8 +96,17 @@ class Visited(Parameters):
 
     def __init__(self, job: Coupled, args: tuple[Tree, ...], pure: PureLoss):
         super().__init__(job, args)
-        self.pure, self.names = pure, [*args[0]]
+        self.pure, self.params = pure, args[0]
+        self.visit: Visit | None = None  # None before the first pass
+        self.summarise = functools.wraps(pure, updated=())(functools.partial(self._of_visit))
         self.summarise_in_place = self._of_module
+
+    def _of_visit(self, params: Tree, *batch: Tree, **kwargs: Tree) -> Tree:
+        # What stands in for the parameters is worked out once: they are the same in all micro-batches.
+        if self.visit is None:
+            self.visit = self.pure.entered(params)
+        with self.visit as summary_fn:
+            return summary_fn(*batch, **kwargs)
 
     def _of_module(self, params: Tree, *batch: Tree, **kwargs: Tree) -> Tree:
         return called(self.pure.loss_fn, self.pure.module, *batch, **kwargs)
@@ -105,8 +116,8 @@ class Visited(Parameters):
 
         def loss_fn(module: nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
             *batch, number = args
-            params = {name: operator.attrgetter(name)(module) for name in self.names}
-            return terms(number, [params], (params, *batch), kwargs)
+            params = lambda: [{name: operator.attrgetter(name)(module) for name in self.params}]
+            return terms(number, params, (self.params, *batch), kwargs)
 
         return self._gradient_of(replace(self.pure, loss_fn=loss_fn), has_aux)
 
@@ -129,7 +140,7 @@ class OwnParameters(Parameters):
 
         def loss_fn(module: nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
             *batch, number = args
-            return terms(number, [trainable(module)], tuple(batch), kwargs)
+            return terms(number, lambda: [trainable(module)], tuple(batch), kwargs)
 
         return replace(self.module_gradient, loss_fn=loss_fn, has_aux=has_aux, scaled=False)
 
