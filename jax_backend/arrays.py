@@ -35,7 +35,8 @@ def as_array(leaf: Array) -> Array:
     """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
     if is_array(leaf):
         return leaf
-    if isinstance(leaf, int | float | complex):
+    # The number of rows of a program that is exported for any number of them is a symbol.
+    if isinstance(leaf, int | float | complex) or is_symbolic_dim(leaf):
         return jnp.asarray(leaf)
     raise TypeError(type(leaf).__name__)
 

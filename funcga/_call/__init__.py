@@ -39,6 +39,9 @@ class OwningGradient:
         """What its results are merged over where a step says `across=`."""
         return across
 
+    def check_counted(self, grad_fn: GradFn) -> None:
+        """Raises FuncgaError if totals do not reach as far as a step of grad_fn does, which calls this function."""
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -120,6 +123,8 @@ class _Counting:
         assert totals is not None
         in_axes = whole_state(program.default_in_axes if program.in_axes is None else program.in_axes, backend)
         owner = owner_of(program.grad_fn)
+        if owner is not None:
+            owner.check_counted(program.grad_fn)
         self.program = replace(
             program,
             grad_fn=Count(totals.function, program.grad_fn, in_axes, backend),

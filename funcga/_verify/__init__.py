@@ -328,7 +328,7 @@ def _compared(probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: i
     causes, probe = per_example(probe, parts[0])
     if causes and probe.threaded:
         return Verdict(False, tuple(causes), (), probe.dtype, (*notes, note("nothing else")))
-    causes += unused(probe) + (of_totals(probe, parts) if probe.program.totals is not None else [])
+    causes += unused(probe) + of_totals(probe, parts)
     # The heart of it: the splits, what explains them, and what remains where that is next to nothing.
     splits = compare(probe, counts or [min(3, probe.rows)], limit, parts)
     reasons, remainder = without_remainder(probe, splits, diagnose(probe, splits, seen.draws, limit, random), limit)

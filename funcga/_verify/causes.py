@@ -228,6 +228,8 @@ def _of_several(case: Case) -> Cause:
 
 def of_totals(probe: Probe, parts: tuple[Rows, Rows]) -> list[Cause]:
     """What is wrong with the totals of a step: they do not add up, or spoil the loss where they are 0."""
+    if probe.program.totals is None:
+        return []
     apart, where = not_additive(probe, parts), spoilt_by_zero(probe, parts)
     causes = [] if apart is None else [cause("totals not additive", **apart._asdict())]
     return causes + ([] if where is None else [cause("total of zero", path=where, line=at_least_one(probe, where))])

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -72,6 +73,16 @@ def test_a_batch_that_lies_on_several_devices():
 def test_a_step_without_across_is_refused_where_it_is_replicated():
     step = replicated(objectives.step(JAX, "DAPO", 2), mesh())
     check_refused("and has no across=", step, *problem("float32"))
+
+
+def test_a_program_for_any_number_of_rows():
+    """The number of rows is a symbol, and so is their total."""
+    loss = lambda w, x, *, totals: (w * x).sum() / totals["rows"]
+    step = funcga.accumulate(jax.grad(loss), 2, fold=funcga.sum(), totals=lambda x: {"rows": x.shape[0]})
+    (rows,) = export.symbolic_shape("2*b")
+    x = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    exported = export.export(jax.jit(step))(jax.ShapeDtypeStruct((), jnp.float32), x)
+    assert float(exported.call(jnp.ones(()), jnp.arange(6.0))) == 2.5
 
 
 # -- without 64-bit types

@@ -244,7 +244,9 @@ class Reduction:
     def _send(self) -> None:
         # From the unit of this replica to that of all.
         factor = (self.buffers.unit or self.unit) / self.unit
-        self.sums.send(self._wire.carrier, self.buffers.reduced, self.weighted, factor)
+        # Not that of the plan: a count on the host may be beside gradients, or totals, on a device.
+        carrier = self.replicas.channel.carrier(self.sums.next_device, self.replicas.group)
+        self.sums.send(carrier, self.buffers.reduced, self.weighted, factor)
 
     def _count_on_device(self) -> tuple[dist.Work, torch.Tensor]:
         """Begins to add up what the devices have counted: the weight, and micro-batches that the host cannot see."""

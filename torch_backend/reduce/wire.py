@@ -180,6 +180,11 @@ class Sums:
         """Whether the next bucket can be sent before the window ends. The last one, with the mark, cannot."""
         return self.left > 1 and not self._incomplete[self.sent]
 
+    @property
+    def next_device(self) -> torch.device:
+        """Where the next bucket lies."""
+        return self.buckets[self.sent].device
+
     def send(self, carrier: dist.ProcessGroup, reduced: list[object], weighted: Collection[int], factor: float) -> None:
         """Sends the next bucket with the sums of its leaves. Those that are `weighted` are multiplied by the factor.
 

@@ -22,7 +22,7 @@ from funcga._call import Program
 from funcga._call.arguments import CARRY, Arguments
 from funcga._fold.outputs import Outputs
 from funcga._grad import scaled_loss
-from funcga._types import Across, Array, Scalar, Tree
+from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.arrays import recording_loss
@@ -66,6 +66,16 @@ class WrappedGradient(ModuleGradient):
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas: its process groups, one after the other."""
         return self.wrapper.replicas(across)
+
+    def check_counted(self, grad_fn: GradFn) -> None:
+        """Raises FuncgaError for a function around it, which is called for each micro-batch alone."""
+        if grad_fn is not self:
+            raise FuncgaError(
+                f"totals= was given, and grad_fn is a function around module_value_and_grad: called by itself, that "
+                f"averages every micro-batch over the replicas of {self.wrapper.name}, where a sum is asked for. Write "
+                f"accumulate(module_value_and_grad(module, loss_fn), n, totals=totals), and pass keyword arguments to "
+                f"the step."
+            )
 
     def check_search(self) -> None:
         """Raises FuncgaError, as the replicas would have to search together."""

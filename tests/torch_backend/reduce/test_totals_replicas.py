@@ -1,5 +1,6 @@
 """totals= over replicas in torch: counted on all of them by one reduction more, before the first forward pass."""
 
+import functools
 import warnings
 
 import pytest
@@ -126,8 +127,8 @@ def test_a_window_that_one_replica_cannot_count_ends_on_all():
 # --- wrapped modules, which average over replicas of their own
 
 
-def tokens_and_rows(module, x, y, mask, *, totals):
-    squares = ((module(x) - y) ** 2).mean(-1)
+def tokens_and_rows(module, x, y, mask, *, totals, scale=1):
+    squares = scale * ((module(x) - y) ** 2).mean(-1)
     return (squares * mask).sum() / totals["tokens"].clamp(min=1) + 0.3 * squares[:, 0].sum() / totals["rows"]
 
 
@@ -184,6 +185,22 @@ def test_a_wrapped_module_counts_over_its_own_replicas(kind, bounds):
     if kind == "fsdp1" and len(bounds) == 2:
         pytest.skip("FSDP1 of one replica warns, and shards nothing")
     assert max(processes().run(wrapped, kind, bounds, 3, size=len(bounds) - 1)) < LIMIT
+
+
+def around(group):
+    module = WRAPPERS["ddp"](group, made(torch.float64))
+    gradient = functools.partial(torch_backend.module_value_and_grad(module, tokens_and_rows), scale=2)
+    try:
+        funcga.accumulate(gradient, 2, **TOTALS)(*batch_of_tokens())
+    except FuncgaError as error:
+        return str(error)
+
+
+def test_a_function_around_the_gradient_of_a_wrapped_module_is_refused():
+    for text in processes().run(around, size=2):
+        assert (
+            "averages every micro-batch over the replicas of DistributedDataParallel, where a sum is asked for" in text
+        )
 
 
 @pytest.mark.parametrize("bounds", [(0, 3, 4, 8, 11), (0, 0, 0, 4, 11), (0, 4, 11, 11, 11)])
