@@ -15,6 +15,8 @@ from funcga._call.totals import Totals, check_no_totals, check_totals
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
 from funcga._verify.causes import Cause, cause, diagnose, note, of_totals, without_remainder
+from funcga._verify.of_coupled import StepCase, check_options, compared, counts_of, job_of, whole_of, whole_program
+from funcga._verify.of_coupled import unevaluated as unevaluated_step
 from funcga._verify.probe import Limit, Probe, as_numbers, limit_of, random_states, restore
 from funcga._verify.responses import Measured, compare, uneven
 from funcga._verify.whole import (
@@ -137,6 +139,10 @@ def verify(
     in float64 if grad_fn can compute in it. Where the results differ, batches in which two groups of rows repeat tell
     what kind of function the loss is.
 
+    A step of `coupled` is compared with the gradient of its loss_fn(params, s), where s is the fold of summary_fn for
+    the whole batch as one micro-batch. What is then wrong is its summary, in the words for a loss; or "fixed rows", a
+    number of rows that is written down, such as torch.arange(8).
+
     The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
     "wrong weight", "weight not additive", "totals not additive", "total of zero" where that makes the loss NaN,
     "divided by n", "regulariser", "other normaliser", "batch statistics", "in-batch negatives", "coupled rows",
@@ -159,10 +165,11 @@ def verify(
     whatever it prints or stores.
 
     Args:
-        grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`.
+        grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`; or a step of `coupled`, which brings its
+            n, fold, weight, in_axes and totals.
         *args: Parameters and one batch, of 16 rows or so. More rows show no more, as long as they differ as those in
             training do.
-        n: The number of micro-batches that is to be used, or several. Default: 3.
+        n: The number of micro-batches that is to be used, or several. Default: 3, or that of the step.
         fold: As for `accumulate`.
         weight: As for `accumulate`.
         in_axes: As for `accumulate`.
@@ -187,6 +194,9 @@ def verify(
         ['sum under mean']
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    job = job_of(grad_fn)
+    if job is not None:
+        check_options(job, fold, weight, in_axes, totals)
     if owner_of(grad_fn) is not None:
         raise FuncgaError(
             "verify evaluates a gradient function with parameters of its own choice, and this one brings its own. Give "
@@ -205,9 +215,13 @@ def verify(
     counted = None if totals is None else Totals(totals, None)
     program = Program(grad_fn, fold, weight, in_axes, n=counts[0] if counts else None, totals=counted)
     backend = program.backend(args, kwargs)
+    if job is not None:
+        program = whole_program(job, backend)
     arguments = program.read(args, backend)
     rows = arguments.rows()
     _check_rows(counts, rows)
+    if job is not None:
+        counts = counts or counts_of(job, rows)
     arguments.cut(0, 1, arguments.state)  # refuses what has no rows to be cut, such as a sparse tensor
     _check_finite((args, kwargs), backend)
     probe = Probe(program, backend, args, kwargs, precise=False)
@@ -278,7 +292,8 @@ def _precise(program: Program, backend: Backend, args: tuple[Tree, ...], kwargs:
 
 def _verdict(probe: Probe, counts: list[int], seed: int, notes: list[str]) -> Verdict:
     """The Verdict: first what makes comparisons meaningless, then the splits and what explains them."""
-    causes = unevaluated(probe)
+    job = whole_of(probe)
+    causes = unevaluated(probe) if job is None else unevaluated_step(probe, job)
     if causes:
         return Verdict(False, tuple(causes), (), probe.dtype, (note("no gradient"),))
     _check_gradient(probe)
@@ -325,6 +340,11 @@ def _compared(probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: i
     random = np.random.default_rng(seed)
     parts = uneven(probe, random)
     limit, small = fitted(probe, limit, seen.epsilon, parts)
+    job = whole_of(probe)
+    if job is not None:
+        case = StepCase(probe, job, seen, limit, counts or [min(3, probe.rows)], parts, random)
+        causes, rows, more = compared(case)
+        return Verdict(not causes, tuple(causes), tuple(rows), probe.dtype, (*notes, *small, *more))
     causes, probe = per_example(probe, parts[0])
     if causes and probe.threaded:
         return Verdict(False, tuple(causes), (), probe.dtype, (*notes, note("nothing else")))

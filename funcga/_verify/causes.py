@@ -50,6 +50,7 @@ def cause(key: str, **words: object) -> Cause:
     """The Cause of this entry of causes.toml, with these words filled in."""
     name = key.partition(":")[0]
     texts = _texts().get(name, {}) | _texts()[key]
+    words = {"subject": "loss"} | words
     what, fix, evidence = (" ".join(texts[part].split()).format(**words) for part in ("what", "fix", "evidence"))
     return Cause(name, what, fix, evidence)
 
@@ -65,7 +66,7 @@ def diagnose(probe: Probe, splits: Splits, draws: bool, limit: Limit, random: np
     if probe.additive(splits.reordered):
         row = splits.rows[-1]
         key = f"randomness: by position, {probe.backend.name}" if draws else "row order"
-        return [cause(key, difference=row.relative, where=row.leaf)]
+        return [cause(key, subject=probe.subject, difference=row.relative, where=row.leaf)]
     causes: dict[str, Cause] = {}
     pairs = [*_pairs(probe, splits, random)]
     for leaves in _grouped(probe, probe.additive(splits.failed)):
@@ -136,7 +137,8 @@ class Case:
         """The Cause of this entry, for these leaves."""
         where = self.probe.paths[self.leaves[0]]
         ratio = self.ratio if self.kind.ratios else None
-        return cause(key, **{"where": where, "a": len(self.a), "b": len(self.b), "ratio": ratio} | words)
+        usual = {"where": where, "a": len(self.a), "b": len(self.b), "ratio": ratio, "subject": self.probe.subject}
+        return cause(key, **usual | words)
 
     @cached_property
     def weights(self) -> tuple[float, float, float]:

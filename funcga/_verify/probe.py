@@ -38,13 +38,20 @@ Leaves = list[Array]
 class Probe:
     """A gradient function and its arguments, ready to be called with any rows of them.
 
-    Each choice of rows is computed once. `precise` says that the arguments were cast to float64.
+    Each choice of rows is computed once. `precise` says that the arguments were cast to float64, and `subject` whether
+    the function returns a "loss" and its gradient, or a "summary".
     """
 
     def __init__(
-        self, program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree], precise: bool
+        self,
+        program: Program,
+        backend: Backend,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        precise: bool,
+        subject: str = "loss",
     ):
-        self.program, self.backend, self.precise = program, backend, precise
+        self.program, self.backend, self.precise, self.subject = program, backend, precise, subject
         self.framework = importlib.import_module(f"funcga._verify.in_{backend.name}")
         self.args, self.kwargs = _copied((args, kwargs), backend, precise, self.framework.copy)
         self.arguments = program.read(self.args, backend)
@@ -142,7 +149,7 @@ class Probe:
     def under(self, fold: Tree, weight: WeightFn | None) -> "Probe":
         """The Probe of the same function with another fold and weight."""
         program = replace(self.program, fold=fold, weight=weight)
-        changed = Probe(program, self.backend, self.args, self.kwargs, self.precise)
+        changed = Probe(program, self.backend, self.args, self.kwargs, self.precise, self.subject)
         changed.values(changed.every)
         return changed
 
@@ -181,7 +188,7 @@ class Probe:
     @cached_property
     def paths(self) -> list[str]:
         """The path of every leaf."""
-        return leaf_paths(self.output, self.backend.trees, "output")
+        return leaf_paths(self.output, self.backend.trees, "output" if self.subject == "loss" else self.subject)
 
     @property
     def dtype(self) -> str:

@@ -76,25 +76,14 @@ def compare(probe: Probe, ns: Sequence[int], limit: Limit, parts: tuple[Rows, Ro
 
     What grad_fn raises for a part of the batch is noted; errors of funcga's own are raised.
     """
-    scales, expected = _scales(probe, limit, parts), _folded(probe, [probe.every])
+    scales, expected = scales_of(probe, limit, parts), _folded(probe, [probe.every])
     rows: list[Measured] = []
 
     def measure(split: str, sizes: Rows, leaves: list[int], run: Callable[[], Leaves]) -> set[int]:
         """The leaves that differ by more than the limit; adds the row of the split."""
-        try:
-            result = run()
-        except Exception as error:
-            if isinstance(error, FuncgaError) and not isinstance(error, TooFewRowsError):
-                raise
-            first, *_ = str(error).splitlines() or [""]
-            text = f"it raised {type(error).__name__}: {first[:200]}"
-            rows.append(Measured(split, sizes, float("nan"), limit.relative, "", text))
-            return set()
-        apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
-        worst = max(apart, key=lambda i: np.inf if np.isnan(apart[i]) else apart[i], default=None)
-        difference, leaf = (0.0, "") if worst is None else (apart[worst], probe.paths[worst])
-        rows.append(Measured(split, sizes, difference, limit.relative, leaf))
-        return {i for i, difference in apart.items() if not difference <= limit.relative}
+        row, apart = measured(probe, split, sizes, run, expected, scales, limit, leaves)
+        rows.append(row)
+        return apart
 
     # Carried state and collected rows depend on the order, and moments on the number of micro-batches.
     compared = [i for i, fold in enumerate(probe.folds) if probe.whole[i] is not None and not fold.reducer.over_steps]
@@ -116,7 +105,33 @@ def compare(probe: Probe, ns: Sequence[int], limit: Limit, parts: tuple[Rows, Ro
     return Splits(rows, sorted(failed - carries), sorted(carries), sorted(reordered), parts)
 
 
-def _scales(probe: Probe, limit: Limit, parts: tuple[Rows, Rows]) -> list[float]:
+def measured(
+    probe: Probe,
+    split: str,
+    sizes: Rows,
+    run: Callable[[], Leaves],
+    expected: Leaves,
+    scales: Sequence[float],
+    limit: Limit,
+    leaves: Sequence[int],
+) -> tuple[Measured, set[int]]:
+    """(row, apart): how far what `run` returns is from what is expected, and which of these leaves are too far."""
+    try:
+        result = run()
+    except Exception as error:
+        if isinstance(error, FuncgaError) and not isinstance(error, TooFewRowsError):
+            raise
+        first, *_ = str(error).splitlines() or [""]
+        text = f"it raised {type(error).__name__}: {first[:200]}"
+        return Measured(split, sizes, float("nan"), limit.relative, "", text), set()
+    apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
+    worst = max(apart, key=lambda i: np.inf if np.isnan(apart[i]) else apart[i], default=None)
+    difference, leaf = (0.0, "") if worst is None else (apart[worst], probe.paths[worst])
+    row = Measured(split, sizes, difference, limit.relative, leaf)
+    return row, {i for i, difference in apart.items() if not difference <= limit.relative}
+
+
+def scales_of(probe: Probe, limit: Limit, parts: tuple[Rows, Rows]) -> list[float]:
     """What a difference in each leaf is relative to, after the fold."""
     some = [values for part in parts if (values := probe.try_values(part)) is not None]
     # per_weight() divides a sum, so that its result is smaller than what was added up.

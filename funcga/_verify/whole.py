@@ -119,6 +119,8 @@ def per_example(probe: Probe, part: Rows) -> tuple[list[Cause], Probe]:
         folds[i] = concat(axis)
         words = {"whole": [*x.shape], "part": [*y.shape], "rows": probe.rows, "some": len(part)}
         key = "per-example output" if monoid.axis is None else "per-example output: axis"
+        if monoid.axis is None and probe.subject == "summary":
+            key = "per-example output: summary"
         causes.append(cause(key, where=probe.paths[i], axis=axis or "", **words))
     if not causes or probe.threaded:
         return causes[:1], probe

@@ -1,0 +1,347 @@
+"""A step of `coupled`: its results against the gradient of the whole batch, whose summary is that of one micro-batch.
+
+That gradient is the framework's own, of loss_fn(params, s) with s the fold of summary_fn's output for all rows. A step
+can differ from it only if what summary_fn makes of several micro-batches does not fold to what it makes of all rows. So
+summary_fn is looked at like any other function whose outputs are folded.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from funcga._backend import Backend
+from funcga._backend.prefixes import leaf_paths
+from funcga._call import Program
+from funcga._call.arguments import CARRY, groups, starts
+from funcga._call.totals import whole_state
+from funcga._coupled import Coupled, coupled, is_of_module
+from funcga._fold import Tally, bind
+from funcga._fold.outputs import broadcast_folds
+from funcga._grad import GradientFunction
+from funcga._replicas import Memory
+from funcga._types import LossFn, TotalsFn, Tree, WeightFn
+from funcga._verify.causes import Cause, cause, diagnose, note, of_totals
+from funcga._verify.probe import Leaves, Limit, Probe, Rows
+from funcga._verify.responses import Measured, Splits, compare, measured, scales_of
+from funcga._verify.whole import Seen, late_state, per_example, unused
+from funcga._verify.whole import unevaluated as unwritten
+from funcga.errors import FuncgaError
+from funcga.folds import FoldTree, mean, sum
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """The loss of the whole batch, as a function of summary_fn's arguments: its summary is that of one micro-batch."""
+
+    job: Coupled
+    backend: Backend
+
+    @property
+    def __wrapped__(self) -> LossFn:
+        return self.job.program.grad_fn  # for the names of its parameters
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """The loss."""
+        job, program = self.job, self.job.program
+        weight = program.weigh(program.read(args, self.backend), args, None)
+        summary = self._folded(program.grad_fn(*args, **kwargs), self.backend.arrays.tally(weight))
+        params = [args[arg_index] for arg_index in job.arg_indices(args)]
+        return job.gradient.split(job.gradient.loss_fn(*params, summary), self.backend)[0]
+
+    def _folded(self, summary: Tree, tally: Tally) -> Tree:
+        """The fold of one summary."""
+        trees, arrays = self.backend.trees, self.backend.arrays
+        leaves, structure = trees.flatten(summary)
+        folds = broadcast_folds(self.job.program.fold, summary, len(leaves), self.backend, "summary")
+        folded = []
+        for leaf, (fold, _), path in zip(leaves, folds, leaf_paths(summary, trees, "summary"), strict=True):
+            if leaf is not None and not fold.reducer.monoid.ordered:
+                array = arrays.as_array(leaf)
+                leaf_fold = bind(fold, array, lambda path=path: path, arrays)  # type: ignore[misc]
+                leaf = leaf_fold.normalize(leaf_fold.lift(array, tally.total), tally)
+            folded.append(leaf)
+        return trees.unflatten(structure, folded)
+
+
+def job_of(step: object) -> Coupled | None:
+    """What a step of `coupled` computes; None for any other function."""
+    job = getattr(step, "coupled", None)
+    return job if isinstance(job, Coupled) else None
+
+
+def whole_of(probe: Probe) -> Coupled | None:
+    """What the step computes whose whole batch is probed; None if the function is no such step."""
+    grad_fn = probe.program.grad_fn
+    loss_fn = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else None
+    return loss_fn.job if isinstance(loss_fn, Whole) else None
+
+
+def check_options(
+    job: Coupled, fold: FoldTree, weight: WeightFn | None, in_axes: Tree, totals: TotalsFn | None
+) -> None:
+    """Raises FuncgaError for options that a step brings, and for one whose parameters are those of a module."""
+    is_default = {
+        "fold": fold == mean(),
+        "weight": weight is None,
+        "in_axes": in_axes is None,
+        "totals": totals is None,
+    }
+    for name in (name for name, is_left_out in is_default.items() if not is_left_out):
+        raise FuncgaError(
+            f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
+            f"funcga.verify(step, params, *batch)."
+        )
+    if is_of_module(job):
+        raise FuncgaError(
+            "verify evaluates a step with parameters of its own choice, and this one brings its own. Give it "
+            "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8), of the module that was wrapped."
+        )
+
+
+def whole_program(job: Coupled, backend: Backend) -> Program:
+    """The program of the whole batch's gradient."""
+    program = job.program
+    gradient = replace(job.gradient, loss_fn=Whole(job, backend), has_aux=False, reached={True})
+    in_axes = program.default_in_axes if program.in_axes is None else program.in_axes
+    return Program(gradient, sum(), None, whole_state(in_axes, backend), totals=program.totals)
+
+
+def counts_of(job: Coupled, rows: int) -> list[int]:
+    """How many micro-batches the step makes of so many rows; nothing if it makes one, or cannot make so many."""
+    program = job.program
+    n = program.n if program.microbatch_size is None else -(-rows // program.microbatch_size)
+    return [n] if n is not None and 2 <= n <= rows else []
+
+
+def unevaluated(probe: Probe, job: Coupled) -> list[Cause]:
+    """What is wrong where there is no gradient of the whole batch, though there is one of fewer rows."""
+    try:
+        return unwritten(probe)
+    except FuncgaError:
+        raise
+    except Exception as error:
+        program = job.program
+        n = None if program.n is None else min(program.n, probe.rows)
+        sizes = [size for _, size in groups(probe.rows, n, program.microbatch_size)]
+        for size in dict.fromkeys([*sizes, probe.rows // 2]):
+            if probe.try_values(probe.every[:size]) is not None:
+                return [_of_fixed_rows(probe, job, size, probe.every, error)]
+        raise
+
+
+class StepCase(NamedTuple):
+    """A step, the Probe of its whole batch, and how they are compared: into n micro-batches, and into two parts."""
+
+    probe: Probe
+    job: Coupled
+    seen: Seen
+    limit: Limit
+    counts: Sequence[int]
+    parts: tuple[Rows, Rows]
+    random: np.random.Generator
+
+    @property
+    def is_threaded(self) -> bool:
+        """Whether state is threaded from one micro-batch to the next."""
+        return any(axis is CARRY for _, axis in self.job.program.read(self.probe.args, self.probe.backend))
+
+
+def compared(case: StepCase) -> tuple[list[Cause], list[Measured], list[str]]:
+    """(causes, rows, notes): n micro-batches, and uneven ones of the rows in another order, against one."""
+    probe, limit = case.probe, case.limit
+    try:
+        rows = _splits(case)
+    except FuncgaError:
+        # Where micro-batches have too few rows to be added up, it is better said of the summary.
+        unfolded = _unfolded(_probe_of_summary(case), case.parts[0])
+        if not unfolded:
+            raise
+        return unfolded, [], [note("nothing else")]
+    causes = unused(probe) + (of_totals(probe, case.parts) if probe.program.totals is not None else [])
+    if not all(row.ok for row in rows):
+        reasons = _of_summary(case) or late_state(probe, case.seen, limit)
+        return causes + (reasons or [_unexplained(rows, "the summary")]), rows, []
+    reasons, notes = late_state(probe, case.seen, limit), list[str]()
+    if not reasons and not case.is_threaded:
+        reasons, notes = _of_order(case)
+    return causes + reasons, rows, notes
+
+
+def _splits(case: StepCase) -> list[Measured]:
+    probe, (long, short) = case.probe, case.parts
+    # State goes through the rows in their order only.
+    split, order = ("uneven", probe.every) if case.is_threaded else ("uneven, permuted", long + short)
+    cuts = [(f"n = {n}", probe.every, groups(probe.rows, n, None), {"n": n}) for n in case.counts]
+    cuts.append((split, order, groups(probe.rows, None, len(long)), {"microbatch_size": len(long)}))
+    scales, leaves, rows = scales_of(probe, case.limit, case.parts), probe.additive(), []
+    for split, of_rows, sizes, options in cuts:
+        lengths = tuple(length for _, length in starts(sizes))
+        run = partial(_result, probe, case.job, of_rows, options)
+        rows.append(measured(probe, split, lengths, run, probe.values(of_rows), scales, case.limit, leaves)[0])
+    return rows
+
+
+def _result(probe: Probe, job: Coupled, rows: Rows, options: dict[str, int]) -> Leaves:
+    """The loss and the gradient of the step, with these rows cut so."""
+    program, gradient = job.program, job.gradient
+    totals = None if program.totals is None else program.totals.function
+    step = coupled(
+        program.grad_fn, gradient.loss_fn, fold=program.fold, weight=program.weight, in_axes=program.in_axes,
+        totals=totals, argnums=gradient.argnums, has_aux=gradient.has_aux, **options,
+    )  # fmt: skip
+    kwargs = {name: value for name, value in probe.kwargs.items() if totals is None or name != "totals"}
+    loss, grads = step(*probe.gathered(rows), **kwargs)
+    return probe.numbers((loss[0] if gradient.has_aux else loss, grads))
+
+
+def _unexplained(rows: Sequence[Measured], where: str) -> Cause:
+    row = next(row for row in rows if not row.ok)
+    difference = row.error or f"{row.leaf} differs by {row.relative:.1e}, limit {row.limit:.0e}"
+    return cause("not decomposable: summary", where=where, difference=f"{row.split}: {difference}")
+
+
+# --- what is wrong with a summary
+
+# Of a summary these are said as of a loss; all else comes from what is no sum or mean of terms of one row each.
+_AS_OF_A_LOSS = {
+    "sum under mean", "mean under sum", "mean under per_weight", "by steps", "uneven tokens", "wrong weight",
+    "weight not additive", "row order", "randomness",
+}  # fmt: skip
+
+
+def _unfolded(summary: Probe, part: Rows) -> list[Cause]:
+    """What needs no comparison: folds over micro-batches, and a row for each example that is not collected."""
+    for fold, path in zip(summary.folds, summary.paths, strict=True):
+        if fold.reducer.over_steps:
+            return [cause("by steps: moments", where=path)]
+    return per_example(summary, part)[0]
+
+
+def _of_summary(case: StepCase) -> list[Cause]:
+    """Why the summaries of micro-batches do not fold to that of the whole batch."""
+    limit, summary = case.limit, _probe_of_summary(case)
+    causes = _unfolded(summary, case.parts[0])
+    if causes:
+        return causes
+    splits = compare(summary, case.counts, limit, case.parts)
+    added = summary.additive(splits.failed)
+    if added:
+        said = diagnose(summary, splits, case.seen.draws, limit, case.random)
+        causes += [each if each.name in _AS_OF_A_LOSS else _of_statistics(summary, added[0]) for each in said]
+    others = [leaf_index for leaf_index in splits.failed if leaf_index not in added]
+    if others and not causes:
+        causes.append(_of_rows(case, summary, splits, others[0]))
+    return [*{each.name: each for each in causes}.values()]
+
+
+def _probe_of_summary(case: StepCase) -> Probe:
+    """The Probe of summary_fn, with the totals of the whole batch."""
+    probe, program = case.probe, case.job.program
+    program = replace(program, n=None, microbatch_size=None, across=None, totals=None, memory=Memory())
+    summary = Probe(program, probe.backend, probe.args, probe.kwargs, probe.precise, subject="summary")
+    summary.values(summary.every)
+    return summary
+
+
+def _of_statistics(summary: Probe, leaf_index: int) -> Cause:
+    layers = summary.framework.batch_normalisers(summary.program.grad_fn)
+    words = f", as {', '.join(layers[:3])} does" if layers else ", as BatchNorm in training mode or a variance does"
+    return cause("batch statistics: summary", where=summary.paths[leaf_index], layers=words)
+
+
+def _of_rows(case: StepCase, summary: Probe, splits: Splits, leaf_index: int) -> Cause:
+    """Why a leaf that is collected, or of another fold that adds nothing, is not that of the whole batch."""
+    axis, path = summary.folds[leaf_index].reducer.monoid.axis, summary.paths[leaf_index]
+    if axis is None:
+        return _unexplained(splits.rows, path)
+    # Rows in another order are to have the same summaries, in that order.
+    order = splits.parts[0] + splits.parts[1]
+    whole, permuted = summary.whole[leaf_index], summary.values(order)[leaf_index]
+    if whole.shape[axis] == len(order):
+        (difference,) = case.limit.differences([permuted], [np.take(whole, order, axis)])
+        if difference > case.limit.relative:
+            key = f"randomness: by position, {summary.backend.name}" if case.seen.draws else "row order"
+            return cause(key, subject="summary", difference=difference, where=path)
+    return _of_statistics(summary, leaf_index)
+
+
+# --- a number of rows that is written down
+
+
+def _of_order(case: StepCase) -> tuple[list[Cause], list[str]]:
+    """(causes, notes) of a loss that knows a number of rows, or that depends on their order."""
+    probe, limit, parts = case.probe, case.limit, case.parts
+    every, order = probe.every, parts[0] + parts[1]
+    # The parts have been evaluated already; a loss that takes one of them takes other numbers of rows.
+    if probe.rows > 3 and all(probe.try_values(rows) is None for rows in (*parts, *_other_numbers(probe))):
+        fewer = every[: probe.rows // 2]
+        try:
+            probe.values(fewer)
+        except Exception as error:
+            return [_of_fixed_rows(probe, case.job, probe.rows, fewer, error)], []
+    folds = probe.backend.trees.flatten(case.job.program.fold)[0]
+    if not any(fold.reducer.monoid.axis is not None for fold in folds):
+        return [], []  # nothing has an order
+    # Of other numbers of rows first one that has been evaluated already.
+    other = next((rows for rows in (parts[0], every + every) if probe.try_values(rows) is not None), None)
+    if _differ(probe, limit, every, order):
+        size = _first_rows(probe, limit)
+        if size is None:
+            return [], [note("row order")]
+        changed = f"of all exchanges of two neighbouring rows only that of rows {size} and {size + 1} changes it"
+    elif other is not None and _differ(probe, limit, other, tuple(sorted(other))):
+        size = probe.rows
+        changed = f"the order of the rows changes it for {len(other)} rows, and not for {size}"
+    else:
+        return [], []
+    return [cause("fixed rows: first", size=size, changed=changed)], []
+
+
+def _other_numbers(probe: Probe) -> Iterator[Rows]:
+    for rows in (probe.rows - 1, probe.rows - 2, probe.rows // 2):
+        yield probe.every[:rows]
+    yield probe.every + probe.every
+
+
+def _differ(probe: Probe, limit: Limit, left: Rows, right: Rows) -> bool:
+    """Whether the loss of the same rows in two orders differs; False where it cannot be evaluated."""
+    values = [probe.try_values(rows) for rows in (left, right)]
+    if values[0] is None or values[1] is None:
+        return False
+    return max(limit.differences(values[0], values[1]), default=0.0) > limit.relative
+
+
+def _first_rows(probe: Probe, limit: Limit) -> int | None:
+    """How many rows at the beginning are treated apart from the others, whatever their number; None if none are."""
+    found = []
+    for row in range(1, probe.rows):
+        if _differ(probe, limit, probe.every, _exchanged(probe.every, row)):
+            found.append(row)
+        if len(found) > 1:
+            return None
+    # A half of the rows ends elsewhere if there are twice as many.
+    twice = probe.every + probe.every
+    is_fixed = bool(found) and _differ(probe, limit, twice, _exchanged(twice, found[0]))
+    return found[0] if is_fixed else None
+
+
+def _exchanged(rows: Rows, row: int) -> Rows:
+    return (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :])
+
+
+def _of_fixed_rows(probe: Probe, job: Coupled, works: int, fails: Rows, error: Exception) -> Cause:
+    function = "summary_fn" if _probe_fails(probe, job, fails) else "loss_fn"
+    first, *_ = str(error).splitlines() or [""]
+    text = f"{type(error).__name__}: {first[:200]}"
+    return cause("fixed rows", function=function, works=works, fails=len(fails), error=text)
+
+
+def _probe_fails(probe: Probe, job: Coupled, rows: Rows) -> bool:
+    try:
+        job.program.grad_fn(*probe.gathered(rows), **probe.kwargs)
+    except Exception:
+        return True
+    return False

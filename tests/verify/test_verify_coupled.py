@@ -1,0 +1,269 @@
+"""`verify` of a step of `coupled`: the right ones pass, and each planted mistake is named, in both frameworks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import funcga
+import torch_backend
+from tests.coupled import losses
+from tests.kits import JAX, TORCH
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def as_users_write_it(x64):
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# --- right ones
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_a_right_step_is_not_accused(name):
+    verdict = funcga.verify(losses.step(TORCH, name, 3), *losses.problem(TORCH, name))
+    # One divides by a number of tokens that may be 0.
+    assert {cause.name for cause in verdict.causes} <= {"total of zero"}, str(verdict)
+    assert verdict.ok == (name != "CE + auxiliary")
+    assert not verdict.notes
+    assert [row.split for row in verdict.rows] == ["n = 3", "uneven, permuted"]
+    assert max(row.relative for row in verdict.rows) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["InfoNCE", "GRPO"])
+def test_a_right_step_is_not_accused_in_jax(name):
+    verdict = funcga.verify(losses.step(JAX, name, 3), *losses.problem(JAX, name))
+    assert verdict.ok, str(verdict)
+
+
+def data(kit, rows=12):
+    """(params, x, y) with labels of some rows, and lengths of each."""
+    r = np.random.default_rng(1)
+    params = {"w": r.normal(size=(3, 4)), "scale": np.array(0.3)}
+    return kit.arrays(params), kit.arrays(r.normal(size=(rows, 3))), kit.arrays(r.integers(1, 5, rows))
+
+
+def both(kit, params, x, y):
+    h = x @ params["w"]
+    return {"a": kit.xp.tanh(h), "b": h / (1 + h * h)}
+
+
+def contrastive(kit, params, s, labels=None):
+    """The mean of what each row has against all others, with its own at `labels`."""
+    logits = s["a"] @ s["b"].T * kit.xp.exp(params["scale"])
+    labels = kit.xp.arange(len(logits)) if labels is None else labels
+    return kit.xp.log(kit.xp.exp(logits).sum(1)).mean() - logits[labels, labels].sum() / len(logits)
+
+
+def steps(kit, summary, loss=lambda kit, params, s: sum((v**2).sum() for v in s.values()), n=3, **options):
+    """The step of these functions, which take the kit first."""
+    summary_fn = lambda params, x, y: summary(kit, params, x, y)
+    loss_fn = lambda params, s: loss(kit, params, s)
+    return funcga.coupled(summary_fn, loss_fn, n, **options)
+
+
+def neighbours(kit, params, s):
+    return (s["a"][1:] * s["b"][:-1]).mean()
+
+
+def halves(kit, params, s):
+    half = len(s["a"]) // 2
+    return ((s["a"][:half].mean(0) - s["a"][half:].mean(0)) ** 2).sum()
+
+
+def largest(kit, params, x, y):
+    return {"top": kit.xp.amax(x @ params["w"], 0), "of_all": kit.xp.log(kit.xp.exp(x @ params["w"]).sum(0))}
+
+
+RIGHT = {
+    "a maximum": (largest, None, {"fold": {"top": funcga.max(), "of_all": funcga.logsumexp()}}),
+    "tokens": (lambda kit, p, x, y: {"h": (x @ p["w"] * y[:, None]).sum(0) / y.sum()}, None, {"fold": funcga.mean(), "weight": lambda x, y: y.sum()}),
+    "several": (lambda kit, p, x, y: {"h": x @ p["w"], "rows": x.sum(0), "y": y}, lambda kit, p, s: (s["h"].T @ s["h"]).sum() + (s["h"] * s["y"][:, None]).sum(), {"fold": {"h": funcga.concat(), "rows": funcga.sum(), "y": funcga.concat()}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kit", "name"), [*((TORCH, name) for name in RIGHT), (JAX, "several")])
+def test_another_right_step_is_not_accused(kit, name):
+    summary, loss, options = RIGHT[name]
+    step = steps(kit, summary, **({} if loss is None else {"loss": loss}), **options)
+    verdict = funcga.verify(step, *data(kit))
+    assert verdict.ok, str(verdict)
+    assert not verdict.notes
+
+
+@pytest.mark.parametrize("loss", [neighbours, halves])
+def test_a_loss_of_the_order_is_exact_with_a_note(loss):
+    verdict = funcga.verify(steps(TORCH, both, loss), *data(TORCH))
+    assert verdict.ok, str(verdict)
+    assert verdict.notes[0].startswith("the loss depends on the order of the rows, which concat() keeps: it is exact")
+
+
+def test_what_the_step_says_is_what_is_verified():
+    """Auxiliary results, other arguments and axes; a step of one micro-batch is cut into three."""
+    params, x, _ = data(TORCH)
+    summary_fn = lambda x, params, temperature: {"a": x.T @ params["w"] * temperature}
+    loss_fn = lambda params, s: ((s["a"] @ s["a"].T).exp().mean().log(), s["a"])
+    step = funcga.coupled(summary_fn, loss_fn, 1, in_axes=(1, None, None), argnums=1, has_aux=True)
+    verdict = funcga.verify(step, x.T, params, 0.5)
+    assert verdict.ok, str(verdict)
+    assert verdict.rows[0].split == "n = 3"
+    assert [row.split for row in funcga.verify(step, x.T, params, 0.5, n=(2, 5)).rows[:2]] == ["n = 2", "n = 5"]
+    sized = funcga.coupled(summary_fn, loss_fn, microbatch_size=5, in_axes=(1, None, None), argnums=1, has_aux=True)
+    assert funcga.verify(sized, x.T, params, 0.5).rows[0].sizes == (4, 4, 4)
+
+
+# --- mistakes
+
+
+def module_step(*layers, loss=lambda params, s: (s @ s.T).exp().mean().log()):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*layers)
+    summary_fn = torch_backend.pure_loss(module, lambda m, x, y: m(x))
+    step = funcga.coupled(summary_fn, loss, 3)
+    _, x, y = data(TORCH)
+    module.double()
+    return step, ({name: p.detach() for name, p in module.named_parameters()}, x, y)
+
+
+def normalised(kit, params, x, y):
+    h = x @ params["w"]
+    return {"a": h - h.mean(0), "b": h}
+
+
+def labelled(rows):
+    return lambda kit, params, s: contrastive(kit, params, s, kit.xp.arange(rows))
+
+
+def entropy(rows):
+    """As people write it: an error wherever the number of rows is another one."""
+    return lambda kit, params, s: (
+        kit.xp.log(kit.xp.exp(s["a"] @ s["b"].T).sum(1)) - kit.xp.arange(rows) * s["a"].sum(1)
+    ).mean()
+
+
+def positions(kit, params, x, y):
+    return {"a": x @ params["w"] + kit.xp.arange(4)[:, None]}
+
+
+def shifted(kit, params, x, y):
+    h = x @ params["w"]
+    return {"a": h * kit.xp.cumsum(x[:, :1], 0)}
+
+
+def counted():
+    calls = []
+
+    def summary(kit, params, x, y):
+        calls.append(1)
+        return {"a": x @ params["w"] * len(calls)}
+
+    return summary
+
+
+def masked(kit, params, x, y):
+    return {"h": (x @ params["w"] * y[:, None]).sum(0) / y.sum()}
+
+
+mean_of = lambda kit, p, x, y: {"h": (x @ p["w"]).mean(0)}
+sum_of = lambda kit, p, x, y: {"h": (x @ p["w"]).sum(0)}
+variance_of = lambda kit, p, x, y: {"h": ((x @ p["w"]) ** 2).mean(0) - (x @ p["w"]).mean(0) ** 2}
+rows_of = lambda kit, p, x, y: {"h": x @ p["w"]}
+
+# (summary, loss, options, the cause, what is in its text, what is in its fix)
+MISTAKES = {
+    "a mean under sum()": (mean_of, None, {"fold": funcga.sum()}, "mean under sum", "The summary is a mean, and sum()", "fold=funcga.mean()"),
+    "a sum under mean()": (sum_of, None, {"fold": funcga.mean()}, "sum under mean", "The summary is a sum over rows", "fold=funcga.sum()"),
+    "tokens without weight=": (masked, None, {"fold": funcga.mean()}, "uneven tokens", "The summary is a mean over something", "weight=lambda x, y: y.sum()"),
+    "a variance": (variance_of, None, {"fold": funcga.mean()}, "batch statistics", "summary['h'] depends on statistics", "(h ** 2).mean(0)"),
+    "a normalisation": (normalised, contrastive, {}, "batch statistics", "summary['a'] depends on statistics", "loss_fn"),
+    "moments()": (rows_of, lambda kit, p, s: (s["h"][1] ** 2).sum(), {"fold": funcga.moments()}, "by steps", "The fold of summary['h'] is moments()", "square - mean ** 2"),
+    "rows under mean()": (rows_of, None, {"fold": funcga.mean(), "n": 4}, "per-example output", "summary['h'] has a row for each example", "fold=funcga.concat()"),
+    "the number of a micro-batch, in loss_fn": (both, entropy(4), {}, "fixed rows", "works with 4 rows, and not with 12: loss_fn has", "arange(len(logits))"),
+    "the number of a micro-batch, in summary_fn": (positions, None, {}, "fixed rows", "works with 4 rows, and not with 12: summary_fn has", "a micro-batch of any size"),
+    "the number of the batch": (both, entropy(12), {}, "fixed rows", "works with 12 rows, and not with 6: loss_fn has", "arange(len(logits))"),
+    "labels of some rows alone": (both, labelled(8), {}, "fixed rows", "the first 8 rows apart", "arange(len(logits))"),
+    "labels of this batch alone": (both, labelled(12), {}, "fixed rows", None, "arange(len(logits))"),
+    "a position": (shifted, None, {}, "row order", "The summary depends on the order", "as data"),
+    "a counter": (counted(), None, {}, "state", None, "funcga.CARRY"),
+}  # fmt: skip
+# What each framework compiles or runs in its own way; the rest is NumPy.
+IN_JAX = [
+    "a mean under sum()",
+    "a normalisation",
+    "the number of a micro-batch, in loss_fn",
+    "labels of this batch alone",
+]
+CASES = [(TORCH, name) for name in MISTAKES] + [(JAX, name) for name in IN_JAX]
+
+
+@pytest.mark.parametrize(("kit", "name"), CASES, ids=[f"{kit.name}-{name}" for kit, name in CASES])
+def test_a_mistake_is_named(kit, name):
+    summary, loss, options, cause, text, fix = MISTAKES[name]
+    step = steps(kit, summary, **({} if loss is None else {"loss": loss}), **options)
+    verdict = funcga.verify(step, *data(kit))
+    assert [each.name for each in verdict.causes] == [cause], str(verdict)
+    assert text is None or text in verdict.causes[0].what
+    assert fix in verdict.causes[0].fix
+
+
+@pytest.mark.parametrize("name", ["a mean under sum()", "a sum under mean()", "tokens without weight="])
+def test_the_line_that_is_given_cures(name):
+    summary, _, _, _, _, fix = MISTAKES[name]
+    options = {"weight": lambda x, y: y.sum(), "fold": funcga.mean()} if "weight" in fix else {"fold": eval(fix[5:])}
+    funcga.verify(steps(TORCH, summary, **options), *data(TORCH)).assert_exact()
+
+
+def test_batch_norm_is_named():
+    step, args = module_step(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    (cause,) = funcga.verify(step, *args).causes
+    assert (cause.name, "`1` (BatchNorm1d, in training mode)" in cause.what) == ("batch statistics", True)
+    assert "module.eval()" in cause.fix
+
+
+@pytest.mark.parametrize("where", ["summary_fn", "loss_fn"])
+def test_dropout_is_randomness(where):
+    drop = lambda params, s: (F.dropout(s, 0.5) @ s.T).exp().mean().log()
+    layers = [torch.nn.Linear(3, 4), torch.nn.Dropout(0.5)]
+    step, args = module_step(*layers) if where == "summary_fn" else module_step(layers[0], loss=drop)
+    assert [cause.name for cause in funcga.verify(step, *args).causes] == ["randomness"]
+
+
+def test_a_key_that_is_passed_whole_is_randomness():
+    def summary_fn(params, key, x):
+        return x @ params["w"] * jax.random.bernoulli(key, 0.5, (len(x), 1))
+
+    step = funcga.coupled(summary_fn, lambda params, s: jnp.log(jnp.exp(s @ s.T).mean()), 3, in_axes=(None, None, 0))
+    params, x, _ = data(JAX)
+    (cause,) = funcga.verify(step, params, jax.random.key(0), x).causes
+    assert cause.name == "randomness"
+    assert cause.what.startswith("The summary draws random numbers by a row's position")
+
+
+def test_totals_that_do_not_add_up():
+    summary_fn = lambda params, x, *, totals: (x @ params["w"]).sum(0) / totals["rows"]
+    step = lambda totals: funcga.coupled(
+        summary_fn, lambda params, s: (s**2).sum(), 3, fold=funcga.sum(), totals=totals
+    )
+    params, x, _ = data(TORCH)
+    funcga.verify(step(lambda x: {"rows": len(x)}), params, x).assert_exact()
+    verdict = funcga.verify(step(lambda x: {"rows": len(x) ** 0.5}), params, x)
+    assert "totals not additive" in [cause.name for cause in verdict.causes]
+
+
+def test_a_step_is_verified_with_what_it_brings():
+    step, args = steps(TORCH, both, contrastive), data(TORCH)
+    for option in ({"fold": funcga.sum()}, {"weight": len}, {"in_axes": (None, 0, 0)}, {"totals": len}):
+        with pytest.raises(
+            funcga.FuncgaError, match=f"verify was given {next(iter(option))}=, and a step of `coupled`"
+        ):
+            funcga.verify(step, *args, **option)
+    module = torch.nn.Linear(3, 4).double()
+    gradient = torch_backend.module_value_and_grad(module, lambda m, x, y: m(x))
+    of_module = funcga.coupled(gradient, lambda m, s: (s @ s.T).mean(), 3)
+    with pytest.raises(funcga.FuncgaError, match="this one brings its own"):
+        funcga.verify(of_module, *args[1:])
