@@ -110,7 +110,9 @@ def _add_verify(commands: Any) -> None:
         epilog="The file also has the arguments, a tuple named `args` (--args says another name). A funcga.Problem has "
         "all of them: its losses are verified in both frameworks.",
     )
-    verify.add_argument("grad_fn", metavar="FILE.py:grad_fn", help="a gradient function, or a funcga.Problem")
+    verify.add_argument(
+        "grad_fn", metavar="FILE.py:grad_fn", help="a gradient function, a step of coupled, or a Problem"
+    )
     verify.add_argument("--args", default=None, metavar="NAME", help="of its arguments in the file (default: args)")
     verify.add_argument("--n", type=_counts, default=None, help="numbers of micro-batches (default: several)")
     verify.add_argument("--fold", choices=FOLDS, default=None, help="default: `fold` in the file, or mean")

@@ -19,6 +19,7 @@ from funcga._parity.run import Findings, Plan, Run
 from funcga._parity.sides import Side
 from funcga._types import Tree
 from funcga._verify import Verdict, verify
+from funcga._verify.of_coupled import job_of
 from funcga._versions import versions
 from funcga.errors import FuncgaError
 
@@ -118,8 +119,8 @@ def run_verify(
 
 
 def _can_be_verified(value: object, module: ModuleType) -> bool:
-    """Whether it is a Problem, a gradient function of funcga's, or a transformed function, as jax.grad makes one."""
-    if isinstance(value, Problem | GradientFunction):
+    """Whether it is a Problem, a gradient function or a step of funcga's, or a transformed function, as of jax.grad."""
+    if isinstance(value, Problem | GradientFunction) or job_of(value) is not None:
         return True
     return is_function_of(value, module) and inspect.unwrap(value) is not value
 
@@ -144,7 +145,8 @@ def _of_function(
         raise FuncgaError(
             f"`{args}` is of type {type(variables[args]).__name__}; it has to be a tuple: (params, batch)."
         )
-    choices: dict[str, Tree] = {name: variables[name] for name in ("fold", "weight", "in_axes") if name in variables}
+    names = ("fold", "weight", "in_axes") if job_of(loaded.value) is None else ()  # a step of coupled brings them
+    choices: dict[str, Tree] = {name: variables[name] for name in names if name in variables}
     # What the command line says goes before what the file says.
     if fold is not None:
         choices["fold"] = {"mean": folds.mean, "per_weight": folds.per_weight, "sum": folds.sum}[fold]()

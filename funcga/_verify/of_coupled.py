@@ -14,10 +14,10 @@ import numpy as np
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import Program
+from funcga._call import Program, owner_of
 from funcga._call.arguments import CARRY, groups, starts
 from funcga._call.totals import whole_state
-from funcga._coupled import Coupled, coupled, is_of_module
+from funcga._coupled import Coupled, coupled
 from funcga._fold import Tally, bind
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
@@ -94,7 +94,7 @@ def check_options(
             f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
             f"funcga.verify(step, params, *batch)."
         )
-    if is_of_module(job):
+    if owner_of(job.program.grad_fn) is not None:
         raise FuncgaError(
             "verify evaluates a step with parameters of its own choice, and this one brings its own. Give it "
             "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8), of the module that was wrapped."

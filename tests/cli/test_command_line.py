@@ -47,6 +47,14 @@ def fails(seed):
     raise RuntimeError("no data here")
 """
 
+STEPS = """
+import torch, funcga
+summary_fn, weight = lambda p, x: (x * p).mean(0), 3
+step = funcga.coupled(summary_fn, lambda p, s: (s**2).sum(), 4, fold=funcga.mean())
+wrong = funcga.coupled(summary_fn, lambda p, s: (s**2).sum(), 4, fold=funcga.sum())
+args = torch.arange(3.0), torch.arange(24.0).reshape(8, 3)
+"""
+
 # Of these names only `gradient` and `traced` can be verified, and none can be compared.
 LOSSES = """
 import functools, jax, torch, funcga
@@ -77,6 +85,7 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MINE)
     Path("losses.py").write_text(LOSSES)
+    Path("steps.py").write_text(STEPS)
     Path("twice.py").write_text("def twice(x):\n    return 2 * x\n")
     Path("broken.py").write_text("import nothing_of_this_name\n")
     Path("crooked.py").write_text("x = (\n")
@@ -108,6 +117,8 @@ REFUSED = {
     "parity mine.py": "mine.py: mine.py has no `problem`. It has nan, others, folds, optimizers, makes, fails: write mine.py:nan.",
     "parity losses.py": "losses.py: losses.py has no `problem`. Add one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...).",
     "verify losses.py": "losses.py has no `grad_fn`. It has gradient: write losses.py:gradient.",
+    "verify steps.py": "steps.py has no `grad_fn`. It has step, wrong: write steps.py:step.",
+    "verify steps.py:step --fold sum": "verify was given fold=, and a step of `coupled` brings its own.",
     "verify losses.py:no_loss": "losses.py has no `no_loss`. It has gradient, traced: write losses.py:gradient.",
     "verify twice.py": "twice.py has no `grad_fn`. Add one: grad_fn = funcga.value_and_grad(loss_fn).",
     "parity mine.py:godo": "mine.py:godo: mine.py has no `godo`. It has good: write mine.py:good.",
@@ -178,6 +189,13 @@ def test_verify_says_what_is_right_and_what_is_wrong(mine, capsys):
     assert found["total"]["ok"] is False
     assert [cause["name"] for cause in found["total"]["causes"]] == ["sum under mean"]
     assert main(["verify", "mine.py:total", "--fold", "per_weight", "--weight", "rows", "--n", "2,5"]) == 0
+
+
+def test_a_step_of_coupled_is_verified_with_what_it_brings(mine, capsys):
+    assert main(["verify", "steps.py:step"]) == 0
+    assert "n = 4: largest relative difference" in capsys.readouterr().out
+    assert main(["verify", "steps.py:wrong", "--n", "2"]) == 1
+    assert "1. mean under sum" in capsys.readouterr().out
 
 
 def test_a_loss_alone_certifies_its_values_only(mine, capsys):
