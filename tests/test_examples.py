@@ -44,6 +44,17 @@ PRINTS = {  # what the output has to hold, and how often
     "checkpointing_jax": (r"^eight micro-batches.*, the same gradients$", 2),
     "contrastive_tiles_torch": (r"^1024 x .* 1\d,\d+,\d+ bytes$|^16 tiles .* 2,\d+,\d+ bytes, the same gradients$", 2),
     "contrastive_tiles_jax": (r"^1024 x .* 1\d,\d+,\d+ temp.*$|^16 tiles .* 1,\d+,\d+ temp.*, the same gradients$", 2),
+    "image_text_torch": (
+        r": \de-1[4-9] off in two passes, \d\d+% off plainly$|updates: .* (?:8|9)\d% of captions found$",
+        6,
+    ),
+    "image_text_jax": (
+        r": \de-1[4-9] off in two passes, \d\d+% off plainly$|updates: .* (?:8|9)\d% of captions found$",
+        6,
+    ),
+    "bi_encoder_torch": (r"^update 6: loss 3\.\d+$|: \de-1[4-9] off in two passes, \d\d% off plainly$", 2),
+    "mixture_of_experts_torch": (r": \de-1[4-9] off in two passes, [\d.]+% off plainly$|^update 24: loss [23]\.", 3),
+    "mixture_of_experts_jax": (r": \de-1[4-9] off in two passes, [\d.]+% off plainly$|^update 24: loss [23]\.", 3),
     "vicreg_torch": (r"whole batch: [1-9]e-1[4-6] in two passes$|the usual way, .*: (?:64|340)% off$", 4),
     "vicreg_jax": (r"whole batch: [1-9]e-1[4-6] in two passes$|the usual way, .*: (?:55|769)% off$", 4),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
@@ -76,6 +87,9 @@ PRINTS = {  # what the output has to hold, and how often
 }
 NEEDS = {
     "gpt2_torch": "transformers",
+    "bi_encoder_torch": "transformers",
+    "image_text_jax": "flax",
+    "mixture_of_experts_jax": "equinox",
     "flax_jax": "flax",
     "batchnorm_jax": "flax",
     "equinox_jax": "equinox",
