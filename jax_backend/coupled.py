@@ -16,7 +16,7 @@ from funcga._types import Tree
 from funcga.folds import sum as summed
 from jax_backend import arrays, sharding
 from jax_backend.gradients import depends
-from jax_backend.loop import Accumulate, compiled, narrow
+from jax_backend.loop import Accumulate, compiled, narrow, spoilt
 from jax_backend.replicas import replicas_of
 from jax_backend.sharding import Spread
 
@@ -81,9 +81,10 @@ class _Step:
         second = job.second(pulled_back, (summed(), job.program.fold) if outputs.threads else summed(), in_axes)
         result = Accumulate(second, backend).traced(spread, (*args, jnp.arange(rows, dtype=jnp.int32)), kwargs)
         grads = result[0] if outputs.threads else result
-        return job.gradient.compose(
+        composed = job.gradient.compose(
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
         )
+        return composed if job.program.totals is None else spoilt(composed, kwargs["totals"])
 
     def _in_one_pass(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The same for a single micro-batch, whose graph is there already."""

@@ -1,5 +1,7 @@
 """totals=: losses with several denominators are those of the whole batch, however it is cut."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 
 import funcga
 from tests import objectives
-from tests.kits import JAX, TORCH, difference
+from tests.kits import JAX, TORCH, difference, needs_cuda, no_synchronisation
 from tests.test_errors import check_refused
 
 # Sums of some hundred numbers in float64, in another order.
@@ -159,6 +161,74 @@ def test_a_total_of_zero_gives_zeros_with_the_line_of_the_docs(kit):
     step = funcga.accumulate(funcga.value_and_grad(loss), 2, fold=funcga.sum(), totals=lambda x, mask: mask.sum())
     value, grads = step(*kit.arrays((np.ones(()), np.ones(6), np.zeros(6))))
     assert (float(value), float(grads)) == (0, 0)
+
+
+CASES = int(os.environ.get("FUNCGA_FUZZ", "12"))
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_generated_trees_of_totals_are_their_sums(kit, seed):
+    """Nested trees of integers, floats, bools and numbers, over rows that are cut in any way."""
+    r = np.random.default_rng(seed)
+    rows = int(r.integers(1, 12))
+    x, numbers = r.integers(0, 2**20, size=(rows, 3)), r.normal(size=(rows, 2))
+    leaves = {
+        "integers": lambda x, y: x.sum(),
+        "few": lambda x, y: kit.cast((x[:, 0] > 2**19).sum(), "int8"),
+        "rows": lambda x, y: len(x),
+        "floats": lambda x, y: y.sum(),
+        "half": lambda x, y: 0.5 * len(y),
+        "any": lambda x, y: (x >= 0).all(),
+    }
+    chosen = [str(name) for name in r.permutation([*leaves])[: r.integers(1, 7)]]
+    of = {name: leaves[name] for name in chosen}
+
+    def totals(x, y):
+        found = [(name, function(x, y)) for name, function in of.items()]
+        return {"first": dict(found[:1]), "others": [value for _, value in found[1:]]}
+
+    sizes = [1] * rows if seed % 3 == 0 else None
+    n = int(r.integers(1, rows + 1))
+    seen = funcga.grad(lambda w, x, y, *, totals: (w * y.sum(), totals), has_aux=True)
+    options = {"fold": (funcga.sum(), funcga.max()), "totals": totals}
+    w, x_, y_ = kit.arrays((np.ones(()), x, numbers))
+    if sizes is None:
+        found = funcga.accumulate(seen, n, **options)(w, x_, y_)[1]
+    else:
+        found = funcga.stream(seen, **options)(w, [(x_[i : i + 1], y_[i : i + 1]) for i in range(rows)])[1]
+    cuts = np.array_split(np.arange(rows), n) if sizes is None else [[i] for i in range(rows)]
+    expected = {
+        "integers": x.sum(), "few": (x[:, 0] > 2**19).sum(), "rows": rows, "floats": numbers.sum(),
+        "half": 0.5 * rows, "any": len(cuts),
+    }  # fmt: skip
+    values = [found["first"][chosen[0]], *found["others"]]
+    for name, value in zip(chosen, values, strict=True):
+        # Only floats are rounded, and those of this sum alone are no multiples of a half.
+        assert abs(float(value) - expected[name]) <= (LIMIT if name == "floats" else 0), name
+
+
+def test_a_compiled_step_counts():
+    params, batch = problem(TORCH)
+    step = torch.compile(objectives.step(TORCH, "DAPO", 3), backend="eager")
+    assert difference(TORCH, step(params, batch), objectives.expected(TORCH, "DAPO", params, batch)) < LIMIT
+
+
+def test_without_jit():
+    params, batch = problem(JAX)
+    with jax.disable_jit():
+        result = objectives.step(JAX, "CE + auxiliary", 3)(params, batch)
+    assert difference(JAX, result, objectives.expected(JAX, "CE + auxiliary", params, batch)) < LIMIT
+
+
+@needs_cuda
+def test_the_host_does_not_wait_for_what_is_counted():
+    params, batch = ({k: v.cuda() for k, v in tree.items()} for tree in problem(TORCH))
+    step = objectives.step(TORCH, "CE + auxiliary", 3)
+    step(params, batch)
+    with no_synchronisation():
+        result = step(params, batch)
+    expected = objectives.expected(TORCH, "CE + auxiliary", params, batch)
+    assert difference(TORCH, result, expected) < LIMIT
 
 
 # --- in JAX a step is one program

@@ -116,3 +116,12 @@ def test_int32_is_exact(each, replicas):
 def test_what_int32_does_not_hold_spoils_the_result(each, replicas):
     value, _, gradient = counted(each, replicas=replicas)
     assert np.isnan([value, gradient]).all()
+
+
+def test_it_spoils_a_coupled_loss_as_well():
+    summary = lambda w, x, *, totals: (w * x).sum() * 0 / totals
+    for amount, fits in ((2**28, True), (2**30, False)):
+        totals = lambda x, amount=amount: jnp.int32(amount)
+        step = funcga.coupled(summary, lambda w, s: s, 4, fold=funcga.sum(), totals=totals)
+        loss, gradient = step(jnp.ones(()), jnp.ones(4))
+        assert np.isfinite([loss, gradient]).all() == fits

@@ -187,6 +187,21 @@ def test_a_wrapped_module_counts_over_its_own_replicas(kind, bounds):
     assert max(processes().run(wrapped, kind, bounds, 3, size=len(bounds) - 1)) < LIMIT
 
 
+def streamed_module(group, bounds):
+    batch, rank = batch_of_tokens(), dist.get_rank(group)
+    expected = torch_backend.module_value_and_grad(made(torch.float64), of_whole_batch)(*batch)
+    module = WRAPPERS["ddp"](group, made(torch.float64))
+    step = funcga.stream(torch_backend.module_value_and_grad(module, tokens_and_rows), **TOTALS)
+    window = [tuple(x[i : i + 2] for x in batch) for i in range(bounds[rank], bounds[rank + 1], 2)]
+    window[-1] = tuple(x[: bounds[rank + 1] - bounds[rank] - 2 * (len(window) - 1)] for x in window[-1])
+    value, grads = step(window)
+    return difference(TORCH, (value, [*grads.values()]), (expected[0], [*expected[1].values()]))
+
+
+def test_a_stream_over_a_wrapped_module():
+    assert max(processes().run(streamed_module, (0, 3, 11), size=2)) < LIMIT
+
+
 def around(group):
     module = WRAPPERS["ddp"](group, made(torch.float64))
     gradient = functools.partial(torch_backend.module_value_and_grad(module, tokens_and_rows), scale=2)
