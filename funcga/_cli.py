@@ -145,8 +145,10 @@ def _of_function(
         raise FuncgaError(
             f"`{args}` is of type {type(variables[args]).__name__}; it has to be a tuple: (params, batch)."
         )
-    names = ("fold", "weight", "in_axes") if job_of(loaded.value) is None else ()  # a step of coupled brings them
-    choices: dict[str, Tree] = {name: variables[name] for name in names if name in variables}
+    names = {"fold", "weight", "in_axes"} if job_of(loaded.value) is None else set()  # a step of coupled brings them
+    if names and "totals" in inspect.signature(loaded.value).parameters:
+        names.add("totals")
+    choices: dict[str, Tree] = {name: variables[name] for name in names & variables.keys()}
     # What the command line says goes before what the file says.
     if fold is not None:
         choices["fold"] = {"mean": folds.mean, "per_weight": folds.per_weight, "sum": folds.sum}[fold]()

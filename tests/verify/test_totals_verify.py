@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import funcga
+from funcga.__main__ import main
 from tests import mistakes, objectives
 from tests.kits import JAX, TORCH, difference
 
@@ -120,6 +121,23 @@ def test_a_total_that_depends_on_the_cut(kit):
 def test_a_mean_beside_totals_is_found():
     loss = lambda params, batch, *, totals: mistakes.token_mean(params, batch) + 0 * totals["rows"]
     assert [cause.name for cause in verified(TORCH, loss, count_mask).causes] == ["mean under sum"]
+
+
+FILE = """
+import funcga, torch
+args = torch.ones(3), torch.arange(24.0).view(8, 3)
+fold, totals = funcga.sum(), lambda x: {"rows": len(x)}
+with_totals = funcga.grad(lambda w, x, *, totals: (w * x).sum() / totals["rows"])
+without = funcga.grad(lambda w, x: (w * x).sum())
+"""
+
+
+def test_the_command_line_has_the_totals_of_the_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "counted.py").write_text(FILE)
+    assert main(["verify", "counted.py:with_totals"]) == 0
+    assert main(["verify", "counted.py:without"]) == 0  # which does not take them
+    assert capsys.readouterr().out.count("Accumulation is exact for this loss.") == 2
 
 
 def test_what_accumulate_refuses():
