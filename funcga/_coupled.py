@@ -152,6 +152,11 @@ def _read(
 ) -> "Coupled":
     check_callable(summary_fn, "summary_fn", "lambda params, x: model(params, x)")
     check_callable(loss_fn, "loss_fn", "lambda params, summaries: loss")
+    if hasattr(summary_fn, "named_parameters") and any(True for _ in summary_fn.named_parameters()):
+        raise FuncgaError(
+            f"summary_fn is a module of type {type(summary_fn).__name__}, which has parameters of its own and takes "
+            f"none. Write a function of it: torch_backend.module_value_and_grad(module, lambda module, x: module(x))."
+        )
     if isinstance(summary_fn, GradientFunction):
         raise FuncgaError(
             "summary_fn is a gradient function, and the gradient is taken by `coupled` itself. Pass the function that "
@@ -264,6 +269,15 @@ class Coupled:
             raise FuncgaError(
                 "loss_fn does not use the summaries: its value depends on no float array of them, so that no gradient "
                 "comes to summary_fn. Compute the loss from its last argument, loss_fn(params, s)."
+            )
+
+    def check_reached(self, is_reached: bool) -> None:
+        """Raises FuncgaError for summaries that depend on no parameter."""
+        if not is_reached:
+            raise FuncgaError(
+                "the summaries that the loss uses depend on no parameter: summary_fn detaches what it computes, or it "
+                "uses a module, or arrays, that it closes over. Compute them from its first argument, and leave out "
+                "detach(), no_grad() and stop_gradient()."
             )
 
     def arg_indices(self, args: Sequence[Tree]) -> tuple[int, ...]:

@@ -93,6 +93,7 @@ class _Step:
 
         def loss_of(*args: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
             summaries = fold.traced(spread, args, kwargs)
+            job.check_reached(any(depends(leaf) is not False for leaf in jax.tree.leaves(summaries)))
             params = [args[arg_index] for arg_index in arg_indices]
             loss, aux = job.gradient.split(job.gradient.loss_fn(*params, summaries), self.backend)
             return loss, (loss, aux)
@@ -122,7 +123,9 @@ class _PulledBack:
             replaced = dict(zip(arg_indices, params, strict=True))
             called = [replaced.get(arg_index, arg) for arg_index, arg in enumerate(args_of_user)]
             output = self.first.grad_fn(*called, **kwargs)
-            return self.cotangents.parts(output, weight), self.cotangents.threaded(output)
+            parts = self.cotangents.parts(output, weight)
+            job.check_reached(not params or any(depends(part) is not False for part in jax.tree.leaves(parts)))
+            return parts, self.cotangents.threaded(output)
 
         params = [args_of_user[arg_index] for arg_index in arg_indices]
         parts, pull, threaded = jax.vjp(parts_of, *params, has_aux=True)

@@ -280,6 +280,8 @@ REFUSALS = {
     "no float": ("summary_fn returns no float array", {"summary_fn": lambda w, x: x > 0}),
     "nothing": ("summary_fn returns no float array", {"summary_fn": lambda w, x: None}),
     "complex": ("summary_fn returns a complex array", {"summary_fn": lambda w, x: x * w * 1j}),
+    "detached": ("the summaries that the loss uses depend on no parameter", {"summary_fn": lambda w, x: x + 0.0}),
+    "detached, n=1": ("depend on no parameter", {"summary_fn": lambda w, x: x + 0.0, "n": 1}),
     "a string": ("str", {"summary_fn": lambda w, x: "a"}),
     "mean of rows": (
         "summary_fn returned summary as float64[2, 3] for ",

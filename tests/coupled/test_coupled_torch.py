@@ -422,3 +422,13 @@ def test_hooks_on_parameters_see_the_sum_once():
     value, grads = of_module(module)(x, y)
     expected[1]["tower.0.weight"] *= 2
     check((value, grads), expected)
+
+
+@pytest.mark.parametrize("options", [{"has_aux": True}, {"scaled": True}], ids=str)
+def test_a_module_is_differentiated_by_coupled(options):
+    summary_fn = module_value_and_grad(nn.Linear(3, 2), lambda module, x: module(x), **options)
+    step = funcga.coupled(summary_fn, lambda module, s: s.mean(), 2)
+    with pytest.raises(funcga.FuncgaError, match=r"has_aux=True or scaled=True, .* Leave them out there"):
+        step(torch.ones(4, 3))
+    with pytest.raises(funcga.FuncgaError, match="summary_fn is a module of type Linear"):
+        funcga.coupled(nn.Linear(3, 2), lambda module, s: s.mean(), 2)

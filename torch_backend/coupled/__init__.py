@@ -72,6 +72,7 @@ class _Step:
         program = replace(program, grad_fn=self.parameters.summarise_in_place)
         self.summarise = replace(job, program=program).first(backend).grad_fn
         self.first_pass: FirstPass | None = None  # None before it is over
+        self.is_reached = False  # whether a summary depends on a parameter
 
     def run(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The loss and its gradient."""
@@ -99,6 +100,7 @@ class _Step:
             result = folded(second, window, microbatches, without, self.kwargs, self.devices)
         assert self.first_pass is not None
         self.first_pass.end_second()
+        job.check_reached(self.is_reached or not numbers)
         return job.gradient.compose(self.loss, self.aux, parameters.grads(result, self.has_state))
 
     def _numbered(self, number: int | None) -> Arguments:
@@ -168,9 +170,12 @@ class _Step:
             cotangents: list[Any] = [torch.zeros_like(part) for part in parts]
         else:
             output = self.first_pass.again(number, functools.partial(self.summarise, *args, **kwargs))
-            parts = self.cotangents.parts(output, self.first_pass.weights[number])
+            weight = self.first_pass.weights[number]
+            parts = self.cotangents.parts(output, weight)
             cotangents = self.cotangents.of(parts, functools.partial(self.first_pass.rows, number))
-            if self.cotangents.are_weighed and not self.first_pass.weights[number]:
+            weighs_nothing = not isinstance(weight, torch.Tensor) and not weight
+            self.is_reached |= weighs_nothing or any(array.requires_grad for array in trees.flatten(parts)[0])
+            if self.cotangents.are_weighed and weighs_nothing:
                 parts, cotangents = [], []  # a cotangent of 0 would make NaN of what is infinite
         terms = [
             _inner(array, cotangent)

@@ -16,6 +16,7 @@ from torch import nn
 from funcga._call.arguments import Arguments
 from funcga._coupled import Coupled
 from funcga._types import Across, GradFn, Tree
+from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, sum
 from torch_backend import trees
 from torch_backend.modules import PureLoss, trainable
@@ -126,6 +127,11 @@ class OwnParameters(Parameters):
     """A module's own parameters."""
 
     def __init__(self, job: Coupled, module_gradient: ModuleGradient):
+        if module_gradient.has_aux or module_gradient.scaled:
+            raise FuncgaError(
+                "module_value_and_grad was given has_aux=True or scaled=True, and in `coupled` it only says whose "
+                "parameters are differentiated. Leave them out there; has_aux=True of coupled is for loss_fn."
+            )
         self.job, self.module_gradient, self.module = job, module_gradient, module_gradient.module
         self.summarise = self.summarise_in_place = functools.partial(called, module_gradient.loss_fn, self.module)
         if isinstance(module_gradient, WrappedGradient):
