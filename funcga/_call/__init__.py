@@ -9,7 +9,7 @@ from typing import Any
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
-from funcga._call.totals import Count, Totals, check_totals, exact_sum, whole_state
+from funcga._call.totals import Count, Totals, check_taken, check_totals, exact_sum, whole_state
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._replicas import Memory, step_of
@@ -90,7 +90,10 @@ class Program:
 
         An error from inside of grad_fn is the user's own, and passes.
         """
-        keywords = kwargs if self.totals is None else {*kwargs, "totals"}
+        keywords = {*kwargs}
+        if self.totals is not None:
+            check_taken(error)
+            keywords.add("totals")
         if not refuses_arguments(self.grad_fn, count, keywords, error):
             return
         names = argument_names(self.grad_fn, len(inspect.signature(self.grad_fn).parameters))

@@ -145,10 +145,20 @@ def check_totals(totals: object, grad_fn: GradFn) -> None:
         return
     takes = {parameter.kind for parameter in parameters.values()}
     if "totals" not in parameters and inspect.Parameter.VAR_KEYWORD not in takes:
-        raise FuncgaError(
-            f"totals= was given, and grad_fn takes ({', '.join(argument_names(grad_fn, len(parameters)))}): it has no "
-            f"parameter `totals` for what is counted. Add it: def loss_fn(params, batch, *, totals)."
-        )
+        raise _no_parameter(f"grad_fn takes ({', '.join(argument_names(grad_fn, len(parameters)))})")
+
+
+def check_taken(error: TypeError) -> None:
+    """Raises FuncgaError if the error says that a function, whose signature did not show it, takes no totals."""
+    if "unexpected keyword argument 'totals'" in str(error):
+        raise _no_parameter(f"a call raised `{error}`") from error
+
+
+def _no_parameter(found: str) -> FuncgaError:
+    return FuncgaError(
+        f"totals= was given, and {found}: it has no parameter `totals` for what is counted. Add it: "
+        f"def loss_fn(params, batch, *, totals)."
+    )
 
 
 def check_no_totals(kwargs: dict[str, Tree]) -> None:
