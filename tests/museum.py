@@ -438,7 +438,7 @@ def running_statistics():
     "huggingface/sentence-transformers#1822",
     "openai/CLIP#25",
     computed="a contrastive loss for every micro-batch, in which a row has only the negatives of its own micro-batch",
-    instead="two passes: embeddings with `concat()`, then their cotangents with `sum()`",
+    instead="`coupled(summary_fn, loss_fn, n)`, whose summary is the embeddings",
 )
 def in_batch_negatives():
     image, text = BATCH["x"][:, 0], BATCH["x"][:, 1]
@@ -447,13 +447,7 @@ def in_batch_negatives():
     loss = lambda params, image, text: contrast(*encode(params, image, text))
     parts = [slice(start, start + 2) for start in range(0, 8, 2)]
     wrong = total([by_autograd(loss, PARAMS, image[part], text[part]) for part in parts], 1 / N)
-
-    embeddings = funcga.accumulate(encode, N, in_axes=(None, 0, 0), fold=funcga.concat())(PARAMS, image, text)
-    cotangents = funcga.grad(contrast, argnums=(0, 1))(*embeddings)
-    pullback = lambda params, image, text, a, b: sum(
-        (embedding * cotangent).sum() for embedding, cotangent in zip(encode(params, image, text), (a, b), strict=True)
-    )
-    right = funcga.accumulate(funcga.grad(pullback), N, fold=funcga.sum())(PARAMS, image, text, *cotangents)
+    _, right = funcga.coupled(encode, lambda params, s: contrast(*s), N)(PARAMS, image, text)
     return wrong, right, by_autograd(loss, PARAMS, image, text)
 
 
