@@ -224,6 +224,33 @@ def auxiliary_loss():
 
 
 @exhibit(
+    DENOMINATORS,
+    "verl-project/verl#5625",
+    "verl-project/verl#7200",
+    computed="a policy's loss over the tokens of each micro-batch, weighed by its completions, with a penalty over completions",
+    instead="`fold=funcga.sum(), totals=count`",
+)
+def policy_loss():
+    batch = BATCH | {"advantage": torch.linspace(-1, 2, 8).double()}
+
+    def sums(params, batch):
+        labels, scores = batch["labels"], logits(params, batch).log_softmax(-1)
+        chosen = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        surprise = -batch["advantage"][:, None] * chosen * (labels != -100)
+        return surprise.sum(), scores[:, 0].exp().square().sum()
+
+    def loss(params, batch, *, totals):
+        of_tokens, of_completions = sums(params, batch)
+        return of_tokens / totals["tokens"] + 0.1 * of_completions / totals["completions"]
+
+    count = lambda batch: {"tokens": count_tokens(batch), "completions": len(batch["x"])}
+    alone = lambda params, batch: loss(params, batch, totals=count(batch))
+    wrong = total([by_autograd(alone, PARAMS, part) for part in microbatches(batch)], 1 / N)
+    right = funcga.accumulate(funcga.grad(loss), N, fold=funcga.sum(), totals=count)(PARAMS, batch)
+    return wrong, right, by_autograd(alone, PARAMS, batch)
+
+
+@exhibit(
     REPLICAS,
     "huggingface/transformers#34242",
     computed="the mean over each replica's own tokens, averaged over the replicas, as DDP does",
