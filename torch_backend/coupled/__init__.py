@@ -7,15 +7,13 @@ that begins with the whole first pass, in which this micro-batch alone is record
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from funcga._backend import Backend
 from funcga._call.arguments import Argument, Arguments
 from funcga._coupled import Coupled, Summaries
-from funcga._fold import parts_of
-from funcga._types import Tree
+from funcga._types import Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.coupled.first_pass import FirstPass
@@ -163,33 +161,39 @@ class _Step:
         """
         if self.first_pass is None:
             self._run_first_pass(args)
-        assert self.first_pass is not None
-        if number is None:  # a row of zeros, which contributes nothing
-            output = self.summarise(*args, **kwargs)
-            parts = self.cotangents.parts(output, 1)
-            cotangents: list[Any] = [torch.zeros_like(part) for part in parts]
-        else:
-            output = self.first_pass.again(number, functools.partial(self.summarise, *args, **kwargs))
-            weight = self.first_pass.weights[number]
-            parts = self.cotangents.parts(output, weight)
-            cotangents = self.cotangents.of(parts, functools.partial(self.first_pass.rows, number))
-            weighs_nothing = not isinstance(weight, torch.Tensor) and not weight
-            self.is_reached |= weighs_nothing or any(array.requires_grad for array in trees.flatten(parts)[0])
-            if self.cotangents.are_weighed and weighs_nothing:
-                parts, cotangents = [], []  # a cotangent of 0 would make NaN of what is infinite
-        terms = [
-            _inner(array, cotangent)
-            for pair in zip(parts, cotangents, strict=True)
-            for array, cotangent in zip(*map(parts_of, pair), strict=True)
-        ]
+        output, pairs = self._contribution(number, args, kwargs)
         if number == self.ends_with or number is None:
             # Once, the gradient of what the loss itself uses of the parameters: in the pass in which a wrapper waits
             # for all of them.
-            pairs = zip(trees.flatten(params())[0], self.of_params, strict=True)
-            terms += [_inner(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
+            of_leaves = zip(trees.flatten(params())[0], self.of_params, strict=True)
+            pairs += [(leaf, gradient) for leaf, gradient in of_leaves if gradient is not None]
         # Of weights that are all 0 a loss may have no derivative at all.
+        terms = [_inner(*pair) for pair in pairs]
         loss = torch.stack(terms).sum() if terms else torch.zeros_like(self.loss)
         return (loss, self.cotangents.threaded(output)) if self.has_state else loss
+
+    def _contribution(
+        self, number: int | None, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> tuple[Tree, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """(the output for this micro-batch, what it contributes to the summaries, each with its cotangent)."""
+        first_pass, cotangents = self.first_pass, self.cotangents
+        assert first_pass is not None
+        weight: Scalar = 0
+        if number is None:  # a row of zeros stands in for a micro-batch
+            output = self.summarise(*args, **kwargs)
+        else:
+            output, weight = first_pass.again(number, self.summarise, args, kwargs), first_pass.weights[number]
+        weighs_nothing = not isinstance(weight, torch.Tensor) and not weight
+        if number is None or (weighs_nothing and cotangents.are_weighed):
+            self.is_reached |= weighs_nothing
+            # A cotangent of 0 makes NaN of what is infinite, so there is none; but a wrapper needs a backward pass.
+            parts = trees.flatten(cotangents.parts(output, 1))[0] if self.parameters.is_wrapped else []
+            return output, [(part, torch.zeros_like(part)) for part in parts]
+        parts = cotangents.parts(output, weight)
+        of_parts = cotangents.of(parts, functools.partial(first_pass.rows, number))
+        pairs = [*zip(trees.flatten(parts)[0], trees.flatten(of_parts)[0], strict=True)]
+        self.is_reached |= any(part.requires_grad for part, _ in pairs)
+        return output, pairs
 
 
 def _inner(array: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:

@@ -164,7 +164,9 @@ class FirstPass:
         self.is_rewound = False
         _forget_casts()
 
-    def again(self, number: int, summarise: Callable[[], Tree]) -> Tree:
+    def again(
+        self, number: int, summarise: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
         """What the micro-batch of this number has returned, with its graph: kept, or recorded by `summarise`."""
         if self.kept is not None:
             kept, self.kept = self.kept, None
@@ -174,7 +176,7 @@ class FirstPass:
             self.put_back()
             self.is_rewound = True
         put_generator_states(self.devices, self.generators[number])
-        return summarise()
+        return summarise(*args, **kwargs)
 
     def rows(self, number: int, position: int, cotangent: torch.Tensor, axis: int, size: int) -> torch.Tensor:
         """Those of the micro-batch of this number, in the cotangent of the collected leaf at this position."""
