@@ -140,8 +140,8 @@ def verify(
     what kind of function the loss is.
 
     A step of `coupled` is compared with the gradient of its loss_fn(params, s), where s is the fold of summary_fn for
-    the whole batch as one micro-batch. What is then wrong is its summary, in the words for a loss; or "fixed rows", a
-    number of rows that is written down, such as torch.arange(8).
+    the whole batch as one micro-batch. What is then wrong is the summary, in the words for a loss; or "wrong fold", as
+    concat() for a mean; or "fixed rows", a number of rows that is written down, such as torch.arange(8).
 
     The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
     "wrong weight", "weight not additive", "totals not additive", "total of zero" where that makes the loss NaN,

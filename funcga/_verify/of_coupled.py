@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from funcga import folds
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program, owner_of
@@ -25,7 +26,7 @@ from funcga._replicas import Memory
 from funcga._types import LossFn, TotalsFn, Tree, WeightFn
 from funcga._verify.causes import Cause, cause, diagnose, note, of_totals
 from funcga._verify.probe import Leaves, Limit, Probe, Rows
-from funcga._verify.responses import Measured, Splits, compare, measured, scales_of
+from funcga._verify.responses import Measured, Splits, compare, folded, measured, scales_of
 from funcga._verify.whole import Seen, late_state, per_example, unused
 from funcga._verify.whole import unevaluated as unwritten
 from funcga.errors import FuncgaError
@@ -55,15 +56,15 @@ class Whole:
         """The fold of one summary."""
         trees, arrays = self.backend.trees, self.backend.arrays
         leaves, structure = trees.flatten(summary)
-        folds = broadcast_folds(self.job.program.fold, summary, len(leaves), self.backend, "summary")
-        folded = []
-        for leaf, (fold, _), path in zip(leaves, folds, leaf_paths(summary, trees, "summary"), strict=True):
+        of_leaves = broadcast_folds(self.job.program.fold, summary, len(leaves), self.backend, "summary")
+        results = []
+        for leaf, (fold, _), path in zip(leaves, of_leaves, leaf_paths(summary, trees, "summary"), strict=True):
             if leaf is not None and not fold.reducer.monoid.ordered:
                 array = arrays.as_array(leaf)
                 leaf_fold = bind(fold, array, lambda path=path: path, arrays)  # type: ignore[misc]
                 leaf = leaf_fold.normalize(leaf_fold.lift(array, tally.total), tally)
-            folded.append(leaf)
-        return trees.unflatten(structure, folded)
+            results.append(leaf)
+        return trees.unflatten(structure, results)
 
 
 def job_of(step: object) -> Coupled | None:
@@ -230,11 +231,11 @@ def _of_summary(case: StepCase) -> list[Cause]:
     added = summary.additive(splits.failed)
     if added:
         said = diagnose(summary, splits, case.seen.draws, limit, case.random)
-        causes += [each if each.name in _AS_OF_A_LOSS else _of_statistics(summary, added[0]) for each in said]
-    others = [leaf_index for leaf_index in splits.failed if leaf_index not in added]
-    if others and not causes:
-        causes.append(_of_rows(case, summary, splits, others[0]))
-    return [*{each.name: each for each in causes}.values()]
+        # What is said of a loss that couples its rows has its own words for a summary.
+        causes = [each for each in said if each.name in _AS_OF_A_LOSS] or [_of_leaf(case, summary, splits, added[0])]
+    elif splits.failed:
+        causes = [_of_leaf(case, summary, splits, splits.failed[0])]
+    return causes
 
 
 def _probe_of_summary(case: StepCase) -> Probe:
@@ -246,26 +247,47 @@ def _probe_of_summary(case: StepCase) -> Probe:
     return summary
 
 
-def _of_statistics(summary: Probe, leaf_index: int) -> Cause:
-    layers = summary.framework.batch_normalisers(summary.program.grad_fn)
-    words = f", as {', '.join(layers[:3])} does" if layers else ", as BatchNorm in training mode or a variance does"
-    return cause("batch statistics: summary", where=summary.paths[leaf_index], layers=words)
-
-
-def _of_rows(case: StepCase, summary: Probe, splits: Splits, leaf_index: int) -> Cause:
-    """Why a leaf that is collected, or of another fold that adds nothing, is not that of the whole batch."""
-    axis, path = summary.folds[leaf_index].reducer.monoid.axis, summary.paths[leaf_index]
-    if axis is None:
-        return _unexplained(splits.rows, path)
-    # Rows in another order are to have the same summaries, in that order.
-    order = splits.parts[0] + splits.parts[1]
-    whole, permuted = summary.whole[leaf_index], summary.values(order)[leaf_index]
-    if whole.shape[axis] == len(order):
-        (difference,) = case.limit.differences([permuted], [np.take(whole, order, axis)])
+def _of_leaf(case: StepCase, summary: Probe, splits: Splits, leaf_index: int) -> Cause:
+    """Why a leaf of the summary is not that of the whole batch."""
+    fold, path, whole = summary.folds[leaf_index], summary.paths[leaf_index], summary.whole[leaf_index]
+    axis, (first, second) = fold.reducer.monoid.axis, splits.parts
+    if axis is not None and whole.shape[axis] == summary.rows:
+        # Rows in another order are to have the same summaries, in that order.
+        permuted = summary.values(first + second)[leaf_index]
+        (difference,) = case.limit.differences([permuted], [np.take(whole, first + second, axis)])
         if difference > case.limit.relative:
             key = f"randomness: by position, {summary.backend.name}" if case.seen.draws else "row order"
             return cause(key, subject="summary", difference=difference, where=path)
-    return _of_statistics(summary, leaf_index)
+    elif (better := _better_fold(case, summary, leaf_index)) is not None:
+        return cause("wrong fold", where=path, better=better, place="" if path == "summary" else f", at {path}")
+    if axis is None and not fold.reducer.additive:
+        return _unexplained(splits.rows, path)
+    layers = summary.framework.batch_normalisers(summary.program.grad_fn)
+    words = f", as {', '.join(layers[:3])} does" if layers else ", as BatchNorm in training mode or a variance does"
+    return cause("batch statistics: summary", where=path, layers=words)
+
+
+def _better_fold(case: StepCase, summary: Probe, leaf_index: int) -> str | None:
+    """A stock fold under which two parts of the batch have the leaf of all rows, as it is written."""
+    whole, values = summary.whole[leaf_index], [summary.values(part)[leaf_index] for part in case.parts]
+    if not values[0].shape == values[1].shape == whole.shape:
+        return None
+    weights = [summary.weigh(part) for part in case.parts]
+    for fold in (folds.mean, folds.sum, folds.max, folds.min, folds.logsumexp):
+        (difference,) = case.limit.differences([folded(fold(), values, weights)], [whole])
+        if difference <= case.limit.relative:
+            return f"funcga.{fold.__name__}()"
+    # As a mean it may have another weight.
+    of_leaves, structure = [*summary.folds], summary.backend.trees.flatten(summary.output)[1]
+    if of_leaves[leaf_index].reducer.additive:
+        return None
+    of_leaves[leaf_index] = folds.mean()
+    as_mean = summary.under(summary.backend.trees.unflatten(structure, of_leaves), summary.program.weight)
+    splits = compare(as_mean, [], case.limit, case.parts)
+    for each in diagnose(as_mean, splits, case.seen.draws, case.limit, case.random):
+        if each.name in ("uneven tokens", "wrong weight"):
+            return f"funcga.mean(), {each.fix if each.fix.startswith('weight=') else 'and drop weight='}"
+    return None
 
 
 # --- a number of rows that is written down
@@ -282,8 +304,8 @@ def _of_order(case: StepCase) -> tuple[list[Cause], list[str]]:
             probe.values(fewer)
         except Exception as error:
             return [_of_fixed_rows(probe, case.job, probe.rows, fewer, error)], []
-    folds = probe.backend.trees.flatten(case.job.program.fold)[0]
-    if not any(fold.reducer.monoid.axis is not None for fold in folds):
+    of_leaves = probe.backend.trees.flatten(case.job.program.fold)[0]
+    if not any(fold.reducer.monoid.axis is not None for fold in of_leaves):
         return [], []  # nothing has an order
     # Of other numbers of rows first one that has been evaluated already.
     other = next((rows for rows in (parts[0], every + every) if probe.try_values(rows) is not None), None)

@@ -19,6 +19,7 @@ from funcga._fold import Tally
 from funcga._types import Array
 from funcga._verify.probe import Leaves, Limit, Probe, Rows, relative
 from funcga.errors import FuncgaError, TooFewRowsError
+from funcga.folds import Fold
 
 
 class Measured(NamedTuple):
@@ -147,19 +148,23 @@ def scales_of(probe: Probe, limit: Limit, parts: tuple[Rows, Rows]) -> list[floa
 def _folded(probe: Probe, parts: Sequence[Rows]) -> Leaves:
     """The fold over these parts, on NumPy arrays: a second implementation of the loop, if not of the fold."""
     values, weights = [probe.values(part) for part in parts], [probe.weigh(part) for part in parts]
-    tally = Tally(sum(weights), len(parts))
     results: Leaves = []
     for fold, *leaves in zip(probe.folds, *values, strict=True):
         if leaves[0] is None or fold.reducer.monoid.ordered or fold.reducer.over_steps:
             results.append(leaves[0])
-            continue
-        with np.errstate(invalid="ignore"):
-            lifted = [fold.reducer.lift(np, leaf, weight) for leaf, weight in zip(leaves, weights, strict=True)]
-            reduced = lifted[0]
-            for more in lifted[1:]:
-                reduced = fold.reducer.monoid.combine(np, reduced, more)
-            results.append(np.asarray(fold.normalizer.apply(np, reduced, tally)))
+        else:
+            results.append(folded(fold, leaves, weights))
     return results
+
+
+def folded(fold: Fold, values: Sequence[Array], weights: Sequence[float]) -> Array:
+    """The fold of these NumPy arrays."""
+    with np.errstate(invalid="ignore"):
+        lifted = [fold.reducer.lift(np, value, weight) for value, weight in zip(values, weights, strict=True)]
+        reduced = lifted[0]
+        for more in lifted[1:]:
+            reduced = fold.reducer.monoid.combine(np, reduced, more)
+        return np.asarray(fold.normalizer.apply(np, reduced, Tally(sum(weights), len(values))))
 
 
 class Kind(NamedTuple):
