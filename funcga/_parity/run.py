@@ -215,6 +215,7 @@ class Run:
             while wait([task], timeout=1).not_done:
                 yield sum(task.done() for task in self.tasks)
             task.result()
+            yield sum(task.done() for task in self.tasks)
 
     def _fold(self, dtype: str, side: Side) -> tuple[Folded, Folded]:
         """What the side, and NumPy, make of the same micro-batch gradients: those of the first framework."""
