@@ -47,6 +47,9 @@ class _Step:
         job.check_whole([part.axes for part in arguments.parts])
         arg_indices = job.arg_indices(args)
         params = [args[arg_index] for arg_index in arg_indices]
+        of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)  # whose arguments have their names there
+        for arg_index, param in zip(arg_indices, params, strict=True):
+            of_summary.check_leaves(param, arg_index, backend)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
         if job.program.across is None and [count for count, _ in sizes] == [1]:

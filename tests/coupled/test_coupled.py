@@ -302,6 +302,13 @@ def test_refusals(kit, name):
     refused(text, kit, **{"n": 2, **options})
 
 
+@pytest.mark.parametrize(("leaf", "shown"), [(3, "of type int"), (len, "of type builtin"), (np.arange(2), "int64[2]")])
+def test_a_parameter_that_has_no_gradient_is_refused_by_its_path(kit, leaf, shown):
+    params = {"w": kit.arrays(np.ones(())), "other": kit.arrays(leaf) if isinstance(leaf, np.ndarray) else leaf}
+    functions = (lambda params, x: x * params["w"]), (lambda params, s: s.sum() * params["w"])
+    refused(f"`params['other']` is {shown}", kit, *functions, (params, kit.arrays(np.ones((4, 3)))))
+
+
 def test_errors_of_the_user_pass(kit):
     def broken(*args):
         raise ZeroDivisionError
