@@ -220,7 +220,7 @@ def untraced(
 ) -> Callable[..., Any]:
     """The function, excluded from torch.compile: when that traces, nobody knows what the replicas do next."""
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(why)
+        torch._dynamo.graph_break(f"{why}")  # of a variable torch.compile would not read the text
     # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is compiled.
     if "torch._dynamo" not in sys.modules:
         return fold
