@@ -163,7 +163,7 @@ class Case:
         loss = loss + sum(t * leaf.sum() for leaf in others)
         return (loss, {"total": total, "s": s}) if self.has_aux else loss
 
-    def step(self):
+    def step(self, **options):
         split = {"two": (0, 0), "dict": (0,), "columns": (1, 0), "dict of columns": ({"x": 1, "labels": 0},)}
         return funcga.coupled(
             self.summary_fn,
@@ -174,11 +174,13 @@ class Case:
             in_axes=(None, None, *split[self.batch]),
             argnums=self.argnums,
             has_aux=self.has_aux,
+            **options,
         )
 
-    def args(self):
-        x = self.x.T if "columns" in self.batch else self.x
-        batch = ({"x": x, "labels": self.labels},) if "dict" in self.batch else (x, self.labels)
+    def args(self, start=0, end=None):
+        x, labels = self.x[start:end], self.labels[start:end]
+        x = x.T if "columns" in self.batch else x
+        batch = ({"x": x, "labels": labels},) if "dict" in self.batch else (x, labels)
         return self.params, self.shift, *batch
 
     # --- the same in one graph

@@ -99,7 +99,13 @@ class _Step:
         assert self.first_pass is not None
         self.first_pass.end_second()
         job.check_reached(self.is_reached or not numbers)
-        return job.gradient.compose(self.loss, self.aux, parameters.grads(result, self.has_state))
+        grads = parameters.grads(result, self.has_state)
+        if parameters.are_searched:
+            # The loss is the same on every replica, and so is its own gradient.
+            leaves, structure = trees.flatten(grads)
+            pairs = zip(leaves, self.of_params, strict=True)
+            grads = trees.unflatten(structure, [grad if own is None else grad + own for grad, own in pairs])
+        return job.gradient.compose(self.loss, self.aux, grads)
 
     def _numbered(self, number: int | None) -> Arguments:
         """The arguments with the number of the micro-batch that is cut from them, None for one that stands in."""
@@ -137,13 +143,15 @@ class _Step:
             loss, aux = self.job.loss_of(params, summaries.tree(variables), self.backend)
             grads: Sequence[torch.Tensor | None] = [None] * len([*present, *variables])
             if loss.requires_grad:
+                self.parameters.check_of_loss(loss)
                 grads = torch.autograd.grad(loss, [*present, *variables], allow_unused=True)
         of_variables = grads[len(present) :]
         self.job.check_depends(summaries.weigh_nothing or any(grad is not None for grad in of_variables))
         self.cotangents = summaries.cotangents(of_variables)
         # Each replica that has something to fold adds an equal share, so that all have the same sum.
-        shares = iter([None if grad is None else grad / replicas for grad in grads[: len(present)]])
-        self.of_params = [None if leaf is None else next(shares) for leaf in leaves]
+        shares = 1 if self.parameters.are_searched else replicas
+        of_present = iter([None if grad is None else grad / shares for grad in grads[: len(present)]])
+        self.of_params = [None if leaf is None else next(of_present) for leaf in leaves]
         self.loss, self.aux = loss.detach(), detached(aux, recorded=True)
 
     # --- a micro-batch of the second pass
@@ -162,7 +170,7 @@ class _Step:
         if self.first_pass is None:
             self._run_first_pass(args)
         output, pairs = self._contribution(number, args, kwargs)
-        if number == self.ends_with or number is None:
+        if (number == self.ends_with or number is None) and not self.parameters.are_searched:
             # Once, the gradient of what the loss itself uses of the parameters: in the pass in which a wrapper waits
             # for all of them.
             of_leaves = zip(trees.flatten(params())[0], self.of_params, strict=True)

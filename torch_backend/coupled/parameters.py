@@ -35,10 +35,11 @@ class Parameters:
 
     `summarise` computes the summary of a micro-batch in the first pass, `summarise_in_place` in the second, where the
     parameters are recorded. `is_wrapped`: whether the module that has them is wrapped. `is_padded`: whether all
-    replicas have to run it equally often.
+    replicas have to run it equally often. `are_searched`: whether a backward pass may not reach what no forward pass
+    has used.
     """
 
-    is_wrapped = is_padded = False
+    is_wrapped = is_padded = are_searched = False
     summarise: Callable[..., Tree]
     summarise_in_place: Callable[..., Tree]
 
@@ -82,6 +83,9 @@ class Parameters:
         originals, structure = trees.flatten([args[index] for index in self.arg_indices])
         leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in originals]
         return trees.unflatten(structure, leaves), leaves
+
+    def check_of_loss(self, loss: torch.Tensor) -> None:
+        """Raises FuncgaError if the loss itself uses parameters whose gradients it cannot have."""
 
     def tensors(self) -> list[torch.Tensor]:
         """The parameters that are no arguments."""
@@ -137,6 +141,7 @@ class OwnParameters(Parameters):
         if isinstance(module_gradient, WrappedGradient):
             self.is_wrapped = True
             self.is_padded = module_gradient.wrapper.in_step or module_gradient.sync != "last"
+            self.are_searched = module_gradient.wrapper.searches
 
     def check(self, arguments: Arguments) -> None:
         """Raises FuncgaError if what is differentiated is split: here it is no argument."""
@@ -165,6 +170,20 @@ class OwnParameters(Parameters):
     def of_loss(self, args: tuple[Tree, ...]) -> tuple[list[Any], list[torch.Tensor | None]]:
         """What loss_fn is given before the summaries, and the recorded tensors of it."""
         return [self.module], [*trainable(self.module).values()]
+
+    def check_of_loss(self, loss: torch.Tensor) -> None:
+        """Raises FuncgaError if the loss itself uses parameters that are sharded, or what is gathered of them."""
+        gradient = self.module_gradient
+        if not (isinstance(gradient, WrappedGradient) and gradient.wrapper.in_step):
+            return
+        parameters = [*trainable(self.module).values(), *gradient.wrapper.leaves()]
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        if any(grad is not None for grad in grads):
+            raise FuncgaError(
+                f"loss_fn uses parameters of the module itself, which {gradient.wrapper.name} shards, so that their "
+                f"gradients would not be those of the whole. Let the module return what the loss needs of them, and "
+                f'summary_fn too, under mean(): fold={{"x": funcga.concat(), "scale": funcga.mean()}}.'
+            )
 
     def tensors(self) -> list[torch.Tensor]:
         """The parameters that are no arguments."""

@@ -36,6 +36,11 @@ class Wrapper:
     def __init__(self, wrapped: Sequence[nn.Module], name: str):
         self.wrapped, self.name = wrapped, name
 
+    @property
+    def searches(self) -> bool:
+        """Whether it is done with parameters that no forward pass has used before the backward pass begins."""
+        return False
+
     def covered(self) -> set[int]:
         """The ids of the parameters whose gradients it reduces."""
         raise NotImplementedError
@@ -128,6 +133,11 @@ class DDP(Wrapper):
     def modules(self) -> "Sequence[nn.parallel.DistributedDataParallel]":
         """The DistributedDataParallel objects."""
         return self.wrapped
+
+    @property
+    def searches(self) -> bool:
+        """Whether one of them looks for unused parameters."""
+        return any(ddp.find_unused_parameters for ddp in self.modules())
 
     def covered(self) -> set[int]:
         """All parameters but those that DDP was told to ignore."""

@@ -1,0 +1,319 @@
+"""coupled over replicas: uneven rows and none at all, in torch, and over devices in JAX."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import funcga
+from tests.coupled import losses
+from tests.coupled.cases import Case
+from tests.coupled.test_coupled_torch import Stopped, Towers, batch, infonce, loss_of, mlp, one_graph, summary_of
+from tests.kits import TORCH, difference
+from tests.processes import processes
+from tests.torch_backend.wrapped.test_wrapped import Collectives, ddp, ddp_unused, fsdp1, fsdp2, full
+from torch_backend import module_value_and_grad, trainable
+
+LIMIT = 1e-12
+# The rows of each rank, as where the next one begins.
+LAYOUTS = {"one rank": [0, 11], "two": [0, 8, 11], "three": [0, 2, 7, 11], "none on the first": [0, 0, 5, 11],
+           "none on the second": [0, 6, 6, 11], "none on the last": [0, 4, 11, 11]}  # fmt: skip
+
+
+def own(tree, edges, group):
+    """The rows of this rank."""
+    start, end = edges[group.rank()], edges[group.rank() + 1]
+    return {name: leaf[start:end] for name, leaf in tree.items()}
+
+
+def table(group, edges):
+    found = {}
+    for name, options in itertools.product(losses.LOSSES, ({"n": 1}, {"n": 3}, {"microbatch_size": 2})):
+        params, rows = losses.problem(TORCH, name)
+        step = losses.step(TORCH, name, **options, across=group)
+        for _ in range(2):  # again, with what was agreed on
+            result = step(params, own(rows, edges, group))
+        found[name, str(options)] = difference(TORCH, result, losses.expected(TORCH, name, params, rows))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_uneven_ranks_give_the_whole_batch(layout):
+    edges = LAYOUTS[layout]
+    for found in processes().run(table, edges, size=len(edges) - 1):
+        assert max(found.values()) < LIMIT, found
+
+
+# --- generated cases
+
+
+def of_case(group, seeds):
+    found = {}
+    for seed in seeds:
+        case = Case(seed, TORCH)
+        # Some ranks may have nothing.
+        edges = [0, *sorted(torch.randint(0, case.rows + 1, (group.size() - 1,), generator=_seeded(seed)).tolist())]
+        edges.append(case.rows)
+        bounds = [losses.bounds(end - start, **_cut(case, end - start)) for start, end in itertools.pairwise(edges)]
+        case.bounds = [0, *[start + edge for start, part in zip(edges, bounds, strict=False) for edge in part[1:]]]
+        start, end = edges[group.rank()], edges[group.rank() + 1]
+        value, grads = case.step(across=group)(*case.args(start, end))
+        if case.has_aux:
+            value, aux = value
+            folded = case.folded(case.params, case.shift)
+            found[seed, "folded", case] = difference(TORCH, case.leaves(aux["s"]), case.leaves(folded))
+        found[seed, case] = difference(TORCH, (value, grads), case.expected())
+    return {str(key): value for key, value in found.items()}
+
+
+def _seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def _cut(case, rows):
+    """How a rank with so many rows cuts them."""
+    if not rows:
+        return {"size": 1}
+    return {"n": min(case.cut["n"], rows)} if "n" in case.cut else {"size": case.cut["microbatch_size"]}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_generated_cases_over_replicas(size):
+    seeds = range(3000 + 100 * size, 3025 + 100 * size)
+    for found in processes().run(of_case, seeds, size=size):
+        assert max(found.values()) < LIMIT, {name: value for name, value in found.items() if not value < LIMIT}
+
+
+# --- what is sent
+
+
+def sent(group, name, n):
+    params, rows = losses.problem(TORCH, name)
+    step, edges = losses.step(TORCH, name, n, across=group), [0, 8, 11]
+    for _ in range(2):
+        step(params, own(rows, edges, group))
+    with Collectives() as seen:
+        step(params, own(rows, edges, group))
+    return seen.names
+
+
+# The header, of a few numbers, says what a reduction adds. Rows are gathered after their sizes, of which there are two:
+# a message has a length.
+REDUCED, GATHERED = ["allgather_", "allreduce_"], ["allgather_", "allgather_", "allgather_"]
+SENT = {
+    "InfoNCE": [*REDUCED, *GATHERED, *REDUCED],
+    "VICReg": [*REDUCED, *REDUCED],
+    "GRPO": [*REDUCED, *REDUCED, *REDUCED],  # the totals come first
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_summaries_and_gradients_are_sent_once(name):
+    for n in (1, 4):
+        for names in processes().run(sent, name, n, size=2):
+            assert names == SENT[name]
+
+
+# --- wrapped modules
+
+WRAPPERS = {f.__name__: f for f in (ddp, ddp_unused, fsdp1, fsdp2)}
+
+
+class Deep(Towers):
+    """Three parts, of which FSDP2 wraps the third."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 8)
+        self.second = nn.Linear(8, 4)
+        self.tower = nn.Sequential(self.first, nn.Tanh(), self.second)
+        self.scale = nn.Parameter(torch.tensor([0.5]))  # FSDP2 has no scalars
+        self.double()
+        del self.first, self.second
+
+    def __getitem__(self, index):
+        return self.tower[index]
+
+
+class Scaled(nn.Module):
+    """A module whose output has the temperature, as CLIP of open_clip has."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = Deep()
+
+    def __getitem__(self, index):
+        return self.towers[index]
+
+    def forward(self, x, y):
+        return self.towers(x), self.towers(y), self.towers.scale.sum().exp()
+
+
+def scaled_summary(module, x, y):
+    a, b, scale = module(x, y)
+    return {"a": a, "b": b, "scale": scale.log()}
+
+
+def scaled_loss(module, s):
+    return infonce(s["scale"], s)
+
+
+def mean_summary(module, x, y):
+    a, b, scale = module(x, y)
+    return {"mean": a.mean(0), "product": a.T @ b / len(a), "scale": scale}
+
+
+def mean_loss(module, s):
+    return (s["product"] - s["mean"][:, None] * s["mean"]).square().sum() * s["scale"]
+
+
+PROBLEMS = {
+    "rows": (scaled_summary, scaled_loss, {"a": funcga.concat(), "b": funcga.concat(), "scale": funcga.mean()}),
+    "means": (mean_summary, mean_loss, funcga.mean()),
+}
+
+
+def wrapped(group, wrapper, edges):
+    found = {}
+    for name, (summary_fn, loss_fn, fold) in PROBLEMS.items():
+        plain, (x, y) = Scaled(), batch()
+        value, expected = _whole(plain, name, x, y)
+        start, end = edges[group.rank()], edges[group.rank() + 1]
+        module = WRAPPERS[wrapper](group, Scaled())
+        for options in ({"n": 1}, {"n": 3}):
+            step = funcga.coupled(module_value_and_grad(module, summary_fn), loss_fn, fold=fold, **options)
+            for _ in range(2):
+                result = step(x[start:end], y[start:end])
+            grads = [leaf.detach() for leaf in full(module, result[1])]
+            found[name, str(options)] = difference(TORCH, [result[0], *grads], [value, *expected])
+        assert all(p.grad is None for p in module.parameters())
+    return found
+
+
+def _whole(module, name, x, y):
+    s = PROBLEMS[name][0](module, x, y)
+    loss = PROBLEMS[name][1](module, s)
+    loss.backward()
+    return loss.detach(), [p.grad for p in module.parameters()]
+
+
+@pytest.mark.parametrize("layout", ["two", "none on the second"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrapped_modules_with_uneven_rows(wrapper, layout):
+    edges = LAYOUTS[layout]
+    for found in processes().run(wrapped, wrapper, edges, size=len(edges) - 1):
+        assert max(found.values()) < LIMIT, found
+
+
+def sent_by_wrapper(group, wrapper, n):
+    module, (x, y) = WRAPPERS[wrapper](group, Scaled()), batch(8)
+    summary_fn, loss_fn, fold = PROBLEMS["rows"]
+    step = funcga.coupled(module_value_and_grad(module, summary_fn), loss_fn, n, fold=fold)
+    for _ in range(2):
+        step(x, y)
+    with Collectives() as seen:
+        step(x, y)
+    return seen.names
+
+
+def test_ddp_reduces_once():
+    for n in (2, 4):
+        for names in processes().run(sent_by_wrapper, "ddp", n, size=2):
+            # The first pass reduces the temperature and gathers rows. The second has DDP's one bucket, and counts.
+            assert names == [*REDUCED, *GATHERED, "allreduce_", *REDUCED]
+
+
+def temperature_of_the_loss(group, wrapper):
+    """A parameter of the module that loss_fn alone uses."""
+    plain, (x, y) = Deep(), batch()
+    expected = one_graph(plain, lambda module, s: infonce(module.scale.sum(), s), x, y, 0, 11)
+    rows = slice(0, 8) if group.rank() == 0 else slice(8, 11)
+    module = WRAPPERS[wrapper](group, Deep())
+    loss_fn = lambda module, s: infonce(module.module.scale.sum(), s)
+    value, grads = funcga.coupled(module_value_and_grad(module, summary_of), loss_fn, 3)(x[rows], y[rows])
+    return difference(TORCH, [value, *full(module, grads)], [expected[0], *expected[1].values()])
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp_unused"])
+def test_a_parameter_that_only_the_loss_uses(wrapper):
+    for found in processes().run(temperature_of_the_loss, wrapper, size=2):
+        assert found < LIMIT
+
+
+def uses_shards(group, wrapper, forward):
+    """The text of the refusal of a loss that uses sharded parameters, outside of a forward pass or in one more."""
+    module, (x, y) = WRAPPERS[wrapper](group, Deep()), batch()
+    loss_fn = lambda module, s: infonce(module(x).sum() if forward else module.tower[0].weight.sum(), s)
+    with pytest.raises(funcga.FuncgaError) as caught:
+        funcga.coupled(module_value_and_grad(module, summary_of), loss_fn, 3)(x, y)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
+def test_a_loss_that_uses_shards_is_refused(wrapper, forward):
+    for text in processes().run(uses_shards, wrapper, forward, size=2):
+        assert "loss_fn uses parameters of the module itself, which " in text
+        assert 'Let the module return what the loss needs of them, and summary_fn too, under mean(): fold={"x"' in text
+
+
+def running_statistics(group):
+    module, (x, y) = mlp(nn.BatchNorm1d(8)), batch(12)
+    rows = slice(6 * group.rank(), 6 * group.rank() + 6)
+    edges = [6 * group.rank(), 6 * group.rank() + 3, 6 * group.rank() + 6]
+    expected = one_graph(module, lambda module, s: s["a"].sum() * module.scale, x, y, *edges)[2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the option has another name in the newest torch
+        wrapped = ddp(group, module, broadcast_buffers=False)
+    loss_fn = lambda module, s: (s["a"] @ s["b"].T).sum() * module.module.scale
+    funcga.coupled(module_value_and_grad(wrapped, summary_of), loss_fn, 2)(x[rows], y[rows])
+    pairs = zip(wrapped.module.buffers(), expected.buffers(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_running_statistics_are_those_of_one_loop():
+    assert processes().run(running_statistics, size=2) == [True, True]
+
+
+# --- errors on one rank
+
+
+def broken(group, where):
+    """What three windows give; in the second one rank 1 fails, catches that, and goes on."""
+    module, (x, y) = Towers(), batch()
+    expected = one_graph(module, loss_of, x, y, 0, 11)
+    calls, found = [], []
+
+    def summary_fn(params, x, y):
+        calls.append(1)
+        if len(found) == group.rank() == 1 and len(calls) == where:
+            raise Stopped("stopped")
+        return summary_of(lambda x: torch.func.functional_call(module, params, (x,)), x, y)
+
+    def loss_fn(params, s):
+        if len(found) == group.rank() == 1 and where == "loss":
+            raise Stopped("stopped")
+        return infonce(params["scale"], s)
+
+    step = funcga.coupled(summary_fn, loss_fn, 3, across=group)
+    rows = slice(0, 7) if group.rank() == 0 else slice(7, 11)
+    for _ in range(3):
+        calls.clear()
+        try:
+            result = step(trainable(module), x[rows], y[rows])
+            found.append(difference(TORCH, result, expected[:2]))
+        except (Stopped, funcga.FuncgaError) as error:
+            found.append(str(error))
+    return found
+
+
+# In the first pass, in what is recorded of it, in the second pass, and in the loss.
+@pytest.mark.parametrize("where", [1, 3, 4, "loss"])
+def test_an_error_on_one_rank_reaches_the_others(where):
+    first, second = processes().run(broken, where, size=2, limit=60)
+    assert max(first[0], first[2], second[0], second[2]) < LIMIT
+    assert second[1] == "stopped"
+    assert "rank 1 has raised an error in this window" in first[1]
