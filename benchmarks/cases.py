@@ -31,10 +31,12 @@ def cases(mode: str, device: str = "cpu") -> list[Case]:
     made = {"quick": _quick, "default": _default, "full": _full, "coupled": _coupled}[mode]()
     if device != "cpu":
         made = [case for case in made if case.setting in _ONE_DEVICE]
-    seconds = {"quick": 0.3, "default": 8.0, "full": 45.0, "coupled": 60.0}[mode]
+    seconds = {"quick": 0.3, "default": 8.0, "full": 45.0, "coupled": 100.0}[mode]
     share = lambda case: 0.15 if case.kind == "growth" else 1.0
     threads = 1 if mode == "quick" else 0  # on small tensors, and beside other programs, more only wait for each other
-    return [case._replace(device=device, seconds=seconds * share(case), threads=threads) for case in made]
+    return [
+        case._replace(device=device, seconds=seconds * share(case), threads=threads or case.threads) for case in made
+    ]
 
 
 _ONE_DEVICE = ("torch", "torch_compiled", "torch_optimizer", "torch_coupled", "jax", "jax_optimizer", "imports")
@@ -77,12 +79,13 @@ def _full() -> list[Case]:
 
 
 def _coupled() -> list[Case]:
-    """Apart from the others, as the rivals' packages are large."""
-    return [
+    """Apart from the others, as the rivals' packages are large; of one thread, so that ratios are those of the work."""
+    made = [
         _update("torch_coupled", "pairs"),
         _update("torch_coupled", "many_pairs", n=16),
         Case("exactness/torch_coupled", "exactness", "torch_coupled"),
     ]
+    return [case._replace(threads=1) for case in made]
 
 
 def _update(setting: str, workload: str, **fields: Any) -> Case:

@@ -43,19 +43,17 @@ def contrastive(left: Tensor, right: Tensor, logit_scale: Tensor, tile: int | No
         logits = logit_scale.exp() * left @ right.T
         other_half = torch.arange(len(left), device=left.device)
         return (nn.functional.cross_entropy(logits, other_half) + nn.functional.cross_entropy(logits.T, other_half)) / 2
-    total = torch.zeros_like(logit_scale)
-    for start in range(0, len(left), tile):
-        for one, other in ((left, right), (right, left)):
-            total = total + checkpoint(
-                _of_tile, one[start : start + tile], other, logit_scale, start, use_reentrant=False
-            )
-    return total / (2 * len(left))
+    scale = logit_scale.exp()
+    found = [checkpoint(_log_sums, scale, left, right_tile, use_reentrant=False) for right_tile in right.split(tile)]
+    of_tiles, of_right = zip(*found, strict=True)
+    of_left = torch.stack(of_tiles).logsumexp(0)
+    return ((of_left + torch.cat(of_right)) / 2 - scale * (left * right).sum(1)).mean()
 
 
-def _of_tile(tile: Tensor, others: Tensor, logit_scale: Tensor, start: int) -> Tensor:
-    logits = logit_scale.exp() * tile @ others.T
-    other_half = torch.arange(start, start + len(tile), device=tile.device)
-    return nn.functional.cross_entropy(logits, other_half, reduction="sum")
+def _log_sums(scale: Tensor, left: Tensor, right_tile: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row the logarithm of the sum of exp(similarity) to the rows of the other side."""
+    logits = scale * (left @ right_tile.T)
+    return logits.logsumexp(1), logits.logsumexp(0)
 
 
 def loss_of(module: nn.Module, batch: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def pairs(n: int, value: int, device: str) -> Workload:
 
 def many_pairs(n: int, value: int, device: str) -> Workload:
     """Pairs of 8 tokens, embedded by two layers of width 64, 128 pairs a micro-batch: many similarities."""
-    module = Pairs(64, 2, 128, tile=128).to(device)
+    module = Pairs(64, 2, 128, tile=64).to(device)
     return Workload(module, torch.randint(0, 256, (128 * n, 2, 8), device=device), 128, loss_of)
 
 

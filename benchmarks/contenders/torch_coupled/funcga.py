@@ -12,8 +12,8 @@ def make(problem: Problem) -> Step:
     """`coupled` over the embeddings of a micro-batch, and the loss of all of them."""
     module = problem.module
     step = coupled(
-        pure_loss(module, lambda module, rows: module(rows)),
-        lambda params, both: contrastive(*both.unbind(1), params["logit_scale"], module.tile),
+        pure_loss(module, lambda module, rows: module(rows).unbind(1)),
+        lambda params, sides: contrastive(*sides, params["logit_scale"], module.tile),
         microbatch_size=problem.size,
     )
     params = dict(module.named_parameters())
