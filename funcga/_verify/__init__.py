@@ -18,7 +18,7 @@ from funcga._verify.causes import Cause, cause, diagnose, note, of_totals, witho
 from funcga._verify.of_coupled import StepCase, check_options, compared, counts_of, job_of, whole_of, whole_program
 from funcga._verify.of_coupled import unevaluated as unevaluated_step
 from funcga._verify.probe import Limit, Probe, as_numbers, limit_of, random_states, restore
-from funcga._verify.responses import Measured, compare, uneven
+from funcga._verify.responses import Measured, Splits, compare, uneven
 from funcga._verify.whole import (
     Seen,
     divided,
@@ -340,17 +340,16 @@ def _compared(probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: i
     random = np.random.default_rng(seed)
     parts = uneven(probe, random)
     limit, small = fitted(probe, limit, seen.epsilon, parts)
-    job = whole_of(probe)
+    ns, job = counts or [min(3, probe.rows)], whole_of(probe)
     if job is not None:
-        case = StepCase(probe, job, seen, limit, counts or [min(3, probe.rows)], parts, random)
-        causes, rows, more = compared(case)
+        causes, rows, more = compared(StepCase(probe, job, seen, limit, ns, parts, random))
         return Verdict(not causes, tuple(causes), tuple(rows), probe.dtype, (*notes, *small, *more))
     causes, probe = per_example(probe, parts[0])
     if causes and probe.threaded:
         return Verdict(False, tuple(causes), (), probe.dtype, (*notes, note("nothing else")))
     causes += unused(probe) + of_totals(probe, parts)
     # The heart of it: the splits, what explains them, and what remains where that is next to nothing.
-    splits = compare(probe, counts or [min(3, probe.rows)], limit, parts)
+    splits = compare(probe, ns, limit, parts)
     reasons, remainder = without_remainder(probe, splits, diagnose(probe, splits, seen.draws, limit, random), limit)
     reasons = reasons or late_state(probe, seen, limit)
     division, doubts = divided(probe, counts[0] if len(counts) == 1 else None, limit)
@@ -359,9 +358,13 @@ def _compared(probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: i
         reasons = [each for each in reasons if each.name != "mean under sum"]
     causes += reasons + division + wrong_gradient(probe, limit)
     gradients = isinstance(probe.program.grad_fn, GradientFunction) or bool(probe.gradient_leaves())
-    # What else is to be known of the comparison.
-    notes = [*notes, *small, *remainder, *doubts] + ([] if gradients else [note("loss")])
+    notes = [*notes, *small, *remainder, *doubts, *_of_comparison(probe, splits, gradients)]
+    return Verdict(not causes, tuple(causes), tuple(splits.rows), probe.dtype, tuple(notes), gradients)
+
+
+def _of_comparison(probe: Probe, splits: Splits, gradients: bool) -> list[str]:
+    """What else is to be known of the comparison."""
+    notes = [] if gradients else [note("loss")]
     notes += [note("moments")] if any(fold.reducer.over_steps for fold in probe.folds) else []
     notes += [note("carried", where=probe.paths[i]) for i in splits.carried[:1]]
-    notes += [note("threaded")] if probe.threaded else []
-    return Verdict(not causes, tuple(causes), tuple(splits.rows), probe.dtype, tuple(notes), gradients)
+    return notes + ([note("threaded")] if probe.threaded else [])

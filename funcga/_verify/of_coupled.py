@@ -5,7 +5,7 @@ can differ from it only if what summary_fn makes of several micro-batches does n
 summary_fn is looked at like any other function whose outputs are folded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from funcga._grad import GradientFunction
 from funcga._replicas import Memory
 from funcga._types import LossFn, TotalsFn, Tree, WeightFn
 from funcga._verify.causes import Cause, cause, diagnose, note, of_totals
+from funcga._verify.fixed_rows import of_fixed_rows, of_order
 from funcga._verify.probe import Leaves, Limit, Probe, Rows
 from funcga._verify.responses import Measured, Splits, compare, folded, measured, scales_of
 from funcga._verify.whole import Seen, late_state, per_example, unused
@@ -129,7 +130,7 @@ def unevaluated(probe: Probe, job: Coupled) -> list[Cause]:
         sizes = [size for _, size in groups(probe.rows, n, program.microbatch_size)]
         for size in dict.fromkeys([*sizes, probe.rows // 2]):
             if probe.try_values(probe.every[:size]) is not None:
-                return [_of_fixed_rows(probe, job, size, probe.every, error)]
+                return [of_fixed_rows(probe, job, size, probe.every, error)]
         raise
 
 
@@ -161,13 +162,13 @@ def compared(case: StepCase) -> tuple[list[Cause], list[Measured], list[str]]:
         if not unfolded:
             raise
         return unfolded, [], [note("nothing else")]
-    causes = unused(probe) + (of_totals(probe, case.parts) if probe.program.totals is not None else [])
+    causes = unused(probe) + of_totals(probe, case.parts)
     if not all(row.ok for row in rows):
         reasons = _of_summary(case) or late_state(probe, case.seen, limit)
         return causes + (reasons or [_unexplained(rows, "the summary")]), rows, []
     reasons, notes = late_state(probe, case.seen, limit), list[str]()
     if not reasons and not case.is_threaded:
-        reasons, notes = _of_order(case)
+        reasons, notes = of_order(probe, case.job, limit, case.parts)
     return causes + reasons, rows, notes
 
 
@@ -288,82 +289,3 @@ def _better_fold(case: StepCase, summary: Probe, leaf_index: int) -> str | None:
         if each.name in ("uneven tokens", "wrong weight"):
             return f"funcga.mean(), {each.fix if each.fix.startswith('weight=') else 'and drop weight='}"
     return None
-
-
-# --- a number of rows that is written down
-
-
-def _of_order(case: StepCase) -> tuple[list[Cause], list[str]]:
-    """(causes, notes) of a loss that knows a number of rows, or that depends on their order."""
-    probe, limit, parts = case.probe, case.limit, case.parts
-    every, order = probe.every, parts[0] + parts[1]
-    # The parts have been evaluated already; a loss that takes one of them takes other numbers of rows.
-    if probe.rows > 3 and all(probe.try_values(rows) is None for rows in (*parts, *_other_numbers(probe))):
-        fewer = every[: probe.rows // 2]
-        try:
-            probe.values(fewer)
-        except Exception as error:
-            return [_of_fixed_rows(probe, case.job, probe.rows, fewer, error)], []
-    of_leaves = probe.backend.trees.flatten(case.job.program.fold)[0]
-    if not any(fold.reducer.monoid.axis is not None for fold in of_leaves):
-        return [], []  # nothing has an order
-    # Of other numbers of rows first one that has been evaluated already.
-    other = next((rows for rows in (parts[0], every + every) if probe.try_values(rows) is not None), None)
-    if _differ(probe, limit, every, order):
-        size = _first_rows(probe, limit)
-        if size is None:
-            return [], [note("row order")]
-        changed = f"of all exchanges of two neighbouring rows only that of rows {size} and {size + 1} changes it"
-    elif other is not None and _differ(probe, limit, other, tuple(sorted(other))):
-        size = probe.rows
-        changed = f"the order of the rows changes it for {len(other)} rows, and not for {size}"
-    else:
-        return [], []
-    return [cause("fixed rows: first", size=size, changed=changed)], []
-
-
-def _other_numbers(probe: Probe) -> Iterator[Rows]:
-    for rows in (probe.rows - 1, probe.rows - 2, probe.rows // 2):
-        yield probe.every[:rows]
-    yield probe.every + probe.every
-
-
-def _differ(probe: Probe, limit: Limit, left: Rows, right: Rows) -> bool:
-    """Whether the loss of the same rows in two orders differs; False where it cannot be evaluated."""
-    values = [probe.try_values(rows) for rows in (left, right)]
-    if values[0] is None or values[1] is None:
-        return False
-    return max(limit.differences(values[0], values[1]), default=0.0) > limit.relative
-
-
-def _first_rows(probe: Probe, limit: Limit) -> int | None:
-    """How many rows at the beginning are treated apart from the others, whatever their number; None if none are."""
-    found = []
-    for row in range(1, probe.rows):
-        if _differ(probe, limit, probe.every, _exchanged(probe.every, row)):
-            found.append(row)
-        if len(found) > 1:
-            return None
-    # A half of the rows ends elsewhere if there are twice as many.
-    twice = probe.every + probe.every
-    is_fixed = bool(found) and _differ(probe, limit, twice, _exchanged(twice, found[0]))
-    return found[0] if is_fixed else None
-
-
-def _exchanged(rows: Rows, row: int) -> Rows:
-    return (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :])
-
-
-def _of_fixed_rows(probe: Probe, job: Coupled, works: int, fails: Rows, error: Exception) -> Cause:
-    function = "summary_fn" if _probe_fails(probe, job, fails) else "loss_fn"
-    first, *_ = str(error).splitlines() or [""]
-    text = f"{type(error).__name__}: {first[:200]}"
-    return cause("fixed rows", function=function, works=works, fails=len(fails), error=text)
-
-
-def _probe_fails(probe: Probe, job: Coupled, rows: Rows) -> bool:
-    try:
-        job.program.grad_fn(*probe.gathered(rows), **probe.kwargs)
-    except Exception:
-        return True
-    return False

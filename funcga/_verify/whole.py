@@ -118,9 +118,8 @@ def per_example(probe: Probe, part: Rows) -> tuple[list[Cause], Probe]:
             continue
         folds[i] = concat(axis)
         words = {"whole": [*x.shape], "part": [*y.shape], "rows": probe.rows, "some": len(part)}
-        key = "per-example output" if monoid.axis is None else "per-example output: axis"
-        if monoid.axis is None and probe.subject == "summary":
-            key = "per-example output: summary"
+        of_subject = {"loss": "per-example output", "summary": "per-example output: summary"}[probe.subject]
+        key = of_subject if monoid.axis is None else "per-example output: axis"
         causes.append(cause(key, where=probe.paths[i], axis=axis or "", **words))
     if not causes or probe.threaded:
         return causes[:1], probe
