@@ -402,7 +402,8 @@ class Summaries:
     def _are_weighed(self, leaf_indices: Sequence[int]) -> bool:
         """Whether a micro-batch of weight 0 contributes nothing to these leaves."""
         outputs = self.outputs
-        summary, _ = outputs.structure_of(range(len(outputs.folds)))
+        # Of arrays, since a dataclass without any is no container.
+        summary, _ = outputs.structure_of([outputs.backend.arrays.xp.zeros(())] * len(outputs.folds))
         count = len(outputs.backend.trees.flatten(summary)[0])
         folds = broadcast_folds(self.job.program.fold, summary, count, outputs.backend, "summary")
         of_leaves = [folds[leaf_index][0].reducer for leaf_index in leaf_indices]

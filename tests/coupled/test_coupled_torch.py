@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -291,6 +292,24 @@ def test_summaries_of_any_number_of_rows():
     for n in (1, 3, ROWS):
         for each in (of_pure_loss, of_module):
             check(each(module, loss_fn, n, summary_fn=chosen)(x, y), expected)
+
+
+@dataclass
+class Views:
+    """A summary as the outputs of transformers are, but not registered as a tree."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def test_a_summary_may_be_a_dataclass(way):
+    module, (x, y) = mlp(), batch()
+    step = way(
+        module,
+        loss_fn=lambda module, s: loss_of(module, vars(s)),
+        summary_fn=lambda module, x, y: Views(module(x), module(y)),
+    )
+    check(step(x, y), one_graph(module, loss_of, x, y, *bounds(ROWS, 3)))
 
 
 def test_the_order_of_a_dict_may_change():
