@@ -1,0 +1,175 @@
+"""coupled in JAX: one program, which is differentiated, mapped, and spread over devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import funcga
+from jax_backend import collectives, folded_in_place, replicated
+from tests.coupled import losses
+from tests.jax_backend.test_replicas_jax import mesh
+from tests.kits import JAX, counted, difference
+from tests.test_errors import check_refused
+
+LIMIT = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def as_users_write_it(x64):
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def problem(name, rows=12):
+    return losses.problem(JAX, name, rows)
+
+
+# --- one program
+
+
+def test_a_step_is_compiled_once():
+    (params, batch), step, compiled = problem("InfoNCE", 11), losses.step(JAX, "InfoNCE", 3), []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    counts = []
+    for rows in (11, 11, 10, 10):
+        piece = jax.tree.map(lambda leaf, rows=rows: leaf[:rows], batch)
+        compiled.clear()
+        step(params, piece)
+        counts.append(len(compiled))
+    assert counts == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["InfoNCE", "VICReg"])
+def test_a_step_is_jitted_donated_and_mapped(name):
+    params, batch = problem(name, 11)
+    step, expected = losses.step(JAX, name, 3), losses.expected(JAX, name, params, batch)
+    several = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
+    values, grads = jax.vmap(step, in_axes=(0, None))(several, batch)
+    first = jax.tree.map(lambda leaf: leaf[0], (values, grads))
+    assert difference(JAX, first, expected) < LIMIT
+    donated = jax.tree.map(jnp.copy, params)
+    updated = jax.jit(
+        lambda params, batch: jax.tree.map(jnp.subtract, params, step(params, batch)[1]), donate_argnums=0
+    )
+    result = updated(donated, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+    assert difference(JAX, result, jax.tree.map(jnp.subtract, params, expected[1])) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["InfoNCE", "VICReg"])
+def test_a_step_is_differentiated(name):
+    """Its value and, to second order, its gradient."""
+    params, batch = problem(name, 11)
+    step = losses.step(JAX, name, 3)
+    whole = jax.value_and_grad(lambda params: losses.LOSSES[name].whole(jnp, params, batch))
+    after = lambda step: (
+        lambda params: step(params)[0] + sum((leaf**3).sum() for leaf in jax.tree.leaves(step(params)[1]))
+    )
+    found, expected = (
+        jax.jit(jax.value_and_grad(after(each)))(params) for each in (lambda params: step(params, batch), whole)
+    )
+    assert difference(JAX, found, expected) < LIMIT
+
+
+def test_the_loss_and_the_summary_are_traced_a_few_times():
+    """As often for 12 micro-batches as for 3."""
+    params, batch = problem("InfoNCE")
+    counts = []
+    for n in (3, 12):
+        (summary_fn, calls), (loss_fn, of_loss) = map(counted, losses.functions(JAX, "InfoNCE")[:2])
+        step = funcga.coupled(summary_fn, loss_fn, n)
+        for _ in range(2):
+            step(params, batch)
+        counts.append((len(calls), len(of_loss)))
+    assert counts[0] == counts[1]
+    assert max(counts[0]) <= 4
+
+
+def test_layers_that_are_scanned_are_folded_in_place():
+    r = np.random.default_rng(0)
+    params = {"layers": jnp.asarray(r.normal(size=(3, 5, 5)) / 2), "scale": jnp.asarray(0.3)}
+    x = jnp.asarray(r.normal(size=(11, 5)))
+    summary_fn = lambda params, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0]
+
+    def loss_fn(params, s):
+        return jax.nn.logsumexp(s @ s.T * params["scale"], 1).mean()
+
+    step = funcga.coupled(summary_fn, loss_fn, 3)
+    assert folded_in_place(step, params, x) == ["output[0]['layers']"]
+    whole = lambda params: loss_fn(params, summary_fn(params, x))
+    assert difference(JAX, step(params, x), losses.differentiated(JAX, whole, params)) < LIMIT
+
+
+# --- devices
+
+
+# What each sends, outside of every loop. Rows are gathered by a reduction, in which each device has its own.
+# Totals that are no numbers of rows come first.
+REDUCTIONS = {"InfoNCE": 2, "SigLIP": 2, "VICReg": 2, "MoE balance": 2, "GRPO": 2, "CE + auxiliary": 3}
+
+
+@pytest.mark.parametrize(("name", "devices"), [*[(name, 2) for name in REDUCTIONS], ("InfoNCE", 3), ("VICReg", 3)])
+def test_devices_give_the_whole_batch(name, devices):
+    params, batch = problem(name)
+    step = jax.jit(replicated(losses.step(JAX, name, 3, across="data"), mesh(devices)))
+    assert difference(JAX, step(params, batch), losses.expected(JAX, name, params, batch)) < LIMIT
+    assert [(c.kind, c.depth) for c in collectives(step, params, batch)] == [("all-reduce", 0)] * REDUCTIONS[name]
+
+
+def test_folds_that_are_kept_over_devices():
+    params, batch = problem("InfoNCE")
+    summary_fn = lambda params, batch: {
+        "max": jnp.tanh(batch["x"] @ params["v"]).max(0),
+        "lse": jax.nn.logsumexp(batch["y"] @ params["w"], 0),
+        "moments": (batch["x"] @ params["v"]).mean(0),
+    }
+    fold = {"max": funcga.max(), "lse": funcga.logsumexp(), "moments": funcga.moments()}
+    loss_fn = lambda params, s: (s["max"] * s["lse"] * s["moments"].variance).sum() * params["scale"]
+    step = funcga.coupled(summary_fn, loss_fn, 3, fold=fold, across="data")
+
+    def whole(params):
+        means = (batch["x"] @ params["v"]).reshape(6, 2, -1).mean(1)
+        s = summary_fn(params, batch)
+        return (s["max"] * s["lse"] * means.var(0)).sum() * params["scale"]
+
+    result = jax.jit(replicated(step, mesh(2)))(params, batch)
+    assert difference(JAX, result, losses.differentiated(JAX, whole, params)) < LIMIT
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["InfoNCE", "MoE balance"])
+def test_a_batch_that_is_sharded(name, kind):
+    """Outside of shard_map the compiler merges what lies on several devices."""
+    params, batch = problem(name)
+    on = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
+    expected = losses.expected(JAX, name, params, batch)
+    batch = jax.device_put(batch, NamedSharding(on, P("data")))
+    params = jax.device_put(params, NamedSharding(on, P()))
+    with jax.set_mesh(on) if kind is AxisType.Explicit else jax.default_device(jax.devices()[0]):
+        result = losses.step(JAX, name, 3)(params, batch)
+    assert difference(JAX, result, expected) < LIMIT
+
+
+def test_a_step_that_is_replicated_has_out_specs():
+    """A summary that is an aux may stay where it is."""
+    params, batch = problem("InfoNCE")
+    summary_fn, loss_fn, _ = losses.functions(JAX, "InfoNCE")
+    step = funcga.coupled(summary_fn, lambda params, s: (loss_fn(params, s), s["a"]), 3, across="data", has_aux=True)
+    step = jax.jit(replicated(step, mesh(2)))
+    (value, rows), grads = step(params, batch)
+    assert difference(JAX, (value, grads), losses.expected(JAX, "InfoNCE", params, batch)) < LIMIT
+    assert difference(JAX, rows, summary_fn(params, batch)["a"]) < LIMIT
+
+
+def test_across_outside_of_shard_map_is_refused():
+    params, batch = problem("InfoNCE")
+    check_refused(
+        'across="data" merges over a mesh axis, and this call is outside of jax.shard_map',
+        losses.step(JAX, "InfoNCE", 3, across="data"), params, batch,
+    )  # fmt: skip
