@@ -606,6 +606,7 @@ MISTAKES |= {
     "the largest of all rows": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]) ** 2).sum(1).max()), ["batch statistics"], "as for pairs or a maximum"),
     "max() of a loss": ((TORCH,), two_args(regression, {"fold": funcga.max()}), ["not decomposable"], "fold=funcga.mean()"),
     "rows by keyword": ((TORCH,), by_keyword, ["not decomposable"], "pass `y` by position"),
+    "labels of a fixed number": ((TORCH,), two_args(lambda p, x, y: F.cross_entropy(x @ p["w"] @ (x @ p["w"]).T, torch.arange(12))), ["fixed rows"], "torch.arange(len(logits))"),
     "BatchNorm1d, torch.func": ((TORCH,), in_place_in_torch_func, ["state"], "torch_backend.pure_loss(module, loss_fn)"),
 }  # fmt: skip
 

@@ -140,15 +140,16 @@ def verify(
     what kind of function the loss is.
 
     A step of `coupled` is compared with the gradient of its loss_fn(params, s), where s is the fold of summary_fn for
-    the whole batch as one micro-batch. What is then wrong is the summary, in the words for a loss; or "wrong fold", as
-    concat() for a mean; or "fixed rows", a number of rows that is written down, such as torch.arange(8).
+    the whole batch as one micro-batch. What is then wrong is the summary, in the words for a loss, or "wrong fold", as
+    concat() for a mean.
 
     The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
     "wrong weight", "weight not additive", "totals not additive", "total of zero" where that makes the loss NaN,
     "divided by n", "regulariser", "other normaliser", "batch statistics", "in-batch negatives", "coupled rows",
-    "row order", "randomness", "state", "per-example output", "params unused", "by steps", "wrong gradient" where
-    torch.func computes another one, "first-order step", "small remainder" where the difference is less than 1e-5, as of
-    an epsilon in a count, and "not decomposable" where none of these explains it.
+    "row order", "fixed rows" where their number is written down, "randomness", "state", "per-example output",
+    "params unused", "by steps", "wrong gradient" where torch.func computes another one, "first-order step",
+    "small remainder" where the difference is less than 1e-5, as of an epsilon in a count, and "not decomposable"
+    where none of these explains it.
 
     A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss is divided by a
     number which equals n, maybe by chance; that its value alone differs, by less than 1e-5; that every gradient is as

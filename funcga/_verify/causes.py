@@ -364,6 +364,8 @@ def _unexplained(probe: Probe, splits: Splits, limit: Limit) -> Cause:
         difference = row.error
     # What stands out, the most telling first.
     keywords = [name for name, value in probe.kwargs.items() if _has_rows(probe, value)]
+    if not keywords and all(row.error for row in splits.rows) and not probe.takes_other_numbers():
+        return cause("fixed rows: loss", works=probe.rows, split=row.split, error=difference)
     others = [probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive]
     key = ": keyword" if keywords else ": fold" if others else ": 16 bits" if limit.relative > 1e-3 else ""
     return cause(

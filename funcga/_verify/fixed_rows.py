@@ -4,8 +4,6 @@ The step is right for batches of that size alone. With another number of rows th
 first rows apart from the others: then their order makes a difference.
 """
 
-from collections.abc import Iterator
-
 from funcga._coupled import Coupled
 from funcga._verify.causes import Cause, cause, note
 from funcga._verify.probe import Limit, Probe, Rows
@@ -15,7 +13,7 @@ def of_order(probe: Probe, job: Coupled, limit: Limit, parts: tuple[Rows, Rows])
     """(causes, notes) of a loss that knows a number of rows, or that depends on their order."""
     every, order = probe.every, parts[0] + parts[1]
     # The parts have been evaluated already; a loss that takes one of them takes other numbers of rows.
-    if probe.rows > 3 and all(probe.try_values(rows) is None for rows in (*parts, *_other_numbers(probe))):
+    if all(probe.try_values(rows) is None for rows in parts) and not probe.takes_other_numbers():
         fewer = every[: probe.rows // 2]
         try:
             probe.values(fewer)
@@ -37,12 +35,6 @@ def of_order(probe: Probe, job: Coupled, limit: Limit, parts: tuple[Rows, Rows])
     else:
         return [], []
     return [cause("fixed rows: first", size=size, changed=changed)], []
-
-
-def _other_numbers(probe: Probe) -> Iterator[Rows]:
-    for rows in (probe.rows - 1, probe.rows - 2, probe.rows // 2):
-        yield probe.every[:rows]
-    yield probe.every + probe.every
 
 
 def _differ(probe: Probe, limit: Limit, left: Rows, right: Rows) -> bool:

@@ -98,6 +98,11 @@ class Probe:
         except Exception:
             return None
 
+    def takes_other_numbers(self) -> bool:
+        """Whether grad_fn can be evaluated with some other number of rows than all."""
+        fewer = [self.every[:rows] for rows in (self.rows - 1, self.rows - 2, self.rows // 2) if rows > 0]
+        return any(self.try_values(rows) is not None for rows in (*fewer, self.every + self.every))
+
     @property
     def whole(self) -> Leaves:
         """The leaves of grad_fn's output for the whole batch."""
