@@ -363,19 +363,16 @@ def _unexplained(probe: Probe, splits: Splits, limit: Limit) -> Cause:
         row = next(row for row in splits.rows if row.error)
         difference = row.error
     # What stands out, the most telling first.
-    keywords = [name for name, value in probe.kwargs.items() if _has_rows(probe, value)]
-    if not keywords and all(row.error for row in splits.rows) and not probe.takes_other_numbers():
-        return cause("fixed rows: loss", works=probe.rows, split=row.split, error=difference)
-    others = [probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive]
-    key = ": keyword" if keywords else ": fold" if others else ": 16 bits" if limit.relative > 1e-3 else ""
-    return cause(
-        f"not decomposable{key}",
-        split=row.split,
-        difference=difference,
-        rows=probe.rows,
-        keyword="".join(keywords[:1]),
-        other="".join(others[:1]),
-    )
+    words = {"split": row.split, "difference": difference, "rows": probe.rows}
+    keyword = next((name for name, value in probe.kwargs.items() if _has_rows(probe, value)), None)
+    if keyword is not None:
+        return cause("not decomposable: keyword", keyword=keyword, **words)
+    if all(row.error for row in splits.rows) and not probe.takes_other_numbers():
+        return cause("fixed rows: loss", **words)
+    other = next((probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive), None)
+    if other is not None:
+        return cause("not decomposable: fold", other=other, **words)
+    return cause(f"not decomposable{': 16 bits' if limit.relative > 1e-3 else ''}", **words)
 
 
 def _has_rows(probe: Probe, value: Tree) -> bool:
