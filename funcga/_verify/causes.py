@@ -357,11 +357,11 @@ def _not_additive(case: Case) -> list[Cause]:
 def _unexplained(probe: Probe, splits: Splits, limit: Limit) -> Cause:
     """The Cause of a difference that no kind of loss explains, by what stands out."""
     row = max(splits.rows, key=lambda row: -1 if math.isnan(row.relative) else row.relative)
-    leaf = probe.paths[splits.failed[0]] if splits.failed else row.leaf
-    difference: str | None = f"{leaf} differs by {row.relative:.1e}, limit {row.limit:.0e}"
-    if not splits.failed:
+    if splits.failed:
+        difference = f"{probe.paths[splits.failed[0]]} differs by {row.relative:.1e}, limit {row.limit:.0e}"
+    else:
         row = next(row for row in splits.rows if row.error)
-        difference = row.error
+        difference = str(row.error)
     # What stands out, the most telling first.
     words = {"split": row.split, "difference": difference, "rows": probe.rows}
     keyword = next((name for name, value in probe.kwargs.items() if _has_rows(probe, value)), None)
