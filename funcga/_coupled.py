@@ -129,9 +129,9 @@ def _in_its_words() -> Iterator[None]:
         yield
     except FuncgaError as error:
         words = {"accumulate(grad_fn, ": "coupled(summary_fn, loss_fn, ", "grad_fn": "summary_fn"}
-        # What is folded is (summary, weight).
+        # Where all summaries of a fold are kept, what is folded is a dict.
         words |= {"def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)"}
-        words |= {"output[0]": "summary"}
+        words |= {"output['summary']": "summary", "output": "summary"}
         (text,) = error.args
         error.args = (functools.reduce(lambda text, pair: text.replace(*pair), words.items(), text),)
         raise
@@ -197,15 +197,14 @@ class Coupled:
     def first(self, backend: Backend) -> Program:
         """The fold of the summaries: of sums what they come to, and of any other fold what it is made of.
 
-        Its output is (summary, weight). Where a fold neither adds nor collects, as max(), the summary has an axis more,
-        and what all micro-batches have is collected along it: then the framework differentiates the fold itself. The
-        weight is that of the micro-batch, [1, 2], as two addends, if such a fold weighs, else None.
+        Where a fold neither adds nor collects, as max(), the summary has an axis more, and what all micro-batches have
+        is collected along it: then the framework differentiates the fold itself. Such a program returns {"summary":
+        ..., "weight": ...}: that of the micro-batch, [1, 2], as two addends, or None if no such fold weighs.
         """
         program, trees = replace(self.program, totals=None), backend.trees
         folds, structure = trees.flatten(program.fold, _is_fold)
-        if not any(map(_is_kept, folds)):
-            summarised = lambda *args, **kwargs: (program.grad_fn(*args, **kwargs), None)
-            return replace(program, grad_fn=summarised, fold=(program.fold, concat()))
+        if not self.keeps(backend):
+            return program
         weighs, xp = self.weighs(backend), backend.arrays.xp
 
         def with_axes(*args: Tree, **kwargs: Tree) -> Tree:
@@ -219,14 +218,19 @@ class Coupled:
             pairs = zip(leaves, of_leaves, strict=True)
             kept = next((leaf for leaf, fold in pairs if leaf is not None and _is_kept(fold)), None)
             if kept is None or not weighs:
-                return trees.unflatten(structure, leaves), None
+                return {"summary": trees.unflatten(structure, leaves), "weight": None}
             addends = backend.arrays.addends(program.weigh(program.read(args, backend), args, None), wide=False)
             zero = xp.zeros_like(kept, dtype=xp.float32).sum()  # made of what is kept, so that it is where that is
             weight = xp.stack([zero + addend for addend in addends])
-            return trees.unflatten(structure, leaves), weight[None]
+            return {"summary": trees.unflatten(structure, leaves), "weight": weight[None]}
 
         collected = [concat() if _is_kept(fold) else fold for fold in folds]
-        return replace(program, grad_fn=with_axes, fold=(trees.unflatten(structure, collected), concat()))
+        fold = {"summary": trees.unflatten(structure, collected), "weight": concat()}
+        return replace(program, grad_fn=with_axes, fold=fold)
+
+    def keeps(self, backend: Backend) -> bool:
+        """Whether there is a fold of which all summaries are kept."""
+        return any(map(_is_kept, backend.trees.flatten(self.program.fold, _is_fold)[0]))
 
     def weighs(self, backend: Backend) -> bool:
         """Whether the weights of micro-batches are collected, for a fold of which all summaries are kept."""
@@ -345,7 +349,7 @@ class Summaries:
         outputs, backend = self.outputs, self.outputs.backend
         reduced, collected = backend.trees.unflatten(structure, leaves)
         triples = zip(outputs.reduced_folds, reduced, strict=True)
-        summary, weights = outputs.join(
+        summary = outputs.join(
             [fold.normalize(leaf, self.tally_of(fold)) for fold, leaf in triples],
             [
                 backend.arrays.cast(leaf, fold.result_dtype)
@@ -353,6 +357,9 @@ class Summaries:
             ],
             self.state,
         )
+        if not self.job.keeps(backend):
+            return summary
+        summary, weights = summary["summary"], summary["weight"]
         leaves, structure = backend.trees.flatten(summary)
         folds = [fold for fold, _ in broadcast_folds(self.job.program.fold, summary, len(leaves), backend, "summary")]
         paths = leaf_paths(summary, backend.trees, "summary")
@@ -397,13 +404,16 @@ class Summaries:
         ]
         of_leaves = zip((*self.outputs.reduced, *self.outputs.collected), (*of_reduced, *of_collected), strict=True)
         reached = [leaf_index for leaf_index, cotangent in of_leaves if cotangent is not None]
-        return Cotangents(self.outputs, of_reduced, of_collected, self._are_weighed(reached))
+        keeps = self.job.keeps(backend)
+        return Cotangents(self.outputs, of_reduced, of_collected, keeps, self._are_weighed(reached))
 
     def _are_weighed(self, leaf_indices: Sequence[int]) -> bool:
         """Whether a micro-batch of weight 0 contributes nothing to these leaves."""
         outputs = self.outputs
         # Of arrays, since a dataclass without any is no container.
-        summary, _ = outputs.structure_of([outputs.backend.arrays.xp.zeros(())] * len(outputs.folds))
+        summary = outputs.structure_of([outputs.backend.arrays.xp.zeros(())] * len(outputs.folds))
+        if self.job.keeps(outputs.backend):
+            summary = summary["summary"]
         count = len(outputs.backend.trees.flatten(summary)[0])
         folds = broadcast_folds(self.job.program.fold, summary, count, outputs.backend, "summary")
         of_leaves = [folds[leaf_index][0].reducer for leaf_index in leaf_indices]
@@ -435,12 +445,14 @@ class Summaries:
 class Cotangents:
     """The cotangents of folded summaries; None for a leaf that has none.
 
+    `keeps`: whether the output of the first pass is a dict with the summary.
     `are_weighed`: whether a micro-batch of weight 0 contributes to none of those that have one.
     """
 
     outputs: Outputs
     reduced: list[Reduced | None]
     collected: list[Array | None]
+    keeps: bool
     are_weighed: bool
 
     def parts(self, output: Tree, weight: Scalar) -> list[Reduced]:
@@ -469,4 +481,5 @@ class Cotangents:
     def threaded(self, output: Tree) -> Tree:
         """The summary with nothing left of it but the state that is threaded."""
         leaves, threads = self.outputs.in_order(output), self.outputs.threads
-        return self.outputs.structure_of([leaf if index in threads else None for index, leaf in enumerate(leaves)])[0]
+        left = self.outputs.structure_of([leaf if index in threads else None for index, leaf in enumerate(leaves)])
+        return left["summary"] if self.keeps else left

@@ -294,7 +294,7 @@ REFUSALS = {
         "summary_fn returned summary as float64[2, 3] for ",
         {"call": "ragged", "fold": funcga.mean()},
     ),
-    "fold": ("the tree of folds is no prefix of what summary_fn returns: at summary, fold= has 3", {"fold": 3}),
+    "fold": ("fold= is 3. Pass a Fold", {"fold": 3}),
     "no prefix": ("the tree of folds is no prefix", {"fold": {"a": funcga.sum()}}),
     "carry": ("as in coupled(summary_fn, loss_fn, n, in_axes=(None, funcga.CARRY, 0)", {"fold": funcga.carry()}),
     "totals": ("totals= was given, and summary_fn takes (w, x): it has no parameter `totals`", {"totals": len}),

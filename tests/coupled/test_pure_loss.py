@@ -70,3 +70,19 @@ def test_a_call_leaves_nothing_that_waits_for_the_garbage_collector(problem):
 def _bytes():
     storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def test_a_loss_may_use_the_module_or_the_parameters():
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2, dtype=torch.float64)
+            self.scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    module, x = Scaled(), torch.randn(7, 3, dtype=torch.float64)
+    scaled = lambda rows, scale: (rows @ rows.T * scale.exp()).logsumexp(1).mean()
+    summary_fn = torch_backend.pure_loss(module, lambda module, x: module(x))
+    expected = torch.autograd.grad(scaled(module(x), module.scale), list(module.parameters()))
+    for loss_fn in (lambda params, s: scaled(s, params["scale"]), lambda params, s: scaled(s, module.scale)):
+        _, grads = funcga.coupled(summary_fn, loss_fn, 3)(torch_backend.trainable(module), x)
+        names = [name for name, _ in module.named_parameters()]
+        torch.testing.assert_close([grads[name] for name in names], [*expected], rtol=1e-12, atol=1e-12)

@@ -90,7 +90,9 @@ class _Step:
             self.keeps_last = not self.has_state and not parameters.is_padded
             if self.keeps_last:
                 numbers = [*numbers[-1:], *numbers[:-1]]
-            self.ends_with = numbers[-1] if numbers else None
+            # In which one the gradient joins of what the loss itself uses of the parameters: a wrapper waits for all of
+            # them in the last backward pass, and without one all sums begin in the first.
+            self.joins_in = None if not numbers else numbers[-1] if parameters.is_wrapped else numbers[0]
             if not numbers and isinstance(window, Engine):
                 self._run_first_pass(None)  # there is no loss function that could begin with it
             microbatches = ((self._numbered(number), *self.cuts[number]) for number in numbers)
@@ -139,7 +141,7 @@ class _Step:
         variables = [variable.detach().requires_grad_() for variable in summaries.variables()]
         params, leaves = self.parameters.of_loss(self.args)
         present = [leaf for leaf in leaves if leaf is not None]
-        with torch.enable_grad(), recording_loss():
+        with torch.enable_grad(), recording_loss(), self.parameters.in_module(params):
             loss, aux = self.job.loss_of(params, summaries.tree(variables), self.backend)
             grads: Sequence[torch.Tensor | None] = [None] * len([*present, *variables])
             if loss.requires_grad:
@@ -170,7 +172,7 @@ class _Step:
         if self.first_pass is None:
             self._run_first_pass(args)
         output, pairs = self._contribution(number, args, kwargs)
-        if (number == self.ends_with or number is None) and not self.parameters.are_searched:
+        if (number == self.joins_in or number is None) and not self.parameters.are_searched:
             # Once, the gradient of what the loss itself uses of the parameters: in the pass in which a wrapper waits
             # for all of them.
             of_leaves = zip(trees.flatten(params())[0], self.of_params, strict=True)

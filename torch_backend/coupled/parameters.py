@@ -7,6 +7,7 @@ gradients with respect to them are folded.
 import functools
 import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +88,10 @@ class Parameters:
     def check_of_loss(self, loss: torch.Tensor) -> None:
         """Raises FuncgaError if the loss itself uses parameters whose gradients it cannot have."""
 
+    def in_module(self, params: list[Tree]) -> AbstractContextManager[object]:
+        """A context in which a module has what loss_fn is given, where it may use that as well."""
+        return nullcontext()
+
     def tensors(self) -> list[torch.Tensor]:
         """The parameters that are no arguments."""
         return []
@@ -125,6 +130,10 @@ class Visited(Parameters):
             return terms(number, params, (self.params, *batch), kwargs)
 
         return self._gradient_of(replace(self.pure, loss_fn=loss_fn), has_aux)
+
+    def in_module(self, params: list[Tree]) -> AbstractContextManager[object]:
+        """A context in which a module has what loss_fn is given, where it may use that as well."""
+        return self.pure.entered(params[0], recorded=True)
 
 
 class OwnParameters(Parameters):
