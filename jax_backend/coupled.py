@@ -52,7 +52,9 @@ class _Step:
             of_summary.check_leaves(param, arg_index, backend)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
-        if job.program.across is None and [count for count, _ in sizes] == [1]:
+        # A weight of its own may be 0, where NaN has to be kept out.
+        is_alone = job.program.across is None and job.program.weight is None and [count for count, _ in sizes] == [1]
+        if is_alone:
             return self._in_one_pass(spread, args, kwargs)
 
         # The first pass: the summaries.
