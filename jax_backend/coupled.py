@@ -80,10 +80,8 @@ class _Step:
 
         # The second pass: they are pulled back through each micro-batch, which is told by the indices of its rows.
         pulled_back = _PulledBack(job, first, backend, cotangents, spread, sizes)
-        in_axes = job.program.in_axes
-        if in_axes is not None:
-            in_axes = (*(in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)), 0)
-        second = job.second(pulled_back, (summed(), job.program.fold) if outputs.threads else summed(), in_axes)
+        fold = (summed(), job.program.fold) if outputs.threads else summed()
+        second = job.second(pulled_back, fold, _with_indices(job.program.in_axes, len(args)))
         result = Accumulate(second, backend).traced(spread, (*args, jnp.arange(rows, dtype=jnp.int32)), kwargs)
         grads = result[0] if outputs.threads else result
         composed = job.gradient.compose(
@@ -105,6 +103,13 @@ class _Step:
 
         (_, (loss, aux)), grads = jax.value_and_grad(loss_of, argnums=arg_indices, has_aux=True)(*args)
         return job.gradient.compose(loss, aux, grads)
+
+
+def _with_indices(in_axes: Tree, count: int) -> Tree:
+    """The in_axes of so many arguments and of the indices of the rows after them."""
+    if in_axes is None:
+        return None
+    return *(in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * count), 0
 
 
 class _PulledBack:

@@ -190,6 +190,10 @@ class Run:
         for side in self.sides.values():
             side.prepare()
         self.tasks: list[Future[Any]] = []
+        self._begin_all()
+
+    def _begin_all(self) -> None:
+        problem, plan = self.problem, self.plan
         self.full = {key: self._begin(side.full) for key, side in self.sides.items()}
         self.merged = {
             (name, count): self._begin(self._over_replicas, name, count)
