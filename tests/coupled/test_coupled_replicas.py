@@ -208,6 +208,36 @@ def test_wrapped_modules_with_uneven_rows(wrapper, layout):
         assert max(found.values()) < LIMIT, found
 
 
+def of_counted(module, x, y, mask):
+    """Means over the rows that count; NaN where there are none."""
+    left, right = module(x, y)[:2]
+    count = mask.sum()
+    return {"left": (left * mask[:, None]).sum(0) / count, "right": (right * mask[:, None]).sum(0) / count}
+
+
+def wrapped_and_masked(group, wrapper):
+    found = []
+    for microbatch in (0, 2):  # of six, three on each of two replicas
+        plain, (x, y) = Scaled(), batch(12)
+        mask = torch.ones(12, dtype=torch.float64)
+        mask[2 * microbatch : 2 * microbatch + 2] = 0
+        loss_fn = lambda module, s: (s["left"] * s["right"]).sum()
+        value = loss_fn(plain, of_counted(plain, x, y, mask))
+        expected = torch.autograd.grad(value, [*plain.parameters()], allow_unused=True, materialize_grads=True)
+        rows, module = slice(6 * group.rank(), 6 * group.rank() + 6), WRAPPERS[wrapper](group, Scaled())
+        gradient, weight = module_value_and_grad(module, of_counted), lambda x, y, mask: mask.sum()
+        step = funcga.coupled(gradient, loss_fn, 3, fold=funcga.mean(), weight=weight)
+        result = step(x[rows], y[rows], mask[rows])
+        found.append(difference(TORCH, [result[0], *full(module, result[1])], [value.detach(), *expected]))
+    return found
+
+
+@pytest.mark.parametrize("wrapper", ["ddp_unused", "fsdp1", "fsdp2"])
+def test_a_micro_batch_that_weighs_nothing_may_be_nan(wrapper):
+    for found in processes().run(wrapped_and_masked, wrapper, size=2):
+        assert max(found) < LIMIT, found
+
+
 def sent_by_wrapper(group, wrapper, n):
     module, (x, y) = WRAPPERS[wrapper](group, Scaled()), batch(8)
     summary_fn, loss_fn, fold = PROBLEMS["rows"]

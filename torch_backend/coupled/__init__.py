@@ -6,6 +6,7 @@ that begins with the whole first pass, in which this micro-batch alone is record
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,7 @@ from torch_backend.coupled.parameters import parameters_of
 from torch_backend.engine.window import Engine, detached
 from torch_backend.loop import Microbatch, accumulate, cut, folded, untraced, window_of, with_totals
 from torch_backend.wrapped.gradient import ModuleGradient
+from torch_backend.wrapped.window import ModuleWindow
 
 
 def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
@@ -188,15 +190,17 @@ class _Step:
         """(the output for this micro-batch, what it contributes to the summaries, each with its cotangent)."""
         first_pass, cotangents = self.first_pass, self.cotangents
         assert first_pass is not None
-        weight: Scalar = 0
+        weight: Scalar = 0 if number is None else first_pass.weights[number]
+        weighs_nothing = not isinstance(weight, torch.Tensor) and not weight
         if number is None:  # a row of zeros stands in for a micro-batch
             output = self.summarise(*args, **kwargs)
         else:
-            output, weight = first_pass.again(number, self.summarise, args, kwargs), first_pass.weights[number]
-        weighs_nothing = not isinstance(weight, torch.Tensor) and not weight
+            # A wrapper needs a backward pass, and a cotangent of 0 makes NaN of what is infinite.
+            masks = weighs_nothing and cotangents.are_weighed
+            with self.window.masked(None) if masks and isinstance(self.window, ModuleWindow) else nullcontext():
+                output = first_pass.again(number, self.summarise, args, kwargs)
         if number is None or (weighs_nothing and cotangents.are_weighed):
             self.is_reached |= weighs_nothing
-            # A cotangent of 0 makes NaN of what is infinite, so there is none; but a wrapper needs a backward pass.
             parts = trees.flatten(cotangents.parts(output, 1))[0] if self.parameters.is_wrapped else []
             return output, [(part, torch.zeros_like(part)) for part in parts]
         parts = cotangents.parts(output, weight)

@@ -69,7 +69,9 @@ class FirstPass:
         self.generators.append(generator_states(self.devices))
         self.weights.append(weight)
         is_last = len(self.weights) == self.count
-        if is_last and self.recorded is not None:
+        # What weighs nothing may have to be masked in the second pass.
+        is_masked = self.parameters.is_wrapped and not isinstance(weight, torch.Tensor) and not weight
+        if is_last and self.recorded is not None and not is_masked:
             # Before, nothing was recorded, and autocast must not take a cast of a parameter from there.
             _forget_casts()
             with torch.enable_grad():

@@ -186,7 +186,7 @@ class ModuleWindow:
         masks = isinstance(weight, torch.Tensor) or not weight
         module, nodes = self.gradient.module, _private.nodes_made()
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-            with self._masked(weight) if masks else _NOTHING:
+            with self.masked(weight) if masks else _NOTHING:
                 output = called(self.gradient.loss_fn, module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
             differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
@@ -194,14 +194,15 @@ class ModuleWindow:
         return loss, detached(aux) if self.parts.has_aux else aux, differentiated
 
     @contextmanager
-    def _masked(self, weight: Scalar) -> Iterator[None]:
+    def masked(self, weight: Scalar) -> Iterator[None]:
         """A context in which the gradients of the module's outputs are 0 where the weight is, even if the loss is NaN.
 
         The backward pass still runs, because the wrapper communicates in it.
         """
 
-        def mask(gradient: torch.Tensor) -> torch.Tensor:
-            if weight is not None and not self.is_weighted:
+        def mask(gradient: torch.Tensor | None) -> torch.Tensor | None:
+            # DDP passes None on, where the loss does not use an output.
+            if gradient is None or (weight is not None and not self.is_weighted):
                 return gradient
             on_device = isinstance(weight, torch.Tensor)
             counts = weight.to(gradient.device) != 0 if on_device else torch.zeros_like(gradient, dtype=torch.bool)
