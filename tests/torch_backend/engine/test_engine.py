@@ -37,14 +37,14 @@ def generic(loss, argnums=0, has_aux=False, value=True):
 def windows_of(monkeypatch):
     """The list that gets True for every window on the engine, False for every other one."""
     found = []
-    original = torch_backend.loop._window_of
+    original = torch_backend.loop.window_of
 
     def window(program, backend):
         made = original(program, backend)
         found.append(isinstance(made, Engine))
         return made
 
-    monkeypatch.setattr(torch_backend.loop, "_window_of", window)
+    monkeypatch.setattr(torch_backend.loop, "window_of", window)
     return found
 
 
