@@ -45,7 +45,7 @@ def coupled(
     """A function `f(params, *batch) -> (loss, grads)` for a loss that couples the rows of a batch: exact, for every n.
 
     A contrastive loss compares each row with all others; load balancing, VICReg and Barlow Twins take statistics of the
-    whole batch. The mean of such losses over micro-batches is another loss. Here the batch enters it by summaries:
+    whole batch. The mean of such losses over micro-batches is another loss. Here the batch enters it by summaries::
 
         s = the fold of summary_fn(params, *microbatch) over the micro-batches, and over the replicas of `across`
         loss = loss_fn(params, s)
@@ -67,7 +67,7 @@ def coupled(
             `concat()`, a mean over the rows for `mean()`, a sum for `sum()`, and so on. Integers, such as labels, pass
             through without a gradient. A pure_loss works, whose loss_fn returns a summary in place of a loss. With
             `torch_backend.module_value_and_grad(module, summary_fn)` the parameters are the module's own, which may be
-            wrapped by DDP or FSDP: then the step is f(*batch).
+            wrapped by DDP or FSDP: then the step is `f(*batch)`.
         loss_fn: `loss_fn(params, s)` returns a real scalar, or (scalar, aux) with has_aux. It gets the arguments that
             are differentiated, then the folded summaries in the structure that summary_fn returns; for a module's own
             parameters the module, then the summaries.
