@@ -207,7 +207,7 @@ def _unexplained(rows: Sequence[Measured], where: str) -> Cause:
 
 # --- what is wrong with a summary
 
-# Of a summary these are said as of a loss; all else comes from what is no sum or mean of terms of one row each.
+# These causes are named for a summary as for a loss. Any other means that it is no sum or mean over single rows.
 _AS_OF_A_LOSS = {
     "sum under mean", "mean under sum", "mean under per_weight", "by steps", "uneven tokens", "wrong weight",
     "weight not additive", "row order", "randomness",
