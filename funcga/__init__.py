@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from funcga._parity import Problem
     from funcga._statistics import batch_moments, running_statistics
     from funcga._transform import Transform
+    from funcga._transform.apply import apply
     from funcga._transform.loss_scale import LossScaledState, loss_scaled
     from funcga._transform.multi_steps import MultiSteps, multi_steps
     from funcga._transform.window import MultiStepsState
@@ -51,6 +52,7 @@ else:
         "funcga._parity": ("Problem",),
         "funcga._statistics": ("batch_moments", "running_statistics"),
         "funcga._transform": ("Transform",),
+        "funcga._transform.apply": ("apply",),
         "funcga._transform.loss_scale": ("LossScaledState", "loss_scaled"),
         "funcga._transform.multi_steps": ("MultiSteps", "multi_steps"),
         "funcga._transform.window": ("MultiStepsState",),
@@ -75,7 +77,8 @@ else:
 __all__ = [  # noqa: RUF022 - sorted by topic
     # a window of micro-batches, in one call, from an iterable, or spread over calls
     "accumulate", "coupled", "grad", "value_and_grad", "CARRY", "stream", "windows",
-    "Accumulator", "AccumulatorState", "MultiSteps", "MultiStepsState", "TargetWeight", "Transform", "multi_steps",
+    "Accumulator", "AccumulatorState", "MultiSteps", "MultiStepsState", "TargetWeight", "Transform", "apply",
+    "multi_steps",
     "LossScaledState", "loss_scaled", "linear_scaling", "sqrt_scaling", "check_replicas",
     # folds and their parts
     "Fold", "carry", "concat", "logsumexp", "mean", "moments", "per_weight", "pooled", "ratio", "Moments", "Pooled",

@@ -18,6 +18,7 @@ from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 from jax_backend.arrays import as_varying, typed_axes, varying_axes
+from jax_backend.gradients import apply_updates
 from jax_backend.merge import Folded, merge
 from jax_backend.replicas import Replicas, check_step_merges, listed, spelled
 
@@ -87,8 +88,11 @@ def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
 # -- the branch that ends a window
 
 
-def widened(params: Tree) -> Tree:
-    """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits."""
+def widened(params: Tree, copy: bool = False) -> Tree:
+    """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits.
+
+    `copy` is for torch: here nothing is ever written to.
+    """
     leaves, structure = trees.flatten(params)
     return trees.unflatten(structure, [_wide(leaf) for leaf in leaves])
 
@@ -99,6 +103,16 @@ def _wide(leaf: Array) -> Array:
         return leaf
     wide = arrays.accumulator_dtype(leaf.dtype)
     return leaf if leaf.dtype == wide else arrays.cast(leaf, wide)
+
+
+def narrowed(wide: Tree, params: Tree, donate: bool) -> Tree:
+    """The params that were `widened` and updated, in their own dtypes; in their memory if that is donated."""
+    return jax.tree.map(_in_dtype_of, params, wide)
+
+
+def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
+    """The params with the updates added; in their own memory if that is donated and the state does not have it."""
+    return apply_updates(params, updates)
 
 
 def when(

@@ -16,6 +16,8 @@ from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor, local
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
+from torch_backend.optim.parameters import added as added
+from torch_backend.optim.parameters import narrowed as narrowed
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.replicas import Replicas
@@ -24,8 +26,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def widened(params: Tree) -> Tree:
-    """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits."""
+def widened(params: Tree, copy: bool = False) -> Tree:
+    """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits.
+
+    If `copy`, in memory of their own.
+    """
     tracked = arrays.in_transform()  # what is differentiated from outside stays in its graph
     leaves, structure = trees.flatten(params)
     for leaf_index, leaf in enumerate(leaves):
@@ -34,7 +39,8 @@ def widened(params: Tree) -> Tree:
         array = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
         if array.requires_grad and not tracked:
             array = array.detach()
-        leaves[leaf_index] = array if array.dtype is torch.float32 else array.to(_dtype_of_update(array))
+        wide = array if array.dtype is torch.float32 else array.to(_dtype_of_update(array))
+        leaves[leaf_index] = wide.clone() if copy and wide is array else wide
     return trees.unflatten(structure, leaves)
 
 

@@ -181,7 +181,7 @@ def emptied(
 ) -> list[Reduced]:
     """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
     pure = arrays.in_transform()
-    kept = {*_storages(taken)} if donate and not pure else set()
+    kept = {*storages(taken)} if donate and not pure else set()
     empty: list[Reduced] = [None] * len(accumulators)
     zeroed = []
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
@@ -189,7 +189,7 @@ def emptied(
             if fold is None:
                 continue
             is_sum = fold.fold.reducer.monoid.collective == "sum" and type(accumulator) is torch.Tensor
-            if donate and not pure and is_sum and kept.isdisjoint(_storages(accumulator)):
+            if donate and not pure and is_sum and kept.isdisjoint(storages(accumulator)):
                 zeroed.append(accumulator)
                 empty[leaf_index] = accumulator
             else:
@@ -199,7 +199,7 @@ def emptied(
     return empty
 
 
-def _storages(tree: Tree) -> Iterator[int]:
+def storages(tree: Tree) -> Iterator[int]:
     """The addresses of the memory of the dense tensors in a tree."""
     # The usual containers are walked here, which is much faster than flattening them.
     if isinstance(tree, torch.Tensor):
@@ -208,10 +208,10 @@ def _storages(tree: Tree) -> Iterator[int]:
             yield shard.untyped_storage().data_ptr()
     elif isinstance(tree, dict):
         for child in tree.values():
-            yield from _storages(child)
+            yield from storages(child)
     elif isinstance(tree, tuple | list):
         for child in tree:
-            yield from _storages(child)
+            yield from storages(child)
     elif tree is not None and trees.children(tree) is not None:
         for leaf in trees.flatten(tree)[0]:
-            yield from _storages(leaf)
+            yield from storages(leaf)

@@ -276,8 +276,19 @@ class Sums(Protocol):
 class Transforms(Protocol):
     """What a fold that is spread over calls needs of a framework: its branch, and how replicas join their windows."""
 
-    def widened(self, params: Tree) -> Tree:
-        """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits."""
+    def widened(self, params: Tree, copy: bool = False) -> Tree:
+        """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits.
+
+        If `copy`, in memory of their own.
+        """
+        ...
+
+    def narrowed(self, wide: Tree, params: Tree, donate: bool) -> Tree:
+        """The params that were `widened` and updated, in their own dtypes; in their memory if that is donated."""
+        ...
+
+    def added(self, params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
+        """The params with the updates added; in their own memory if that is donated and the state does not have it."""
         ...
 
     def when(

@@ -40,6 +40,10 @@ class UpdateFunction:
         """Whether the gradients come multiplied by a loss scale."""
         return False
 
+    def applied(self, donate: bool, /, grads: Tree, state: Tree, params: Tree, **extra: Any) -> tuple[Tree, Any]:
+        """(params, state) after the update. If `donate`, all that is given may be written to, and come back."""
+        raise NotImplementedError
+
     def __deepcopy__(self, memo: object) -> Self:
         """Itself, as a function is its own copy."""
         return self

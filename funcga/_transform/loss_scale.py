@@ -1,5 +1,6 @@
 """`loss_scaled`: a dynamic loss scale around an optimizer, for gradients in float16."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._fold import LEAST32, check_quantity, is_quantity
 from funcga._transform import DonatingTransform, Transform, UpdateFunction, wrapped_transform
+from funcga._transform.apply import applied, check_donates
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 
@@ -140,6 +142,26 @@ class _ScaledUpdate(UpdateFunction):
     def _updated(
         self, grads: Tree, state: LossScaledState, params: Tree, extra: dict[str, Any], donate: bool
     ) -> tuple[Tree, LossScaledState]:
+        backend, leaves, structure, finite = self._tested(grads, state)
+        run = partial(self._run, backend, structure, donate)
+        operands = leaves, state.scale, params, extra
+        updates, inner, used = backend.transforms.when(finite, run, state.inner, operands, grads)
+        return updates, self._adjusted(state, inner, backend.arrays.as_array(used), backend)
+
+    def applied(
+        self, donate: bool, /, grads: Tree, state: LossScaledState, params: Tree, **extra: Any
+    ) -> tuple[Tree, LossScaledState]:
+        """(params, state) after the update: params as they are, and a smaller scale, if a gradient is not finite."""
+        backend, leaves, structure, finite = self._tested(grads, state)
+        if donate:
+            check_donates(backend)
+        run = partial(self._run_into, backend, structure, donate)
+        operands = leaves, state.scale, extra
+        _, (params, inner), used = backend.transforms.when(finite, run, (params, state.inner), operands, ())
+        return params, self._adjusted(state, inner, backend.arrays.as_array(used), backend)
+
+    def _tested(self, grads: Tree, state: LossScaledState) -> tuple[Backend, list[Array], Structure, bool | Array]:
+        """(backend, leaves and structure of the gradients, whether they are finite)."""
         if not isinstance(state, LossScaledState):
             raise FuncgaError(
                 f"the state is of type {type(state).__name__}, and that of loss_scaled is a LossScaledState: "
@@ -148,11 +170,7 @@ class _ScaledUpdate(UpdateFunction):
         # The scaled gradients are tested, and divided only if they are finite.
         backend = backend_of([state.scale, grads], lambda: ["state", "grads"])
         leaves, structure = backend.trees.flatten(grads)
-        finite = backend.arrays.scalar(self._is_finite(leaves, backend))
-        run = partial(self._run, backend, structure, donate)
-        operands = leaves, state.scale, params, extra
-        updates, inner, used = backend.transforms.when(finite, run, state.inner, operands, grads)
-        return updates, self._adjusted(state, inner, backend.arrays.as_array(used), backend)
+        return backend, leaves, structure, backend.arrays.scalar(self._is_finite(leaves, backend))
 
     def _is_finite(self, leaves: list[Array], backend: Backend) -> Array:
         """Whether the gradients are finite, on all replicas."""
@@ -168,17 +186,26 @@ class _ScaledUpdate(UpdateFunction):
     ) -> tuple[Tree, Tree]:
         """(updates, state) of one update of the wrapped transform."""
         leaves, scale, params, extra = operands
-        scale = backend.arrays.scalar(scale)
-        unscaled = backend.sums.scaled(leaves, 1.0 / scale, donate)
-        grads = backend.trees.unflatten(structure, unscaled)
         update = self.tx.donated if donate and isinstance(self.tx, DonatingTransform) else self.tx.update
-        try:
+        with _Unscaled(leaves, scale, donate, backend) as unscaled:
+            grads = backend.trees.unflatten(structure, unscaled)
             return update(grads, inner, backend.transforms.widened(params), **extra)
-        except Exception:
-            # They were unscaled in place: scaled again, they are as good as before.
-            if donate:
-                backend.sums.scaled(unscaled, scale, donate)
-            raise
+
+    def _run_into(
+        self,
+        backend: Backend,
+        structure: Structure,
+        donate: bool,
+        carried: tuple[Tree, Tree],
+        operands: tuple[Any, ...],
+    ) -> tuple[tuple[()], tuple[Tree, Tree]]:
+        """No updates, and (params, state) after one update of the wrapped transform."""
+        (params, inner), (leaves, scale, extra) = carried, operands
+        wide = backend.transforms.widened(params)
+        with _Unscaled(leaves, scale, donate, backend) as unscaled:
+            grads = backend.trees.unflatten(structure, unscaled)
+            after, inner = applied(self.tx, donate, grads, inner, wide, extra)
+        return (), (backend.transforms.narrowed(after, params, donate), inner)
 
     def _adjusted(self, state: LossScaledState, inner: Tree, used: Array, backend: Backend) -> LossScaledState:
         """The state after a window that was used, or not: its scale backs off, grows or stays."""
@@ -192,3 +219,19 @@ class _ScaledUpdate(UpdateFunction):
         scale = xp.where(used, xp.where(grows, grown, state.scale), smaller)
         growth = xp.where(used & (growth < self.growth_interval), growth, zero)
         return LossScaledState(inner, scale, growth, state.skipped + backend.arrays.cast(~used, zero.dtype))
+
+
+class _Unscaled(AbstractContextManager[list[Array]]):
+    """Gradients divided by their scale; after an error those that were divided in place are scaled again."""
+
+    def __init__(self, leaves: list[Array], scale: Any, donate: bool, backend: Backend):
+        self.scale, self.donate, self.sums = backend.arrays.scalar(scale), donate, backend.sums
+        self.leaves = self.sums.scaled(leaves, 1.0 / self.scale, donate)
+
+    def __enter__(self) -> list[Array]:
+        return self.leaves
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # So they are as good as before.
+        if self.donate and kind is not None and issubclass(kind, Exception):
+            self.sums.scaled(self.leaves, self.scale, donate=True)

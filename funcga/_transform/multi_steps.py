@@ -23,6 +23,7 @@ from funcga._transform import (
     libraries,
     wrapped_transform,
 )
+from funcga._transform.apply import applied, check_donates
 from funcga._transform.window import (
     Dropped,
     Dropping,
@@ -31,6 +32,7 @@ from funcga._transform.window import (
     Window,
     matched_grads,
     matched_params,
+    restored_params,
 )
 from funcga._transform.window_size import WindowSize, check_target, is_full, target_of
 from funcga._types import Array, Dtype, Reduced, Scalar, Structure, Tree
@@ -98,6 +100,32 @@ class MultiSteps(Transform):
             >>> updates, state = tx.flush(state, params)
         """
         return self.update.flush(state, params, extra)
+
+    def flush_into(
+        self, state: MultiStepsState, params: Tree, *, donate: bool = False, **extra: Any
+    ) -> tuple[Tree, MultiStepsState]:
+        """The parameters after the update of the micro-batches in the window, and the state: `apply` for `flush`.
+
+        Inside of jit an empty window goes unnoticed, and params come back as they are. It is the same with `drop` if
+        every micro-batch was dropped.
+
+        Args:
+            state: What `init` or an earlier call returned.
+            params: The parameters.
+            donate: As that of `funcga.apply`: in torch, give away params and state.
+            **extra: Further arguments of the wrapped transform.
+
+        Returns:
+            (params, state).
+
+        Raises:
+            FuncgaError: The window is empty.
+
+        Example:
+            >>> state = tx.accumulate(grads, state)
+            >>> params, state = tx.flush_into(state, params)
+        """
+        return self.update.flush_into(donate, state, params, extra)
 
     def has_updated(self, state: MultiStepsState) -> bool | Array:
         """Whether the call that returned this state was an update.
@@ -292,11 +320,8 @@ class MultiStepsUpdate(UpdateFunction):
         for leaf_index, leaf in enumerate(backend.trees.flatten(params)[0]):
             if is_uninitialised(leaf):
                 raise uninitialised(leaf_paths(params, backend.trees, "params")[leaf_index])
-        if self.donate and not backend.sums.donates:
-            raise FuncgaError(
-                "donate=True is for torch. In JAX give the state away where you compile the step: "
-                "jax.jit(step, donate_argnums=...)."
-            )
+        if self.donate:
+            check_donates(backend)
         for other in load_imported():
             if other is not backend and other.optimizers is not None and other.optimizers.owns(self.tx):
                 raise FuncgaError(
@@ -314,6 +339,36 @@ class MultiStepsUpdate(UpdateFunction):
         params and extra go to the wrapped transform. Raises FuncgaError if the gradients have another structure, or
         the weight is seen to be negative.
         """
+        backend, param_leaves, owned, full, trained, state = self._filled(grads, state, params, weight, extra)
+        # A Python branch where the host sees whether the window is full, else a conditional of the program.
+        emit = partial(self._emitted, backend, param_leaves, owned, True)
+        like = trained if trained is not None else grads
+        updates, state, _ = backend.transforms.when(full, emit, state, (trained, extra), like, self.donate)
+        return updates, state
+
+    def applied(
+        self, donate: bool, /, grads: Tree, state: MultiStepsState, params: Tree, *, weight: Scalar = 1, **extra: Any
+    ) -> tuple[Tree, MultiStepsState]:
+        """(params, state): as they are until the window is full, and then after the update of what was folded."""
+        if donate and not self.donate:
+            return self._donating(state).applied(donate, grads, state, params, weight=weight, **extra)
+        backend, param_leaves, owned, full, trained, state = self._filled(grads, state, params, weight, extra)
+        emit = partial(self._emitted_into, backend, param_leaves, owned, True, donate)
+        _, (trained_after, state), _ = backend.transforms.when(full, emit, (trained, state), extra, ())
+        return restored_params(params, trained, trained_after, backend), state
+
+    def _donating(self, state: MultiStepsState) -> "MultiStepsUpdate":
+        """The same transform, which is given its states and gradients away."""
+        check_donates(_backend_of_state(state))
+        return replace(self, donate=True)
+
+    def _filled(
+        self, grads: Tree, state: MultiStepsState, params: Tree, weight: Scalar, extra: dict[str, Any]
+    ) -> tuple[Backend, list[Array], bool, bool | Array, Tree, MultiStepsState]:
+        """The state with one more micro-batch, whether its window is full, and what an update of it needs.
+
+        (backend, leaves of the params, whether the accumulators may be written to, full, params of the state, state)
+        """
         if extra:
             _check_extra(extra)
         backend = _backend_of_state(state)
@@ -329,11 +384,7 @@ class MultiStepsUpdate(UpdateFunction):
         else:
             full = is_full(self.n, target, state.offered, partial(_total_weight, window, replicas), backend.arrays)
         state = state._replace(window=self._closed(window, replicas))
-        # A Python branch where the host sees whether the window is full, else a conditional of the program.
-        emit = partial(self._emitted, backend, param_leaves, self.donate or window.owned, True)
-        like = params if params is not None else grads
-        updates, state, _ = backend.transforms.when(full, emit, state, (params, extra), like, self.donate)
-        return updates, state
+        return backend, param_leaves, self.donate or window.owned, full, params, state
 
     def accumulate(self, grads: Tree, state: MultiStepsState, weight: Scalar) -> MultiStepsState:
         """The state with one more micro-batch in its window."""
@@ -344,6 +395,23 @@ class MultiStepsUpdate(UpdateFunction):
 
     def flush(self, state: MultiStepsState, params: Tree, extra: dict[str, Any]) -> tuple[Tree, MultiStepsState]:
         """(updates, state) of what is in the window."""
+        backend, leaves, trained, has_any = self._flushed(state, params, extra)
+        return self._emitted(backend, leaves, self.donate, has_any, state, (trained, extra))
+
+    def flush_into(
+        self, donate: bool, state: MultiStepsState, params: Tree, extra: dict[str, Any]
+    ) -> tuple[Tree, MultiStepsState]:
+        """(params, state) after the update of what is in the window."""
+        if donate and not self.donate:
+            return self._donating(state).flush_into(donate, state, params, extra)
+        backend, leaves, trained, has_any = self._flushed(state, params, extra)
+        _, (after, state) = self._emitted_into(backend, leaves, self.donate, has_any, donate, (trained, state), extra)
+        return restored_params(params, trained, after, backend), state
+
+    def _flushed(
+        self, state: MultiStepsState, params: Tree, extra: dict[str, Any]
+    ) -> tuple[Backend, list[Array], Tree, bool | Array]:
+        """(backend, leaves of the params, params of the state, whether anything is in the window)."""
         _check_extra(extra)
         backend = _backend_of_state(state)
         params, leaves = matched_params(params, self._opened(state.window, backend, self._replicas(backend)))
@@ -354,7 +422,7 @@ class MultiStepsUpdate(UpdateFunction):
                 "After the last window ask first: if state.offered > 0."
             )
         # Inside of jit it is not known here whether the window is empty; then `offered > 0` decides in the program.
-        return self._emitted(backend, leaves, self.donate, offered > 0, state, (params, extra))
+        return backend, leaves, params, offered > 0
 
     def merge(self, states: Sequence[MultiStepsState], replicas: int) -> MultiStepsState:
         """The state of all replicas, from the states that each of them has."""
@@ -459,8 +527,32 @@ class MultiStepsUpdate(UpdateFunction):
         param_leaves: for their dtypes. owned: whether the accumulators may be written to. has_any: whether there is a
         micro-batch in the window.
         """
+        params, extra = operands
+        run = partial(self._run, backend)
+        update = lambda keep, grads: backend.transforms.when(keep, run, state.inner, (grads, params, extra), grads)
+        return self._ended(backend, param_leaves, owned, has_any, state, update)
+
+    def _emitted_into(
+        self, backend: Backend, param_leaves: Sequence[Array], owned: bool, has_any: bool | Array, donate: bool,
+        carried: tuple[Tree, MultiStepsState], extra: dict[str, Any],
+    ) -> tuple[tuple[()], tuple[Tree, MultiStepsState]]:  # fmt: skip
+        """The same with (params, state) in the place of a state, and no updates."""
+        params, state = carried
+        run = partial(self._run_into, backend, donate)
+
+        def update(keep: bool | Array, grads: Tree) -> tuple[Tree, Tree, Scalar]:
+            _, (after, inner), updated = backend.transforms.when(keep, run, (params, state.inner), (grads, extra), ())
+            return after, inner, updated
+
+        return (), self._ended(backend, param_leaves, owned, has_any, state, update)
+
+    def _ended(
+        self, backend: Backend, param_leaves: Sequence[Array], owned: bool, has_any: bool | Array,
+        state: MultiStepsState, update: Callable[[bool | Array, Tree], tuple[Tree, Tree, Scalar]],
+    ) -> tuple[Tree, MultiStepsState]:  # fmt: skip
+        """What an update returned, and the state with empty windows; `update(keep, grads)` makes it, and a state."""
         # First the windows of all replicas become one.
-        arrays, replicas, (params, extra) = backend.arrays, self._replicas(backend), operands
+        arrays, replicas = backend.arrays, self._replicas(backend)
         window = self._opened(state.window, backend, replicas)
         merged = window if replicas is None else self._merged(window, replicas)
         # Then it shows whether there is an update at all, and what is dropped if there is none.
@@ -474,19 +566,17 @@ class MultiStepsUpdate(UpdateFunction):
         # The sums are divided by what was folded, and the wrapped transform makes an update of them.
         folds = _result_folds(merged.outputs.folds, param_leaves, arrays)
         gradients = backend.sums.finish(folds, merged.accumulators, total, owned or replicas is not None)
-        grads = window.outputs.structure_of(gradients)
-        run = partial(self._run, backend)
         try:
-            updates, inner, updated = backend.transforms.when(keep, run, state.inner, (grads, params, extra), grads)
+            result, inner, updated = update(keep, window.outputs.structure_of(gradients))
         # With donate the sums were divided in place; after an error the caller's state is to hold them again.
         except Exception:
             if self.donate and replicas is None:
                 _restore(merged, gradients, total)
             raise
-        # The next window begins in the same memory, unless the updates or the state of the transform lie there.
-        empty = self._closed(_emptied(window, owned, (updates, inner)), replicas, is_empty=True)
+        # The next window begins in the same memory, unless the result or the state of the transform lie there.
+        empty = self._closed(_emptied(window, owned, (result, inner)), replicas, is_empty=True)
         count = state.updates + arrays.integer(updated)
-        return updates, MultiStepsState(inner, empty, arrays.integer(0), count, arrays.as_array(updated), dropped)
+        return result, MultiStepsState(inner, empty, arrays.integer(0), count, arrays.as_array(updated), dropped)
 
     def _merged(self, window: Accumulation, replicas: Any) -> Accumulation:
         """The window of all replicas. What they have rejected is summed with the gradients, as one more leaf."""
@@ -506,6 +596,16 @@ class MultiStepsUpdate(UpdateFunction):
         grads, params, extra = operands
         update = self.tx.donated if self.donate and isinstance(self.tx, DonatingTransform) else self.tx.update
         return update(grads, inner, backend.transforms.widened(params), **extra)
+
+    def _run_into(
+        self, backend: Backend, donate: bool, carried: tuple[Tree, Tree], operands: tuple[Tree, dict[str, Any]]
+    ) -> tuple[tuple[()], tuple[Tree, Tree]]:
+        """No updates, and (params, state) after one update of the wrapped transform."""
+        (params, inner), (grads, extra) = carried, operands
+        # Where the gradients and the state are given away and the params are not, their copies are.
+        wide = backend.transforms.widened(params, copy=self.donate and not donate)
+        after, inner = applied(self.tx, self.donate, grads, inner, wide, extra)
+        return (), (backend.transforms.narrowed(after, params, donate), inner)
 
 
 def _is_parts(node: object) -> bool:

@@ -125,6 +125,20 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
     return params, leaves
 
 
+def restored_params(params: Tree, matched: Tree, after: Tree, backend: Backend) -> Tree:
+    """The params after an update, in the larger tree that was `matched`, whose other leaves are as they were."""
+    if matched is params:
+        return after
+    trees = backend.trees
+    updated = dict(zip(leaf_paths(after, trees), trees.flatten(after)[0], strict=True))
+    leaves, structure = trees.flatten(params)
+    kept = [
+        leaf if updated.get(path) is None else updated[path]
+        for path, leaf in zip(leaf_paths(params, trees), leaves, strict=True)
+    ]
+    return trees.unflatten(structure, kept)
+
+
 def _has_shape(leaf: Array, accumulator: Reduced, arrays: Arrays) -> bool:
     """Whether a leaf is an array of the shape that its accumulator was made for."""
     return arrays.is_array(leaf) and any(part.shape == leaf.shape for part in parts_of(accumulator))

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch.optim import Optimizer
 
-from funcga._transform import DonatingTransform
+from funcga._transform import DonatingTransform, UpdateFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError, check_callable
 from torch_backend import trees
@@ -79,8 +79,8 @@ def from_optimizer(
     """
     _check(optimizer, groups, scheduler, options)
     schedule = None if scheduler is None else Schedule(scheduler)
-    functions = _Functions(Options(optimizer, options, groups, schedule))
-    return DonatingTransform(functions.init, partial(functions.updated, False), partial(functions.updated, True))
+    functions = _Update(Options(optimizer, options, groups, schedule))
+    return DonatingTransform(functions.init, functions, functions.donated)
 
 
 def _check(
@@ -108,9 +108,9 @@ def _check(
         )
 
 
-@dataclass(frozen=True)
-class _Functions:
-    """The functions of the transform."""
+@dataclass(frozen=True, eq=False)
+class _Update(UpdateFunction):
+    """The `update` of the transform, and its other functions."""
 
     options: Options
 
@@ -149,22 +149,58 @@ class _Functions:
         zeros: Slot = on_tensors(torch.zeros_like, self._slot(optimizer, copy))
         return zeros
 
-    def updated(
-        self, owned: bool, /, grads: Tree, state: OptimizerState, params: Tree = None, **extra: object
+    def __call__(
+        self, grads: Tree, state: OptimizerState, params: Tree = None, **extra: object
     ) -> tuple[Tree, OptimizerState]:
-        """What the step adds to the parameters, and the state after it.
+        """What the step adds to the parameters, and the state after it."""
+        return self._updated(False, grads, state, params, extra)
 
-        If they are `owned`, it lies in the memory of the state, and the gradients may be written to.
-        """
+    def donated(
+        self, grads: Tree, state: OptimizerState, params: Tree = None, **extra: object
+    ) -> tuple[Tree, OptimizerState]:
+        """The same in the memory of the state; the gradients may be written to."""
+        return self._updated(True, grads, state, params, extra)
+
+    def applied(
+        self, donate: bool, /, grads: Tree, state: OptimizerState, params: Tree, **extra: object
+    ) -> tuple[Tree, OptimizerState]:
+        """The parameters after the step, and the state; if `donate`, in the memory of both."""
         arguments = UpdateArguments(grads, state, params)
         with torch.no_grad():
-            return self._stepped(arguments, extra.get("closure"), owned)
+            parameters = [entry.parameter.detach() for entry in arguments.entries]
+            # Tied parameters become two: each has a step and a state of its own.
+            stepped = without_overlap(parameters) if donate else [parameter.clone() for parameter in parameters]
+            slots = self._step(arguments, stepped, extra.get("closure"), donate)
+            state = arguments.state_after(stepped, slots, donate)
+        for tensor in stepped:
+            tensor.grad = None
+            tensor.requires_grad_(False)
+        return arguments.tree(stepped), state
 
-    def _stepped(self, arguments: UpdateArguments, function: object, owned: bool) -> tuple[Tree, OptimizerState]:
-        if not arguments.entries:
-            return arguments.result([], [], owned)
-        # A new optimizer of copies of the parameters gets the old state. The caller's parameters are never written to.
-        copies = [entry.parameter.clone().requires_grad_() for entry in arguments.entries]
+    def _updated(
+        self, owned: bool, grads: Tree, state: OptimizerState, params: Tree, extra: dict[str, object]
+    ) -> tuple[Tree, OptimizerState]:
+        arguments = UpdateArguments(grads, state, params)
+        with torch.no_grad():
+            # The caller's parameters are never written to.
+            copies = [entry.parameter.clone() for entry in arguments.entries]
+            slots = self._step(arguments, copies, extra.get("closure"), owned)
+            state = arguments.state_after(copies, slots, owned)
+            return arguments.tree(arguments.differences(copies)), state
+
+    def _step(
+        self, arguments: UpdateArguments, copies: list[torch.Tensor], function: object, owned: bool
+    ) -> list[Slot]:
+        """What the optimizer keeps for each of these copies of the parameters after a step, which it takes on them.
+
+        If the state is `owned`, it lies in its memory, and the gradients may be written to.
+        """
+        if not copies:
+            return []
+        if not self.is_stock:
+            for copy in copies:
+                copy.requires_grad_()  # as optimizers of others may ask for
+        # A new optimizer of the copies gets the old state.
         optimizer = self.options.build(copies, arguments.params, int(arguments.state.count))
         if isinstance(optimizer, torch.optim.SparseAdam):
             _check_sparse(arguments)
@@ -186,7 +222,7 @@ class _Functions:
         # LBFGS alone adds keys in its second update.
         if self.is_stock and not self.needs_closure:
             arguments.check_keys(slots, type(optimizer).__name__)
-        return arguments.result(copies, slots, owned)
+        return slots
 
     def _gradients(
         self, optimizer: Optimizer, arguments: UpdateArguments, copies: list[torch.Tensor], owned: bool

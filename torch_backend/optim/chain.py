@@ -10,11 +10,13 @@ from torch.nn import utils
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._transform import DonatingTransform, Transform, UpdateFunction, is_scaled, read_transform
+from funcga._transform.apply import applied
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
 from torch_backend.modules.checks import check_not_differentiated
+from torch_backend.optim.parameters import apart
 
 
 def chain(*transforms: object) -> DonatingTransform:
@@ -84,21 +86,51 @@ class _Chain(UpdateFunction):
         self, owned: bool, /, grads: Tree, state: Tree, params: Tree = None, **extra: object
     ) -> tuple[Tree, Tree]:
         """The same, which may write to the gradients and the state if these are `owned`."""
+        states, owns_grads = [], owned
+        for link, before in self._linked(state):
+            # What a link returns, the next may write to, if nobody else has the memory.
+            grads, after = self._updated(link, owned, owns_grads, grads, before, params, extra)
+            states.append(after)
+            owns_grads = _returns_new_memory(link)
+        return grads, tuple(states)
+
+    def applied(self, donate: bool, /, grads: Tree, state: Tree, params: Tree, **extra: object) -> tuple[Tree, Tree]:
+        """(params, state): what the last link makes of the params, and the states of all."""
+        *first, (last, before_last) = self._linked(state)
+        states, owns_grads = [], donate
+        for link, before in first:
+            grads, after = self._updated(link, donate, owns_grads, grads, before, params, extra)
+            states.append(after)
+            owns_grads = _returns_new_memory(link)
+        if donate and not owns_grads:
+            grads = trees.unflatten(trees.flatten(grads)[1], [*map(_clone, trees.flatten(grads)[0])])
+        if donate and not all(isinstance(link, DonatingTransform) for link, _ in first):
+            params = apart(params, states)  # transforms of others may keep the params
+        params, after = applied(last, donate, grads, before_last, params, _accepted(last, extra))
+        return params, (*states, after)
+
+    def _linked(self, state: Tree) -> list[tuple[Transform, Tree]]:
+        """Each link, with its state."""
         if not isinstance(state, tuple) or len(state) != len(self.links):
             raise FuncgaError(
                 f"state is not the tuple of {len(self.links)} that this chain has: state = tx.init(params); "
                 f"updates, state = tx.update(grads, state, params)."
             )
-        # The first link gets the caller's gradients, the others what nobody else looks at any more.
-        states, owns_state, owns_grads = [], owned, owned
-        for link, before in zip(self.links, state, strict=True):
-            # A link may write to the gradients if nobody else has their memory, and it has no state that is another's.
-            may_write = owns_grads and (owns_state or not trees.flatten(before)[0])
-            function = link.donated if may_write and isinstance(link, DonatingTransform) else link.update
-            grads, after = function(grads, before, params, **_accepted(link, extra))
-            states.append(after)
-            owns_grads = _returns_new_memory(link)
-        return grads, tuple(states)
+        return [*zip(self.links, state, strict=True)]
+
+    def _updated(
+        self, link: Transform, owns_state: bool, owns_grads: bool,
+        grads: Tree, state: Tree, params: Tree, extra: dict[str, object],
+    ) -> tuple[Tree, Tree]:  # fmt: skip
+        """(updates, state) of one link."""
+        # A link may write to the gradients if nobody else has their memory, and it has no state that is another's.
+        may_write = owns_grads and (owns_state or not trees.flatten(state)[0])
+        function = link.donated if may_write and isinstance(link, DonatingTransform) else link.update
+        return function(grads, state, params, **_accepted(link, extra))
+
+
+def _clone(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _accepted(link: Transform, extra: dict[str, object]) -> dict[str, object]:

@@ -15,6 +15,7 @@ from torch_backend import arrays, trees
 from torch_backend.arrays import with_strides_of, without_overlap
 from torch_backend.dtensor import is_dtensor, without_partials
 from torch_backend.modules.checks import nothing_to_train
+from torch_backend.sums import storages
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -40,6 +41,52 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         {'w': tensor([0.5000, 0.5000])}
     """
     leaves, structure = trees.flatten(params)
+    additions = _additions(leaves, params, updates)
+    # Inside of a loss that is differentiated, the sum is a part of it.
+    with nullcontext() if arrays.in_transform() else torch.no_grad():
+        return trees.unflatten(structure, _sums(leaves, additions))
+
+
+def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
+    """The params with the updates added; in their own memory if that is donated and the state does not have it."""
+    if not donate or arrays.in_transform():
+        return apply_updates(params, updates)
+    leaves, structure = trees.flatten(apart(params, state))
+    additions = _additions(leaves, params, updates)
+    with torch.no_grad():
+        return trees.unflatten(structure, [*map(_written, leaves, _sums(leaves, additions))])
+
+
+def narrowed(wide: Tree, params: Tree, donate: bool) -> Tree:
+    """The params that were `widened` and updated, in their own dtypes; in their memory if that is donated."""
+    leaves, structure = trees.flatten(params)
+    narrow = matched(wide, params, "params")
+    for index, (leaf, updated) in enumerate(zip(leaves, narrow, strict=True)):
+        if isinstance(leaf, torch.Tensor) and updated.dtype != leaf.dtype:
+            narrow[index] = _written(leaf, updated) if donate else updated.to(leaf.dtype)
+    return trees.unflatten(structure, narrow)
+
+
+def _written(leaf: Array, updated: Array) -> Array:
+    """The parameter, in no graph, with the numbers of another tensor."""
+    return leaf.detach().copy_(updated) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def apart(params: Tree, other: Tree) -> Tree:
+    """The params, to be written to: copies where they lie in the memory of another one, or of a tensor elsewhere."""
+    leaves, structure = trees.flatten(params)
+    others = {*storages(other)}
+    separate = without_overlap([leaf.detach() if isinstance(leaf, torch.Tensor) else None for leaf in leaves])
+    for index, (leaf, tensor) in enumerate(zip(leaves, separate, strict=True)):
+        if tensor is None:
+            separate[index] = leaf
+        elif not others.isdisjoint(storages(tensor)):
+            separate[index] = tensor.clone()
+    return trees.unflatten(structure, separate)
+
+
+def _additions(leaves: list[Array], params: Tree, updates: Tree) -> list[Array]:
+    """The updates in the order of the leaves, checked."""
     additions = matched(updates, params, "updates")
     for index, (leaf, update) in enumerate(zip(leaves, additions, strict=True)):
         if update is not None and not _is_addable(leaf, update):
@@ -49,9 +96,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
                 f"tensor of its parameter's shape, or None: updates, state = tx.update(grads, state, params), of "
                 f"these params."
             )
-    # Inside of a loss that is differentiated, the sum is a part of it.
-    with nullcontext() if arrays.in_transform() else torch.no_grad():
-        return trees.unflatten(structure, _sums(leaves, additions))
+    return additions
 
 
 def _is_addable(leaf: object, update: object) -> bool:

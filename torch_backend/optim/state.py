@@ -165,20 +165,32 @@ class UpdateArguments:
                     f"of another optimizer, or of other options. Begin with state = tx.init(params)."
                 )
 
-    def result(self, copies: list[torch.Tensor], slots: list[Slot], owned: bool) -> tuple[Tree, OptimizerState]:
-        """What a step has added to the copies of the parameters, in their memory, and the state with these slots."""
+    def state_after(self, copies: list[torch.Tensor], slots: list[Slot], owned: bool) -> OptimizerState:
+        """The state with these slots, after a step on copies of the parameters with their gradients."""
         # A parameter without a gradient is skipped. Until it has had one, its slot is that of init.
-        skipped = [copy.grad is None for copy in copies]
         started = [True] * len(self.leaves)
         for position, entry in enumerate(self.entries):
-            has_started = entry.started or not skipped[position] or bool(slots[position])
+            has_started = entry.started or copies[position].grad is not None or bool(slots[position])
             started[entry.leaf_index] = has_started
             if not has_started:
                 slots[position] = entry.slot if owned else on_tensors(torch.clone, entry.slot)
         # Flags are kept in the order of the paths: a file may return dicts in another order.
         flags = torch.tensor(_by_path(started, self.params), dtype=torch.bool)
-        state = OptimizerState(self.state.count + 1, self.tree(slots, {}), flags)
-        return self.tree(_added(copies, [entry.parameter for entry in self.entries], skipped)), state
+        return OptimizerState(self.state.count + 1, self.tree(slots, {}), flags)
+
+    def differences(self, copies: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What a step has added to copies of the parameters, in the memory of the copies."""
+        # The copies become the updates, so that no memory is needed for these.
+        skipped = [copy for copy in copies if copy.grad is None]
+        for copy in copies:
+            copy.grad = None
+            copy.requires_grad_(False)
+        if copies:
+            torch._foreach_sub_(local_tensors(copies), local_tensors([entry.parameter for entry in self.entries]))
+        for copy in skipped:
+            # Not left to the subtraction: an infinite parameter less itself is NaN.
+            copy.zero_()
+        return copies
 
 
 def _check(state: object, params: Tree) -> None:
@@ -230,18 +242,3 @@ def _path_order(params: Tree) -> list[int]:
     """The indices of the leaves in the order of their paths, which stays when a dict's order changes in a file."""
     paths = leaf_paths(params, trees)
     return sorted(range(len(paths)), key=paths.__getitem__)
-
-
-def _added(copies: list[torch.Tensor], parameters: list[torch.Tensor], skipped: list[bool]) -> list[torch.Tensor]:
-    """The copies less the parameters, in the memory of the copies."""
-    # The copies become the updates, so that no memory is needed for these.
-    for copy in copies:
-        copy.grad = None
-        copy.requires_grad_(False)
-    if copies:
-        torch._foreach_sub_(local_tensors(copies), local_tensors(parameters))
-    for copy, is_skipped in zip(copies, skipped, strict=True):
-        if is_skipped:
-            # Not left to the subtraction: an infinite parameter less itself is NaN.
-            copy.zero_()
-    return copies

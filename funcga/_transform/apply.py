@@ -1,0 +1,77 @@
+"""`apply`: an update as new parameters, without the difference between new and old."""
+
+from typing import Any
+
+from funcga._backend import Backend
+from funcga._backend.dispatch import backend_of
+from funcga._transform import DonatingTransform, Transform, UpdateFunction, wrapped_transform
+from funcga._types import Tree
+from funcga.errors import FuncgaError
+
+
+def apply(tx: Any, grads: Tree, state: Tree, params: Tree, *, donate: bool = False, **extra: Any) -> tuple[Tree, Tree]:
+    """The parameters after an update, and the state: `tx.update` and `apply_updates` in one.
+
+    With torch_backend.from_optimizer, alone, in a chain or in `loss_scaled` or `multi_steps`, the new parameters are
+    bitwise identical to those of `optimizer.step()`: no difference of new and old ones is computed and added again,
+    which would round twice. For any other transform it is `tx.update`, then `apply_updates`; of optax's, JAX compiles
+    the same program.
+
+    The results lie in memory of their own. Where there is no update, in a call that only accumulates, in a window that
+    is dropped and after an overflow of the loss scale, params come back as they are.
+
+    Args:
+        tx: Any pair of functions (init, update).
+        grads: The gradients, in the structure of params.
+        state: What `tx.init` or an earlier call returned.
+        params: The parameters.
+        donate: In torch, give away params, grads and state: the step runs in place, as that of an optimizer of torch,
+            and nothing is copied. What comes back lies in the memory of params and state; do not use these again. A
+            `multi_steps(..., donate=True)` takes state and grads in any case, and params only with donate=True here. In
+            JAX give them away where you compile the step, jax.jit(step, donate_argnums=...).
+        **extra: Further arguments of tx.update, such as the `weight` of a micro-batch for `multi_steps`.
+
+    Returns:
+        (params, state): the new parameters, detached, in the structure and dtypes of params; the new state.
+
+    Raises:
+        FuncgaError: params is None, donate=True is asked for in JAX, or tx.update raises it.
+
+    Example:
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+        >>> tx = torch_backend.from_optimizer(torch.optim.SGD, lr=0.5)
+        >>> params, state = funcga.apply(tx, grads, tx.init(params), params)
+        >>> params
+        {'w': tensor([0.5000, 0.5000])}
+    """
+    is_known = isinstance(getattr(tx, "update", None), UpdateFunction)
+    if params is None:
+        raise FuncgaError(
+            "params are None, and apply returns what becomes of them: params, state = funcga.apply(tx, grads, state, "
+            "params)."
+        )
+    return applied(tx if is_known else wrapped_transform(tx), donate, grads, state, params, extra)
+
+
+def applied(
+    tx: Transform, donate: bool, grads: Tree, state: Tree, params: Tree, extra: dict[str, Any]
+) -> tuple[Tree, Any]:
+    """`apply` of a transform that has been read."""
+    update: object = tx.update
+    if isinstance(update, UpdateFunction):
+        return update.applied(donate, grads, state, params, **extra)
+    backend = backend_of([params, grads], lambda: ["params", "grads"])
+    if donate:
+        check_donates(backend)
+    function = tx.donated if donate and isinstance(tx, DonatingTransform) else tx.update
+    updates, after = function(grads, state, params, **extra)
+    return backend.transforms.added(params, updates, after, donate), after
+
+
+def check_donates(backend: Backend) -> None:
+    """Raises FuncgaError if memory is not given away by an argument of this framework's calls."""
+    if not backend.sums.donates:
+        raise FuncgaError(
+            "donate=True is for torch. In JAX give the state away where you compile the step: "
+            "jax.jit(step, donate_argnums=...)."
+        )

@@ -1,0 +1,130 @@
+"""`apply` and `flush_into`: in both frameworks the update and the sum of before, through every transform of funcga's."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import funcga
+import jax_backend
+import torch_backend
+from funcga import Transform
+from tests.kits import JAX, TORCH
+from tests.problems import rng
+from tests.test_errors import check_refused
+
+# optax's own code promotes dtypes
+standard = pytest.mark.usefixtures("as_optax_is_written")
+SHAPES = {"b": (4,), "w": (8, 4)}
+
+
+@pytest.fixture
+def as_optax_is_written():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def tree(seed, scale=1.0):
+    r = rng(seed)
+    return {name: (scale * r.normal(size=shape)).astype("float32") for name, shape in SHAPES.items()}
+
+
+def descent(kit):
+    """A transform of one's own, with momentum."""
+
+    def update(grads, state, params=None):
+        state = {name: 0.9 * state[name] + grads[name] for name in grads}
+        return {name: -0.1 * momentum for name, momentum in state.items()}, state
+
+    return Transform(lambda params: {name: kit.xp.zeros_like(leaf) for name, leaf in params.items()}, update)
+
+
+def apply_updates(kit):
+    return torch_backend.apply_updates if kit is TORCH else jax_backend.apply_updates
+
+
+def equal(kit, left, right):
+    pairs = zip(kit.backend.trees.flatten(left)[0], kit.backend.trees.flatten(right)[0], strict=True)
+    return all(np.array_equal(kit.numpy(a), kit.numpy(b), equal_nan=True) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kit", [TORCH, JAX], ids=lambda kit: kit.name)
+@pytest.mark.parametrize("drop", [None, "microbatch", "window"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_it_is_update_and_a_sum(kit, drop, scaled):
+    if drop and scaled:
+        pytest.skip("a loss scale drops windows itself")
+    inner = funcga.loss_scaled(descent(kit), init_scale=4.0) if scaled else descent(kit)
+    tx = funcga.multi_steps(inner, 3, drop=drop)
+    params = other = kit.arrays(tree(0))
+    state = twin = tx.init(params)
+    for call in range(8):
+        grads = kit.arrays(tree(call + 1, scale=np.nan if call == 4 else 4.0))
+        before, count = params, int(state.updates)
+        params, state = funcga.apply(tx, grads, state, params, weight=call + 1)
+        updates, twin = tx.update(grads, twin, other, weight=call + 1)
+        other = apply_updates(kit)(other, updates)
+        assert equal(kit, (params, state), (other, twin))
+        if int(state.updates) == count:
+            assert all(params[name] is before[name] for name in params)
+    params, state = tx.flush_into(state, params)
+    updates, twin = tx.flush(twin, other)
+    assert equal(kit, (params, state), (apply_updates(kit)(other, updates), twin))
+
+
+@standard
+@pytest.mark.parametrize("n", [1, 3])
+def test_with_optax_it_compiles_and_has_the_same_bits(n):
+    chained = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+    tx = chained if n == 1 else funcga.multi_steps(chained, n)
+
+    @jax.jit
+    def applied(params, state, grads):
+        return funcga.apply(tx, grads, state, params)
+
+    @jax.jit
+    def summed(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = other = JAX.arrays(tree(0))
+    state = twin = tx.init(params)
+    for call in range(7):
+        grads = JAX.arrays(tree(call + 1))
+        params, state = applied(params, state, grads)
+        other, twin = summed(other, twin, grads)
+        assert equal(JAX, (params, state), (other, twin))
+
+
+@standard
+def test_with_optax_it_is_the_same_program():
+    tx = optax.adamw(0.1)
+    params = JAX.arrays(tree(0))
+    state = tx.init(params)
+
+    def summed(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    applied = lambda params, state, grads: funcga.apply(tx, grads, state, params)
+    programs = [str(jax.make_jaxpr(step)(params, state, params)) for step in (applied, summed)]
+    assert programs[0] == programs[1]
+
+
+def test_what_cannot_be():
+    params = JAX.arrays(tree(0))
+    tx = optax.sgd(0.1)
+    text = (
+        "donate=True is for torch. In JAX give the state away where you compile the step: jax.jit(step, "
+        "donate_argnums=...)."
+    )
+    for transform in (tx, funcga.multi_steps(tx, 1), funcga.loss_scaled(tx)):
+        check_refused(
+            text,
+            lambda transform=transform: funcga.apply(transform, params, transform.init(params), params, donate=True),
+        )
+    check_refused(
+        "params are None, and apply returns what becomes of them: params, state = funcga.apply(tx, grads, state, params).",
+        lambda: funcga.apply(tx, params, tx.init(params), None),
+    )
+    check_refused("tx is 3, which has no functions init and update.", lambda: funcga.apply(3, params, (), params))
