@@ -31,7 +31,7 @@ def local(tensor: Any) -> Any:
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The shard that this process has of each tensor, in the same memory, so that it can be written to in place."""
     # Partial sums too are added shard by shard, without a collective. Usually no tensor is a DTensor.
-    if all(type(tensor) is torch.Tensor for tensor in tensors):
+    if {*map(type, tensors)} == {torch.Tensor}:
         return [*tensors]
     return [_private.local_tensor(tensor) if is_dtensor(tensor) else tensor for tensor in tensors]
 

@@ -1,6 +1,7 @@
 """Sums: how the accumulator of each leaf is added to, scaled, divided and emptied, in place where memory is donated."""
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -135,13 +136,14 @@ def _divided(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence[t
     return quotients
 
 
+_KIND = operator.attrgetter("is_cpu", "dtype")
+
+
 def divide(sums: list[torch.Tensor], total: float) -> None:
     """Divides in place."""
     # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is faster.
     dtype = sums[0].dtype
-    alike = not torch.compiler.is_compiling() and all(
-        accumulator.is_cpu and accumulator.dtype is dtype for accumulator in sums
-    )
+    alike = not torch.compiler.is_compiling() and {*map(_KIND, sums)} == {(True, dtype)}
     if not (alike and dtype in (torch.float32, torch.float64)):
         torch._foreach_div_(sums, total)
     elif 1 <= total <= _MOST and math.frexp(total)[0] == 0.5:

@@ -75,10 +75,12 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     for takes_as_it_is in (False, True):
         for backend in loaded:
             leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
+            # Their types tell, so that one leaf of each type is looked at.
+            of_each_type = dict(zip(map(type, leaves), leaves, strict=True)).values()
             is_own = backend.arrays.is_array if takes_as_it_is else backend.arrays.owns
-            if any(map(is_own, leaves)):
+            if any(map(is_own, of_each_type)):
                 # By the name of the type, as torch.compile cannot look into another framework.
-                if any(_framework(leaf) not in (None, backend.name) for leaf in leaves if not is_own(leaf)):
+                if any(_framework(leaf) not in (None, backend.name) for leaf in of_each_type if not is_own(leaf)):
                     raise _mixed(trees, names(), loaded)
                 return backend
     raise _without_arrays(names(), [backend.name for backend in loaded])

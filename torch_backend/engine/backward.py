@@ -29,7 +29,8 @@ from torch_backend import _private
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.others import Surroundings, applied, left_alone, reach
 
-_GRAD = operator.attrgetter("grad")
+# Read for all leaves at once, these take a fraction of the time.
+_GRAD, _IS_CPU, _NBYTES, _CDATA = (operator.attrgetter(name) for name in ("grad", "is_cpu", "nbytes", "_cdata"))
 
 
 class Backward:
@@ -64,7 +65,7 @@ class Backward:
         self.autocast = (
             autocasting({leaf.device.type for leaf in self.inputs}) if _private.is_any_autocast_enabled() else []
         )
-        self.on_host = all(leaf.is_cpu for leaf in self.inputs)
+        self.on_host = all(map(_IS_CPU, self.inputs))
         self._survey()
         self.writes = self._count_writes()
 
@@ -74,9 +75,9 @@ class Backward:
 
     def _survey(self) -> None:
         """Notes how far the sums have come: which accumulators there are, and whether a pass needs hooks."""
-        accumulators = [self.buffers.reduced[added.sum_index] for added in self.layout.added]
+        accumulators = [*map(self.buffers.reduced.__getitem__, self.layout.added_sums)]
         # Whether every sum has an accumulator.
-        self.begun = all(accumulator is not None for accumulator in accumulators)
+        self.begun = type(None) not in {*map(type, accumulators)}
         self.hooked = bool(not self.attached or self.layout.others or self.layout.dtensors)
         # All accumulators, where every leaf has one as its `.grad`, and no hook.
         self.accumulators: list[torch.Tensor] = accumulators if self.begun and not self.hooked else []
@@ -85,7 +86,8 @@ class Backward:
         """A number that changes with everything that is added to a leaf's `.grad`."""
         if self.accumulators:
             return sum(map(_private.version, self.accumulators))
-        return sum([_private.version(leaf.grad) + 1 for leaf in self.inputs if leaf.grad is not None])
+        gradients = [gradient for gradient in map(_GRAD, self.inputs) if gradient is not None]
+        return len(gradients) + sum(map(_private.version, gradients))
 
     def __call__(
         self,
@@ -232,16 +234,18 @@ class Backward:
 
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
-        reduced = self.buffers.reduced
+        reduced, arrived = self.buffers.reduced, list[tuple[torch.Tensor, int, torch.Tensor]]()
         for position, _, index, _, _ in self.layout.added:
             leaf = self.inputs[position]
             gradient = leaf.grad
-            if reduced[index] is None and gradient is not None:
-                # Later gradients are added in place, so nobody else may hold this memory.
-                dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-                reduced[index] = dense if is_alone(dense) else dense.clone()
-                if reduced[index] is not gradient:
-                    leaf.grad = reduced[index]
+            if gradient is not None and reduced[index] is None:
+                arrived.append((leaf, index, gradient))
+        dense = [g if g.layout is torch.strided else g.to_dense() for _, _, g in arrived]
+        # Later gradients are added in place, so nobody else may hold this memory.
+        for (leaf, index, gradient), begun, alone in zip(arrived, dense, are_alone(dense), strict=True):
+            reduced[index] = begun if alone else begun.clone()
+            if reduced[index] is not gradient:
+                leaf.grad = reduced[index]
         self._survey()
 
     def _add_zeros(self, leaf_indices: Iterable[int], weight: Scalar) -> None:
@@ -298,12 +302,24 @@ def ran_backward() -> FuncgaError:
 
 def is_alone(gradient: torch.Tensor) -> bool:
     """Whether nobody else holds the memory of a gradient, and the memory is no larger than the gradient."""
-    storage = gradient.untyped_storage()
-    # Two references to the memory are expected: that of the gradient, and `storage` here.
-    alone = _private.use_count(storage._cdata) == 2 and storage.nbytes() == gradient.nbytes
-    # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not count as a
-    # reference.
-    return alone and storage.resizable()
+    return are_alone([gradient])[0]
+
+
+def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
+    """The same of each of these gradients."""
+    storages = [*map(torch.Tensor.untyped_storage, gradients)]
+    # Two references to the memory are expected: that of the gradient, and the one in `storages`. Memory that is not
+    # torch's own, such as a NumPy array's, cannot be resized. Its owner does not count as a reference.
+    return [
+        count == 2 and held == needed and resizable
+        for count, held, needed, resizable in zip(
+            map(_private.use_count, map(_CDATA, storages)),
+            map(torch.UntypedStorage.nbytes, storages),
+            map(_NBYTES, gradients),
+            map(torch.UntypedStorage.resizable, storages),
+            strict=True,
+        )
+    ]
 
 
 def holds(dtype: torch.dtype, number: float) -> bool:

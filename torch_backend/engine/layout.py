@@ -86,6 +86,7 @@ class Layout:
                 dtype = self.folds[index].accumulator_dtype
                 wide = None if dtype == leaf.dtype else dtype
                 self.added.append(Added(position, leaf_index, index, kind == "plain", wide))
+        self.added_sums = [added.sum_index for added in self.added]
         self._plan_cotangent([*present.values()], scaled)
 
     def _plan_cotangent(self, leaves: Sequence[torch.Tensor], scaled: bool) -> None:

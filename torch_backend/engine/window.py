@@ -8,6 +8,7 @@ saved-tensor hooks, custom functions, compiled losses. Of a module's own gradien
 themselves, whose `.grad`s are put aside meanwhile.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -293,7 +294,8 @@ class Engine:
     ) -> Backward:  # fmt: skip
         """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
         whole = [leaf for argument in self.leaves.values() for leaf in argument.leaves]
-        if any(leaf is not None and leaf.grad is not None for leaf in (*whole, *moving)):
+        present = [leaf for leaf in whole if leaf is not None]
+        if {*map(type, map(_GRAD, (*present, *moving)))} - {type(None)}:
             raise ran_backward()
         bind = lambda value: self.program.bind(value, arguments)
         check = lambda _: self._check_dense(leaves)
@@ -311,11 +313,13 @@ class Engine:
             self.likes = trees.flatten(value)[0]
             if not self.merges_shards:
                 self.reduction.begin(self.buffers, self.likes)
-        present = {index: leaf for index, leaf in zip(layout.in_backward, whole, strict=True) if leaf is not None}
         # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
-        self.versions = sum(map(_private.version, present.values()))
+        self.versions = sum(map(_private.version, present))
+        leaves_in_backward = {
+            index: leaf for index, leaf in zip(layout.in_backward, whole, strict=True) if leaf is not None
+        }
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
-        return Backward(self.buffers, present, lambda: self.around, self.since, seeds=not self.hooked)
+        return Backward(self.buffers, leaves_in_backward, lambda: self.around, self.since, seeds=not self.hooked)
 
     def _check_dense(self, leaves: "dict[int, Leaves]") -> None:
         """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
@@ -424,17 +428,16 @@ def _are_plain(leaves: Sequence[Any]) -> bool:
 
     This glance at all of them is cheap. Only where it is False is each looked at.
     """
-    if not {*map(type, leaves)} <= {torch.Tensor, torch.nn.Parameter}:
+    types = {*map(type, leaves)}
+    if not types <= {torch.Tensor, nn.Parameter} or (nn.Parameter in types and not all(map(_REQUIRES_GRAD, leaves))):
         return False
-    return not any(
-        _private.hooks_at_a_glance(leaf) != _NO_HOOKS
-        or leaf.__dict__  # a mark, such as that of a stand-in for a module's parameter
-        or not (leaf.requires_grad or type(leaf) is torch.Tensor)  # a frozen parameter
-        for leaf in leaves
-    )
+    # A mark in the `__dict__` is, for example, that of a stand-in for a module's parameter.
+    has_marks = any(map(_DICT, leaves))
+    return not has_marks and [*map(_private.hooks_at_a_glance, leaves)].count(_NO_HOOKS) == len(leaves)
 
 
 _NO_HOOKS = (None, None)
+_GRAD, _REQUIRES_GRAD, _DICT = (operator.attrgetter(name) for name in ("grad", "requires_grad", "__dict__"))
 
 
 def _tensors(leaves: Mapping[int, Leaves]) -> list[torch.Tensor]:
