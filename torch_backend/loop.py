@@ -13,6 +13,7 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments, groups, starts
 from funcga._grad import GradientFunction
+from funcga._replicas import Memory
 from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -33,11 +34,7 @@ def window_of(program: Program, backend: Backend) -> Window:
     grad_fn = program.grad_fn
     if program.across is not None and arrays.in_transform():
         raise _differentiated_across()
-    # A loss that uses a wrapped module would get gradients that nobody reduces. Once a step is seen to use none, it is
-    # not looked at again.
-    may_be_wrapped = dist.is_available() and dist.is_initialized() and _NotWrapped not in program.memory.kept
-    if may_be_wrapped and check_no_wrapped_module_in(grad_fn):
-        program.memory.keep(_NotWrapped)
+    check_unwrapped(grad_fn, program.memory)
     if isinstance(grad_fn, ModuleGradient):
         return grad_fn.window(program, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
@@ -47,6 +44,14 @@ def window_of(program: Program, backend: Backend) -> Window:
             return Engine(program, grad_fn, backend, reductions[0] if reductions else None)
         return Calls(program, grad_fn.bound(backend), reductions, grad_fn)
     return Calls(program, grad_fn, reductions)
+
+
+def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
+    """Raises FuncgaError for a loss that uses a wrapped module: it would get gradients that nobody reduces."""
+    # Once a step is seen to use none, it is not looked at again.
+    may_be_wrapped = dist.is_available() and dist.is_initialized() and _NotWrapped not in memory.kept
+    if may_be_wrapped and check_no_wrapped_module_in(grad_fn):
+        memory.keep(_NotWrapped)
 
 
 class _NotWrapped:

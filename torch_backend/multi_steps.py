@@ -6,16 +6,21 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from funcga._backend.dispatch import load
 from funcga._fold import Tally, largest
+from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
+from funcga._grad import GradientFunction
 from funcga._replicas import Memory
 from funcga._transform.window import Window
-from funcga._types import Array, Reduced, Scalar, Tree
+from funcga._types import Array, GradFn, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor, local
+from torch_backend.engine.adding import Adding, adds, kept_for
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
+from torch_backend.loop import check_unwrapped
 from torch_backend.optim.parameters import added as added
 from torch_backend.optim.parameters import narrowed as narrowed
 from torch_backend.reduce import Reduction
@@ -81,6 +86,29 @@ def _views_of_zero(like: torch.Tensor) -> torch.Tensor:
 
 def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
     return arrays.accumulator_dtype(like.dtype) if arrays.kind(like.dtype) in ("float", "complex") else like.dtype
+
+
+def add_from(
+    gradient: GradFn,
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    window: Accumulation,
+    read: Callable[[Tree], tuple[Tree, list[Array]]],
+    weight: Scalar,
+    donate: bool,
+    memory: Memory,
+) -> tuple[Tree, Accumulation]:
+    """(value, the window with one more micro-batch): what a gradient function returns at these arguments."""
+    # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
+    is_free = not (torch.compiler.is_compiling() or arrays.in_transform())
+    if not (isinstance(gradient, GradientFunction) and is_free and adds(window, gradient, args)):
+        value, leaves = read(gradient(*args, **kwargs))
+        return value, window.add(leaves, weight, donate)
+    kept = kept_for(gradient, memory)
+    check_unwrapped(gradient, kept.memory)
+    (loss, aux), accumulators = Adding(kept, load("torch"), window, donate).add(args, kwargs, weight)
+    value = (loss, aux) if gradient.has_aux else loss
+    return value if gradient.with_value else aux, window.added(accumulators, weight)
 
 
 def finite(leaves: Sequence[Array]) -> torch.Tensor:

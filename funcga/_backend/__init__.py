@@ -18,6 +18,7 @@ Outputs = Any
 Tally = Any
 Window = Any
 Memory = Any
+Accumulation = Any
 
 
 # A module implements each of these protocols: `torch_backend.arrays` is an Arrays, `jax_backend.arrays` another one.
@@ -303,6 +304,24 @@ class Transforms(Protocol):
         """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
 
         And whether it held. `donate`: the zeros need no memory, and then are not to be written to.
+        """
+        ...
+
+    def add_from(
+        self,
+        gradient: GradFn,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        window: Accumulation,
+        read: Callable[[Tree], tuple[Tree, list[Array]]],
+        weight: Scalar,
+        donate: bool,
+        memory: Memory,
+    ) -> tuple[Tree, Accumulation]:
+        """(value, the window with one more micro-batch): what a gradient function returns at these arguments.
+
+        `read(output)` takes that apart: (value, the leaves of the gradient). Where the gradient is added as it is
+        computed there is no such output.
         """
         ...
 

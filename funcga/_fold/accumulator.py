@@ -30,6 +30,10 @@ class Accumulation(NamedTuple):
         """The window with one more micro-batch of this weight; in the same memory if that is donated."""
         backend = self.outputs.backend
         accumulators, owned = backend.sums.add(self.outputs.folds, self.accumulators, leaves, weight, donate)
+        return self.added(accumulators, weight, owned)
+
+    def added(self, accumulators: Sequence[Reduced], weight: Scalar, owned: bool = True) -> "Accumulation":
+        """The window whose accumulators have one more micro-batch of this weight in them."""
         return self._replace(accumulators=accumulators, tally=self._tally_with(self.tally_of(weight)), owned=owned)
 
     def tally_of(self, weight: Scalar) -> Tally:

@@ -24,6 +24,7 @@ from funcga._transform import (
     wrapped_transform,
 )
 from funcga._transform.apply import applied, check_donates
+from funcga._transform.from_gradient import check_gradient, value_and_grads
 from funcga._transform.window import (
     Dropped,
     Dropping,
@@ -35,7 +36,7 @@ from funcga._transform.window import (
     restored_params,
 )
 from funcga._transform.window_size import WindowSize, check_target, is_full, target_of
-from funcga._types import Array, Dtype, Reduced, Scalar, Structure, Tree
+from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Structure, Tree
 from funcga.errors import FuncgaError, explains_arguments
 from funcga.folds import FoldTree, mean, sum
 
@@ -78,6 +79,52 @@ class MultiSteps(Transform):
             >>> state = tx.accumulate(grads, state, weight=12)
         """
         return self.update.accumulate(grads, state, weight)
+
+    def accumulate_from(
+        self,
+        gradient: GradFn,
+        state: MultiStepsState,
+        params: Tree,
+        *batch: Tree,
+        weight: Scalar = 1,
+        **kwargs: Tree,
+    ) -> tuple[Tree, MultiStepsState]:
+        """`accumulate` of the gradient at these arguments, which is added where it is computed.
+
+        It returns what `value, grads = gradient(params, *batch, **kwargs)` and
+        `state = tx.accumulate(grads, state, weight=weight)` do. In torch, outside of transforms and torch.compile, the
+        gradients of `funcga.grad` and `funcga.value_and_grad` are added by autograd itself, to the sums of the state:
+        in place with `donate=True`, otherwise to a copy. So there is never a tree of gradients, as in a loop of
+        `.backward()`. That needs a fold that is a sum of what has the parameter's dtype, or of 16 bits; every other
+        fold, `drop`, and gradient functions of other libraries take the two steps. In JAX, under jit, both are the same
+        program.
+
+        After an error the state is as good as before, unless it is donated and the backward pass itself has failed:
+        then a part of this micro-batch is in the window, as a loop of `.backward()` leaves it in `.grad`. A note on the
+        exception says so.
+
+        Args:
+            gradient: `funcga.value_and_grad(loss_fn)`, `funcga.grad(loss_fn)`, or any function that returns the
+                gradients of its first argument, alone or in a pair with a value.
+            state: What `init` or an earlier call returned.
+            params: The parameters, the first argument of `gradient`.
+            *batch: Its other arguments: one micro-batch, which is not split.
+            weight: The weight of the micro-batch, a number or a 0-d array >= 0. By default 1, as in `accumulate`.
+            **kwargs: Keyword arguments of `gradient`, such as loss_scale.
+
+        Returns:
+            (value, state). The value is what `gradient` returns beside the gradients: the loss, (loss, aux), or aux;
+            None if it returns gradients alone.
+
+        Raises:
+            FuncgaError: As `accumulate` and `gradient` do.
+
+        Example:
+            >>> gradient = funcga.value_and_grad(lambda params, x: (x * params["w"]).mean())
+            >>> x = jnp.ones((4, 2))
+            >>> loss, state = tx.accumulate_from(gradient, state, params, x, weight=len(x))
+        """
+        return self.update.accumulate_from(gradient, state, (params, *batch), kwargs, weight)
 
     def flush(self, state: MultiStepsState, params: Tree = None, **extra: Any) -> tuple[Tree, MultiStepsState]:
         """The update of the micro-batches that are in the window, however few they are; the window is then empty.
@@ -259,10 +306,12 @@ class _Binding:
     """What a transform keeps from one call to the next, so as not to work it out again.
 
     `outputs` is its fold bound to gradients in a `structure`, with dtypes and shapes, their `kinds`. `counted` is the
-    same with the number of rejected micro-batches as one more leaf, for `merging` over replicas.
+    same with the number of rejected micro-batches as one more leaf, for `merging` over replicas. `adding` is what a
+    backend keeps that adds gradients where they are computed.
     """
 
     merging: Memory
+    adding: Memory = field(default_factory=Memory)
     kinds: list[tuple[Dtype, object]] | None = None
     structure: Structure = None
     outputs: Outputs | None = None
@@ -393,6 +442,31 @@ class MultiStepsUpdate(UpdateFunction):
         window, state = self._added(grads, self._opened(state.window, backend, replicas), state, weight, replicas)
         return state._replace(window=self._closed(window, replicas))
 
+    def accumulate_from(
+        self, gradient: GradFn, state: MultiStepsState, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
+    ) -> tuple[Tree, MultiStepsState]:
+        """(value, state) with one more micro-batch in its window: what gradient returns at these arguments."""
+        check_gradient(gradient)
+        backend = _backend_of_state(state)
+        replicas = self._replicas(backend)
+        window = self._opened(state.window, backend, replicas)
+        # To drop a micro-batch its gradients have to be seen first.
+        if self.dropping.scope is not None:
+            value, grads = value_and_grads(gradient, gradient(*args, **kwargs), window)
+            window, state = self._added(grads, window, state, weight, replicas)
+        else:
+
+            def read(output: Tree) -> tuple[Tree, list[Array]]:
+                value, grads = value_and_grads(gradient, output, window)
+                return value, self._leaves(grads, window, replicas)
+
+            weight = _checked_weight(weight, window)
+            value, window = backend.transforms.add_from(
+                gradient, args, kwargs, window, read, weight, self.donate, self.binding.adding
+            )
+            state = self._offered(state, state.dropped, backend)
+        return value, state._replace(window=self._closed(window, replicas))
+
     def flush(self, state: MultiStepsState, params: Tree, extra: dict[str, Any]) -> tuple[Tree, MultiStepsState]:
         """(updates, state) of what is in the window."""
         backend, leaves, trained, has_any = self._flushed(state, params, extra)
@@ -498,17 +572,13 @@ class MultiStepsUpdate(UpdateFunction):
     ) -> tuple[Accumulation, MultiStepsState]:
         """The window with one more micro-batch, and the state with what else has changed."""
         backend = window.outputs.backend
-        arrays = backend.arrays
-        leaves = matched_grads(grads, window)
-        backend.transforms.check_merged(leaves, partial(window.outputs.paths, "grads"), replicas)
-        weight = check_weight(weight, arrays)
+        leaves = self._leaves(grads, window, replicas)
+        weight = _checked_weight(weight, window)
         drops = self.dropping.scope is not None
         keep = not drops or self.dropping.is_kept(grads, leaves, backend)
         without = window._replace(rejected=window.rejected + 1) if drops else window
         after = without
         if keep is not False:
-            if len(window.tally.weight) == 2:
-                check_narrow(weight)
             # Where the host does not see whether to keep it, both windows are needed: nothing is written in place.
             after = window.add(leaves, weight, donate=self.donate and keep is True)
             after = after if keep is True else after.where(keep, without)
@@ -516,7 +586,17 @@ class MultiStepsUpdate(UpdateFunction):
         # With replicas the counts are summed at the end of the window.
         if drops and replicas is None:
             dropped = dropped._replace(microbatches=dropped.microbatches + (after.rejected - window.rejected))
-        return after, state._replace(offered=state.offered + 1, updated=arrays.as_array(False), dropped=dropped)
+        return after, self._offered(state, dropped, backend)
+
+    def _leaves(self, grads: Tree, window: Accumulation, replicas: Any) -> list[Array]:
+        """The leaves of the gradients, in the order of their accumulators. FuncgaError if they do not belong there."""
+        leaves = matched_grads(grads, window)
+        window.outputs.backend.transforms.check_merged(leaves, partial(window.outputs.paths, "grads"), replicas)
+        return leaves
+
+    def _offered(self, state: MultiStepsState, dropped: Dropped, backend: Backend) -> MultiStepsState:
+        """The state with one more micro-batch counted."""
+        return state._replace(offered=state.offered + 1, updated=backend.arrays.as_array(False), dropped=dropped)
 
     def _emitted(
         self, backend: Backend, param_leaves: Sequence[Array], owned: bool, has_any: bool | Array,
@@ -606,6 +686,14 @@ class MultiStepsUpdate(UpdateFunction):
         wide = backend.transforms.widened(params, copy=self.donate and not donate)
         after, inner = applied(self.tx, self.donate, grads, inner, wide, extra)
         return (), (backend.transforms.narrowed(after, params, donate), inner)
+
+
+def _checked_weight(weight: Scalar, window: Accumulation) -> Scalar:
+    """The weight of a micro-batch, as a number where the host sees it. FuncgaError for one that cannot be counted."""
+    weight = check_weight(weight, window.outputs.backend.arrays)
+    if len(window.tally.weight) == 2:
+        check_narrow(weight)
+    return weight
 
 
 def _is_parts(node: object) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
 from funcga._types import Structure, Tree
@@ -129,6 +130,11 @@ def _kind(outputs: Outputs, leaf_index: int) -> Literal["weighted", "plain"] | N
     """How a reduced leaf is added in place; None if its fold is no sum, or its sum in a dtype of another kind."""
     fold, dtype = outputs.folds[leaf_index], outputs.dtypes[leaf_index]
     assert fold is not None
+    return kind_in_place(fold, dtype)
+
+
+def kind_in_place(fold: LeafFold, dtype: torch.dtype) -> Literal["weighted", "plain"] | None:
+    """How leaves of this dtype are added in place to the sum of a fold; None if they are not."""
     is_half = dtype in (torch.bfloat16, torch.float16) and fold.accumulator_dtype.is_floating_point
     return fold.adds if is_half or dtype == fold.accumulator_dtype else None
 

@@ -297,14 +297,9 @@ class Engine:
         present = [leaf for leaf in whole if leaf is not None]
         if {*map(type, map(_GRAD, (*present, *moving)))} - {type(None)}:
             raise ran_backward()
-        bind = lambda value: self.program.bind(value, arguments)
-        check = lambda _: self._check_dense(leaves)
-        layout = self.kept.layout_of(
-            self.gradient, (loss, aux), leaves, self.leaves, bind, check, bool(arguments.state)
-        )
-        self.layout = layout
+        self.buffers = self._buffers(loss, aux, leaves, arguments)
+        self.layout = layout = self.buffers.layout
         self.adds_loss_alone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
-        self.buffers = Buffers(layout)
         if self.reduction is not None:
             if self.any_group is not None and self.any_group.heard:
                 # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
@@ -320,6 +315,14 @@ class Engine:
         }
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
         return Backward(self.buffers, leaves_in_backward, lambda: self.around, self.since, seeds=not self.hooked)
+
+    def _buffers(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]", arguments: Arguments) -> Buffers:
+        """What the window folds into, for outputs of this kind."""
+        bind = lambda value: self.program.bind(value, arguments)
+        check = lambda _: self._check_dense(leaves)
+        return Buffers(
+            self.kept.layout_of(self.gradient, (loss, aux), leaves, self.leaves, bind, check, bool(arguments.state))
+        )
 
     def _check_dense(self, leaves: "dict[int, Leaves]") -> None:
         """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
@@ -344,8 +347,8 @@ class Engine:
 
     # --- the end of the window
 
-    def result(self, state: list[Any]) -> Tree:
-        """The normalised result, in the structure of grad_fn's output."""
+    def _end(self) -> None:
+        """Ends the window, so that the buffers alone have the sums. FuncgaError for what shows only now."""
         assert self.backward is not None
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.arity, self.backend)
@@ -361,6 +364,10 @@ class Engine:
         if self.watch is not None:
             self.watch.check()
         self.buffers.settle(self.backward.leaves)
+
+    def result(self, state: list[Any]) -> Tree:
+        """The normalised result, in the structure of grad_fn's output."""
+        self._end()
         if self.reduction is None:
             return self.buffers.result(state)
         if self.merges_shards:
