@@ -51,7 +51,7 @@ class GradientFunction:
         # The names are for errors alone, so they are worked out only there.
         names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
         backend = backend_of([*args, *kwargs.values()], names)
-        return self.bound(backend)(*args, **kwargs)
+        return backend.loop.alone(self, backend)(*args, **kwargs)
 
     def bound(self, backend: Backend) -> GradFn:
         """The framework's own gradient function. It raises FuncgaError where loss_fn returns no real scalar."""
@@ -352,7 +352,10 @@ def value_and_grad(
 
     For a gradient of a gradient, call this function, or a step of `accumulate`, inside of a loss, and differentiate
     that loss with it. In torch, `.backward()` on what is computed from the results of `accumulate` or `stream` is
-    first-order: they have no graph.
+    first-order: they have no graph. The results of a call by itself have one where an argument, or a tensor that
+    loss_fn closes over, requires grad, unless under `torch.no_grad()`: then `.backward()` is second-order. That takes
+    longer, as it runs on torch.func, or records the backward pass. With parameters that do not require grad, such as
+    `{name: p.detach() for name, p in params.items()}`, or under `torch.no_grad()`, a call takes one backward pass.
 
     Args:
         loss_fn: As in `grad`.

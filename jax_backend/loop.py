@@ -17,8 +17,8 @@ from funcga._call.arguments import Arguments, groups
 from funcga._call.totals import OVERFLOWN
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
-from funcga._grad import bound
-from funcga._types import R, Reduced, Scalar, Tree
+from funcga._grad import GradientFunction, bound
+from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
@@ -439,6 +439,11 @@ def _moved(tree: Tree, device: jax.Device | jax.sharding.Sharding) -> Tree:
 
 
 # -- what the core asks
+
+
+def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
+    """The gradient function as it runs where it is called by itself, and not in a window."""
+    return grad_fn.bound(backend)
 
 
 def is_traced(tree: Tree) -> bool:

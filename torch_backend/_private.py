@@ -58,6 +58,14 @@ def run_backward(loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[t
         run((loss,), (cotangent,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
+_graph_task: Callable[[], int] = _attribute(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs part of a backward pass. Torch 2.11 to 2.13 tell; without it, False."""
+    return _graph_task() != -1
+
+
 # How many nodes of graphs this thread has made. Torch 2.11 to 2.13 tell. Without it no graph is like another.
 nodes_made: Callable[[], float] = _attribute(torch.autograd, "_get_sequence_nr", lambda: math.nan)
 

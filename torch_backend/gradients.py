@@ -64,11 +64,7 @@ _UNKNOWN_TO_FUNC = "functorch transform", "saved tensor hooks", "doesn't have st
 def _explain(error: RuntimeError, arguments: Any) -> None:
     """Raises FuncgaError for errors of torch that say what it does not support; returns for all others."""
     if not _private.transforms() and any(words in str(error) for words in _UNKNOWN_TO_FUNC):
-        raise FuncgaError(
-            "loss_fn does what torch.func does not take, and a gradient function that is called by itself runs on it. "
-            "Checkpoints, saved-tensor hooks and the like need autograd: call a step of one micro-batch, "
-            "funcga.accumulate(funcga.value_and_grad(loss_fn), n=1), which returns the same."
-        ) from error
+        raise needs_autograd() from error
     if "requires_grad_()" in str(error) or "requires_grad flags" in str(error):
         raise switched_off() from error
     tensors = [leaf for leaf in trees.flatten(arguments)[0] if isinstance(leaf, torch.Tensor)]
@@ -78,6 +74,16 @@ def _explain(error: RuntimeError, arguments: Any) -> None:
             "x.to_sparse_coo(), or with layout=torch.jagged. As a micro-batch funcga.stream(grad_fn, weight=...) takes "
             "it as it is."
         ) from error
+
+
+def needs_autograd() -> FuncgaError:
+    """The error for a loss that autograd takes and torch.func does not."""
+    return FuncgaError(
+        "loss_fn does what torch.func does not take, which a gradient function runs on where an argument, or a tensor "
+        "that loss_fn closes over, requires grad, so that what it returns has a graph. Without one it runs on "
+        "autograd, which takes checkpoints, saved-tensor hooks and the like: call it under torch.no_grad(), or give it "
+        "{name: p.detach() for name, p in params.items()}."
+    )
 
 
 def depends(loss: torch.Tensor) -> bool | None:
@@ -97,20 +103,24 @@ def _recorded(of: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         inputs = [tensor.view_as(tensor) for tensor in tensors]
         inputs = [tensor if tensor.requires_grad else tensor.requires_grad_() for tensor in inputs]
         loss, aux = of(inputs)
-        if not (loss.requires_grad and inputs):
-            return [torch.zeros_like(tensor, requires_grad=False) for tensor in inputs], (loss, aux)
-        try:
-            grads = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            raise FuncgaError(
-                "a step inside of a loss has a checkpoint with use_reentrant=True, through which no second derivative "
-                "can be taken. Call checkpoint(..., use_reentrant=False)."
-            ) from error
-        return list(grads), (loss, aux)
+        return recorded_gradients(loss, inputs), (loss, aux)
 
     return gradient
+
+
+def recorded_gradients(loss: torch.Tensor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of a loss, with graphs, so that they can be differentiated."""
+    if not (loss.requires_grad and inputs):
+        return [torch.zeros_like(tensor, requires_grad=False) for tensor in inputs]
+    try:
+        return [*torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True)]
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise FuncgaError(
+            "a step inside of a loss has a checkpoint with use_reentrant=True, through which no second derivative "
+            "can be taken. Call checkpoint(..., use_reentrant=False)."
+        ) from error
 
 
 def _paths(loss_fn: Callable[..., Any], args: tuple[Any, ...], indices: tuple[int, ...]) -> list[str]:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -20,6 +21,7 @@ from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine import Window
+from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, begun_by_others, detached, reductions_of
@@ -56,6 +58,14 @@ def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
 
 class _NotWrapped:
     """Kept by a step whose gradient function was seen to use no wrapped module."""
+
+
+def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
+    """The gradient function as it runs where it is called by itself, and not in a window."""
+    if torch.compiler.is_compiling() or arrays.in_transform():
+        return grad_fn.bound(backend)
+    gradient = partial(value_alone, grad_fn, backend)
+    return untraced(gradient) if callable(_private.compiling()) else gradient
 
 
 def _differentiated_across() -> FuncgaError:

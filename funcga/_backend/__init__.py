@@ -13,6 +13,7 @@ from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Tree
 # These types belong to rooms that import this one, so naming them would be a cycle. Here they only pass through.
 Program = Any
 Coupled = Any
+GradientFunction = Any
 LeafFold = Any
 Outputs = Any
 Tally = Any
@@ -198,6 +199,10 @@ class Loop(Protocol):
 
     def stream(self, program: Program, backend: "Backend") -> Callable[..., Any]:
         """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+        ...
+
+    def alone(self, grad_fn: GradientFunction, backend: "Backend") -> GradFn:
+        """The gradient function as it runs where it is called by itself, and not in a window."""
         ...
 
     def is_traced(self, tree: Tree) -> bool:

@@ -98,7 +98,9 @@ def test_a_batch_without_a_shape():
 
 @pytest.mark.parametrize("make", [lambda: X.to_sparse_csr(), lambda: torch.nested.nested_tensor([X[:2], X[2:]])])
 def test_what_torch_func_does_not_take(make):
-    assert refusal(lambda: funcga.grad(of_rows)(W, make())) == (
+    torch.testing.assert_close(funcga.grad(of_rows)(W, make())["w"], X.sum(0))
+    recorded = {"w": W["w"].clone().requires_grad_()}
+    assert refusal(lambda: funcga.grad(of_rows)(recorded, make())) == (
         "an argument is a compressed sparse or a nested tensor, which torch.func does not take. Give it dense, as "
         "x.to_sparse_coo(), or with layout=torch.jagged. As a micro-batch funcga.stream(grad_fn, weight=...) takes it "
         "as it is."
@@ -161,9 +163,9 @@ def test_requires_grad_inside_of_a_loss(way, kind):
     gradient = funcga.grad(loss)
     inside = funcga.accumulate(funcga.grad(lambda p, x: sum(g.sum() for g in gradient(p, x).values())), 1)
     step = {**steps_of(gradient), "alone": gradient, "inside": inside}[way]
-    if way == "alone":
+    if way == "alone" and kind == "module":  # parameters that require grad
         assert refusal(lambda: step(params, X)) == UNKNOWN_TO_FUNC
-        return
+        params = {name: p.detach() for name, p in params.items()}
     assert refusal(lambda: step(params, X)) == (
         "loss_fn calls requires_grad_() on a parameter that it is given, whose gradient is being taken. Leave what is "
         "frozen out of the parameters, as a pure_loss allows; or use p.detach() in loss_fn."
@@ -172,9 +174,10 @@ def test_requires_grad_inside_of_a_loss(way, kind):
 
 
 UNKNOWN_TO_FUNC = (
-    "loss_fn does what torch.func does not take, and a gradient function that is called by itself runs on it. "
-    "Checkpoints, saved-tensor hooks and the like need autograd: call a step of one micro-batch, "
-    "funcga.accumulate(funcga.value_and_grad(loss_fn), n=1), which returns the same."
+    "loss_fn does what torch.func does not take, which a gradient function runs on where an argument, or a tensor that "
+    "loss_fn closes over, requires grad, so that what it returns has a graph. Without one it runs on autograd, which "
+    "takes checkpoints, saved-tensor hooks and the like: call it under torch.no_grad(), or give it {name: p.detach() "
+    "for name, p in params.items()}."
 )
 
 
@@ -202,16 +205,25 @@ def of_numpy(module, x):
 @pytest.mark.parametrize(
     "loss_fn", [of_checkpoint, of_reentrant_checkpoint, of_older_checkpoint, of_offloaded, of_numpy]
 )
-def test_a_gradient_alone_names_the_step_that_takes_what_it_does_not(loss_fn):
+def test_a_gradient_alone_takes_what_torch_func_does_not(loss_fn):
     module = nn.Linear(3, 2).double()
     x, params = torch.randn(4, 3, dtype=torch.float64), dict(module.named_parameters())
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))
     assert refusal(lambda: gradient(params, x)) == UNKNOWN_TO_FUNC
-    value, grads = funcga.accumulate(gradient, n=1)(params, x)
+    with torch.no_grad():
+        under_no_grad = gradient(params, x)
+    detached = {name: p.detach() for name, p in params.items()}
+    of_detached = under_no_grad
+    if loss_fn is of_reentrant_checkpoint:  # a tensor of its own requires grad: it might have second-order terms
+        assert refusal(lambda: gradient(detached, x)) == UNKNOWN_TO_FUNC
+    else:
+        of_detached = gradient(detached, x)
+    assert all(p.grad is None for p in module.parameters())
     loss = loss_fn(module, x)
-    torch.testing.assert_close(value, loss.detach())
     loss.backward()
-    torch.testing.assert_close(grads, {name: p.grad for name, p in module.named_parameters()})
+    expected = loss.detach(), {name: p.grad for name, p in module.named_parameters()}
+    for got in (under_no_grad, of_detached, funcga.accumulate(gradient, n=1)(params, x)):
+        torch.testing.assert_close(got, expected)
 
 
 class OfTorchOpt:

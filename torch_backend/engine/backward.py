@@ -33,7 +33,39 @@ from torch_backend.engine.others import Surroundings, applied, left_alone, reach
 _GRAD, _IS_CPU, _NBYTES, _CDATA = (operator.attrgetter(name) for name in ("grad", "is_cpu", "nbytes", "_cdata"))
 
 
-class Backward:
+class Pass:
+    """Backward passes restricted to these leaves; `around`: what a function's own backward pass may write to."""
+
+    def __init__(self, inputs: tuple[torch.Tensor, ...], around: Callable[[], Surroundings]):
+        self.inputs, self.around = inputs, around
+        self.autocast = autocasting({leaf.device.type for leaf in inputs}) if _private.is_any_autocast_enabled() else []
+        self.on_host = all(map(_IS_CPU, inputs))
+
+    def run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
+        """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
+        with ExitStack() as outside:
+            for device in self.autocast:
+                outside.enter_context(torch.autocast(device, enabled=False))
+            cotangent = torch.full_like(loss, seed, requires_grad=False)
+            _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
+
+    def run_by_hand(
+        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], others: list[torch.Tensor]
+    ) -> None:
+        """`torch.autograd.backward(loss, seed)`, and no leaf but the inputs has another `.grad` afterwards."""
+        around = self.around()
+        foreign = {id(leaf): leaf for leaf in (*others, *around.leaves)}
+        for leaf in inputs:
+            foreign.pop(id(leaf), None)
+        in_graph = {*map(id, others)}
+        # What the whole pass leaves in the `.grad`s of others is read before they get their own back.
+        with left_alone([*foreign.values()]):
+            self.run(loss, seed, ())
+            written = [leaf for key, leaf in foreign.items() if leaf.grad is not None and key not in in_graph]
+        around.check(written)
+
+
+class Backward(Pass):
     """Folds the gradients of a window's leaves into its buffers; `leaves` are by their leaf indices in the output.
 
     The cotangent is 1 for micro-batches of equal weight. Otherwise it is the weight's share, if every leaf is a
@@ -48,8 +80,9 @@ class Backward:
         self, buffers: Buffers, leaves: dict[int, torch.Tensor], around: Callable[[], Surroundings], since: object,
         seeds: bool = True,
     ):  # fmt: skip
-        self.buffers, self.layout, self.leaves, self.inputs = buffers, buffers.layout, leaves, tuple(leaves.values())
-        self.around, self.since, self.seeds = around, since, seeds and self.layout.takes_seeds
+        super().__init__(tuple(leaves.values()), around)
+        self.buffers, self.layout, self.leaves = buffers, buffers.layout, leaves
+        self.since, self.seeds = since, seeds and self.layout.takes_seeds
         reduced = buffers.reduced
         # From here until `release` buffers and leaves share the accumulators: autograd adds to `leaf.grad` in place.
         for position, _, index, _, wide in self.layout.added:
@@ -62,10 +95,6 @@ class Backward:
             if reduced[index] is not None:
                 leaf.grad = reduced[index]
         self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
-        self.autocast = (
-            autocasting({leaf.device.type for leaf in self.inputs}) if _private.is_any_autocast_enabled() else []
-        )
-        self.on_host = all(map(_IS_CPU, self.inputs))
         self._survey()
         self.writes = self._count_writes()
 
@@ -155,14 +184,6 @@ class Backward:
         self.attached = has_weight
         self._survey()
 
-    def _run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
-        """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
-        with ExitStack() as outside:
-            for device in self.autocast:
-                outside.enter_context(torch.autocast(device, enabled=False))
-            cotangent = torch.full_like(loss, seed, requires_grad=False)
-            _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
-
     def _run_with_care(
         self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], weight: Scalar, has_weight: bool,
         ready: Callable[[int], None] | None,
@@ -178,32 +199,17 @@ class Backward:
         if applied.last is not self.since:
             others, custom = reach(loss, {*map(id, inputs)})
         if custom:
-            self._run_by_hand(loss, seed, inputs, others)
+            self.run_by_hand(loss, seed, inputs, others)
             # A leaf may get several gradients in such a pass, so each is taken when the pass is over, without a hook.
             arrived = [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]
             for leaf_index in arrived:
                 self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
         elif not (waiting or ready):
-            self._run(loss, seed, inputs)
+            self.run(loss, seed, inputs)
         else:
             self._run_hooked(loss, seed, inputs, weight, waiting, ready)
         if layout.others:
             self._add_zeros(waiting.intersection(layout.others), weight)
-
-    def _run_by_hand(
-        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], others: list[torch.Tensor]
-    ) -> None:
-        """`torch.autograd.backward(loss, seed)`, and no leaf but the inputs has another `.grad` afterwards."""
-        around = self.around()
-        foreign = {id(leaf): leaf for leaf in (*others, *around.leaves)}
-        for leaf in inputs:
-            foreign.pop(id(leaf), None)
-        in_graph = {*map(id, others)}
-        # What the whole pass leaves in the `.grad`s of others is read before they get their own back.
-        with left_alone([*foreign.values()]):
-            self._run(loss, seed, ())
-            written = [leaf for key, leaf in foreign.items() if leaf.grad is not None and key not in in_graph]
-        around.check(written)
 
     def _run_hooked(
         self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], weight: Scalar, waiting: set[int],
@@ -220,7 +226,7 @@ class Backward:
                 for added in self.layout.added
             ]
         try:
-            self._run(loss, seed, inputs)
+            self.run(loss, seed, inputs)
         finally:
             for handle in handles:
                 handle.remove()

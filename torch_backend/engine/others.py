@@ -74,7 +74,8 @@ _AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_g
 
 def reach(loss: torch.Tensor, known_ids: Collection[int]) -> tuple[list[torch.Tensor], bool]:
     """(the leaves of a loss's graph but for those of these ids, whether a function in it may run a pass of its own)."""
-    assert loss.grad_fn is not None
+    if loss.grad_fn is None:  # a leaf itself
+        return [loss] if id(loss) not in known_ids else [], False
     # Breadth first: the list grows while it is walked through.
     nodes: list[Node] = [loss.grad_fn]
     seen: set[Node | None] = {None, *nodes}

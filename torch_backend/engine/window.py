@@ -9,7 +9,7 @@ themselves, whose `.grad`s are put aside meanwhile.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Self
@@ -137,9 +137,11 @@ class Engine:
         leaves, moving = (self.leaves, ()) if self.is_whole else self._with_those_of(args)
         called = [leaves[argnum].tree if argnum in leaves else arg for argnum, arg in enumerate(args)][self.first :]
         # What is noted until a first gradient has come to a leaf.
-        arrivals = None if self.gradient.reached else _Arrivals(self.gradient)
+        arrivals = None if self.gradient.reached else Arrivals(self.gradient)
         with self.visit as loss_fn:
             loss, aux, differentiated = self._evaluate(loss_fn, called, kwargs)
+            if self.gradient.has_aux:
+                aux = detached(aux)
             # The first loss shows what becomes of the output. Accumulators have to be there before its backward pass.
             if self.backward is None:
                 self.backward = self._bind(loss.detach(), aux, leaves, moving, arguments)
@@ -150,10 +152,10 @@ class Engine:
                 try:
                     # Hooks are put on the leaves only now: a loss that has switched one off is found out here at once.
                     if arrivals is not None:
-                        arrivals.watch(_tensors(leaves))
+                        arrivals.watch(tensors_of(leaves))
                     share = self.backward(differentiated, weight, moving, announce, communicates)
                 except RuntimeError as error:
-                    _explain(error, leaves)
+                    explain(error, leaves)
                     raise
 
         if arrivals is not None:
@@ -210,7 +212,7 @@ class Engine:
         argnums = self._differentiated(len(args))
         moving = {argnum: self._leaves_of(args[argnum], argnum) for argnum in argnums if argnum not in self.leaves}
         leaves = {argnum: moving[argnum] if argnum in moving else self.leaves[argnum] for argnum in argnums}
-        return leaves, _tensors(moving)
+        return leaves, tensors_of(moving)
 
     def _leaves_of(self, tree: Tree, argnum: int) -> "Leaves":
         originals, structure = trees.flatten(tree)
@@ -237,7 +239,7 @@ class Engine:
     def _evaluate(
         self, loss_fn: Callable[..., Any], args: list[Tree], kwargs: dict[str, Tree]
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
-        """(the loss, its aux without a graph, the loss times its scale, which is differentiated)."""
+        """(the loss, its aux, the loss times its scale, which is differentiated)."""
         scale, gradient = None, self.gradient
         if kwargs or gradient.scaled:
             scale, kwargs = gradient.read_scale(kwargs, self.backend)
@@ -248,7 +250,7 @@ class Engine:
             if gradient.has_aux or not is_real_scalar:
                 loss, aux = gradient.split(loss, self.backend)
             differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
-        return loss, detached(aux) if gradient.has_aux else None, differentiated
+        return loss, aux, differentiated
 
     def _listen(self, weight: Scalar, last: bool) -> "tuple[Callable[[], Callable[[int], None]] | None, bool]":
         """(what announces the window before its last backward pass, whether the loss has called any collective)."""
@@ -295,8 +297,7 @@ class Engine:
         """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
         whole = [leaf for argument in self.leaves.values() for leaf in argument.leaves]
         present = [leaf for leaf in whole if leaf is not None]
-        if {*map(type, map(_GRAD, (*present, *moving)))} - {type(None)}:
-            raise ran_backward()
+        check_no_gradients((*present, *moving))
         self.buffers = self._buffers(loss, aux, leaves, arguments)
         self.layout = layout = self.buffers.layout
         self.adds_loss_alone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
@@ -308,8 +309,7 @@ class Engine:
             self.likes = trees.flatten(value)[0]
             if not self.merges_shards:
                 self.reduction.begin(self.buffers, self.likes)
-        # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
-        self.versions = sum(map(_private.version, present))
+        self.versions = versions_of(present)
         leaves_in_backward = {
             index: leaf for index, leaf in zip(layout.in_backward, whole, strict=True) if leaf is not None
         }
@@ -352,13 +352,7 @@ class Engine:
         assert self.backward is not None
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.arity, self.backend)
-        # A module may write to parameters of its own, as an embedding with max_norm does.
-        if self.module is None and sum(map(_private.version, self.backward.inputs)) != self.versions:
-            raise FuncgaError(
-                "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of "
-                "its micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the "
-                "parameters when the window is done."
-            )
+        self._check_unchanged(self.backward.inputs)
         # The leaves give the accumulators back: from here on only the buffers hold them.
         self.backward.release()
         if self.watch is not None:
@@ -377,6 +371,15 @@ class Engine:
             self._note_collectives()  # those of the last backward pass, too
         state = self.reduction.finish(state)
         return self._on_meshes(self.buffers.result(state))
+
+    def _check_unchanged(self, leaves: Sequence[torch.Tensor]) -> None:
+        # A module may write to parameters of its own, as an embedding with max_norm does.
+        if self.module is None and versions_of(leaves) != self.versions:
+            raise FuncgaError(
+                "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of "
+                "its micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the "
+                "parameters when the window is done."
+            )
 
     def _on_meshes(self, result: Tree) -> Tree:
         """The result with the gradients of a module where its parameters lie."""
@@ -416,9 +419,20 @@ def begun_by_others(bind: Callable[[Tree], Outputs], reduction: Reduction, argum
     return reduction.buffers
 
 
-def _explain(error: RuntimeError, leaves: Mapping[int, Leaves]) -> None:
+def versions_of(leaves: Iterable[torch.Tensor]) -> int:
+    """A number that changes with every write to one of these."""
+    return sum(map(_private.version, leaves))
+
+
+def check_no_gradients(leaves: Iterable[torch.Tensor]) -> None:
+    """Raises FuncgaError if a backward pass of loss_fn has left a gradient in one of the leaves."""
+    if {*map(type, map(_GRAD, leaves))} - {type(None)}:
+        raise ran_backward()
+
+
+def explain(error: RuntimeError, leaves: Mapping[int, Leaves]) -> None:
     """Raises FuncgaError if the error comes of a leaf that was switched off; returns for all others."""
-    if not all(leaf.requires_grad for leaf in _tensors(leaves)):
+    if not all(leaf.requires_grad for leaf in tensors_of(leaves)):
         raise switched_off() from error
 
 
@@ -447,11 +461,12 @@ _NO_HOOKS = (None, None)
 _GRAD, _REQUIRES_GRAD, _DICT = (operator.attrgetter(name) for name in ("grad", "requires_grad", "__dict__"))
 
 
-def _tensors(leaves: Mapping[int, Leaves]) -> list[torch.Tensor]:
+def tensors_of(leaves: Mapping[int, Leaves]) -> list[torch.Tensor]:
+    """The leaves of all arguments."""
     return [leaf for argument in leaves.values() for leaf in argument.leaves if leaf is not None]
 
 
-class _Arrivals:
+class Arrivals:
     """Notes in the gradient function whether the next backward pass reaches a leaf. Made before the loss is called."""
 
     def __init__(self, gradient: GradientFunction):

@@ -238,7 +238,7 @@ def test_an_exception_in_it_leaves_every_grad_as_it_was(recompute):
 def test_the_next_micro_batch_is_an_ordinary_one_again(monkeypatch):
     module, x = net()
     foreign, by_hands = nn.Parameter(torch.ones((), dtype=torch.float64)), []
-    monkeypatch.setattr(Backward, "_run_by_hand", recorded(Backward._run_by_hand, by_hands))
+    monkeypatch.setattr(Backward, "run_by_hand", recorded(Backward.run_by_hand, by_hands))
     loss = lambda module, x: module.loss(x, RECOMPUTES["reentrant" if x[0, 0] > 0 else "plain"]) * foreign
     expected, foreign.grad = mean_by_hand(module, loss, x, 7), None
     step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 7)
@@ -255,7 +255,7 @@ def recorded(function, calls):
 def test_what_runs_no_backward_pass_is_run_as_ever(kind, monkeypatch):
     module, x = net()
     by_hands = []
-    monkeypatch.setattr(Backward, "_run_by_hand", recorded(Backward._run_by_hand, by_hands))
+    monkeypatch.setattr(Backward, "run_by_hand", recorded(Backward.run_by_hand, by_hands))
     loss = lambda module, x: module.loss(x, RECOMPUTES["plain" if kind == "compiled" else kind])
     torch._dynamo.reset()
     made = torch.compile(loss, backend="aot_eager") if kind == "compiled" else loss
