@@ -209,6 +209,10 @@ def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     A kernel that runs through the memory of several tensors at once, such as those of `fused=True`, needs equal
     strides. Where `like` is expanded or sliced, the strides are those of its clone.
     """
+    # Usually both are contiguous, and no sparse tensor is, so that they have strides.
+    is_usual = type(tensor) is torch.Tensor and tensor.is_contiguous() and like.is_contiguous()
+    if is_usual and tensor.stride() == like.stride():
+        return tensor
     # DTensors are compared, and copied, by the shards of this process.
     shard, wanted = local_tensors([tensor, like])
     if shard.layout is not torch.strided or wanted.layout is not torch.strided or shard.shape != wanted.shape:
@@ -229,7 +233,7 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     extents = sorted((*_extent(tensor), index) for index, tensor in enumerate(separate) if tensor is not None)
     # In the order of addresses, each tensor must begin at or after the end of all earlier ones. If the extent of one is
     # shorter than the bytes of its elements, some of these share memory.
-    ends: dict[str, int] = {}
+    ends: dict[int, int] = {}
     for device, start, end, nbytes, index in extents:
         tensor = separate[index]
         if tensor is not None and (start < ends.get(device, 0) or end - start < nbytes):
@@ -239,12 +243,15 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     return separate
 
 
-def _extent(tensor: torch.Tensor) -> tuple[str, int, int, int]:
-    """The device of a tensor, the addresses of its memory from start to end, and the bytes of its elements."""
+def _extent(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    """The number of its device, the addresses of a tensor's memory from start to end, and the bytes of its elements."""
+    if type(tensor) is torch.Tensor and tensor.is_contiguous():  # as most are
+        start, nbytes = tensor.data_ptr(), tensor.nbytes
+        return tensor.get_device(), start, start + nbytes, nbytes
     shard = local_tensors([tensor])[0]
     if shard.layout is not torch.strided or not shard.numel():
-        return str(shard.device), 0, 0, 0
+        return shard.get_device(), 0, 0, 0
     # The offset of the last element, in elements.
     last = sum((size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True))
     start, width = shard.data_ptr(), shard.element_size()
-    return str(shard.device), start, start + (last + 1) * width, shard.numel() * width
+    return shard.get_device(), start, start + (last + 1) * width, shard.numel() * width

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from torch_backend import trees
 from torch_backend.arrays import with_strides_of, without_overlap
 from torch_backend.dtensor import local_tensors
 from torch_backend.modules.checks import check_not_differentiated
+from torch_backend.optim.built import Builder
 from torch_backend.optim.options import Options, Schedule, check_kept, check_names, check_scheduler, shared
 from torch_backend.optim.parameters import check_parameters
 from torch_backend.optim.state import (
@@ -25,6 +27,7 @@ from torch_backend.optim.state import (
     initial_state,
     on_tensors,
     to_slot,
+    without_grads,
 )
 
 Closure = Callable[[], torch.Tensor]
@@ -115,6 +118,16 @@ class _Update(UpdateFunction):
     options: Options
 
     @cached_property
+    def builder(self) -> Builder:
+        """What builds the optimizer of each step."""
+        # LBFGS alone, which needs a closure, keeps its parameters beside its groups.
+        return Builder(self.options, keeps=self.is_stock and not self.needs_closure)
+
+    def __reduce__(self) -> Any:
+        """How it is pickled: what is kept between calls can be worked out again."""
+        return type(self), (self.options,)
+
+    @cached_property
     def is_stock(self) -> bool:
         """Whether the optimizer is torch's own, of which it is known what they write to."""
         return self.options.optimizer.__module__.startswith("torch.optim.")
@@ -167,15 +180,13 @@ class _Update(UpdateFunction):
         """The parameters after the step, and the state; if `donate`, in the memory of both."""
         arguments = UpdateArguments(grads, state, params)
         with torch.no_grad():
-            parameters = [entry.parameter.detach() for entry in arguments.entries]
-            # Tied parameters become two: each has a step and a state of its own.
-            stepped = without_overlap(parameters) if donate else [parameter.clone() for parameter in parameters]
-            slots = self._step(arguments, stepped, extra.get("closure"), donate)
-            state = arguments.state_after(stepped, slots, donate)
-        for tensor in stepped:
-            tensor.grad = None
-            tensor.requires_grad_(False)
-        return arguments.tree(stepped), state
+            if donate:
+                # Tied parameters become two: each has a step and a state of its own.
+                stepped = without_overlap([parameter.detach() for parameter in arguments.parameters])
+            else:
+                stepped = [parameter.detach().clone() for parameter in arguments.parameters]
+            after = self._step(arguments, stepped, extra.get("closure"), donate)
+            return arguments.tree(without_grads(stepped)), after
 
     def _updated(
         self, owned: bool, grads: Tree, state: OptimizerState, params: Tree, extra: dict[str, object]
@@ -183,44 +194,58 @@ class _Update(UpdateFunction):
         arguments = UpdateArguments(grads, state, params)
         with torch.no_grad():
             # The caller's parameters are never written to.
-            copies = [entry.parameter.clone() for entry in arguments.entries]
-            slots = self._step(arguments, copies, extra.get("closure"), owned)
-            state = arguments.state_after(copies, slots, owned)
-            return arguments.tree(arguments.differences(copies)), state
+            copies = [parameter.detach().clone() for parameter in arguments.parameters]
+            after = self._step(arguments, copies, extra.get("closure"), owned)
+            return arguments.tree(arguments.differences(copies)), after
 
     def _step(
         self, arguments: UpdateArguments, copies: list[torch.Tensor], function: object, owned: bool
-    ) -> list[Slot]:
-        """What the optimizer keeps for each of these copies of the parameters after a step, which it takes on them.
+    ) -> OptimizerState:
+        """The state after a step that the optimizer takes on copies of the parameters.
 
         If the state is `owned`, it lies in its memory, and the gradients may be written to.
         """
         if not copies:
-            return []
+            return arguments.state_after([], [], owned)
         if not self.is_stock:
             for copy in copies:
                 copy.requires_grad_()  # as optimizers of others may ask for
-        # A new optimizer of the copies gets the old state.
-        optimizer = self.options.build(copies, arguments.params, int(arguments.state.count))
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            _check_sparse(arguments)
-        # The gradients come before the step: a closure, if there is one, replaces them inside of it.
-        closure = _constant(optimizer) if self.needs_closure and function is None else None
-        if function is not None:
-            closure = _evaluating(function, arguments, copies)
-        for copy, grad in zip(copies, self._gradients(optimizer, arguments, copies, owned), strict=True):
-            copy.grad = grad
-        for copy, entry in zip(copies, arguments.entries, strict=True):
-            if entry.started and entry.slot:
-                optimizer.state[copy] = from_slot(entry.slot, owned, copy)
-        # It steps, and what it has changed is read from the copies and its state.
-        before = shared(optimizer)
+        count = int(arguments.state.count)
+        with self.builder.built(copies, arguments.params, arguments.structure, count) as optimizer:
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                _check_sparse(arguments)
+            # The gradients come before the step: a closure, if there is one, replaces them inside of it.
+            closure = _constant(optimizer) if self.needs_closure and function is None else None
+            if function is not None:
+                closure = _evaluating(function, arguments, copies)
+            for copy, grad in zip(copies, self._gradients(optimizer, arguments, copies, owned), strict=True):
+                copy.grad = grad
+            for copy, slot, started in zip(copies, arguments.slots, arguments.started, strict=True):
+                if started and slot:
+                    optimizer.state[copy] = from_slot(slot, owned, copy)
+            # It steps, and what it has changed is read from the copies and its state.
+            slots = self._stepped(arguments, optimizer, copies, closure)
+        return arguments.state_after(copies, slots, owned)
+
+    def _stepped(
+        self,
+        arguments: UpdateArguments,
+        optimizer: Optimizer,
+        copies: list[torch.Tensor],
+        closure: Closure | None,
+    ) -> list[Slot]:
+        """What an optimizer keeps for each of its tensors after a step."""
+        if not self.is_stock:
+            before = shared(optimizer)
+            _step_from(arguments, optimizer, closure)
+            check_kept(before, optimizer)
+            return [self._slot(optimizer, copy) for copy in copies]
+        # Those of torch change nothing of their own, as the step of `init` has shown.
         _step_from(arguments, optimizer, closure)
-        check_kept(before, optimizer)
-        slots = [self._slot(optimizer, copy) for copy in copies]
+        slots = [to_slot(optimizer.state.get(copy, {})) for copy in copies]
         # If a step adds a key to a slot that is in use, it has missed that key there: the state is another optimizer's.
         # LBFGS alone adds keys in its second update.
-        if self.is_stock and not self.needs_closure:
+        if not self.needs_closure:
             arguments.check_keys(slots, type(optimizer).__name__)
         return slots
 
@@ -228,7 +253,7 @@ class _Update(UpdateFunction):
         self, optimizer: Optimizer, arguments: UpdateArguments, copies: list[torch.Tensor], owned: bool
     ) -> list[torch.Tensor | None]:
         """The gradients, in the strides of the copies and in memory that the step may write to."""
-        grads = [entry.grad for entry in arguments.entries]
+        grads = arguments.grads
         pairs = zip(grads, copies, strict=True)
         strided = [None if grad is None else with_strides_of(grad, copy) for grad, copy in pairs]
         if self.is_stock and not _writes_to_gradients(optimizer):
@@ -256,7 +281,7 @@ def _writes_to_gradients(optimizer: Optimizer) -> bool:
 
 
 def _check_sparse(arguments: UpdateArguments) -> None:
-    if any(entry.grad is not None and entry.grad.layout is torch.strided for entry in arguments.entries):
+    if any(grad is not None and grad.layout is torch.strided for grad in arguments.grads):
         raise FuncgaError(
             "SparseAdam takes sparse gradients alone, and was given a dense one: what funcga sums, in accumulate, "
             "stream and multi_steps, is dense. Use torch.optim.Adam; or give it the sparse gradients of a .backward()."
@@ -282,7 +307,7 @@ def _step_from(arguments: UpdateArguments, optimizer: Optimizer, closure: Closur
     except KeyError as error:
         # With a closure the KeyError may be the closure's own.
         if closure is None:
-            arguments.check_keys([error.args] * len(arguments.entries), type(optimizer).__name__)
+            arguments.check_keys([error.args] * len(arguments.slots), type(optimizer).__name__)
         raise
 
 
@@ -318,8 +343,8 @@ def _evaluating(function: object, arguments: UpdateArguments, copies: list[torch
             raise FuncgaError(_no_closure(f"closure returned {type(output).__name__}"))
         loss, grads = output
         gradients = arguments.gradients(grads)
-        for entry, copy in zip(arguments.entries, copies, strict=True):
-            copy.grad = gradients[entry.leaf_index]
+        for leaf_index, copy in zip(arguments.leaf_indices, copies, strict=True):
+            copy.grad = gradients[leaf_index]
         return loss  # type: ignore[no-any-return]
 
     return closure

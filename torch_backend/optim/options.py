@@ -29,27 +29,37 @@ class Options:
     groups: Callable[[str], Mapping[str, object]] | None
     schedule: "Schedule | None"
 
-    def build(self, tensors: Sequence[torch.Tensor], params: Tree, count: int) -> Optimizer:
-        """The optimizer of the tensors that stand for these parameters after `count` updates, its state empty."""
+    def build(self, tensors: Sequence[torch.Tensor], params: Tree, count: int) -> tuple[Optimizer, bool]:
+        """The optimizer of the tensors that stand for these parameters after `count` updates, its state empty.
+
+        And whether one of its options varies with the count.
+        """
         # A group of one's own options overrides the options for all, as torch's param_groups do.
-        grouped = tensors if self.groups is None else self._grouped(tensors, params, count)
-        optimizer = self.optimizer(grouped, **_at(self.options, count))
-        # A scheduler has the last word: it began with the options above.
+        groups = [] if self.groups is None else self._grouped(tensors, params)
+        varies = any(callable(value) for options in (self.options, *groups) for value in options.values())
+        grouped = tensors if self.groups is None else [_at(group, count) for group in groups]
+        return self.optimizer(grouped, **_at(self.options, count)), varies
+
+    def schedule_groups(self, optimizer: Optimizer, began_with: list[Group], count: int) -> None:
+        """Gives each group of an optimizer the options that the scheduler has for it after `count` updates."""
+        # A scheduler has the last word: it began with the options that the optimizer was built with.
         if self.schedule is not None:
+            for group, options in zip(optimizer.param_groups, began_with, strict=True):
+                group.update(options)
             for group, options in zip(optimizer.param_groups, self.schedule(optimizer, count), strict=True):
                 group.update(options)
-        return optimizer
 
     def singles(self, tensors: Sequence[torch.Tensor], params: Tree) -> Iterator[tuple[torch.Tensor, Optimizer]]:
         """A copy of each tensor, and the optimizer of it alone before its first update, one after the other."""
-        optimizer = self.build(tensors, params, 0)
+        optimizer, _ = self.build(tensors, params, 0)
+        self.schedule_groups(optimizer, [*map(without_params, optimizer.param_groups)], 0)
         group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
         for tensor in tensors:
             # Only one copy is there at a time.
             copy = tensor.clone().requires_grad_()
             yield copy, self.optimizer([{**group_of[id(tensor)], "params": [copy]}], **_at(self.options, 0))
 
-    def _grouped(self, tensors: Sequence[torch.Tensor], params: Tree, count: int) -> list[Group]:
+    def _grouped(self, tensors: Sequence[torch.Tensor], params: Tree) -> list[Group]:
         """A group for all tensors of the same options, in the order of their first ones."""
         assert self.groups is not None
         names = [name for name, leaf in paths_and_leaves(params, trees.children) if leaf is not None]
@@ -63,7 +73,7 @@ class Options:
                 groups.append((options, [tensor]))
             else:
                 members.append(tensor)
-        return [{"params": members, **_at(options, count)} for options, members in groups]
+        return [{"params": members, **options} for options, members in groups]
 
     def _check_group(self, options: object, name: str) -> None:
         if not isinstance(options, dict):
@@ -129,7 +139,7 @@ class Schedule:
 
     def __call__(self, optimizer: Optimizer, count: int) -> list[Group]:
         """The options of each group, `params` left out."""
-        options = [_without_params(group) for group in optimizer.param_groups]
+        options = [without_params(group) for group in optimizer.param_groups]
         with self.lock:
             # A scheduler cannot go back. Another one begins for an earlier count, and for groups of other options.
             if self.running is None or self.running.count > count or self.running.began_with != options:
@@ -141,7 +151,8 @@ class Schedule:
                 raise
 
 
-def _without_params(group: Group) -> Group:
+def without_params(group: Group) -> Group:
+    """The options of a group, without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -210,7 +221,7 @@ def shared(optimizer: Optimizer) -> dict[str, object]:
     options = {
         f"param_groups[{index}][{name!r}]": value
         for index, group in enumerate(optimizer.param_groups)
-        for name, value in _without_params(group).items()
+        for name, value in without_params(group).items()
     }
     # State under a key that is no parameter is lost, too; that it appears is what shows.
     state = {f"state[{key!r}]": None for key in optimizer.state if not isinstance(key, torch.Tensor)}

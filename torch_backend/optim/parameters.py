@@ -113,8 +113,10 @@ def _sums(leaves: list[Array], additions: list[Array]) -> list[Array]:
 
 def _is_plain(leaf: Array, update: Array) -> bool:
     """Whether the sum needs no cast, no collective and no copy."""
-    plain = (torch.Tensor, nn.Parameter)
-    return type(leaf) in plain and type(update) in plain and bool(leaf.dtype == update.dtype)
+    return type(leaf) in _PLAIN and type(update) in _PLAIN and bool(leaf.dtype == update.dtype)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def _sum(leaf: Array, update: torch.Tensor | None) -> Array:
@@ -272,12 +274,19 @@ def check_gradients(
 ) -> None:
     """Raises FuncgaError, which says what to do, for a gradient that is not its parameter's; None is one of any."""
     for index, (grad, parameter) in enumerate(zip(grads, parameters, strict=True)):
-        advice = None if grad is None else _advice(grad, parameter, dtype_advice)
+        advice = None if grad is None or _is_like(grad, parameter) else _advice(grad, parameter, dtype_advice)
         if advice:
             path = paths()[index]
             raise FuncgaError(
                 f"`grads{path}` is {described(grad)}, and `params{path}` is {described(parameter)}. {advice}"
             )
+
+
+def _is_like(grad: object, parameter: torch.Tensor | None) -> bool:
+    """Whether a gradient is seen at once to be its parameter's, as most are."""
+    if type(grad) is not torch.Tensor or type(parameter) not in _PLAIN or parameter is None:
+        return False
+    return grad.dtype is parameter.dtype and grad.shape == parameter.shape and grad.device == parameter.device
 
 
 def _advice(
@@ -314,6 +323,8 @@ def described(leaf: object) -> str:
 def check_parameters(leaves: Sequence[Array], params: Tree) -> None:
     """Raises FuncgaError for what no optimizer can change: anything but tensors of floating point numbers, or None."""
     for index, leaf in enumerate(leaves):
+        if type(leaf) in _PLAIN and leaf.dtype.is_floating_point:  # as most are
+            continue
         if is_lazy(leaf):
             raise uninitialised(leaf_paths(params, trees, "params")[index])
         if leaf is None or (isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())):

@@ -1,8 +1,8 @@
 """The state of an optimizer of torch as a tree of tensors, and the arguments of an update, read."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,8 @@ def to_slot(kept: Mapping[str, object]) -> Slot:
 
     Raises FuncgaError for what is neither a tensor, a number, None nor a list, tuple or dict of these.
     """
+    if type(kept) is dict and all(type(value) is torch.Tensor for value in kept.values()):  # as most are
+        return kept
     return {
         name: value if isinstance(value, torch.Tensor) else _mapped(partial(_stored, name), value)
         for name, value in kept.items()
@@ -69,7 +71,15 @@ def from_slot(slot: Slot, owned: bool, like: torch.Tensor | None = None) -> Tree
 
     like: the parameter. A tensor of its shape comes back in its strides.
     """
+    # Most are contiguous tensors, and then have the strides of the parameter, unless it has sizes of 1.
+    is_usual = like is None or (_is_plain(like) and 1 not in like.shape)
+    if is_usual and type(slot) is dict and all(map(_is_plain, slot.values())):
+        return slot.copy() if owned else on_tensors(torch.clone, slot)
     return _mapped(partial(_restored, owned, like), slot)
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) is torch.Tensor and value.is_contiguous()
 
 
 def _restored(owned: bool, like: torch.Tensor | None, value: object) -> object:
@@ -109,18 +119,12 @@ def initial_state(params: Tree, slots: Sequence[Slot]) -> OptimizerState:
     return OptimizerState(count, trees.unflatten(trees.flatten(params)[1], slots), started)
 
 
-class Entry(NamedTuple):
-    """A parameter, and what an update has for it."""
-
-    leaf_index: int
-    parameter: torch.Tensor
-    grad: torch.Tensor | None
-    slot: Slot
-    started: bool
-
-
 class UpdateArguments:
-    """The arguments of an update, checked: an Entry for every parameter that is not None."""
+    """The arguments of an update, checked.
+
+    What there is for each parameter that is not None stands in lists of one order: `parameters`, `grads`, `slots` and
+    `started`; `leaf_indices` says where it is among the leaves of the tree.
+    """
 
     def __init__(self, grads: Tree, state: OptimizerState, params: Tree):
         check_not_differentiated("an optimizer of torch", (grads, params))
@@ -128,40 +132,46 @@ class UpdateArguments:
         self.params, self.state = params, state
         self.leaves, self.structure = trees.flatten(params)
         check_parameters(self.leaves, params)
-        gradients, slots = self.gradients(grads), matched(state.slots, params, "state.slots")
+        slots = matched(state.slots, params, "state.slots")
         _check_slots(slots, params)
         # Parameters that are None have slots and flags, too, so that positions are those of the leaves.
         started = _by_leaf(state.started.tolist(), params)
-        self.entries = [
-            Entry(index, parameter, gradients[index], slots[index], started[index])
-            for index, parameter in enumerate(self.leaves)
-            if parameter is not None
-        ]
+        self.leaf_indices = [index for index, leaf in enumerate(self.leaves) if leaf is not None]
+        self.grads: list[torch.Tensor | None] = self._present(self.gradients(grads))
+        self.parameters: list[torch.Tensor] = self._present(self.leaves)
+        self.slots: list[Slot] = self._present(slots)
+        self.started: list[bool] = self._present(started)
+
+    def _present(self, values: list[Any]) -> list[Any]:
+        """Of one value for each leaf, those of the parameters that are not None."""
+        return values if len(self.leaf_indices) == len(values) else [values[index] for index in self.leaf_indices]
 
     def gradients(self, grads: Tree) -> list[torch.Tensor | None]:
         """The gradients in the order of the leaves, checked, without a graph, where their parameters lie."""
         gradients = matched(grads, self.params, "grads")
         check_gradients(gradients, self.leaves, lambda: leaf_paths(self.params, trees), _dtype_advice)
-        return [
-            None if grad is None else without_partials(grad.detach() if grad.requires_grad else grad, parameter)
-            for grad, parameter in zip(gradients, self.leaves, strict=True)
-        ]
+        for index, grad in enumerate(gradients):
+            if grad is not None and (grad.requires_grad or type(grad) is not torch.Tensor):
+                gradients[index] = without_partials(grad.detach(), self.leaves[index])
+        return gradients
 
-    def tree(self, values: Iterable[Tree], absent: Tree = None) -> Tree:
-        """The tree with one value for each entry, and `absent` where a parameter is None."""
+    def tree(self, values: Sequence[Tree], absent: Tree = None) -> Tree:
+        """The tree with one value for each parameter, and `absent` where it is None."""
+        if len(values) == len(self.leaves):
+            return trees.unflatten(self.structure, values)
         leaves = [absent] * len(self.leaves)
-        for entry, value in zip(self.entries, values, strict=True):
-            leaves[entry.leaf_index] = value
+        for leaf_index, value in zip(self.leaf_indices, values, strict=True):
+            leaves[leaf_index] = value
         return trees.unflatten(self.structure, leaves)
 
-    def check_keys(self, wanted: Iterable[Iterable[object]], optimizer: str) -> None:
+    def check_keys(self, wanted: Iterable[Collection[object]], optimizer: str) -> None:
         """Raises FuncgaError if a slot that is in use lacks one of the keys that the optimizer wants in it."""
-        for entry, keys in zip(self.entries, wanted, strict=True):
-            lacking = [key for key in keys if key not in entry.slot] if entry.started and entry.slot else []
+        for position, (slot, keys) in enumerate(zip(self.slots, wanted, strict=True)):
+            lacking = [key for key in keys if key not in slot] if self.started[position] and slot else []
             if lacking:
                 raise FuncgaError(
-                    f"`state.slots{leaf_paths(self.params, trees)[entry.leaf_index]}` has "
-                    f"{', '.join(map(str, entry.slot))}, and {optimizer} looks for {lacking[0]} there: it is the state "
+                    f"`state.slots{leaf_paths(self.params, trees)[self.leaf_indices[position]]}` has "
+                    f"{', '.join(map(str, slot))}, and {optimizer} looks for {lacking[0]} there: it is the state "
                     f"of another optimizer, or of other options. Begin with state = tx.init(params)."
                 )
 
@@ -169,11 +179,11 @@ class UpdateArguments:
         """The state with these slots, after a step on copies of the parameters with their gradients."""
         # A parameter without a gradient is skipped. Until it has had one, its slot is that of init.
         started = [True] * len(self.leaves)
-        for position, entry in enumerate(self.entries):
-            has_started = entry.started or copies[position].grad is not None or bool(slots[position])
-            started[entry.leaf_index] = has_started
-            if not has_started:
-                slots[position] = entry.slot if owned else on_tensors(torch.clone, entry.slot)
+        for position, copy in enumerate(copies):
+            if not (self.started[position] or copy.grad is not None or slots[position]):
+                started[self.leaf_indices[position]] = False
+                slot = self.slots[position]
+                slots[position] = slot if owned else on_tensors(torch.clone, slot)
         # Flags are kept in the order of the paths: a file may return dicts in another order.
         flags = torch.tensor(_by_path(started, self.params), dtype=torch.bool)
         return OptimizerState(self.state.count + 1, self.tree(slots, {}), flags)
@@ -182,15 +192,21 @@ class UpdateArguments:
         """What a step has added to copies of the parameters, in the memory of the copies."""
         # The copies become the updates, so that no memory is needed for these.
         skipped = [copy for copy in copies if copy.grad is None]
-        for copy in copies:
-            copy.grad = None
-            copy.requires_grad_(False)
+        without_grads(copies)
         if copies:
-            torch._foreach_sub_(local_tensors(copies), local_tensors([entry.parameter for entry in self.entries]))
+            torch._foreach_sub_(local_tensors(copies), local_tensors(self.parameters))
         for copy in skipped:
             # Not left to the subtraction: an infinite parameter less itself is NaN.
             copy.zero_()
         return copies
+
+
+def without_grads(copies: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The copies that a step was taken on, as plain results."""
+    for copy in copies:
+        copy.grad = None
+        copy.requires_grad_(False)
+    return copies
 
 
 def _check(state: object, params: Tree) -> None:
