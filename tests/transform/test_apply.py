@@ -111,6 +111,18 @@ def test_with_optax_it_is_the_same_program():
     assert programs[0] == programs[1]
 
 
+def test_a_larger_tree_keeps_what_is_not_trained():
+    weights = JAX.arrays(tree(0))
+    trained, frozen = {**weights, "frozen": None}, JAX.arrays(np.ones(3, "float32"))
+    tx = funcga.multi_steps(optax.sgd(0.1), 1)
+    grads, state = {**JAX.arrays(tree(1)), "frozen": None}, tx.init(trained)
+    wanted, _ = funcga.apply(tx, grads, state, trained)
+    for params, others in (({**weights, "frozen": frozen}, frozen), ({**weights, "frozen": "tanh"}, "tanh")):
+        after, _ = funcga.apply(tx, grads, state, params)
+        assert after["frozen"] is others
+        assert equal(JAX, {**after, "frozen": None}, wanted)
+
+
 def test_what_cannot_be():
     params = JAX.arrays(tree(0))
     tx = optax.sgd(0.1)

@@ -1,0 +1,442 @@
+"""`apply` in torch: the bits of optimizer.step(), nothing written to unless it is given away, and then all in place."""
+
+import copy
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import funcga
+import torch_backend
+from funcga import Transform
+from tests.processes import processes
+from tests.torch_backend.optim.test_from_optimizer import CASES, Allocated, Theirs, flat, problem, quadratic, same
+from torch_backend import chain, clip_grad_norm, from_optimizer
+
+
+def addresses(tree):
+    return {path: leaf.data_ptr() for path, leaf in tree.items() if leaf is not None}
+
+
+def steps(made, own, grads, before=lambda: None):
+    """The parameters and what is kept after each step of an optimizer on parameters of its own."""
+    for grad in grads:
+        for k, p in own.items():
+            p.grad = None if grad[k] is None else grad[k].clone()
+        before()
+        made.step(*[lambda: torch.zeros(())] * isinstance(made, optim.LBFGS))
+        kept = copy.deepcopy({k: dict(made.state.get(p, {})) for k, p in own.items()})
+        yield {k: p.detach().clone() for k, p in own.items()}, kept
+
+
+def parameters(params):
+    return {k: p.detach().clone().requires_grad_() for k, p in params.items()}
+
+
+def check_steps(tx, params, grads, expected, donate, slots=lambda state: state.slots):
+    """`apply` with each of the gradients gives the expected parameters, and writes where it may."""
+    state = tx.init(params)
+    for grad, (wanted, kept) in zip(grads, expected, strict=True):
+        at, before, given = addresses(params), copy.deepcopy((params, state)), copy.deepcopy(grad)
+        after, new_state = funcga.apply(tx, given, state, params, donate=donate)
+        if donate:
+            assert addresses(after) == at
+        else:
+            assert same((params, repr(state), given), (before[0], repr(before[1]), grad))
+            assert not {*addresses(after).values()} & {*at.values()}
+        params, state = after, new_state
+        assert same(params, wanted)
+        assert not any(p.requires_grad or p.grad is not None for p in params.values())
+        if kept is not None:
+            assert same(flat(slots(state)), kept)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_step_bit_by_bit(case, dtype, donate):
+    optimizer, options = CASES[case]
+    params, grads = problem(optimizer, dtype)
+    own = parameters(params)
+    expected = steps(optimizer([*own.values()], **options), own, grads)
+    check_steps(from_optimizer(optimizer, **options), params, grads, expected, donate)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"amsgrad": True}])
+def test_complex_parameters(options, donate):
+    params, grads = problem(optim.Adam, torch.complex64)
+    own = parameters(params)
+    expected = steps(optim.Adam([*own.values()], **options), own, grads)
+    check_steps(from_optimizer(optim.Adam, **options), params, grads, expected, donate)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_groups_schedules_and_schedulers(donate):
+    params, grads = problem(optim.AdamW)
+    groups = lambda name: {"weight_decay": 0.5} if name == "w" else {}
+    grouped = lambda own: [{"params": [own["w"]], "weight_decay": 0.5}, {"params": [own["deep"], own["scalar"]]}]
+    # a scheduler of torch
+    own = parameters(params)
+    made = optim.AdamW(grouped(own), lr=0.1)
+    scheduler = optim.lr_scheduler.StepLR(made, 2)
+    expected = []
+    for one in grads:
+        expected += steps(made, own, [one])
+        scheduler.step()
+    tx = from_optimizer(optim.AdamW, lr=0.1, groups=groups, scheduler=partial(optim.lr_scheduler.StepLR, step_size=2))
+    check_steps(tx, params, grads, expected, donate)
+    # an option that is a function of the count, for all or for one group
+    own = parameters(params)
+    made, expected = optim.AdamW(grouped(own), lr=0.1), []
+    for count, one in enumerate(grads):
+        made.param_groups[0]["lr"] = 0.1 / (count + 1)
+        expected += steps(made, own, [one])
+    varying = lambda name: groups(name) | ({"lr": lambda count: 0.1 / (count + 1)} if name == "w" else {})
+    check_steps(from_optimizer(optim.AdamW, lr=0.1, groups=varying), params, grads, expected, donate)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("optimizer", [Theirs, optim.SGD])
+def test_parameters_without_a_gradient_and_one_that_is_none(optimizer, donate):
+    params, grads = problem(optim.SGD)
+    params["deep"][0] = torch.inf
+    grads = [{**grad, "deep": None if at in (0, 1, 4) else grad["deep"]} for at, grad in enumerate(grads)]
+    own = parameters(params)
+    wanted = [found for found, _ in steps(optimizer([*own.values()], lr=0.1), own, grads)]
+    check_steps(from_optimizer(optimizer, lr=0.1), params, grads, [(one, None) for one in wanted], donate)
+    tx = from_optimizer(optimizer, lr=0.1)
+    with_none = {"none": None, **params}
+    given = {"none": None, **copy.deepcopy(grads[2])}
+    after, _ = funcga.apply(tx, given, tx.init(with_none), with_none, donate=donate)
+    assert after["none"] is None
+    assert list(after) == list(with_none)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("options", [{"max_iter": 4}, {"max_iter": 6, "line_search_fn": "strong_wolfe"}])
+def test_lbfgs_with_a_closure(options, donate):
+    function, params = funcga.value_and_grad(quadratic), {"x": torch.ones(3)}
+    tx, own = from_optimizer(optim.LBFGS, **options), torch.ones(3, requires_grad=True)
+    made, state = optim.LBFGS([own], **options), tx.init(params)
+
+    def closure():
+        made.zero_grad()
+        value = quadratic({"x": own})
+        value.backward()
+        return value
+
+    for _ in range(4):
+        made.step(closure)
+        at = addresses(params)
+        grads = function(params)[1]
+        params, state = funcga.apply(tx, grads, state, params, donate=donate, closure=function)
+        assert torch.equal(params["x"], own.detach())
+        assert (addresses(params) == at) == donate
+
+
+def test_the_parameters_of_a_module_are_stepped_in_place_and_keep_their_grads():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    module[0].weight.requires_grad_(False)
+    twin = copy.deepcopy(module)
+    params = torch_backend.trainable(module)
+    params["0.bias"].grad = torch.full((4,), 7.0)
+    tx = from_optimizer(optim.AdamW, lr=0.1)
+    state, made = tx.init(params), optim.AdamW([p for p in twin.parameters() if p.requires_grad], lr=0.1)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        grads = {k: torch.randn_like(p) for k, p in params.items()}
+        for k, p in twin.named_parameters():
+            p.grad = grads[k].clone() if k in grads else None
+        made.step()
+        params, state = funcga.apply(tx, grads, state, params, donate=True)
+        assert same(dict(module.state_dict()), dict(twin.state_dict()))
+    assert torch.equal(module[0].bias.grad, torch.full((4,), 7.0))
+    assert module[0].bias.requires_grad
+    assert module[1].weight.grad is None
+
+
+def test_tied_parameters_are_two():
+    shared = torch.ones(4)
+    rows = torch.arange(6.0)
+    for params in ({"a": shared, "b": shared}, {"a": rows[:4], "b": rows[2:]}, {"a": torch.ones(1).expand(4)}):
+        tx = from_optimizer(optim.SGD, lr=0.5, momentum=0.9)
+        grads = {k: torch.full((4,), 1.0 + at) for at, k in enumerate(params)}
+        wanted, first = funcga.apply(tx, grads, tx.init(params), params)
+        found, second = funcga.apply(tx, grads, tx.init(params), params, donate=True)
+        assert same((found, flat(second.slots)), (wanted, flat(first.slots)))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_strides_of_their_own(fused, donate):
+    params, grads = problem(optim.AdamW)
+    params["w"] = params["w"].t().contiguous().t()
+    own = parameters(params)
+    # a fused step of torch reads the memory of gradients in other strides as if these were the parameter's
+    laid = [{**grad, "w": grad["w"].t().contiguous().t()} for grad in grads]
+    expected = [(wanted, None) for wanted, _ in steps(optim.AdamW([*own.values()], fused=fused), own, laid)]
+    check_steps(from_optimizer(optim.AdamW, fused=fused), params, grads, expected, donate)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_clipped_in_a_chain(donate):
+    params, grads = problem(optim.AdamW)
+    own = parameters(params)
+    made = optim.AdamW([*own.values()], lr=0.1)
+    expected = steps(made, own, grads, before=lambda: nn.utils.clip_grad_norm_(own.values(), 0.5))
+    tx = chain(clip_grad_norm(0.5), from_optimizer(optim.AdamW, lr=0.1))
+    check_steps(tx, params, grads, expected, donate, slots=lambda state: state[1].slots)
+    nested = chain(chain(clip_grad_norm(0.5)), chain(from_optimizer(optim.AdamW, lr=0.1)))
+    own = parameters(params)
+    made = optim.AdamW([*own.values()], lr=0.1)
+    expected = [*steps(made, own, grads, before=lambda: nn.utils.clip_grad_norm_(own.values(), 0.5))]
+    check_steps(nested, params, grads, expected, donate, slots=lambda state: state[1][0].slots)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_with_a_loss_scale_and_an_overflow(donate):
+    params, grads = problem(optim.AdamW)
+    params["deep"][1] = -0.0
+    scaled = [{k: 1024.0 * g for k, g in grad.items()} for grad in grads]
+    scaled[2]["w"][0, 0] = torch.inf
+    own = parameters(params)
+    expected = [*steps(optim.AdamW([*own.values()], fused=True), own, grads[:2])]
+    tx = funcga.loss_scaled(from_optimizer(optim.AdamW, fused=True), init_scale=1024.0)
+    state = tx.init(params)
+    for grad, (wanted, kept) in zip(scaled, expected, strict=False):
+        at = addresses(params)
+        params, state = funcga.apply(tx, grad, state, params, donate=donate)
+        assert same((params, flat(state.inner.slots)), (wanted, kept))
+        assert (addresses(params) == at) == donate
+    skipped, after = funcga.apply(tx, scaled[2], state, params, donate=donate)
+    assert int(after.skipped) == 1
+    assert all(skipped[k] is params[k] for k in params)
+    assert repr(skipped) == repr(expected[1][0])  # the sign of a zero, too
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("donate", [False, True])
+def test_over_a_window(given, donate):
+    params, grads = problem(optim.AdamW)
+    params["deep"][1] = -0.0
+    own = parameters(params)
+    means = [{k: (a[k] + b[k]) / 2 for k in a} for a, b in zip(grads[::2], grads[1::2], strict=True)]
+    expected = steps(optim.AdamW([*own.values()], fused=True), own, means)
+    tx = funcga.multi_steps(from_optimizer(optim.AdamW, fused=True), 2, donate=given)
+    state = tx.init(params)
+    for at, grad in enumerate(grads):
+        before, place = copy.deepcopy((params, state)), addresses(params)
+        after, new_state = funcga.apply(tx, copy.deepcopy(grad), state, params, donate=donate)
+        if at % 2 == 0:
+            assert all(after[k] is params[k] for k in params)
+        else:
+            wanted, kept = next(expected)
+            assert same((after, flat(new_state.inner.slots)), (wanted, kept))
+            assert (addresses(after) == place) == donate
+        if not donate:
+            assert same(params, before[0])
+        if not (donate or given):
+            assert repr(state) == repr(before[1])
+        params, state = after, new_state
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_the_last_window_is_flushed_into_the_parameters(donate):
+    params, grads = problem(optim.AdamW)
+    own = parameters(params)
+    total = {k: (grads[0][k] + grads[1][k]) / 2 for k in params}
+    ((wanted, kept),) = steps(optim.AdamW([*own.values()], fused=True), own, [total])
+    tx = funcga.multi_steps(from_optimizer(optim.AdamW, fused=True), 8)
+    state = tx.accumulate(grads[1], tx.accumulate(grads[0], tx.init(params)))
+    place, before = addresses(params), copy.deepcopy(params)
+    after, state = tx.flush_into(state, params, donate=donate)
+    assert same((after, flat(state.inner.slots)), (wanted, kept))
+    assert (addresses(after) == place) == donate
+    assert same(params, before) != donate
+    assert int(state.updates) == 1
+    assert int(state.offered) == 0
+    with pytest.raises(funcga.FuncgaError, match="the window is empty"):
+        tx.flush_into(state, params)
+
+
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_a_window_that_is_dropped_changes_no_bit(drop):
+    params, grads = problem(optim.SGD)
+    params["deep"][1] = -0.0
+    tx = funcga.multi_steps(from_optimizer(optim.SGD, lr=0.1, momentum=0.9), 2, drop=drop)
+    state = tx.init(params)
+    before = repr(params)
+    for _ in range(2):
+        grad = {k: torch.full_like(g, torch.nan) for k, g in grads[0].items()}
+        after, state = funcga.apply(tx, grad, state, params)
+        assert all(after[k] is params[k] for k in params)
+    assert repr(params) == before
+    assert int(state.updates) == 0
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("donate", [False, True])
+def test_narrow_parameters_are_stepped_in_float32_and_rounded_once(given, donate):
+    params, grads = problem(optim.AdamW, torch.bfloat16)
+    tx = funcga.multi_steps(from_optimizer(optim.AdamW, lr=0.1), 1, donate=given)
+    state = tx.init(params)
+    for grad in grads:
+        own = {k: p.float().requires_grad_() for k, p in params.items()}
+        made = optim.AdamW([*own.values()], lr=0.1)
+        for k, p in own.items():
+            kept = flat(state.inner.slots)[k]
+            if int(state.updates):
+                made.state[p] = copy.deepcopy(kept)
+            p.grad = grad[k].float()
+        made.step()
+        at = addresses(params)
+        params, state = funcga.apply(tx, grad, state, params, donate=donate)
+        assert same(params, {k: p.detach().bfloat16() for k, p in own.items()})
+        assert (addresses(params) == at) == donate
+
+
+@pytest.mark.parametrize(
+    ("wrap", "donate", "copies"),
+    [
+        (lambda tx: tx, True, 0),
+        (lambda tx: tx, False, 3),  # the parameters and two moments
+        (lambda tx: chain(clip_grad_norm(1.0), tx), True, 0),
+        (lambda tx: funcga.loss_scaled(tx, init_scale=1.0), True, 0),
+        (lambda tx: funcga.multi_steps(tx, 1), True, 0),
+        (lambda tx: funcga.multi_steps(tx, 1, donate=True), False, 1),
+    ],
+)
+def test_what_is_given_away_is_not_copied(wrap, donate, copies):
+    params, grads = ({"w": torch.ones(1000), "v": torch.ones(1000)} for _ in range(2))
+    tx = wrap(from_optimizer(optim.AdamW, fused=True))
+    params, state = funcga.apply(tx, copy.deepcopy(grads), tx.init(params), params)
+    with Allocated() as made:
+        funcga.apply(tx, grads, state, params, donate=donate)
+    assert copies * 8000 <= made.bytes < copies * 8000 + 300
+
+
+def test_transforms_of_others_are_an_update_and_a_sum():
+    def update(grads, state, params=None):
+        return {k: -0.1 * g for k, g in grads.items()}, params  # which keeps the parameters themselves
+
+    keeping = Transform(lambda params: params, update)
+    params, grads = problem(optim.SGD)
+    wanted = torch_backend.apply_updates(params, update(grads[0], None)[0])
+    for donate in (False, True):
+        given, before = copy.deepcopy(params), copy.deepcopy(params)
+        after, state = funcga.apply(keeping, grads[0], before, given, donate=donate)
+        assert same((after, state), (wanted, before))
+        tx = chain(keeping, from_optimizer(optim.SGD, lr=1.0))
+        given = copy.deepcopy(params)
+        after, state = funcga.apply(tx, grads[0], tx.init(given), given, donate=donate)
+        assert same(state[0], params)
+        torch.testing.assert_close(after["w"], params["w"] + 0.1 * grads[0]["w"])
+    fresh = Transform(lambda params: (), lambda grads, state, params: (update(grads, state)[0], ()))
+    given = copy.deepcopy(params)
+    after, _ = funcga.apply(fresh, grads[0], (), given, donate=True)
+    assert same(after, wanted)
+    assert addresses(after) == addresses(given)
+
+
+def test_inside_of_a_loss_that_is_differentiated():
+    descent = Transform(lambda params: (), lambda grads, state, params: ({k: -0.1 * g for k, g in grads.items()}, ()))
+
+    def inner(params, x):
+        return ((params["w"] * x) ** 2).sum()
+
+    def outer(params, x, donate):
+        grads = torch.func.grad(inner)(params, x)
+        return inner(funcga.apply(descent, grads, (), params, donate=donate)[0], x)
+
+    params, x = {"w": torch.arange(1.0, 4.0)}, torch.tensor([1.0, 0.5, 2.0])
+    by_hand = torch.func.grad(lambda p, x: inner({"w": p["w"] - 0.1 * 2 * p["w"] * x**2}, x))(params, x)
+    for donate in (False, True):
+        found = torch.func.grad(outer)(params, x, donate)
+        torch.testing.assert_close(found, by_hand)
+    assert torch.equal(params["w"], torch.arange(1.0, 4.0))
+
+
+def test_the_optimizer_that_is_kept_is_nobody_elses():
+    tx, expected, found = from_optimizer(optim.AdamW, lr=0.1), [], []
+    trees = [
+        {"a": torch.ones(3)},
+        {"a": torch.ones(3), "b": torch.ones(2, 2)},
+        {"a": torch.ones(3, dtype=torch.float64)},
+        {"b": torch.ones(3)},
+        [torch.ones(3)],
+    ]
+    for params in [*trees, *reversed(trees)]:
+        grads = torch.utils._pytree.tree_map(lambda p: 2 * p, params)
+        fresh = from_optimizer(optim.AdamW, lr=0.1)
+        expected.append(funcga.apply(fresh, grads, fresh.init(params), params)[0])
+        found.append(funcga.apply(tx, grads, tx.init(params), params)[0])
+    assert same(found, expected)
+    # after an error, too
+    state = tx.init([torch.ones(3)])
+    broken = state._replace(slots=[{"step": torch.ones(())}], started=torch.tensor([True]))
+    with pytest.raises(funcga.FuncgaError, match="state of another optimizer"):
+        funcga.apply(tx, [torch.ones(3)], broken, [torch.ones(3)])
+    assert same(funcga.apply(tx, [2 * torch.ones(3)], state, [torch.ones(3)])[0], expected[4])
+
+
+def test_nothing_of_the_callers_is_kept():
+    tx = from_optimizer(optim.AdamW, lr=0.1)
+    params = {"w": torch.ones(3)}
+    after, state = funcga.apply(tx, {"w": torch.ones(3)}, tx.init(params), params, donate=True)
+    seen = [weakref.ref(params["w"]), weakref.ref(after["w"]), weakref.ref(state.slots["w"]["exp_avg"])]
+    del params, after, state
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 3
+
+
+def on_shards(group):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    whole, grads = problem(optim.AdamW)
+    places = {"w": Shard(0), "deep": Shard(0), "scalar": Replicate()}
+    place = lambda tree: {k: distribute_tensor(v.clone(), mesh, [places[k]]) for k, v in tree.items()}
+    tx, plain = from_optimizer(optim.AdamW, lr=0.1), place(whole)
+    left, right = tx.init(plain), tx.init(whole)
+    for at, grad in enumerate(grads[:4]):
+        before = {k: p.to_local().data_ptr() for k, p in plain.items()}
+        plain, left = funcga.apply(tx, place(grad), left, plain, donate=at > 1)
+        assert (before == {k: p.to_local().data_ptr() for k, p in plain.items()}) == (at > 1)
+        whole, right = funcga.apply(tx, grad, right, whole)
+    return all(torch.equal(plain[k].full_tensor(), whole[k]) for k in whole)
+
+
+def test_dtensors_are_stepped_where_they_lie():
+    assert processes(2).run(on_shards, size=2) == [True, True]
+
+
+def over_ranks(group):
+    params, grads = problem(optim.AdamW)
+    rank = dist.get_rank()
+    for donate in (False, True):
+        tx = funcga.multi_steps(from_optimizer(optim.AdamW, fused=True), 2, across=group)
+        mine, state = {k: p.clone() for k, p in params.items()}, None
+        state = tx.init(mine)
+        for at in range(2):
+            mine, state = funcga.apply(
+                tx, {k: g.clone() for k, g in grads[2 * rank + at].items()}, state, mine, donate=donate
+            )
+        own = parameters(params)
+        pairs = [{k: grads[2 * r][k] + grads[2 * r + 1][k] for k in params} for r in range(2)]
+        mean = {k: (pairs[0][k] + pairs[1][k]) / 4 for k in params}
+        ((wanted, _),) = steps(optim.AdamW([*own.values()], fused=True), own, [mean])
+        if not same(mine, wanted):
+            return False
+        state = tx.accumulate(grads[rank], state)
+        mine, state = tx.flush_into(state, mine, donate=donate)
+        if int(state.updates) != 2:
+            return False
+    return True
+
+
+def test_over_two_ranks():
+    assert processes(2).run(over_ranks, size=2) == [True, True]
