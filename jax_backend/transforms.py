@@ -14,7 +14,7 @@ from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Memory
 from funcga._transform.multi_steps import MultiSteps
-from funcga._transform.window import Dropped, MultiStepsState, Window
+from funcga._transform.window import Dropped, MultiStepsState, Window, WindowMemory
 from funcga._types import Array, GradFn, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
@@ -231,7 +231,7 @@ def add_from(
     read: Callable[[Tree], tuple[Tree, list[Array]]],
     weight: Scalar,
     donate: bool,
-    memory: Memory,
+    memory: WindowMemory,
 ) -> tuple[Tree, Accumulation]:
     """(value, the window with one more micro-batch): what a gradient function returns at these arguments."""
     # Under jit both are one program, in which the compiler adds where it computes.

@@ -36,7 +36,8 @@ def window_of(program: Program, backend: Backend) -> Window:
     grad_fn = program.grad_fn
     if program.across is not None and arrays.in_transform():
         raise _differentiated_across()
-    check_unwrapped(grad_fn, program.memory)
+    if dist.is_available() and dist.is_initialized():
+        check_unwrapped(grad_fn, program.memory)
     if isinstance(grad_fn, ModuleGradient):
         return grad_fn.window(program, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
@@ -51,8 +52,7 @@ def window_of(program: Program, backend: Backend) -> Window:
 def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
     """Raises FuncgaError for a loss that uses a wrapped module: it would get gradients that nobody reduces."""
     # Once a step is seen to use none, it is not looked at again.
-    may_be_wrapped = dist.is_available() and dist.is_initialized() and _NotWrapped not in memory.kept
-    if may_be_wrapped and check_no_wrapped_module_in(grad_fn):
+    if _NotWrapped not in memory.kept and check_no_wrapped_module_in(grad_fn):
         memory.keep(_NotWrapped)
 
 

@@ -20,6 +20,7 @@ Tally = Any
 Window = Any
 Memory = Any
 Accumulation = Any
+WindowMemory = Any
 
 
 # A module implements each of these protocols: `torch_backend.arrays` is an Arrays, `jax_backend.arrays` another one.
@@ -321,7 +322,7 @@ class Transforms(Protocol):
         read: Callable[[Tree], tuple[Tree, list[Array]]],
         weight: Scalar,
         donate: bool,
-        memory: Memory,
+        memory: WindowMemory,
     ) -> tuple[Tree, Accumulation]:
         """(value, the window with one more micro-batch): what a gradient function returns at these arguments.
 

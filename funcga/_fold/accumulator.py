@@ -30,11 +30,17 @@ class Accumulation(NamedTuple):
         """The window with one more micro-batch of this weight; in the same memory if that is donated."""
         backend = self.outputs.backend
         accumulators, owned = backend.sums.add(self.outputs.folds, self.accumulators, leaves, weight, donate)
-        return self.added(accumulators, weight, owned)
+        return self._replace(accumulators=accumulators, tally=self.tally_after(weight), owned=owned)
 
-    def added(self, accumulators: Sequence[Reduced], weight: Scalar, owned: bool = True) -> "Accumulation":
-        """The window whose accumulators have one more micro-batch of this weight in them."""
-        return self._replace(accumulators=accumulators, tally=self._tally_with(self.tally_of(weight)), owned=owned)
+    def tally_after(self, weight: Scalar) -> Tally:
+        """The tally with one more micro-batch of this weight."""
+        counted, arrays = self.tally.weight, self.outputs.backend.arrays
+        if len(counted) == 2 and isinstance(weight, int | float):
+            high, low = arrays.scalar(counted[0]), arrays.scalar(counted[1])
+            # Where the host sees all of them, it adds them in 64 bits: arrays of one number are slow.
+            if isinstance(high, float) and isinstance(low, float):
+                return Tally(arrays.addends(high + (low + weight), wide=False), self.tally.steps + 1)
+        return self._tally_with(self.tally_of(weight))
 
     def tally_of(self, weight: Scalar) -> Tally:
         """The tally of one micro-batch of this weight, in as many bits as the window has."""

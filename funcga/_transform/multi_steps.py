@@ -31,6 +31,7 @@ from funcga._transform.window import (
     MultiStepsState,
     Parts,
     Window,
+    WindowMemory,
     matched_grads,
     matched_params,
     restored_params,
@@ -311,7 +312,7 @@ class _Binding:
     """
 
     merging: Memory
-    adding: Memory = field(default_factory=Memory)
+    adding: WindowMemory = field(default_factory=WindowMemory)
     kinds: list[tuple[Dtype, object]] | None = None
     structure: Structure = None
     outputs: Outputs | None = None
@@ -458,13 +459,15 @@ class MultiStepsUpdate(UpdateFunction):
 
             def read(output: Tree) -> tuple[Tree, list[Array]]:
                 value, grads = value_and_grads(gradient, output, window)
-                return value, self._leaves(grads, window, replicas)
+                leaves = matched_grads(grads, window)
+                backend.transforms.check_merged(leaves, partial(window.outputs.paths, "grads"), replicas)
+                return value, leaves
 
             weight = _checked_weight(weight, window)
             value, window = backend.transforms.add_from(
                 gradient, args, kwargs, window, read, weight, self.donate, self.binding.adding
             )
-            state = self._offered(state, state.dropped, backend)
+            state = _offered(state, state.dropped, backend)
         return value, state._replace(window=self._closed(window, replicas))
 
     def flush(self, state: MultiStepsState, params: Tree, extra: dict[str, Any]) -> tuple[Tree, MultiStepsState]:
@@ -572,7 +575,8 @@ class MultiStepsUpdate(UpdateFunction):
     ) -> tuple[Accumulation, MultiStepsState]:
         """The window with one more micro-batch, and the state with what else has changed."""
         backend = window.outputs.backend
-        leaves = self._leaves(grads, window, replicas)
+        leaves = matched_grads(grads, window)
+        backend.transforms.check_merged(leaves, partial(window.outputs.paths, "grads"), replicas)
         weight = _checked_weight(weight, window)
         drops = self.dropping.scope is not None
         keep = not drops or self.dropping.is_kept(grads, leaves, backend)
@@ -586,17 +590,7 @@ class MultiStepsUpdate(UpdateFunction):
         # With replicas the counts are summed at the end of the window.
         if drops and replicas is None:
             dropped = dropped._replace(microbatches=dropped.microbatches + (after.rejected - window.rejected))
-        return after, self._offered(state, dropped, backend)
-
-    def _leaves(self, grads: Tree, window: Accumulation, replicas: Any) -> list[Array]:
-        """The leaves of the gradients, in the order of their accumulators. FuncgaError if they do not belong there."""
-        leaves = matched_grads(grads, window)
-        window.outputs.backend.transforms.check_merged(leaves, partial(window.outputs.paths, "grads"), replicas)
-        return leaves
-
-    def _offered(self, state: MultiStepsState, dropped: Dropped, backend: Backend) -> MultiStepsState:
-        """The state with one more micro-batch counted."""
-        return state._replace(offered=state.offered + 1, updated=backend.arrays.as_array(False), dropped=dropped)
+        return after, _offered(state, dropped, backend)
 
     def _emitted(
         self, backend: Backend, param_leaves: Sequence[Array], owned: bool, has_any: bool | Array,
@@ -631,6 +625,7 @@ class MultiStepsUpdate(UpdateFunction):
         state: MultiStepsState, update: Callable[[bool | Array, Tree], tuple[Tree, Tree, Scalar]],
     ) -> tuple[Tree, MultiStepsState]:  # fmt: skip
         """What an update returned, and the state with empty windows; `update(keep, grads)` makes it, and a state."""
+        self.binding.adding.open.clear()
         # First the windows of all replicas become one.
         arrays, replicas = backend.arrays, self._replicas(backend)
         window = self._opened(state.window, backend, replicas)
@@ -686,6 +681,11 @@ class MultiStepsUpdate(UpdateFunction):
         wide = backend.transforms.widened(params, copy=self.donate and not donate)
         after, inner = applied(self.tx, self.donate, grads, inner, wide, extra)
         return (), (backend.transforms.narrowed(after, params, donate), inner)
+
+
+def _offered(state: MultiStepsState, dropped: Dropped, backend: Backend) -> MultiStepsState:
+    """The state with one more micro-batch counted."""
+    return state._replace(offered=state.offered + 1, updated=backend.arrays.as_array(False), dropped=dropped)
 
 
 def _checked_weight(weight: Scalar, window: Accumulation) -> Scalar:

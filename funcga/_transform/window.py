@@ -1,13 +1,14 @@
 """The window of `multi_steps`: its states, the gradients that fit into it, and those that are dropped."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import PathError, check_paths, leaf_paths
 from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation
+from funcga._replicas import Memory
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 
@@ -70,6 +71,13 @@ class MultiStepsState(NamedTuple):
     updates: Array
     updated: Array
     dropped: Dropped
+
+
+@dataclass(eq=False)
+class WindowMemory(Memory):
+    """What a backend keeps between calls; `open` is what it has prepared for the next micro-batch of a window."""
+
+    open: list[object] = field(default_factory=list)  # until the window ends
 
 
 def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:

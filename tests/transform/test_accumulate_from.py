@@ -1,6 +1,8 @@
 """`multi_steps(...).accumulate_from`: a gradient function in place of gradients, which are added where they are computed."""
 
+import gc
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -373,6 +375,86 @@ def test_a_gradient_of_a_gradient_goes_through():
 
     for gradient in (funcga.grad(outer), torch.func.grad(outer)):
         assert float(gradient(params)["w"]) == pytest.approx(12.0)
+
+
+def replace_layer(module, params):
+    module[2] = nn.Linear(8, 8, dtype=torch.float64)
+
+
+def replace_parameter(module, params):
+    module[0].weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
+
+
+def swap_data(module, params):
+    params["0.weight"].data = torch.randn(8, 8, dtype=torch.float64)
+
+
+def write_in_place(module, params):
+    params["0.weight"].detach().mul_(2)
+
+
+def freeze(module, params):
+    module[2].requires_grad_(False)
+
+
+def another_tensor(module, params):
+    params["0.weight"] = params["0.weight"] + 1
+
+
+def hook(module, params):
+    params["2.weight"].requires_grad_().register_hook(lambda grad: 3 * grad)
+
+
+def evaluate(module, params):
+    module.eval()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_layer, replace_parameter, swap_data, write_in_place, freeze, another_tensor, hook, evaluate],
+    ids=lambda change: change.__name__,
+)
+def test_what_changes_between_two_micro_batches_counts(change):
+    """A window goes on with the leaves of the last micro-batch only where they are what this one would make."""
+
+    def run(accumulate):
+        module = layers().append(nn.Dropout(0.5).double())
+        params, gradient = of_module(module)
+        tx = funcga.multi_steps(passing(), 8, donate=True)
+        state, x = tx.init(params), torch.randn(6, 8, dtype=torch.float64)
+        try:
+            for turn in range(4):
+                torch.manual_seed(turn)
+                state = accumulate(tx, gradient, state, params, x)
+                if turn == 1:
+                    change(module, params)
+        except funcga.FuncgaError as error:
+            return str(error)
+        return tx.flush(state, params)[0]
+
+    torch.manual_seed(0)
+    one = run(lambda tx, gradient, state, params, x: tx.accumulate_from(gradient, state, params, x)[1])
+    step = lambda gradient: funcga.accumulate(gradient, 1)
+    two = run(lambda tx, gradient, state, params, x: tx.accumulate(step(gradient)(params, x)[1], state))
+    if isinstance(two, str):
+        assert one == two
+    else:
+        assert difference(TORCH, one, two) <= 1e-12
+
+
+def test_nothing_is_kept_when_the_window_ends():
+    params, gradient = of_module(layers())
+    tx, x = funcga.multi_steps(passing(), 8, donate=True), torch.ones(2, 8, dtype=torch.float64)
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.accumulate_from(gradient, state, params, x)
+    assert tx.update.binding.adding.open
+    references = [weakref.ref(leaf) for leaf in (*params.values(), *state.window.accumulated.values())]
+    _, state = tx.flush(state, params)
+    assert not tx.update.binding.adding.open
+    del params, _, state
+    gc.collect()
+    assert not [reference for reference in references[:6] if reference() is not None]
 
 
 def test_a_module_gradient_is_refused():

@@ -3,9 +3,11 @@
 Only torch has this file: XLA fuses the gradient and the sum where both are in one program.
 """
 
-from collections.abc import Sequence
+import operator
+import threading
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,13 +16,18 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
 from funcga._fold.accumulator import Accumulation
+from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
 from funcga._replicas import Memory
 from funcga._types import Reduced, Scalar, Tree
 from torch_backend import _private, arrays, trees
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.layout import Leaves, kind_in_place
-from torch_backend.engine.window import Engine, detached
+from torch_backend.engine.layout import Kept, Layout, Leaves, kind_in_place
+from torch_backend.engine.others import GradsWatch, applied
+from torch_backend.engine.window import Engine, are_plain, detached
+from torch_backend.modules.visits import Visit
+
+_ADDRESS, _REQUIRES_GRAD = torch.Tensor.data_ptr, operator.attrgetter("requires_grad")
 
 
 def adds(window: Accumulation, gradient: GradientFunction, args: tuple[Tree, ...]) -> bool:
@@ -65,60 +72,158 @@ def kept_for(gradient: GradientFunction, memory: Memory) -> OfGradient:
     return last.of
 
 
+class _Sums(Buffers):
+    """The sums of a state, in units of 1. They are not divided in the end; the result has one for each leaf."""
+
+    def __init__(self, window: Accumulation, layout: Layout, donate: bool):
+        super().__init__(layout)
+        self.unit, self.unit_is_fixed = 1.0, True
+        # The memory that is the state's own, and how often it has been written to.
+        self.given: list[torch.Tensor] = []
+        self.writes = 0
+        # The first gradients of an empty window become its sums, as in every window.
+        steps = arrays.scalar(window.tally.steps)
+        if arrays.is_array(steps) or steps:
+            self.reduced = [window.accumulators[leaf_index] for leaf_index in self.outputs.reduced]
+            if donate:
+                self.given, self.writes = [*self.reduced], sum(map(_private.version, self.reduced))
+            else:
+                self.reduced = [accumulator.clone() for accumulator in self.reduced]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the state's own memory has been written to."""
+        return sum(map(_private.version, self.given)) != self.writes
+
+    def result(self, state: list[Any]) -> list[Reduced]:
+        accumulators: list[Reduced] = [None] * len(self.outputs.folds)
+        for leaf_index, accumulator in zip(self.outputs.reduced, self.reduced, strict=True):
+            accumulators[leaf_index] = accumulator
+        return accumulators
+
+
+@dataclass(frozen=True, eq=False)
+class _Bound(Program):
+    """A program whose folds are bound already: those of a window's sums."""
+
+    outputs: Outputs | None = None
+
+    def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
+        assert self.outputs is not None
+        return self.outputs, trees.flatten(value)[0]
+
+
+class _Fixed(Kept):
+    """The layout of a window that goes on."""
+
+    def layout_of(self, *_: Any) -> Layout:
+        assert self.layout is not None
+        return self.layout
+
+
 class Adding(Engine):
     """A window of one micro-batch whose sums are those of a state; what the loss returns besides is handed through.
 
-    `donate`: whether they may be written to. They are in units of 1, and are not divided in the end.
+    It may go on with the next micro-batch of the same parameters, on the same leaves.
     """
 
-    def __init__(self, kept: OfGradient, backend: Backend, window: Accumulation, donate: bool):
-        # The folds are those of the window already.
-        super().__init__(Program(kept.gradient, (), memory=kept.memory), kept.gradient, backend, None)
-        self.alone, self.sums, self.donate = kept.alone, window, donate
-        # The window's own memory, and how often it has been written to.
-        self.given: list[torch.Tensor] = []
-        self.writes = 0
+    buffers: _Sums
+
+    def __init__(self, of: OfGradient, backend: Backend, outputs: Outputs):
+        super().__init__(_Bound(of.gradient, (), memory=of.memory, outputs=outputs), of.gradient, backend, None)
+        self.folded, self.outputs = of.alone, outputs
+        if self.kept.layout is not None and self.kept.layout.outputs is not outputs:
+            self.kept.key = None
 
     def add(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
-    ) -> tuple[tuple[torch.Tensor, Tree], Sequence[Reduced]]:
-        """((loss, aux), the sums) of this micro-batch."""
+        self, window: Accumulation, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, donate: bool
+    ) -> tuple[tuple[torch.Tensor, Tree], list[Reduced]]:
+        """((loss, aux), the sums of the window) with one more micro-batch."""
+        self.buffers_of = partial(_Sums, window, donate=donate)
         with self:
             args, kwargs = self.detached(args), detached(kwargs, recorded=True) if kwargs else kwargs
             arguments = Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self.gradient, self.backend)
-            self.fold(arguments, args, kwargs, weight, last=True)
-            self._end()
-        accumulators: list[Reduced] = [None] * len(self.sums.accumulators)
-        for leaf_index, accumulator in zip(self.layout.outputs.reduced, self.buffers.reduced, strict=True):
-            accumulators[leaf_index] = accumulator
-        return self.value, accumulators
+            sums: list[Reduced] = self.result(self.fold(arguments, args, kwargs, weight, last=True))
+        # From here on only the caller has the sums.
+        self.backward = None
+        del self.buffers
+        return self.value, sums
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if error[0] is not None and sum(map(_private.version, self.given)) != self.writes:
+        if error[0] is not None and self.backward is not None and self.buffers.is_changed:
             error[1].add_note(
                 "The backward pass has added a part of this micro-batch to the state, whose memory is donated. Begin "
                 "the window again, from a state that was saved or from tx.init(params), or leave it as it is."
             )
 
-    def _buffers(self, loss: torch.Tensor, aux: Tree, leaves: dict[int, Leaves], arguments: Arguments) -> Buffers:
-        outputs, kept = self.sums.outputs, self.kept
-        if kept.layout is not None and kept.layout.outputs is not outputs:
-            kept.key = None
-        bind = lambda _: (outputs, [*leaves[0].leaves])
-        layout = kept.layout_of(self.alone, (loss, None), leaves, self.leaves, bind, lambda _: None, False)
-        buffers = Buffers(layout)
-        buffers.unit, buffers.unit_is_fixed = 1.0, True
-        # The first gradients of an empty window become its sums, as in every window.
-        steps = arrays.scalar(self.sums.tally.steps)
-        if arrays.is_array(steps) or steps:
-            accumulators = [self.sums.accumulators[leaf_index] for leaf_index in outputs.reduced]
-            buffers.reduced = [*accumulators] if self.donate else [each.clone() for each in accumulators]
-            if self.donate:
-                self.given, self.writes = accumulators, sum(map(_private.version, accumulators))
-        return buffers
-
     def _leaves_to_add(self, loss: torch.Tensor, aux: Tree, leaves: dict[int, Leaves]) -> list[Any]:
         # Nothing but the gradients is folded.
         self.value = loss, aux
-        return [None] * len(self.layout.outputs.folds)
+        return [None] * len(self.outputs.folds)
+
+    # --- the next micro-batch
+
+    seen: "_Seen | None" = None  # once the window may go on
+
+    def may_go_on(self) -> bool:
+        """Prepares for another micro-batch; False if each needs a window of its own."""
+        if self.seen is None:
+            # Hooks and marks are looked at anew in every window.
+            if not are_plain(self.leaves[0].originals):
+                return False
+            self.seen, self.kept = self._look(), _Fixed(layout=self.layout)
+        return True
+
+    def goes_on(self, window: Accumulation, gradient: GradientFunction, args: tuple[Tree, ...]) -> bool:
+        """Whether this is the window for these arguments: for the same parameters, and a module that is as before."""
+        if self.gradient is not gradient or window.outputs is not self.outputs or self.arity != len(args):
+            return False
+        leaves, structure = trees.flatten(args[0])
+        first = self.leaves[0]
+        if structure != first.structure or not all(map(operator.is_, leaves, first.originals)):
+            return False
+        return are_plain(leaves) and self.seen == self._look()
+
+    def _look(self) -> "_Seen":
+        present = [original for original in self.leaves[0].originals if original is not None]
+        objects, flags = self.visit.contents() if isinstance(self.visit, Visit) else ([], [])
+        return _Seen(
+            threading.get_ident(), [*map(_ADDRESS, present)], [*map(_REQUIRES_GRAD, present)], _Same(objects), flags
+        )
+
+    def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
+        if self.seen is None:
+            super()._begin(arguments, args)
+            return
+        self.since = applied.last if applied.is_noted else None
+        if self.watched:
+            self.watch = GradsWatch(self.watched)
+
+
+class _Seen(NamedTuple):
+    """What must stay as it is for a window to go on.
+
+    The thread, where the parameters lie and whether they require grad; the parts and the parameters of the module, and
+    which of these require grad.
+    """
+
+    thread: int
+    addresses: list[int]
+    require_grad: list[bool]
+    contents: "_Same"
+    contents_require_grad: list[bool]
+
+
+class _Same:
+    """Objects that are compared by identity. They are kept alive, so that no other has the place of one."""
+
+    def __init__(self, objects: list[object]):
+        self.objects = objects
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same) or len(other.objects) != len(self.objects):
+            return False
+        return all(map(operator.is_, self.objects, other.objects))
+
+    __hash__ = None  # type: ignore[assignment]

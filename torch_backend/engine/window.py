@@ -31,7 +31,7 @@ from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, is_dtensor, local
 from torch_backend.engine.backward import Backward, autocasting, ran_backward
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.layout import Kept, Leaves
+from torch_backend.engine.layout import Kept, Layout, Leaves
 from torch_backend.engine.others import GradsWatch, Surroundings, applied, left_alone
 from torch_backend.gradients import is_constant, put_hooks, switched_off
 from torch_backend.modules import PureLoss, trainable
@@ -64,6 +64,9 @@ class Engine:
         module: nn.Module | None = None,
     ):
         self.program, self.gradient, self.backend, self.reduction = program, gradient, backend, reduction
+        # What is folded is the output of this gradient function, and `buffers_of(layout)` makes what it is folded into.
+        self.folded = gradient
+        self.buffers_of: Callable[[Layout], Buffers] = Buffers
         self.module = module
         self.looks_ahead = self.may_be_short = reduction is not None
         self.kept = program.memory.keep(Kept)
@@ -182,9 +185,9 @@ class Engine:
         self.leaves = {argnum: self._leaves_of(arg, argnum) for argnum, arg in self.whole_args.items()}
         # A loss that runs .backward() on the parameters themselves would write to their `.grad`s.
         originals = [original for leaves in self.leaves.values() for original in leaves.originals]
-        watched = [tensor for tensor in originals if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
-        if watched:
-            self.watch = GradsWatch(watched)
+        self.watched = [tensor for tensor in originals if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+        if self.watched:
+            self.watch = GradsWatch(self.watched)
         # The context that the loss is called in, and the first argument that it is given. A pure_loss is given no
         # parameters: during the visit they are in its module.
         self.visit: AbstractContextManager[Callable[..., Any]] = nullcontext(self.gradient.loss_fn)
@@ -200,7 +203,7 @@ class Engine:
         structure = trees.flatten(params)[1]
         self.arity, self.whole_args, self.is_whole = 0, {_OWN: params}, True
         self.leaves = {_OWN: Leaves(params, leaves, structure, leaves)}
-        if not _are_plain(leaves):
+        if not are_plain(leaves):
             self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, _OWN))
         self.aside = left_alone(params.values())
         self.aside.__enter__()
@@ -216,7 +219,7 @@ class Engine:
 
     def _leaves_of(self, tree: Tree, argnum: int) -> "Leaves":
         originals, structure = trees.flatten(tree)
-        is_plain = _are_plain(originals)
+        is_plain = are_plain(originals)
         if not is_plain:
             originals = own_parameters(originals)
             check_unfrozen(originals, tree, self.gradient, argnum)
@@ -298,8 +301,10 @@ class Engine:
         whole = [leaf for argument in self.leaves.values() for leaf in argument.leaves]
         present = [leaf for leaf in whole if leaf is not None]
         check_no_gradients((*present, *moving))
-        self.buffers = self._buffers(loss, aux, leaves, arguments)
-        self.layout = layout = self.buffers.layout
+        bind = lambda value: self.program.bind(value, arguments)
+        check = lambda _: self._check_dense(leaves)
+        layout = self.kept.layout_of(self.folded, (loss, aux), leaves, self.leaves, bind, check, bool(arguments.state))
+        self.layout, self.buffers = layout, self.buffers_of(layout)
         self.adds_loss_alone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
         if self.reduction is not None:
             if self.any_group is not None and self.any_group.heard:
@@ -315,14 +320,6 @@ class Engine:
         }
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
         return Backward(self.buffers, leaves_in_backward, lambda: self.around, self.since, seeds=not self.hooked)
-
-    def _buffers(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]", arguments: Arguments) -> Buffers:
-        """What the window folds into, for outputs of this kind."""
-        bind = lambda value: self.program.bind(value, arguments)
-        check = lambda _: self._check_dense(leaves)
-        return Buffers(
-            self.kept.layout_of(self.gradient, (loss, aux), leaves, self.leaves, bind, check, bool(arguments.state))
-        )
 
     def _check_dense(self, leaves: "dict[int, Leaves]") -> None:
         """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
@@ -347,8 +344,8 @@ class Engine:
 
     # --- the end of the window
 
-    def _end(self) -> None:
-        """Ends the window, so that the buffers alone have the sums. FuncgaError for what shows only now."""
+    def result(self, state: list[Any]) -> Tree:
+        """The normalised result, in the structure of grad_fn's output."""
         assert self.backward is not None
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.arity, self.backend)
@@ -358,10 +355,6 @@ class Engine:
         if self.watch is not None:
             self.watch.check()
         self.buffers.settle(self.backward.leaves)
-
-    def result(self, state: list[Any]) -> Tree:
-        """The normalised result, in the structure of grad_fn's output."""
-        self._end()
         if self.reduction is None:
             return self.buffers.result(state)
         if self.merges_shards:
@@ -444,7 +437,7 @@ def _gradients(argument: Leaves) -> Tree:
     return detached(trees.unflatten(argument.structure, grads))
 
 
-def _are_plain(leaves: Sequence[Any]) -> bool:
+def are_plain(leaves: Sequence[Any]) -> bool:
     """Whether no leaf that is made of these needs to know more than the tensor: no hooks, no marks, nothing frozen.
 
     This glance at all of them is cheap. Only where it is False is each looked at.

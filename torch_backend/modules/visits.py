@@ -14,7 +14,7 @@ from torch import nn
 from funcga._types import Array
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
-from torch_backend._private import BUFFERS, PARAMETERS
+from torch_backend._private import BUFFERS, PARAMETERS, PARTS
 from torch_backend.modules.checks import (
     ModuleLoss,
     Tensors,
@@ -121,6 +121,13 @@ class Visit:
         if self.loss.statistics and self.watch is None:
             self.watch = Watch(self.loss.module)
         self.is_prepared = True
+
+    def contents(self) -> tuple[list[object], list[bool]]:
+        """The parts and the parameters of the module as it is now, and which of these require grad."""
+        spaces = [owner.__dict__ for _, owner in self.owners]
+        parts: list[object] = [part for space in spaces for part in space[PARTS].values()]
+        parameters = [p for space in spaces for p in space[PARAMETERS].values() if p is not None]
+        return parts + parameters, [p.requires_grad for p in parameters]
 
     def __call__(self, *args: object, **kwargs: object) -> Output:
         """The loss of a batch, on copies of the module's own buffers, or of those that are threaded."""
