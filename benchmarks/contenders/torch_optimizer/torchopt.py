@@ -9,7 +9,10 @@ from benchmarks.contenders.torch import functional_loop
 from benchmarks.contenders.torch_optimizer import OPTIONS
 from benchmarks.torch_problem import Problem, Step
 
-NAME, AGAINST = "TorchOpt's `adamw`, the best torch.func loop", ("funcga", "transform", "update", "split", "one_by_one")
+NAME, AGAINST = (
+    "TorchOpt's `adamw`, the best torch.func loop",
+    ("funcga", "transform", "funcga_updates", "update", "split", "one_by_one"),
+)
 SOURCE = "https://torchopt.readthedocs.io/en/latest/optimizer/optim.html"
 
 

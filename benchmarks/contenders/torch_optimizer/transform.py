@@ -1,4 +1,4 @@
-"""funcga and an optimizer that is a pure function."""
+"""funcga and an optimizer that is a function, which is given its parameters, gradients and state away."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ import torch
 
 from benchmarks.contenders.torch_optimizer import OPTIONS
 from benchmarks.torch_problem import Problem, Step
-from funcga import accumulate, value_and_grad
-from torch_backend import apply_updates, from_optimizer, pure_loss
+from funcga import accumulate, apply, value_and_grad
+from torch_backend import from_optimizer, pure_loss
 
-NAME, SOURCE, AGAINST = "funcga, `from_optimizer`: all pure", None, None
+NAME, SOURCE, AGAINST = "funcga, `from_optimizer`, `apply(donate=True)`", None, None
 
 
 def make(problem: Problem) -> Step:
-    """`accumulate`, then `(init, update)` of the fused AdamW: every state and parameter stays as it was."""
+    """`accumulate`, then `apply` of the fused AdamW, which steps in place."""
     gradient = value_and_grad(pure_loss(problem.module, problem.loss))
     accumulated = accumulate(gradient, microbatch_size=problem.size, weight=problem.weight)
     tx = from_optimizer(torch.optim.AdamW, fused=True, **OPTIONS)
@@ -23,8 +23,7 @@ def make(problem: Problem) -> Step:
     def step(batch: torch.Tensor) -> Any:
         nonlocal params, state
         loss, grads = accumulated(params, batch)
-        updates, state = tx.update(grads, state, params)
-        params = apply_updates(params, updates)
+        params, state = apply(tx, grads, state, params, donate=True)
         return loss, params
 
     return step
