@@ -51,13 +51,11 @@ def functional(module):
         if i == 13:
             params, state = saved_and_loaded((params, state))
         loss, grads = gradient(params, *batch)
-        updates, state = tx.update(grads, state, params, weight=count_tokens(*batch))
+        params, state = funcga.apply(tx, grads, state, params, weight=count_tokens(*batch))
         if tx.has_updated(state):
-            params = torch_backend.apply_updates(params, updates)
             print(f"update {int(state.updates)}: loss {loss:.3f}")
     if state.offered > 0:
-        updates, state = tx.flush(state, params)
-        params = torch_backend.apply_updates(params, updates)
+        params, state = tx.flush_into(state, params)
         print(f"update {int(state.updates)}: loss {loss:.3f}, of the last two micro-batches")
     return params
 

@@ -45,7 +45,8 @@ def from_optimizer(
     `init(params)` is an OptimizerState. `update(grads, state, params)` is `(updates, state)`: new parameters minus old
     ones, in the dtype of both, by the optimizer's own step on a copy, so that the state is bitwise identical to that of
     `optimizer.step()`. A parameter whose gradient is None is skipped, as torch does, and its update is 0. `donated` is
-    the same, in the memory of the state it is given, and it may write to the gradients.
+    the same, in the memory of the state it is given, and it may write to the gradients. With `funcga.apply` the new
+    parameters come back instead of the difference, and are bitwise identical to those of `optimizer.step()`, too.
 
     `update(..., closure=f)`: `f(params) -> (loss, grads)`, pure, for optimizers that evaluate the loss themselves. For
     LBFGS with max_iter=1 and no line search the gradients are enough. Other extra arguments are ignored, as they may be
