@@ -3,7 +3,7 @@
 Only torch has this file: models of JAX are functions of their parameters as they are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from torch_backend.modules.checks import (
     check_not_wrapped,
     nothing_to_train,
 )
-from torch_backend.modules.layers import check_no_max_norm, named, owners
+from torch_backend.modules.layers import Walk, check_no_max_norm, named, owners
 from torch_backend.modules.visits import Output, Visit, with_state
 
 
@@ -143,6 +143,7 @@ class PureLoss(ModuleLoss):
     """A pure function of a module's parameters. Made by `pure_loss`."""
 
     calling: "_Calling"
+    walk: Walk = field(default_factory=Walk, repr=False)
 
     def __call__(self, params: Tensors, *args: object, **kwargs: object) -> Output:
         """The loss of a batch with these parameters; with the buffers, if they are threaded."""
@@ -160,7 +161,7 @@ class PureLoss(ModuleLoss):
         It can be entered again and again. While it is entered, other threads that want to put parameters into the
         module, or into one that overlaps with it, wait.
         """
-        return Visit(self, params, recorded)
+        return Visit(self, params, recorded, *self.walk.through(self.module))
 
     def _traced(self, params: Tensors, *args: object, **kwargs: object) -> Output:
         """The same by functional_call, which torch.compile knows, also in a loop."""

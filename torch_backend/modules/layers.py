@@ -6,6 +6,7 @@ Only torch has this file: layers of torch keep their state in themselves, in JAX
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TypeGuard
 
 import torch
@@ -29,6 +30,30 @@ def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         waiting += [
             (f"{prefix}{name}.", part) for name, part in owner.__dict__[_private.PARTS].items() if part is not None
         ]
+
+
+class Walk:
+    """The owners of a module, walked through once for as long as no part of it is put in, taken out or renamed."""
+
+    def __init__(self) -> None:
+        self.known: tuple[Owners, frozenset[int], object] | None = None
+
+    def __reduce__(self) -> tuple[type["Walk"], tuple[()]]:
+        return Walk, ()  # a copy of the module has other parts
+
+    def through(self, module: nn.Module) -> tuple[Owners, frozenset[int]]:
+        """The owners, and their ids."""
+        if self.known is None or self.known[0][0][1] is not module or _parts(self.known[0]) != self.known[2]:
+            found = [*owners(module)]
+            self.known = found, frozenset([id(owner) for _, owner in found]), _parts(found)
+        return self.known[:2]
+
+
+def _parts(owners: Owners) -> object:
+    """How many parts each owner has, and the names and the ids of all."""
+    tables = [owner.__dict__[_private.PARTS] for _, owner in owners]
+    ids = [*map(id, chain.from_iterable([table.values() for table in tables]))]
+    return [*map(len, tables)], [*chain.from_iterable(tables)], ids
 
 
 def named(owners: Owners, table: str) -> dict[str, torch.Tensor]:

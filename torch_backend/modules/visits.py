@@ -23,23 +23,14 @@ from torch_backend.modules.checks import (
     check_none_frozen,
     check_not_wrapped,
 )
-from torch_backend.modules.layers import Watch, called, embeddings_with_max_norm, named, owners, within_norm
+from torch_backend.modules.layers import Owners, Watch, called, embeddings_with_max_norm, named, within_norm
 
 Table = dict[str, torch.Tensor | None]
+Space = dict[str, Table]  # the `__dict__` of a part
 # What loss_fn returns: a scalar, or (scalar, aux).
 Output = object
 
 _NOTHING = nullcontext()
-
-
-class _Exchange:
-    """A table of a module, and the table that stands in for it during a visit; `space` is the module's `__dict__`."""
-
-    __slots__ = ("original", "space", "stand_in")
-
-    def __init__(self, space: dict[str, Table], stand_in: Table):
-        self.space, self.stand_in = space, stand_in
-        self.original: Table = {}
 
 
 class Visit:
@@ -52,14 +43,18 @@ class Visit:
     around this one keeps its graph. `recorded`: a parameter that stays is a leaf if it requires grad.
     """
 
-    def __init__(self, loss: ModuleLoss, params: Tensors, recorded: bool):
+    def __init__(self, loss: ModuleLoss, params: Tensors, recorded: bool, owners: Owners, modules: frozenset[int]):
         check_not_wrapped(loss.module)
         self.loss, self.params, self.recorded = loss, params, recorded
-        self.owners = [*owners(loss.module)]
-        self.modules = frozenset([id(owner) for _, owner in self.owners])
+        self.owners, self.modules = owners, modules  # the parts of the module, and their ids
         self.thread = 0  # which one is in the module
-        self.parameters: list[_Exchange] = []
-        self.buffers: list[_Exchange] = []
+        # The `__dict__`s of the parts that have parameters, what stands in for each table there, and the module's own
+        # tables during a visit; then the same of buffers.
+        self.with_parameters: list[Space] = []
+        self.stand_ins: list[Table] = []
+        self.parameters: list[Table] = []
+        self.with_buffers: list[Space] = []
+        self.buffers: list[Table] = []
         self.empty: list[Table] = []  # the tables of modules without buffers
         self.is_prepared = self.in_transform = False
         self.embeddings: dict[str, nn.Embedding] = {}
@@ -76,24 +71,24 @@ class Visit:
             raise
         # The module may have new tensors since the last time, and has to get those back. A part that is used in two
         # places has its table here twice, so all tables are read before one is replaced.
-        for table in self.parameters:
-            table.original = table.space[PARAMETERS]
-        for table in self.buffers:
-            table.original = table.space[BUFFERS]
-        for table in self.parameters:
-            table.space[PARAMETERS] = table.stand_in.copy()
+        self.parameters = [space[PARAMETERS] for space in self.with_parameters]
+        self.buffers = [space[BUFFERS] for space in self.with_buffers]
+        for space, stand_in in zip(self.with_parameters, self.stand_ins, strict=True):
+            space[PARAMETERS] = stand_in.copy()
         if self.embeddings:
             self.guard.enter_context(within_norm(self.embeddings))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.guard.close()
-        for table in self.parameters:
-            table.space[PARAMETERS] = table.original
-        for table in self.buffers:
-            table.space[BUFFERS] = table.original
-        for registered in self.empty:  # by the loss
-            registered.clear()
+        if self.embeddings:
+            self.guard.close()
+        for space, original in zip(self.with_parameters, self.parameters, strict=True):
+            space[PARAMETERS] = original
+        for space, original in zip(self.with_buffers, self.buffers, strict=True):
+            space[BUFFERS] = original
+        if any(self.empty):  # the loss has registered some
+            for registered in self.empty:
+                registered.clear()
         _REGISTER.end(self)
 
     def _prepare(self) -> None:
@@ -109,12 +104,12 @@ class Visit:
         if _private.transforms():
             check_hooks_called(self.params, parameters)
         # Whole tables are exchanged, in the `__dict__` of each part: the module's own are not written to.
-        self.parameters = [
-            _Exchange(space, {name: self._stand_in(tensor, chosen) for name, tensor in space[PARAMETERS].items()})
-            for space in spaces
-            if space[PARAMETERS]
+        self.with_parameters = [space for space in spaces if space[PARAMETERS]]
+        self.stand_ins = [
+            {name: self._stand_in(tensor, chosen) for name, tensor in space[PARAMETERS].items()}
+            for space in self.with_parameters
         ]
-        self.buffers = [_Exchange(space, {}) for space in spaces if space[BUFFERS]]
+        self.with_buffers = [space for space in spaces if space[BUFFERS]]
         # Where there are no buffers, no table is exchanged. Buffers that the loss registers there are removed
         # afterwards.
         self.empty = [space[BUFFERS] for space in spaces if not space[BUFFERS]]
@@ -152,11 +147,9 @@ class Visit:
         # Each micro-batch gets new ones: writes through `.data` or a NumPy array cannot be seen, so none can be reused.
         if not self.buffers:
             return
-        copies = _copies([tensor for table in self.buffers for tensor in table.original.values()], values)
-        for table in self.buffers:
-            table.space[BUFFERS] = {
-                name: None if tensor is None else copies[id(tensor)] for name, tensor in table.original.items()
-            }
+        copies = _copies([tensor for table in self.buffers for tensor in table.values()], values)
+        for space, table in zip(self.with_buffers, self.buffers, strict=True):
+            space[BUFFERS] = {name: None if tensor is None else copies[id(tensor)] for name, tensor in table.items()}
 
     def _stand_in(self, tensor: torch.Tensor | None, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """What stands in for a parameter, which remembers it."""
