@@ -128,10 +128,10 @@ def acts_on_grad(tensor: object) -> bool:
     return bool(_attribute(tensor, "_post_accumulate_grad_hooks", None))
 
 
-# Both at once, (None, None) for a tensor that never had a hook, as most are. Without it each tensor is looked at.
-hooks_at_a_glance: Callable[[torch.Tensor], tuple[object, ...]] = _reader(
-    "_backward_hooks", "_post_accumulate_grad_hooks", otherwise=()
-)
+# Whether a tensor has such hooks, at a glance: None for one that never had a hook, as most are. Without these each
+# tensor is looked at.
+has_hooks: Callable[[torch.Tensor], object] = _reader("_backward_hooks", otherwise=True)
+has_hooks_on_grad: Callable[[torch.Tensor], object] = _reader("_post_accumulate_grad_hooks", otherwise=True)
 
 
 # --- Modules --------------------------------------------------------------------------------------------------------

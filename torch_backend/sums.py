@@ -136,21 +136,23 @@ def _divided(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence[t
     return quotients
 
 
-_KIND = operator.attrgetter("is_cpu", "dtype")
+_IS_CPU, _DTYPE = operator.attrgetter("is_cpu"), operator.attrgetter("dtype")
 
 
 def divide(sums: list[torch.Tensor], total: float) -> None:
     """Divides in place."""
+    if total == 1:
+        return
     # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is faster.
     dtype = sums[0].dtype
-    alike = not torch.compiler.is_compiling() and {*map(_KIND, sums)} == {(True, dtype)}
+    alike = not torch.compiler.is_compiling() and all(map(_IS_CPU, sums)) and {*map(_DTYPE, sums)} == {dtype}
     if not (alike and dtype in (torch.float32, torch.float64)):
         torch._foreach_div_(sums, total)
     elif 1 <= total <= _MOST and math.frexp(total)[0] == 0.5:
         # Multiplying is faster than dividing, and gives the same bits for a power of two.
-        torch._foreach_mul_(sums, torch.tensor(1 / total, dtype=dtype, device="cpu"))
+        torch._foreach_mul_(sums, torch.full((), 1 / total, dtype=dtype, device="cpu"))
     else:
-        torch._foreach_div_(sums, torch.tensor(total, dtype=dtype, device="cpu"))
+        torch._foreach_div_(sums, torch.full((), total, dtype=dtype, device="cpu"))
 
 
 # The inverse of this is still a normal float32.

@@ -18,6 +18,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,10 +84,20 @@ class Backward(Pass):
         super().__init__(tuple(leaves.values()), around)
         self.buffers, self.layout, self.leaves = buffers, buffers.layout, leaves
         self.since, self.seeds = since, seeds and self.layout.takes_seeds
-        reduced = buffers.reduced
+        # The leaves that autograd adds to sums: as a rule all.
+        added = self.layout.added
+        self.adding = self.inputs if len(added) == len(self.inputs) else tuple(self.inputs[at.position] for at in added)
         # From here until `release` buffers and leaves share the accumulators: autograd adds to `leaf.grad` in place.
-        for position, _, index, _, wide in self.layout.added:
-            leaf = self.inputs[position]
+        reduced = buffers.reduced
+        if self.layout.widens or {*map(type, reduced)} != {type(None)}:
+            self._attach_begun(reduced)
+        self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
+        self._survey()
+        self.writes = self._count_writes()
+
+    def _attach_begun(self, reduced: list[Any]) -> None:
+        """Gives the leaves the accumulators that there are before the first gradient."""
+        for leaf, (_, _, index, _, wide) in zip(self.adding, self.layout.added, strict=True):
             if wide is not None:
                 # A sum in a wider dtype begins with zeros: autograd could only begin it in the gradient's own dtype.
                 leaf.grad_dtype = None  # .grad may have another dtype than the leaf
@@ -94,9 +105,6 @@ class Backward(Pass):
                     reduced[index] = torch.zeros_like(leaf, dtype=wide, requires_grad=False)
             if reduced[index] is not None:
                 leaf.grad = reduced[index]
-        self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
-        self._survey()
-        self.writes = self._count_writes()
 
     def settle(self) -> None:
         """Accepts all writes to accumulators so far: funcga itself made them, and not a backward pass of loss_fn."""
@@ -240,18 +248,14 @@ class Backward(Pass):
 
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
-        reduced, arrived = self.buffers.reduced, list[tuple[torch.Tensor, int, torch.Tensor]]()
-        for position, _, index, _, _ in self.layout.added:
-            leaf = self.inputs[position]
-            gradient = leaf.grad
-            if gradient is not None and reduced[index] is None:
-                arrived.append((leaf, index, gradient))
-        dense = [g if g.layout is torch.strided else g.to_dense() for _, _, g in arrived]
+        reduced, sums, gradients = self.buffers.reduced, self.layout.added_sums, [*map(_GRAD, self.adding)]
+        arrived = [at for at, index in enumerate(sums) if reduced[index] is None and gradients[at] is not None]
+        dense = [g if g.layout is torch.strided else g.to_dense() for g in map(gradients.__getitem__, arrived)]
         # Later gradients are added in place, so nobody else may hold this memory.
-        for (leaf, index, gradient), begun, alone in zip(arrived, dense, are_alone(dense), strict=True):
-            reduced[index] = begun if alone else begun.clone()
-            if reduced[index] is not gradient:
-                leaf.grad = reduced[index]
+        for at, begun, alone in zip(arrived, dense, are_alone(dense), strict=True):
+            reduced[sums[at]] = accumulator = begun if alone else begun.clone()
+            if accumulator is not gradients[at]:
+                self.adding[at].grad = accumulator
         self._survey()
 
     def _add_zeros(self, leaf_indices: Iterable[int], weight: Scalar) -> None:

@@ -97,7 +97,8 @@ class Buffers:
             if share:
                 self.reduced[0].add_(value, alpha=share)
         elif share:
-            self.reduced[0] = value.to(self.folds[0].accumulator_dtype, copy=True).mul_(share)
+            begun = value.to(self.folds[0].accumulator_dtype, copy=True)
+            self.reduced[0] = begun if share == 1 else begun.mul_(share)
         else:
             self.reduced[0] = torch.zeros_like(value, dtype=self.folds[0].accumulator_dtype)
         self.weight += weight
@@ -194,21 +195,22 @@ class Buffers:
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces Partial sums of DTensors, to the placements of `likes`, by leaf index."""
-        for index, value in enumerate(self.reduced):
+        for index, value in () if {*map(type, self.reduced)} == {torch.Tensor} else enumerate(self.reduced):
             if type(value) is not torch.Tensor:
                 self.reduced[index] = without_partials(value, likes.get(self.outputs.reduced[index]))
 
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
-        divided = self._divide()
+        left = self._divide()
         # The result takes the memory over: nothing of it stays here, where a later window could write to it.
         results, self.reduced = self.reduced, [None] * len(self.reduced)
         # Leaves that were divided in place only need their dtype. The others are normalised one by one.
-        folded = self.tally if len(divided) < len(results) else None
-        for index in self.layout.cast if folded is None else range(len(results)):
-            if folded is None or index in divided:
+        for index in self.layout.cast:
+            if index not in left:
                 results[index] = results[index].to(self.folds[index].result_dtype)
-            else:
+        if left:
+            folded = self.tally
+            for index in left:
                 results[index] = self.folds[index].normalize(results[index], folded)
         # What belongs to no group is a leaf that was None in every micro-batch.
         leaves: list[Any] = [None] * len(self.outputs.folds)
@@ -221,13 +223,13 @@ class Buffers:
             leaves[leaf_index] = value
         return self.outputs.backend.trees.unflatten(self.outputs.structure, leaves)
 
-    def _divide(self) -> set[int]:
-        """Divides means in place, and takes other weighted sums out of their unit. Returns which are divided."""
+    def _divide(self) -> list[int]:
+        """Divides means in place, and takes other weighted sums out of their unit. Returns which are not divided."""
         total, steps, unit = self.weight, self.steps, self.unit or 1.0
         if self.counted is not None:
             folded = self.tally
             total, steps = folded.total, folded.steps
-        divided: set[int] = set()
+        left = [*self.layout.undivided]
         for indices, by, weighted in self.layout.quotients:
             divisor = total if by == "weight" else steps
             sums_here = local_tensors([self.reduced[index] for index in indices])
@@ -244,12 +246,11 @@ class Buffers:
                     accumulator.div_(divisor.to(accumulator.device, accumulator.dtype))
             else:
                 # A plain sum need not be 0 where the total weight is: the normalizer has to select.
-                continue
-            divided.update(indices)
+                left += indices
         if unit != 1:
-            for index in {*self.layout.weighted} - divided:
+            for index in self.layout.undivided_weighted:
                 local(self.reduced[index]).mul_(unit)
-        return divided
+        return left
 
 
 def _strided(value: torch.Tensor) -> torch.Tensor:

@@ -88,6 +88,7 @@ class Layout:
                 wide = None if dtype == leaf.dtype else dtype
                 self.added.append(Added(position, leaf_index, index, kind == "plain", wide))
         self.added_sums = [added.sum_index for added in self.added]
+        self.widens = any(added.wide is not None for added in self.added)
         self._plan_cotangent([*present.values()], scaled)
 
     def _plan_cotangent(self, leaves: Sequence[torch.Tensor], scaled: bool) -> None:
@@ -123,6 +124,10 @@ class Layout:
                 indices = [index for index in summed if self.folds[index].fold.normalizer.divides_by == by]
                 if indices:
                     self.quotients.append(Quotients(indices, by, weighted))
+        divided = {index for group in self.quotients for index in group.indices}
+        # Sums that nothing divides, of which the weighted ones are taken out of their unit.
+        self.undivided = [index for index in range(len(self.folds)) if index not in divided]
+        self.undivided_weighted = [index for index in self.weighted if index not in divided]
         self.cast = [index for index, fold in enumerate(self.folds) if fold.accumulator_dtype != fold.result_dtype]
 
 
@@ -140,11 +145,11 @@ def kind_in_place(fold: LeafFold, dtype: torch.dtype) -> Literal["weighted", "pl
 
 
 # What the fold of a leaf depends on. Only a DTensor has placements.
-_KIND = operator.attrgetter("shape", "dtype", "layout")
+_KINDS = [operator.attrgetter(name) for name in ("shape", "dtype", "layout")]
 
 
 def _kind_of(leaf: torch.Tensor | None) -> object:
-    return None if leaf is None else (*_KIND(leaf), getattr(leaf, "placements", None))
+    return None if leaf is None else ([kind(leaf) for kind in _KINDS], getattr(leaf, "placements", None))
 
 
 class Leaves(NamedTuple):
@@ -183,7 +188,8 @@ class Kept:
         if len(whole) == len(leaves) and not (gradient.has_aux or has_state):
             # Then the loss and the leaves alone tell what the output is.
             is_plain = {*map(type, in_window)} <= {torch.Tensor, nn.Parameter}
-            kinds = [*map(_KIND if is_plain else _kind_of, in_window)]
+            # A list for each of them, where there would be a tuple for each leaf.
+            kinds = [[*map(kind, in_window)] for kind in (_KINDS if is_plain else [_kind_of])]
             key = type(loss), loss.dtype, [argument.structure for argument in leaves.values()], kinds
             if self.layout is not None and self.key == key:
                 return self.layout

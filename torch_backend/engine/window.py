@@ -446,11 +446,10 @@ def are_plain(leaves: Sequence[Any]) -> bool:
     if not types <= {torch.Tensor, nn.Parameter} or (nn.Parameter in types and not all(map(_REQUIRES_GRAD, leaves))):
         return False
     # A mark in the `__dict__` is, for example, that of a stand-in for a module's parameter.
-    has_marks = any(map(_DICT, leaves))
-    return not has_marks and [*map(_private.hooks_at_a_glance, leaves)].count(_NO_HOOKS) == len(leaves)
+    looks = _DICT, _private.has_hooks, _private.has_hooks_on_grad
+    return not any(any(map(look, leaves)) for look in looks)
 
 
-_NO_HOOKS = (None, None)
 _GRAD, _REQUIRES_GRAD, _DICT = (operator.attrgetter(name) for name in ("grad", "requires_grad", "__dict__"))
 
 

@@ -222,9 +222,11 @@ def by_what_they_replace(tensors: Tensors, originals: Tensors, what: str) -> dic
     if originals.keys() >= tensors.keys():
         replaced = [originals[name] for name in tensors]
         by_id = dict(zip(map(id, replaced), tensors.values(), strict=True))
-        shapes = [tensor.shape if isinstance(tensor, torch.Tensor) else None for tensor in tensors.values()]
-        if shapes == [tensor.shape for tensor in replaced] and len(by_id) == len(tensors):
-            return by_id
+        are_tensors = all(issubclass(kind, torch.Tensor) for kind in {*map(type, tensors.values())})
+        if are_tensors and len(by_id) == len(tensors):
+            shapes = [tensor.shape for tensor in tensors.values()]
+            if shapes == [tensor.shape for tensor in replaced]:
+                return by_id
     raise _misfit(tensors, originals, what)
 
 
