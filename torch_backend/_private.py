@@ -5,12 +5,14 @@ Other files call these through the module, as in `_private.transforms()`: then a
 and load this file again.
 """
 
+import inspect
 import math
 import operator
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -445,6 +447,68 @@ def _reset_iter_state(state: Any, groups: list[ParamGroup]) -> None:
 # What compiles the functions that are called now, also where a function that is compiled runs this one as it is. Torch
 # 2.11 to 2.13 have it. Without it a module_value_and_grad inside of a compiled function runs as it is, uncompiled.
 compiling: Callable[[], object] = _attribute(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
+
+
+class Compiled(NamedTuple):
+    """What torch.compile has made of a `function`: `compile(other)` compiles another one with the same options.
+
+    `compile_whole` compiles one as a whole, that is, it refuses what it cannot trace. `replays`: whether calls are
+    captured as CUDA graphs.
+    """
+
+    function: Callable[..., Any]
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]]
+    compile_whole: Callable[[Callable[..., Any]], Callable[..., Any]]
+    replays: bool
+
+
+def compiled_of(function: object) -> Compiled | None:
+    """The Compiled of a function that torch.compile has made; None for any other.
+
+    The function that it returns holds its options, in a variable of its own. Torch 2.11 to 2.13 do this. Without it no
+    function is known to be compiled: then autograd adds the gradients of a compiled loss.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing is compiled
+    if frames is None or not isinstance(function, types.FunctionType):
+        return None
+    marks = vars(function)
+    # A function that wraps a compiled one by functools.wraps has the marks of that one.
+    if "_torchdynamo_orig_callable" not in marks or marks.get("_torchdynamo_wrapper_id") != id(function):
+        return None
+    try:
+        context: Any = inspect.getclosurevars(function).nonlocals["self"]
+        if not isinstance(context, frames.OptimizeContext):
+            return None
+        backend, dynamic = frames.innermost_backend(context.callback), context._dynamic
+        guards = getattr(context._hooks, "guard_filter_fn", None)
+        options = function.get_compiler_config() or {}  # type: ignore[attr-defined]
+    except (AttributeError, KeyError, TypeError):
+        return None
+    whole = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=dynamic, guard_filter_fn=guards)
+    return Compiled(marks["_torchdynamo_orig_callable"], context, whole, bool(options.get("triton.cudagraphs")))
+
+
+def refusals_to_compile() -> tuple[type[Exception], ...]:
+    """What torch.compile raises for a function that it cannot compile, before any of it has run.
+
+    Torch 2.11 to 2.13 have these. Without them the error of torch is raised.
+    """
+    errors = sys.modules.get("torch._dynamo.exc")
+    names = "TorchDynamoException", "FailOnRecompileLimitHit"
+    return tuple([error for name in names if (error := getattr(errors, name, None)) is not None])
+
+
+# How many modes there are that see every operation. Torch 2.11 to 2.13 tell. Without it none is known.
+dispatch_modes: Callable[[], int] = _attribute(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+def saves_by_hooks() -> bool:
+    """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are in force. Torch 2.11 to 2.13 tell.
+
+    Without it they are thought not to be: then a compiled loss may be computed without them.
+    """
+    top: Callable[[bool], object] = _attribute(torch._C, "_autograd._top_saved_tensors_default_hooks", lambda _: None)
+    return top(True) is not None
 
 
 # --- Trees ----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine import Window
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
+from torch_backend.engine.compiled import of_compiled_loss
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, begun_by_others, detached, reductions_of
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
@@ -41,11 +42,13 @@ def window_of(program: Program, backend: Backend) -> Window:
     if isinstance(grad_fn, ModuleGradient):
         return grad_fn.window(program, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
-    if isinstance(grad_fn, GradientFunction):
+    gradient = grad_fn if isinstance(grad_fn, GradientFunction) else program.memory.keep(_Compiled, grad_fn).gradient
+    if gradient is not None:
         # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
         if not (torch.compiler.is_compiling() or arrays.in_transform()):
-            return Engine(program, grad_fn, backend, reductions[0] if reductions else None)
-        return Calls(program, grad_fn.bound(backend), reductions, grad_fn)
+            return Engine(program, gradient, backend, reductions[0] if reductions else None)
+        if gradient is grad_fn:
+            return Calls(program, gradient.bound(backend), reductions, gradient)
     return Calls(program, grad_fn, reductions)
 
 
@@ -54,6 +57,13 @@ def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
     # Once a step is seen to use none, it is not looked at again.
     if _NotWrapped not in memory.kept and check_no_wrapped_module_in(grad_fn):
         memory.keep(_NotWrapped)
+
+
+class _Compiled:
+    """Kept by a step: the gradient function of a compiled loss, where grad_fn is a compiled gradient function."""
+
+    def __init__(self, grad_fn: GradFn):
+        self.gradient = of_compiled_loss(grad_fn)
 
 
 class _NotWrapped:

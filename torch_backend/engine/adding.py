@@ -132,6 +132,7 @@ class Adding(Engine):
     def __init__(self, of: OfGradient, backend: Backend, outputs: Outputs):
         super().__init__(_Bound(of.gradient, (), memory=of.memory, outputs=outputs), of.gradient, backend, None)
         self.folded, self.outputs = of.alone, outputs
+        self.kept.may_be_compiled = False  # the sums of a compiled loss are other ones
         if self.kept.layout is not None and self.kept.layout.outputs is not outputs:
             self.kept.key = None
 

@@ -3,6 +3,7 @@
 Only torch has this file: models of JAX are functions of their parameters as they are.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -182,10 +183,7 @@ class PureLoss(ModuleLoss):
             threaded, args = args[0], args[1:]  # type: ignore[assignment]
             by_what_they_replace(threaded, named(parts, _private.BUFFERS), "buffers")
             buffers.update(threaded)
-        # The buffers are copied: functional_call lets the module write to the tensors that it gets.
-        tensors = {f"module.{name}": tensor for name, tensor in params.items()}
-        tensors |= {f"module.{name}": tensor.clone() for name, tensor in buffers.items()}
-        output, after = torch.func.functional_call(self.calling, tensors, (self.loss_fn, *args), kwargs)
+        output, after = self.calling.functional(self.loss_fn, params, buffers, args, kwargs)
         return with_state(output, {name: after[name] for name in threaded}) if self.buffers else output
 
 
@@ -199,3 +197,15 @@ class _Calling(nn.Module):
     def forward(self, loss_fn: LossFn, *args: object, **kwargs: object) -> tuple[Output, dict[str, torch.Tensor]]:
         output = loss_fn(self.module, *args, **kwargs)
         return output, {name: buffer.detach() for name, buffer in self.module.named_buffers()}
+
+    def functional(
+        self, loss_fn: LossFn, params: Tensors, buffers: Tensors, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[Output, dict[str, torch.Tensor]]:
+        """(what loss_fn returns for the module with these tensors, the buffers afterwards), by functional_call."""
+        # The buffers are copied: functional_call lets the module write to the tensors that it gets.
+        tensors = {f"module.{name}": tensor for name, tensor in params.items()}
+        tensors |= {f"module.{name}": tensor.clone() for name, tensor in buffers.items()}
+        result: tuple[Output, dict[str, torch.Tensor]] = torch.func.functional_call(
+            self, tensors, (loss_fn, *args), dict(kwargs)
+        )
+        return result

@@ -5,8 +5,8 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -90,6 +90,20 @@ class Visit:
             for registered in self.empty:
                 registered.clear()
         _REGISTER.end(self)
+
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """A context in which no other thread is in the module, which keeps its own parameters.
+
+        Raises FuncgaError as a visit does.
+        """
+        _REGISTER.begin(self)
+        try:
+            if not self.is_prepared or any(self.empty):
+                self._prepare()
+            yield
+        finally:
+            _REGISTER.end(self)
 
     def _prepare(self) -> None:
         """Works out what stands in for the parameters: the same whenever the visit begins again."""

@@ -1,0 +1,339 @@
+"""A compiled loss in a step that is not compiled: its micro-step is one graph, which adds to its inputs."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import funcga
+from torch_backend import module_value_and_grad, pure_loss, trainable
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.*")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """What was compiled before, and how often, has no influence."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend that runs graphs as they are, and keeps them."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append(graph)
+        return graph.forward
+
+    def compile(self, function, **options):
+        return torch.compile(function, backend=self, **options)
+
+    def __len__(self):
+        return len(self.graphs)
+
+    @property
+    def additions(self):
+        """How many inputs each graph adds to."""
+        return [
+            sum(node.target == "add_" and node.args[0].op == "placeholder" for node in graph.graph.nodes)
+            for graph in self.graphs
+        ]
+
+
+@pytest.fixture
+def graphs():
+    return Graphs()
+
+
+def mlp(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+
+
+def squares(module, x, y):
+    return F.mse_loss(module(x), y)
+
+
+def batch(rows, dtype=torch.float64):
+    torch.manual_seed(1)
+    return torch.randn(rows, 3, dtype=dtype), torch.randn(rows, 1, dtype=dtype)
+
+
+def plain(params, x, y):
+    return (((x @ params["w"]) - y[:, 0]) ** 2).mean()
+
+
+def whole_batch(module, x, y):
+    """(loss, gradients) by autograd, of the whole batch."""
+    loss = squares(module, x, y)
+    return loss.detach(), *torch.autograd.grad(loss, [*module.parameters()])
+
+
+def check(found, expected, tolerance=1e-12):
+    found, expected = tree_leaves(found), tree_leaves(expected)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype or tolerance > 1e-12
+        torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
+
+
+HOW = {
+    "loss": lambda module, compiled: funcga.value_and_grad(pure_loss(module, compiled(squares))),
+    "pure loss": lambda module, compiled: funcga.value_and_grad(compiled(pure_loss(module, squares))),
+    "gradient": lambda module, compiled: compiled(funcga.value_and_grad(pure_loss(module, squares))),
+}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("how", HOW)
+def test_one_graph_for_every_n(how, fullgraph, graphs):
+    module = mlp()
+    gradient = HOW[how](module, lambda function: graphs.compile(function, fullgraph=fullgraph))
+    params = trainable(module)
+    for n in (2, 5, 1):
+        x, y = batch(4 * n)
+        check(funcga.accumulate(gradient, n)(params, x, y), whole_batch(module, x, y))
+        # Four sums are inputs of the one graph, which adds to them.
+        assert graphs.additions == [4]
+    # A ragged last micro-batch takes a second one.
+    x, y = batch(11)
+    step = funcga.accumulate(gradient, microbatch_size=4)
+    for _ in range(2):
+        check(step(params, x, y), whole_batch(module, x, y))
+        assert graphs.additions == [4, 4]
+    assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+def test_a_loss_of_a_tree(how, graphs):
+    """Without a module, and with what is not differentiated in front."""
+    w = {"w": torch.randn(3, dtype=torch.float64), "v": (torch.randn((), dtype=torch.float64),)}
+    loss = lambda scale, params, x, y: plain(params, x, y) * scale + params["v"][0] ** 2
+    gradient = {
+        "loss": lambda: funcga.value_and_grad(graphs.compile(loss), argnums=1),
+        "gradient": lambda: graphs.compile(funcga.value_and_grad(loss, argnums=1)),
+    }[how]()
+    x, y = batch(8)
+    step = funcga.accumulate(gradient, 4, in_axes=(None, None, 0, 0))
+    check(step(torch.tensor(2.0), w, x, y), funcga.value_and_grad(loss, argnums=1)(torch.tensor(2.0), w, x, y))
+    assert graphs.additions == [2]
+
+
+def test_grad_alone_and_by_two_arguments(graphs):
+    w, v = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    loss = lambda w, v, x: ((x @ (w * v)) ** 2).mean()
+    x, _ = batch(6)
+    step = funcga.accumulate(funcga.grad(graphs.compile(loss), argnums=(0, 1)), 3, in_axes=(None, None, 0))
+    check(step(w, v, x), funcga.grad(loss, argnums=(0, 1))(w, v, x))
+    assert graphs.additions == [2]
+
+
+WEIGHTS = {
+    "tokens": ({"fold": funcga.per_weight(), "weight": lambda x, y: (x > 0).sum()}, 0),
+    "some weigh nothing": ({"weight": lambda x, y: int(x[0, 0] > 0)}, 1),
+    "a sum": ({"fold": funcga.sum()}, 0),
+    "a mean of sums": ({"fold": (funcga.mean(), funcga.sum())}, 0),
+    "large": ({"weight": lambda x, y: 1e30 * len(x)}, 0),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_are_inputs(kind, graphs):
+    """No weight is a new program."""
+    options, eager = WEIGHTS[kind]
+    module, (x, y) = mlp(), batch(20)
+    make = lambda loss: funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), 5, **options)
+    params = trainable(module)
+    check(make(graphs.compile(squares))(params, x, y), make(squares)(params, x, y))
+    # A micro-batch that weighs nothing has no backward pass: only its loss is compiled.
+    assert sorted(graphs.additions) == [0] * eager + [4]
+
+
+def test_a_weight_that_only_the_device_knows(graphs):
+    """As a CUDA tensor is; NaN is not added where it is 0."""
+    from torch_backend.engine import compiled
+
+    x, y = batch(4)
+    micro_step = compiled.MicroStep(compiled._private.compiled_of(graphs.compile(plain)))
+    w = {"w": torch.zeros(3, dtype=torch.float64)}
+    total = torch.zeros(3, dtype=torch.float64)
+    arguments = (None, (0,), [None, x, y], {})
+    with torch.no_grad():
+        micro_step.run([total], (w,), *arguments, torch.tensor(0.0), True)
+        micro_step.run([total], (w,), *arguments, torch.tensor(0.5), True)
+        nan = (None, (0,), [None, x * torch.nan, y], {})
+        micro_step.run([total], (w,), *nan, torch.tensor(0.0), True)
+    check(total, 0.5 * funcga.grad(plain)(w, x, y)["w"])
+    assert graphs.additions == [1]
+
+
+def test_wide_sums_of_16_bit_parameters(graphs):
+    module, (x, y) = mlp(torch.bfloat16), batch(512, torch.bfloat16)
+    params = trainable(module)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, graphs.compile(squares))), 64)
+    expected = funcga.accumulate(funcga.value_and_grad(pure_loss(module, squares)), 64)(params, x, y)
+    found = step(params, x, y)
+    assert {leaf.dtype for leaf in tree_leaves(found)} == {torch.bfloat16}
+    # What differs is how the graph rounds between its operations: here not at all.
+    check(found, expected)
+    assert graphs.additions == [4]
+
+
+OTHERS = {
+    "a hook": lambda module, params: module[0].weight.register_hook(lambda gradient: 2 * gradient) and {},
+    "a fold that is no sum": lambda module, params: {"fold": (funcga.mean(), funcga.moments())},
+    "two kinds of sums": lambda module, params: {
+        "fold": (funcga.mean(), {name: funcga.sum() if "bias" in name else funcga.mean() for name in params})
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_autograd_adds_everything_else(kind, graphs):
+    module, (x, y) = mlp(), batch(8)
+    params = trainable(module)
+    options = OTHERS[kind](module, params)
+    make = lambda loss: funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), 2, **options)
+    check(make(graphs.compile(squares))(params, x, y), make(squares)(params, x, y))
+    assert graphs.additions == [0]
+
+
+def test_what_is_around_the_step(graphs):
+    """Autocast and saved-tensor hooks are for the engine; afterwards the micro-step is compiled as ever."""
+    module, (x, y) = mlp(torch.float32), batch(8, torch.float32)
+    params = trainable(module)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, graphs.compile(squares))), 2)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        step(params, x, y)
+    assert saved
+    with torch.autocast("cpu", torch.bfloat16):
+        step(params, x, y)
+    assert not any(graphs.additions)
+    step(params, x, y)
+    assert graphs.additions[-1] == 4
+
+
+def test_a_loss_that_does_not_fit_into_one_graph(graphs):
+    """It is compiled as it was given, in pieces, and the micro-step is not tried again."""
+
+    def broken(module, x, y):
+        torch._dynamo.graph_break()
+        return squares(module, x, y)
+
+    module, (x, y) = mlp(), batch(8)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, graphs.compile(broken))), 2)
+    check(step(trainable(module), x, y), whole_batch(module, x, y))
+    before = len(graphs)
+    step(trainable(module), x, y)
+    assert len(graphs) == before
+    assert not any(graphs.additions)
+
+
+def test_a_backend_that_refuses_a_later_shape(graphs):
+    """What was added stays, and autograd adds the rest."""
+
+    def backend(graph, inputs):
+        graphs(graph, inputs)
+        if graphs.additions[-1:] == [4] and len([*filter(None, graphs.additions)]) > 1:
+            raise RuntimeError("no")
+        return graph.forward
+
+    module, (x, y) = mlp(), batch(11)
+    loss = torch.compile(squares, backend=backend)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), microbatch_size=4)
+    for _ in range(2):
+        check(step(trainable(module), x, y), whole_batch(module, x, y))
+
+
+def test_errors_are_those_of_the_engine(graphs):
+    module, (x, y) = mlp(), batch(8)
+    params = trainable(module)
+    make = lambda loss: funcga.accumulate(funcga.value_and_grad(pure_loss(module, graphs.compile(loss))), 2)
+    with pytest.raises(funcga.FuncgaError, match=r"does not depend on `params`"):
+        make(lambda module, x, y: (x**2).mean())(params, x, y)
+    with pytest.raises(funcga.FuncgaError, match="a gradient is that of a scalar"):
+        make(lambda module, x, y: module(x))(params, x, y)
+    with pytest.raises(funcga.FuncgaError, match=r"2\.weightt"):
+        make(squares)({"2.weightt": params["2.weight"]}, x, y)
+
+
+def test_results_are_not_written_to_later(graphs):
+    module, (x, y) = mlp(), batch(8)
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, graphs.compile(squares))), 2)
+    first = step(params, x, y)
+    copies = [leaf.clone() for leaf in tree_leaves(first)]
+    step(params, 2 * x, y)
+    check(first, copies)
+    check(params, dict(module.named_parameters()))
+
+
+def test_another_module_of_the_same_kind_compiles_nothing(graphs):
+    """And a module is not kept alive by what was compiled for it."""
+    loss, (x, y) = graphs.compile(squares), batch(8)
+    for scale in (1, 2):
+        module = mlp()
+        with torch.no_grad():
+            module[0].weight.mul_(scale)
+        step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), 2)
+        check(step(trainable(module), x, y), whole_batch(module, x, y))
+    assert graphs.additions == [4]
+    alive = weakref.ref(module)
+    del module, step
+    gc.collect()
+    assert alive() is None
+
+
+def test_buffers_stay(graphs):
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+    x, y = batch(8)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    make = lambda loss: funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), 2)
+    check(make(graphs.compile(squares))(trainable(module), x, y), make(squares)(trainable(module), x, y))
+    check(dict(module.named_buffers()), before)
+    assert max(graphs.additions) >= 6
+
+
+def test_a_stream(graphs):
+    module, (x, y) = mlp(), batch(11)
+    step = funcga.stream(funcga.value_and_grad(pure_loss(module, graphs.compile(squares))))
+    check(step(trainable(module), zip(x.split(4), y.split(4), strict=True)), whole_batch(module, x, y))
+    assert graphs.additions == [4, 4]
+
+
+def test_the_gradient_of_a_module_is_that_of_the_engine(graphs):
+    """Its parameters are its own, and their `.grad`s are put aside by the engine."""
+    module, (x, y) = mlp(), batch(8)
+    step = funcga.accumulate(module_value_and_grad(module, graphs.compile(squares)), 2)
+    check(step(x, y), whole_batch(module, x, y))
+    assert graphs.additions == [0]
+
+
+def test_sums_for_cuda_graphs_stay_where_they_are(graphs, monkeypatch):
+    """As they are replayed on fixed addresses: every window writes to the same sums, and its result is a copy."""
+    from torch_backend.engine import compiled
+
+    module, (x, y) = mlp(), batch(8)
+    loss = graphs.compile(squares)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), 2)
+    step(trainable(module), x, y)
+    micro_step = compiled._MICRO_STEPS[loss]
+    monkeypatch.setattr(micro_step, "replays", True)
+    monkeypatch.setattr(compiled, "_is_on_cuda", lambda leaves: True)
+    results = [step(trainable(module), x, y) for _ in range(2)]
+    ((totals),) = micro_step.lasting
+    addresses = {total.data_ptr() for total in totals}
+    for result in results:
+        check(result, whole_batch(module, x, y))
+        assert addresses.isdisjoint(leaf.data_ptr() for leaf in tree_leaves(result))
+    step(trainable(module), x, y)
+    assert addresses == {total.data_ptr() for total in micro_step.lasting[0]}

@@ -1,0 +1,287 @@
+"""A compiled micro-step: the forward and backward pass of a compiled loss, and the sums, in one graph.
+
+Only torch has this file: XLA compiles the loop as a whole.
+
+Autograd over a compiled loss runs two graphs, and adds every gradient outside of both. Here one graph computes the
+loss and its gradients, and adds these to accumulators that are its inputs, in place. The accumulators are zeros at
+first, and no gradient becomes one. The weight of a micro-batch is an input, too, so one graph serves for every
+micro-batch of a shape, whatever n.
+
+It is taken where nothing else has to see a gradient: all folds of gradients are sums of one kind, no parameter has a
+hook, nothing is merged over replicas, no state is threaded. If torch.compile refuses the micro-step as a whole, the
+loss is compiled alone, as it was given, and autograd adds its gradients.
+"""
+
+import itertools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from funcga._backend import Backend
+from funcga._fold.outputs import bind_outputs
+from funcga._grad import GradientFunction
+from funcga._types import LossFn, Scalar, Tree
+from funcga.errors import FuncgaError
+from funcga.folds import Fold
+from torch_backend import _private, trees
+from torch_backend.engine.layout import Leaves
+from torch_backend.modules import PureLoss
+from torch_backend.modules.visits import Visit
+
+_NOTHING = nullcontext()
+_NUMBERS = itertools.count()
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+# Shares of a weight as 0-d tensors, by the number, dtype and device.
+Factors = dict[tuple[float, torch.dtype, torch.device], torch.Tensor]
+
+
+class MicroStep:
+    """What one compiled loss is compiled to, for every step that accumulates its gradients."""
+
+    def __init__(self, compiled: _private.Compiled):
+        self.is_refused = False  # whether torch.compile has refused it once
+        self.replays = compiled.replays
+        self.run = compiled.compile_whole(_body(compiled.function))
+        self.ones: Factors = {}
+        self.lasting: list[list[torch.Tensor]] = []
+
+    def taken(self, leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Zeros like the leaves, where those of an earlier window were: a CUDA graph writes to fixed addresses."""
+        likes = [(leaf.shape, leaf.stride(), leaf.device, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        for index, totals in enumerate(self.lasting):
+            if likes == [(total.shape, total.stride(), total.device, total.dtype) for total in totals]:
+                # Another thread finds others, so that no two windows have the same.
+                del self.lasting[index]
+                torch._foreach_zero_(totals)
+                return totals
+        totals = zeros(leaves, dtypes)
+        for total in totals:
+            torch._dynamo.mark_static_address(total)
+        return totals
+
+    def give_back(self, totals: list[torch.Tensor]) -> None:
+        """Keeps sums for a later window."""
+        self.lasting.append(totals)
+
+
+def _body(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
+    """`micro_step(sums, params, inside, argnums, args, kwargs, factor, selects)`, which returns the loss.
+
+    It adds the gradients by `params`, trees of the arguments `argnums`, to the sums: times `factor`, a 0-d tensor, if
+    there is one, and with `selects` nothing if that is 0. `inside` is the module of a PureLoss, else None.
+    """
+
+    def micro_step(
+        sums: Sequence[torch.Tensor], params: tuple[Tree, ...], inside: Any, argnums: tuple[int, ...],
+        args: Sequence[Tree], kwargs: Mapping[str, Tree], factor: torch.Tensor | None, selects: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        def loss_of(params: tuple[Tree, ...]) -> torch.Tensor:
+            if inside is not None:
+                buffers = dict(inside.module.named_buffers())
+                loss: torch.Tensor = inside.functional(loss_fn, params[0], buffers, args, kwargs)[0]
+                return loss
+            replaced = dict(zip(argnums, params, strict=True))
+            return loss_fn(*[replaced.get(argnum, arg) for argnum, arg in enumerate(args)], **kwargs)  # type: ignore[no-any-return]
+
+        grads, loss = torch.func.grad_and_value(loss_of)(params)
+        for total, gradient in zip(sums, trees.flatten(grads)[0], strict=True):
+            # In the accumulator's dtype, in which neither the gradient times its weight nor the sum overflows early.
+            more = gradient.to(total.dtype)
+            if factor is not None:
+                more = more * factor.to(total.dtype)
+                if selects:
+                    more = torch.where(factor != 0, more, 0)
+            total.add_(more)
+        return loss  # type: ignore[no-any-return]
+
+    # torch.compile keeps what it has compiled with the code object of a function, up to a limit, and what it knows of
+    # shapes by its name. So each has a code object and a name of its own.
+    assert isinstance(micro_step, types.FunctionType)
+    micro_step.__code__ = micro_step.__code__.replace(co_name=f"micro_step_{next(_NUMBERS)}")
+    return micro_step
+
+
+_MICRO_STEPS: WeakKeyDictionary[LossFn, MicroStep] = WeakKeyDictionary()
+
+
+def micro_step_of(gradient: GradientFunction) -> MicroStep | None:
+    """The MicroStep of a gradient function whose loss is compiled; None for any other."""
+    loss_fn = gradient.loss_fn
+    if isinstance(loss_fn, PureLoss):
+        if loss_fn.buffers or loss_fn.statistics:
+            return None
+        loss_fn = loss_fn.loss_fn
+    compiled = _private.compiled_of(loss_fn)
+    if compiled is None or gradient.has_aux or gradient.scaled:
+        return None
+    # One for all steps, so that another n compiles nothing anew.
+    if loss_fn not in _MICRO_STEPS:
+        _MICRO_STEPS[loss_fn] = MicroStep(compiled)
+    return _MICRO_STEPS[loss_fn]
+
+
+_GRADIENTS: WeakKeyDictionary[Any, GradientFunction | None] = WeakKeyDictionary()
+
+
+def of_compiled_loss(grad_fn: Any) -> GradientFunction | None:
+    """The gradient function that `torch.compile` was given to make grad_fn of, with its loss compiled likewise.
+
+    None if grad_fn is anything else.
+    """
+    compiled = _private.compiled_of(grad_fn)
+    if compiled is None:
+        return None
+    if grad_fn not in _GRADIENTS:
+        # torch.compile wraps a function around an object.
+        wrapped = vars(compiled.function).get("__wrapped__")
+        gradient = wrapped if isinstance(wrapped, GradientFunction) else None
+        if gradient is not None:
+            gradient = replace(gradient, loss_fn=_compiled_likewise(gradient.loss_fn, compiled.compile))
+        _GRADIENTS[grad_fn] = gradient
+    return _GRADIENTS[grad_fn]
+
+
+def _compiled_likewise(loss_fn: LossFn, compile: Callable[[LossFn], LossFn]) -> LossFn:
+    if isinstance(loss_fn, PureLoss) and not loss_fn.statistics:
+        return replace(loss_fn, loss_fn=compile(loss_fn.loss_fn))
+    return compile(loss_fn)
+
+
+class Kind(NamedTuple):
+    """What the sums of a window are like: the dtype of each, and whether they are weighted."""
+
+    dtypes: list[torch.dtype]
+    weighted: bool
+
+
+def kind_of(fold: Any, gradient: GradientFunction, arguments: Sequence[Leaves], backend: Backend) -> Kind | None:
+    """The Kind of the sums of gradients by these arguments; None if they are no sums, or sums of two kinds."""
+    if not all(_is_plain(leaf) for argument in arguments for leaf in argument.leaves):
+        return None
+    if gradient.with_value and not isinstance(fold, Fold):
+        # The fold of the loss, and that of the gradients.
+        fold = fold[1] if isinstance(fold, tuple | list) and len(fold) == 2 else None
+    grads = tuple([argument.tree for argument in arguments])
+    try:
+        outputs, _ = bind_outputs(fold, grads if isinstance(gradient.argnums, tuple) else grads[0], backend)
+    except FuncgaError:
+        return None  # it is raised where the output of the first micro-batch is bound
+    folds = outputs.reduced_folds
+    kinds, dtypes = {leaf_fold.adds for leaf_fold in folds}, [leaf_fold.accumulator_dtype for leaf_fold in folds]
+    is_one_sum = kinds in ({"weighted"}, {"plain"}) and {*dtypes} <= {*_FLOATS}
+    return Kind(dtypes, kinds == {"weighted"}) if is_one_sum else None
+
+
+def _is_plain(leaf: torch.Tensor | None) -> bool:
+    """Whether it is a dense tensor of floats, or a parameter that is one."""
+    return (
+        leaf is not None
+        and type(leaf) in (torch.Tensor, nn.Parameter)
+        and leaf.layout is torch.strided
+        and leaf.dtype in _FLOATS
+    )
+
+
+def is_watched() -> bool:
+    """Whether something around the step is to see what autograd does, or casts what the loss computes."""
+    return (
+        _private.is_any_autocast_enabled()
+        or _private.saves_by_hooks()
+        or _private.dispatch_modes() > 0
+        or torch.is_anomaly_enabled()
+    )
+
+
+class Sums:
+    """The sums of one window, which a MicroStep adds to.
+
+    `argnums` are the arguments that are differentiated. `visit` is that of a PureLoss, whose parameters are the only
+    one of these.
+    """
+
+    def __init__(
+        self, step: MicroStep, kind: Kind, leaves_of: Mapping[int, Leaves], loss_fn: LossFn, visit: Visit | None
+    ):
+        self.step, self.kind, self.argnums, self.visit = step, kind, (*leaves_of,), visit
+        self.inside = loss_fn.calling if isinstance(loss_fn, PureLoss) and visit is not None else None
+        arguments = [*leaves_of.values()]
+        detached = [[leaf.detach() for leaf in argument.leaves if leaf is not None] for argument in arguments]
+        pairs = zip(arguments, detached, strict=True)
+        self.params = tuple([trees.unflatten(argument.structure, leaves) for argument, leaves in pairs])
+        leaves = [leaf for of_argument in detached for leaf in of_argument]
+        self.lasts = step.replays and _is_on_cuda(leaves)
+        if self.lasts:
+            # A CUDA graph reads parameters that stay where they are from there, and would copy all others first.
+            for argument, of_argument in zip(arguments, detached, strict=True):
+                for original, leaf in zip(argument.originals, of_argument, strict=True):
+                    if isinstance(original, nn.Parameter):
+                        torch._dynamo.mark_static_address(leaf, guard=False)
+            self.totals = step.taken(leaves, kind.dtypes)
+        else:
+            self.totals = zeros(leaves, kind.dtypes)
+        self.factors: Factors = {}
+
+    def add(
+        self, args: Sequence[Tree], kwargs: Mapping[str, Tree], weight: Scalar, share: float | None, unit: float
+    ) -> torch.Tensor | None:
+        """Adds the gradients of a micro-batch with this share of the weight, and returns the loss.
+
+        The share is None for a weight that only a device knows, and then that is divided by the unit. The result is
+        None, and nothing is added, if torch.compile refuses the micro-step.
+        """
+        factor = self._factor(weight, share, unit) if self.kind.weighted else None
+        # What is differentiated is passed apart. A PureLoss has it in its module.
+        args = [None if argnum in self.argnums else arg for argnum, arg in enumerate(args)]
+        if self.inside is not None:
+            args = args[1:]
+        try:
+            with self.visit.reserved() if self.visit is not None else _NOTHING, torch.no_grad():
+                loss: torch.Tensor = self.step.run(
+                    self.totals, self.params, self.inside, self.argnums, args, kwargs, factor, share is None
+                )
+        except _private.refusals_to_compile():
+            self.step.is_refused = True
+            return None
+        return loss
+
+    def _factor(self, weight: Scalar, share: float | None, unit: float) -> torch.Tensor:
+        like = self.totals[0]
+        if share is None:
+            return torch.as_tensor(weight, dtype=like.dtype, device=like.device) / unit
+        # Nearly all are 1, which is kept for all windows.
+        key = share, like.dtype, like.device
+        factors = self.step.ones if share == 1 else self.factors
+        if key not in factors:
+            factors[key] = torch.full((), share, dtype=like.dtype, device=like.device)
+        return factors[key]
+
+    @property
+    def are_zeros(self) -> bool:
+        """Whether nothing but zeros has been added."""
+        return not any(bool(total.any()) for total in self.totals)
+
+    def released(self) -> list[torch.Tensor]:
+        """The sums, in memory that no later window writes to."""
+        if not self.lasts:
+            return self.totals
+        copies = [total.clone() for total in self.totals]
+        self.step.give_back(self.totals)
+        return copies
+
+
+def zeros(leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Zeros like the leaves, in these dtypes."""
+    return [torch.zeros_like(leaf, dtype=dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+
+
+def _is_on_cuda(leaves: Sequence[torch.Tensor]) -> bool:
+    return all(leaf.is_cuda for leaf in leaves)
