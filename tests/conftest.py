@@ -1,5 +1,6 @@
 """One suite for both backends: `kit` runs a test in torch and in JAX, `precise` also in float32 and float64."""
 
+import functools
 import gc
 import os
 import shutil
@@ -44,6 +45,7 @@ def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         compile_quickly()
         share_what_is_compiled()
+    lower_in_one_context()
 
 
 # With the older of its two ways to write fusions XLA compiles in half the time, and in 4/5 of it where LLVM gets a program
@@ -73,6 +75,14 @@ def share_what_is_compiled():
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
+
+
+def lower_in_one_context():
+    """JAX would make a context of MLIR for every program, which takes half of the time to lower a small one."""
+    from jax._src.interpreters import mlir  # private: without it nothing but time is lost
+
+    if hasattr(mlir, "make_ir_context"):
+        mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
 def pytest_collection_modifyitems(items):

@@ -22,7 +22,7 @@ import jax_backend
 nnx = pytest.importorskip("flax.nnx")
 eqx = pytest.importorskip("equinox")
 
-CASES = int(os.environ.get("FUNCGA_FUZZ", "24"))
+CASES = int(os.environ.get("FUNCGA_FUZZ", "14"))
 CALLS = 4
 LIMITS = {"float32": 2e-5, "float64": 1e-12}
 

@@ -569,7 +569,7 @@ def test_the_derivative_of_a_step_that_merges():
     many = replicated(funcga.accumulate(results, 2, fold=folds, across="data"), mesh())
     for place in (0, 2, 3):
         expected, found = (
-            jax.grad(lambda p, f=f, place=place: f(p, x)[place].sum())(jnp.float32(2)) for f in (one, many)
+            jax.jit(jax.grad(lambda p, f=f, place=place: f(p, x)[place].sum()))(jnp.float32(2)) for f in (one, many)
         )
         assert abs(float(found) - float(expected)) <= 1e-5 * abs(float(expected))
 

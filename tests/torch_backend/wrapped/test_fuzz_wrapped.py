@@ -18,7 +18,7 @@ from tests.processes import processes
 from tests.torch_backend.wrapped.test_wrapped import WRAPPERS, ddp, fsdp1, fsdp1_flat, full, mesh_of
 from torch_backend import module_value_and_grad
 
-CASES = int(os.environ.get("FUNCGA_FUZZ", "200"))
+CASES = int(os.environ.get("FUNCGA_FUZZ", "80"))
 # whether replicas of fully_shard may use different parameters
 REDUCES_UNUSED = hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params")
 FOLDS = {
