@@ -83,7 +83,7 @@ class _Sums(Buffers):
         self.writes = 0
         # The first gradients of an empty window become its sums, as in every window.
         steps = arrays.scalar(window.tally.steps)
-        if arrays.is_array(steps) or steps:
+        if donate or arrays.is_array(steps) or steps:
             self.reduced = [window.accumulators[leaf_index] for leaf_index in self.outputs.reduced]
             if donate:
                 self.given, self.writes = [*self.reduced], sum(map(_private.version, self.reduced))
@@ -133,6 +133,8 @@ class Adding(Engine):
         super().__init__(_Bound(of.gradient, (), memory=of.memory, outputs=outputs), of.gradient, backend, None)
         self.folded, self.outputs = of.alone, outputs
         self.kept.may_be_compiled = False  # the sums of a compiled loss are other ones
+        # A compiled micro-step adds to sums of its own.
+        self.kept.may_be_compiled = False
         if self.kept.layout is not None and self.kept.layout.outputs is not outputs:
             self.kept.key = None
 
@@ -173,7 +175,7 @@ class Adding(Engine):
             # Hooks and marks are looked at anew in every window.
             if not are_plain(self.leaves[0].originals):
                 return False
-            self.seen, self.kept = self._look(), _Fixed(layout=self.layout)
+            self.seen, self.kept = self._look(), _Fixed(layout=self.layout, may_be_compiled=False)
         return True
 
     def goes_on(self, window: Accumulation, gradient: GradientFunction, args: tuple[Tree, ...]) -> bool:
