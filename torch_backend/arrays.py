@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -209,10 +211,6 @@ def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     A kernel that runs through the memory of several tensors at once, such as those of `fused=True`, needs equal
     strides. Where `like` is expanded or sliced, the strides are those of its clone.
     """
-    # Usually both are contiguous, and no sparse tensor is, so that they have strides.
-    is_usual = type(tensor) is torch.Tensor and tensor.is_contiguous() and like.is_contiguous()
-    if is_usual and tensor.stride() == like.stride():
-        return tensor
     # DTensors are compared, and copied, by the shards of this process.
     shard, wanted = local_tensors([tensor, like])
     if shard.layout is not torch.strided or wanted.layout is not torch.strided or shard.shape != wanted.shape:
@@ -224,16 +222,36 @@ def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return copied
 
 
+def all_with_strides_of(tensors: Sequence[Any], likes: Sequence[torch.Tensor]) -> list[Any]:
+    """Each tensor `with_strides_of` another one. None stays None."""
+    # Usually all are contiguous, which no sparse tensor is, so that they have strides.
+    if are_plain(tensors) and are_plain(likes) and [*map(_STRIDE, tensors)] == [*map(_STRIDE, likes)]:
+        return [*tensors]
+    return [
+        None if tensor is None else with_strides_of(tensor, like) for tensor, like in zip(tensors, likes, strict=True)
+    ]
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether all of these are contiguous tensors and of no other type, as most are."""
+    return {*map(type, values)} <= _PLAIN and all(map(torch.Tensor.is_contiguous, values))
+
+
+_PLAIN, _STRIDE = {torch.Tensor}, torch.Tensor.stride
+
+
 def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     """The tensors, ready to be written to: cloned where two of them, or two elements of one, share memory.
 
     None stays None.
     """
-    separate = list(tensors)
+    separate: list[Any] = list(tensors)
+    if are_plain(separate) and _are_apart(separate):
+        return separate
     extents = sorted((*_extent(tensor), index) for index, tensor in enumerate(separate) if tensor is not None)
     # In the order of addresses, each tensor must begin at or after the end of all earlier ones. If the extent of one is
     # shorter than the bytes of its elements, some of these share memory.
-    ends: dict[int, int] = {}
+    ends: dict[str, int] = {}
     for device, start, end, nbytes, index in extents:
         tensor = separate[index]
         if tensor is not None and (start < ends.get(device, 0) or end - start < nbytes):
@@ -243,15 +261,20 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     return separate
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int, int, int]:
-    """The number of its device, the addresses of a tensor's memory from start to end, and the bytes of its elements."""
-    if type(tensor) is torch.Tensor and tensor.is_contiguous():  # as most are
-        start, nbytes = tensor.data_ptr(), tensor.nbytes
-        return tensor.get_device(), start, start + nbytes, nbytes
+def _are_apart(tensors: list[torch.Tensor]) -> bool:
+    """Whether contiguous tensors are seen at once to have memory of their own, all of it on one device."""
+    if len({*map(attrgetter("device"), tensors)}) > 1:
+        return False
+    spans = sorted(zip(map(torch.Tensor.data_ptr, tensors), map(attrgetter("nbytes"), tensors), strict=True))
+    return all(start + nbytes <= following for (start, nbytes), (following, _) in pairwise(spans))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[str, int, int, int]:
+    """The device of a tensor, the addresses of its memory from start to end, and the bytes of its elements."""
     shard = local_tensors([tensor])[0]
     if shard.layout is not torch.strided or not shard.numel():
-        return shard.get_device(), 0, 0, 0
+        return str(shard.device), 0, 0, 0
     # The offset of the last element, in elements.
     last = sum((size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True))
     start, width = shard.data_ptr(), shard.element_size()
-    return shard.get_device(), start, start + (last + 1) * width, shard.numel() * width
+    return str(shard.device), start, start + (last + 1) * width, shard.numel() * width

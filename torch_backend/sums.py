@@ -193,7 +193,7 @@ def emptied(
             if fold is None:
                 continue
             is_sum = fold.fold.reducer.monoid.collective == "sum" and type(accumulator) is torch.Tensor
-            if donate and not pure and is_sum and kept.isdisjoint(storages(accumulator)):
+            if donate and not pure and is_sum and (not kept or kept.isdisjoint(storages(accumulator))):
                 zeroed.append(accumulator)
                 empty[leaf_index] = accumulator
             else:

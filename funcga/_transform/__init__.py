@@ -40,6 +40,11 @@ class UpdateFunction:
         """Whether the gradients come multiplied by a loss scale."""
         return False
 
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether nothing that it returns, a state included, can lie in the memory of the gradients."""
+        return False
+
     def applied(self, donate: bool, /, grads: Tree, state: Tree, params: Tree, **extra: Any) -> tuple[Tree, Any]:
         """(params, state) after the update. If `donate`, all that is given may be written to, and come back."""
         raise NotImplementedError
@@ -53,6 +58,12 @@ def is_scaled(tx: Transform) -> bool:
     """Whether a transform is given gradients that are multiplied by a loss scale, which it divides them by."""
     update: object = tx.update
     return isinstance(update, UpdateFunction) and update.scales
+
+
+def leaves_gradients(tx: Transform) -> bool:
+    """Whether nothing that a transform returns, a state included, can lie in the memory of its gradients."""
+    update: object = tx.update
+    return isinstance(update, UpdateFunction) and update.leaves_gradients
 
 
 class DonatingTransform(Transform):

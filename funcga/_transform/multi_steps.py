@@ -20,6 +20,7 @@ from funcga._transform import (
     Transform,
     UpdateFunction,
     is_scaled,
+    leaves_gradients,
     libraries,
     wrapped_transform,
 )
@@ -649,7 +650,8 @@ class MultiStepsUpdate(UpdateFunction):
                 _restore(merged, gradients, total)
             raise
         # The next window begins in the same memory, unless the result or the state of the transform lie there.
-        empty = self._closed(_emptied(window, owned, (result, inner)), replicas, is_empty=True)
+        taken = () if updated is True and leaves_gradients(self.tx) else (result, inner)
+        empty = self._closed(_emptied(window, owned, taken), replicas, is_empty=True)
         count = state.updates + arrays.integer(updated)
         return result, MultiStepsState(inner, empty, arrays.integer(0), count, arrays.as_array(updated), dropped)
 

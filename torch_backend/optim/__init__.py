@@ -13,7 +13,7 @@ from funcga._transform import DonatingTransform, UpdateFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError, check_callable
 from torch_backend import trees
-from torch_backend.arrays import with_strides_of, without_overlap
+from torch_backend.arrays import all_with_strides_of, without_overlap
 from torch_backend.dtensor import local_tensors
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.built import Builder
@@ -23,10 +23,11 @@ from torch_backend.optim.state import (
     OptimizerState,
     Slot,
     UpdateArguments,
-    from_slot,
+    from_slots,
     initial_state,
     on_tensors,
     to_slot,
+    to_slots,
     without_grads,
 )
 
@@ -128,6 +129,11 @@ class _Update(UpdateFunction):
         """How it is pickled: what is kept between calls can be worked out again."""
         return type(self), (self.options,)
 
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether nothing that it returns can lie in the memory of the gradients, as those of torch copy them."""
+        return self.is_stock
+
     @cached_property
     def is_stock(self) -> bool:
         """Whether the optimizer is torch's own, of which it is known what they write to."""
@@ -212,7 +218,7 @@ class _Update(UpdateFunction):
             for copy in copies:
                 copy.requires_grad_()  # as optimizers of others may ask for
         count = int(arguments.state.count)
-        with self.builder.built(copies, arguments.params, arguments.structure, count) as optimizer:
+        with self.builder.built(copies, arguments, count) as optimizer:
             if isinstance(optimizer, torch.optim.SparseAdam):
                 _check_sparse(arguments)
             # The gradients come before the step: a closure, if there is one, replaces them inside of it.
@@ -221,9 +227,10 @@ class _Update(UpdateFunction):
                 closure = _evaluating(function, arguments, copies)
             for copy, grad in zip(copies, self._gradients(optimizer, arguments, copies, owned), strict=True):
                 copy.grad = grad
-            for copy, slot, started in zip(copies, arguments.slots, arguments.started, strict=True):
-                if started and slot:
-                    optimizer.state[copy] = from_slot(slot, owned, copy)
+            in_use = [slot if started else {} for slot, started in zip(arguments.slots, arguments.started, strict=True)]
+            for copy, slot in zip(copies, from_slots(in_use, owned, copies), strict=True):
+                if slot:
+                    optimizer.state[copy] = slot
             # It steps, and what it has changed is read from the copies and its state.
             slots = self._stepped(arguments, optimizer, copies, closure)
         return arguments.state_after(copies, slots, owned)
@@ -243,7 +250,7 @@ class _Update(UpdateFunction):
             return [self._slot(optimizer, copy) for copy in copies]
         # Those of torch change nothing of their own, as the step of `init` has shown.
         _step_from(arguments, optimizer, closure)
-        slots = [to_slot(optimizer.state.get(copy, {})) for copy in copies]
+        slots = to_slots([optimizer.state.get(copy, {}) for copy in copies])
         # If a step adds a key to a slot that is in use, it has missed that key there: the state is another optimizer's.
         # LBFGS alone adds keys in its second update.
         if not self.needs_closure:
@@ -255,8 +262,7 @@ class _Update(UpdateFunction):
     ) -> list[torch.Tensor | None]:
         """The gradients, in the strides of the copies and in memory that the step may write to."""
         grads = arguments.grads
-        pairs = zip(grads, copies, strict=True)
-        strided = [None if grad is None else with_strides_of(grad, copy) for grad, copy in pairs]
+        strided = all_with_strides_of(grads, copies)
         if self.is_stock and not _writes_to_gradients(optimizer):
             return strided
         if owned:

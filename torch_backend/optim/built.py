@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from funcga._types import Structure, Tree
+from funcga._types import Structure
 from torch_backend.optim.options import Group, Options, without_params
+from torch_backend.optim.state import UpdateArguments
 
 
 @dataclass(frozen=True)
 class Built:
     """An optimizer, to which group each of its tensors belongs, and the options that the groups began with.
 
+    kinds: the dtypes, devices and shapes of the parameters of this structure.
     varies: whether these are others after another count of updates.
     """
 
     optimizer: Optimizer
-    kinds: list[tuple[Any, ...]]
+    kinds: list[tuple[Any, ...] | None]
     structure: Structure
     members: list[list[int]]
     options: list[Group]
@@ -40,14 +42,11 @@ class Builder:
         self.kept: list[Built] = []
 
     @contextmanager
-    def built(
-        self, tensors: Sequence[torch.Tensor], params: Tree, structure: Structure, count: int
-    ) -> Iterator[Optimizer]:
-        """The optimizer of the tensors that stand for these parameters after `count` updates, its state empty."""
-        kinds = [(tensor.dtype, tensor.device, tensor.shape, tensor.layout) for tensor in tensors]
-        kept = self._taken(kinds, structure)
+    def built(self, tensors: Sequence[torch.Tensor], arguments: UpdateArguments, count: int) -> Iterator[Optimizer]:
+        """The optimizer of the tensors that stand for the parameters after `count` updates, its state empty."""
+        kept = self._taken(arguments)
         if kept is None:
-            kept = self._new(tensors, kinds, params, structure, count)
+            kept = self._new(tensors, arguments, count)
         else:
             for group, members in zip(kept.optimizer.param_groups, kept.members, strict=True):
                 group["params"] = [tensors[index] for index in members]
@@ -60,23 +59,18 @@ class Builder:
                 group["params"] = []
             self.kept = [kept]
 
-    def _taken(self, kinds: list[tuple[Any, ...]], structure: Structure) -> Built | None:
-        """The optimizer that is kept, if it is one of such tensors; another thread does not get it."""
+    def _taken(self, arguments: UpdateArguments) -> Built | None:
+        """The optimizer that is kept, if it is one of such parameters; another thread does not get it."""
         try:
             kept = self.kept.pop()
         except IndexError:
             return None
-        return kept if kept.kinds == kinds and kept.structure == structure else None
+        is_alike = kept.kinds == arguments.kinds and kept.structure == arguments.structure
+        return kept if is_alike else None
 
-    def _new(
-        self,
-        tensors: Sequence[torch.Tensor],
-        kinds: list[tuple[Any, ...]],
-        params: Tree,
-        structure: Structure,
-        count: int,
-    ) -> Built:
-        optimizer, varies = self.options.build(tensors, params, count)
+    def _new(self, tensors: Sequence[torch.Tensor], arguments: UpdateArguments, count: int) -> Built:
+        optimizer, varies = self.options.build(tensors, arguments.params, count)
         index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
         members = [[index_of[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
-        return Built(optimizer, kinds, structure, members, [*map(without_params, optimizer.param_groups)], varies)
+        options = [*map(without_params, optimizer.param_groups)]
+        return Built(optimizer, arguments.kinds, arguments.structure, members, options, varies)

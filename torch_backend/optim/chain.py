@@ -9,7 +9,7 @@ import torch
 from torch.nn import utils
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._transform import DonatingTransform, Transform, UpdateFunction, is_scaled, read_transform
+from funcga._transform import DonatingTransform, Transform, UpdateFunction, is_scaled, leaves_gradients, read_transform
 from funcga._transform.apply import applied
 from funcga._types import Tree
 from funcga.errors import FuncgaError
@@ -73,6 +73,13 @@ class _Chain(UpdateFunction):
     def scales(self) -> bool:
         """Whether the gradients come multiplied by a loss scale."""
         return is_scaled(self.links[0])
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether nothing that it returns can lie in the memory of the gradients."""
+        # Before the last link there may be clipping too, which has no state.
+        *first, last = self.links
+        return leaves_gradients(last) and all(leaves_gradients(link) or _is_clipping(link) for link in first)
 
     def init(self, params: Tree) -> tuple[Tree, ...]:
         """The state before the first update."""
@@ -152,6 +159,11 @@ def _returns_new_memory(link: Transform) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------- clipping
+
+
+def _is_clipping(link: Transform) -> bool:
+    return isinstance(link.update, partial) and link.update.func is _clipped
+
 
 Clip = Callable[[list[torch.Tensor]], object]
 """A function of torch.nn.utils, which writes to the `.grad`s of parameters."""

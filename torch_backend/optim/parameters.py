@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -114,10 +115,10 @@ def _sums(leaves: list[Array], additions: list[Array]) -> list[Array]:
 
 def _is_plain(leaf: Array, update: Array) -> bool:
     """Whether the sum needs no cast, no collective and no copy."""
-    return type(leaf) in _PLAIN and type(update) in _PLAIN and bool(leaf.dtype == update.dtype)
+    return type(leaf) in PLAIN and type(update) in PLAIN and bool(leaf.dtype == update.dtype)
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN = {torch.Tensor, nn.Parameter}
 
 
 def _sum(leaf: Array, update: torch.Tensor | None) -> Array:
@@ -242,7 +243,7 @@ def matched(tree: Tree, like: Tree, name: str, like_name: str = "params") -> lis
     that only one of the two has.
     """
     # Parameters are usually a dict of tensors, which is matched much faster than a tree.
-    is_flat = type(like) is dict and all(isinstance(leaf, torch.Tensor) for leaf in like.values())
+    is_flat = type(like) is dict and all(issubclass(kind, torch.Tensor) for kind in {*map(type, like.values())})
     if is_flat and type(tree) is dict and like.keys() == tree.keys():
         return [tree[key] for key in like]
     try:
@@ -275,19 +276,12 @@ def check_gradients(
 ) -> None:
     """Raises FuncgaError, which says what to do, for a gradient that is not its parameter's; None is one of any."""
     for index, (grad, parameter) in enumerate(zip(grads, parameters, strict=True)):
-        advice = None if grad is None or _is_like(grad, parameter) else _advice(grad, parameter, dtype_advice)
+        advice = None if grad is None else _advice(grad, parameter, dtype_advice)
         if advice:
             path = paths()[index]
             raise FuncgaError(
                 f"`grads{path}` is {described(grad)}, and `params{path}` is {described(parameter)}. {advice}"
             )
-
-
-def _is_like(grad: object, parameter: torch.Tensor | None) -> bool:
-    """Whether a gradient is seen at once to be its parameter's, as most are."""
-    if type(grad) is not torch.Tensor or type(parameter) not in _PLAIN or parameter is None:
-        return False
-    return grad.dtype is parameter.dtype and grad.shape == parameter.shape and grad.device == parameter.device
 
 
 def _advice(
@@ -321,10 +315,14 @@ def described(leaf: object) -> str:
     return f"{'a DTensor ' if is_dtensor(leaf) else ''}{arrays.describe(leaf)}{device}"
 
 
+KIND = attrgetter("dtype", "device", "shape")
+"""What a gradient has in common with its parameter."""
+
+
 def check_parameters(leaves: Sequence[Array], params: Tree) -> None:
     """Raises FuncgaError for what no optimizer can change: anything but tensors of floating point numbers, or None."""
     for index, leaf in enumerate(leaves):
-        if type(leaf) in _PLAIN and leaf.dtype.is_floating_point:  # as most are
+        if type(leaf) in PLAIN and leaf.dtype.is_floating_point:  # as most are
             continue
         if is_lazy(leaf):
             raise uninitialised(leaf_paths(params, trees, "params")[index])

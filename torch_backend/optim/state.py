@@ -1,7 +1,8 @@
 """The state of an optimizer of torch as a tree of tensors, and the arguments of an update, read."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +11,10 @@ from funcga._backend.prefixes import leaf_paths
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.arrays import with_strides_of
+from torch_backend.arrays import are_plain, with_strides_of
 from torch_backend.dtensor import local_tensors, without_partials
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.optim.parameters import check_gradients, check_parameters, matched
+from torch_backend.optim.parameters import KIND, PLAIN, check_gradients, check_parameters, matched
 
 Slot = dict[str, object]
 """What an optimizer keeps for one parameter: tensors, numbers, None, and dicts, lists and tuples of these."""
@@ -47,8 +48,6 @@ def to_slot(kept: Mapping[str, object]) -> Slot:
 
     Raises FuncgaError for what is neither a tensor, a number, None nor a list, tuple or dict of these.
     """
-    if type(kept) is dict and all(type(value) is torch.Tensor for value in kept.values()):  # as most are
-        return kept
     return {
         name: value if isinstance(value, torch.Tensor) else _mapped(partial(_stored, name), value)
         for name, value in kept.items()
@@ -71,15 +70,23 @@ def from_slot(slot: Slot, owned: bool, like: torch.Tensor | None = None) -> Tree
 
     like: the parameter. A tensor of its shape comes back in its strides.
     """
-    # Most are contiguous tensors, and then have the strides of the parameter, unless it has sizes of 1.
-    is_usual = like is None or (_is_plain(like) and 1 not in like.shape)
-    if is_usual and type(slot) is dict and all(map(_is_plain, slot.values())):
-        return slot.copy() if owned else on_tensors(torch.clone, slot)
     return _mapped(partial(_restored, owned, like), slot)
 
 
-def _is_plain(value: object) -> bool:
-    return type(value) is torch.Tensor and value.is_contiguous()
+def from_slots(slots: Sequence[Slot], owned: bool, likes: Sequence[torch.Tensor]) -> list[Slot]:
+    """`from_slot` of each slot, for each of these parameters."""
+    # Most hold contiguous tensors and nothing else. These have the strides of their parameter, unless it is not
+    # contiguous, or has sizes of 1.
+    values: list[Any] = [value for slot in slots for value in slot.values()]
+    if are_plain(values) and are_plain(likes) and not any(1 in like.shape for like in likes):
+        return [slot.copy() if owned else on_tensors(torch.clone, slot) for slot in slots]
+    return [from_slot(slot, owned, like) for slot, like in zip(slots, likes, strict=True)]
+
+
+def to_slots(kept: Sequence[Slot]) -> list[Slot]:
+    """`to_slot` of what an optimizer keeps for each parameter; of tensors alone, as usual, the very dicts."""
+    types = {type(value) for slot in kept for value in slot.values()}
+    return [*kept] if types <= {torch.Tensor} else [*map(to_slot, kept)]
 
 
 def _restored(owned: bool, like: torch.Tensor | None, value: object) -> object:
@@ -132,6 +139,7 @@ class UpdateArguments:
         self.params, self.state = params, state
         self.leaves, self.structure = trees.flatten(params)
         check_parameters(self.leaves, params)
+        self.kinds = [leaf if leaf is None else KIND(leaf) for leaf in self.leaves]
         slots = matched(state.slots, params, "state.slots")
         _check_slots(slots, params)
         # Parameters that are None have slots and flags, too, so that positions are those of the leaves.
@@ -149,11 +157,15 @@ class UpdateArguments:
     def gradients(self, grads: Tree) -> list[torch.Tensor | None]:
         """The gradients in the order of the leaves, checked, without a graph, where their parameters lie."""
         gradients = matched(grads, self.params, "grads")
+        # Usually nothing is to be done: all are tensors like their parameters, and none has a graph.
+        are_usual = {*map(type, gradients)} <= {torch.Tensor} and {*map(type, self.leaves)} <= PLAIN
+        if are_usual and [*map(KIND, gradients)] == self.kinds:
+            return [grad.detach() for grad in gradients] if any(map(_HAS_GRAPH, gradients)) else gradients
         check_gradients(gradients, self.leaves, lambda: leaf_paths(self.params, trees), _dtype_advice)
-        for index, grad in enumerate(gradients):
-            if grad is not None and (grad.requires_grad or type(grad) is not torch.Tensor):
-                gradients[index] = without_partials(grad.detach(), self.leaves[index])
-        return gradients
+        return [
+            None if grad is None else without_partials(grad.detach() if grad.requires_grad else grad, parameter)
+            for grad, parameter in zip(gradients, self.leaves, strict=True)
+        ]
 
     def tree(self, values: Sequence[Tree], absent: Tree = None) -> Tree:
         """The tree with one value for each parameter, and `absent` where it is None."""
@@ -164,8 +176,10 @@ class UpdateArguments:
             leaves[leaf_index] = value
         return trees.unflatten(self.structure, leaves)
 
-    def check_keys(self, wanted: Iterable[Collection[object]], optimizer: str) -> None:
+    def check_keys(self, wanted: Sequence[Collection[object]], optimizer: str) -> None:
         """Raises FuncgaError if a slot that is in use lacks one of the keys that the optimizer wants in it."""
+        if [*map(tuple, wanted)] == [*map(tuple, self.slots)]:  # as usual
+            return
         for position, (slot, keys) in enumerate(zip(self.slots, wanted, strict=True)):
             lacking = [key for key in keys if key not in slot] if self.started[position] and slot else []
             if lacking:
@@ -205,8 +219,12 @@ def without_grads(copies: list[torch.Tensor]) -> list[torch.Tensor]:
     """The copies that a step was taken on, as plain results."""
     for copy in copies:
         copy.grad = None
-        copy.requires_grad_(False)
+        if copy.requires_grad:
+            copy.requires_grad_(False)
     return copies
+
+
+_HAS_GRAPH = attrgetter("requires_grad")
 
 
 def _check(state: object, params: Tree) -> None:
