@@ -34,6 +34,7 @@ class Buffers:
         self.unit: float | None = None
         self.unit_is_fixed = False
         self.reduced: list[Reduced] = [None] * len(self.folds)
+        self.normalized: set[int] = set()  # sums that are divided already
         self.passed: dict[int, torch.Tensor] = {}
         self.collected: dict[int, list[torch.Tensor]] = {leaf_index: [] for leaf_index in self.outputs.collected}
 
@@ -231,6 +232,10 @@ class Buffers:
             total, steps = folded.total, folded.steps
         left = [*self.layout.undivided]
         for indices, by, weighted in self.layout.quotients:
+            if self.normalized:
+                indices = [index for index in indices if index not in self.normalized]
+                if not indices:
+                    continue
             divisor = total if by == "weight" else steps
             sums_here = local_tensors([self.reduced[index] for index in indices])
             if not isinstance(divisor, torch.Tensor):

@@ -98,8 +98,8 @@ class Layout:
         # The cotangent can be a weight only if every gradient is to be multiplied by that weight. In float16, and in
         # dtypes of 8 bits, a gradient times a weight overflows too early, and so it does if it has a scale already.
         self.only_weighted = "plain" not in kinds and not self.others
-        narrow = {leaf.dtype for leaf in leaves if leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16}
-        self.takes_seeds = self.only_weighted and not (self.dtensors or scaled or narrow)
+        self.narrow = any(leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16 for leaf in leaves)
+        self.takes_seeds = self.only_weighted and not (self.dtensors or scaled or self.narrow)
 
     def _plan_rest(self, structure: Structure) -> None:
         """Sorts the leaves that `Buffers.add` adds, by their indices in `Buffers.reduced`."""

@@ -194,6 +194,7 @@ class Reduction:
         for leaf, like in likes.items():
             self.buffers.reduced[leaf] = as_dtensor(self.buffers.reduced[leaf], like)
         self.is_over, self.history.finished = True, self.window
+        self.history.folded = None if self.buffers.counted is not None else self.buffers.tally
         return state
 
     @property

@@ -20,6 +20,7 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import CARRY, Arguments
+from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._grad import scaled_loss
 from funcga._types import Across, Array, GradFn, Scalar, Tree
@@ -39,6 +40,7 @@ from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
+from torch_backend.sums import divide, is_power_of_two
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 
@@ -142,6 +144,8 @@ class ModuleWindow:
         with self.stack:
             self.waiting.close()
             if error is not None:
+                for reduction in self.reductions:
+                    reduction.give_up()
                 if self.has_begun:
                     self.wrapper.recover()
                 if is_of_a_collective(error):
@@ -155,16 +159,20 @@ class ModuleWindow:
         self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
     ) -> list[Array]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        scale, kwargs = self.parts.read_scale(kwargs, self.backend)
+        scale = None
+        if kwargs or self.parts.scaled:
+            scale, kwargs = self.parts.read_scale(kwargs, self.backend)
         if last:
             self._begin_last(args, kwargs)
         loss, aux, differentiated = self._forward(args, kwargs, weight, scale)
         # The first loss tells what becomes of every leaf. The cotangent depends on that.
         if self.buffers is None:
             self._make_room(loss.detach(), aux, arguments)
-        assert self.buffers is not None
-        self._backward(differentiated, self._cotangent(differentiated, weight))
-        return self.buffers.add(self._leaves(loss.detach(), aux), weight)
+        cotangent = self._cotangent(differentiated, weight)
+        # The loss is added first: while the last backward pass runs, the replicas hear what each of them has folded.
+        state = self._add(loss.detach(), aux, weight)
+        self._backward(differentiated, cotangent)
+        return state
 
     def _begin_last(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         """Runs the passes that this replica lacks, then ends the waiting: the next pass synchronises."""
@@ -220,9 +228,9 @@ class ModuleWindow:
             handle.remove()
 
     def _cotangent(self, loss: torch.Tensor, weight: Scalar) -> torch.Tensor:
-        """The weight, or 1 for plain sums, in the loss's dtype."""
+        """The weight, or 1 for plain sums, times the factor of the window, in the loss's dtype."""
         if not self.is_weighted:
-            return torch.ones_like(loss, requires_grad=False)
+            return torch.full_like(loss, self.factor, requires_grad=False)
         on_device = isinstance(weight, torch.Tensor)
         if loss.dtype.itemsize < 4 and (on_device or not holds(loss.dtype, weight)):
             which = "a weight that is on the device" if on_device else f"the weight {weight}"
@@ -231,8 +239,8 @@ class ModuleWindow:
                 f"computed from outputs in float32: F.cross_entropy(module(x).float(), y)."
             )
         if isinstance(weight, torch.Tensor):
-            return weight.to(loss.device, loss.dtype).expand_as(loss)
-        return torch.full_like(loss, float(weight), requires_grad=False)
+            return (weight.to(loss.device, loss.dtype) * self.factor).expand_as(loss)
+        return torch.full_like(loss, float(weight * self.factor), requires_grad=False)
 
     def _backward(self, loss: torch.Tensor, cotangent: torch.Tensor) -> None:
         """loss.backward(cotangent), outside of autocast: that is for the forward pass. Others' `.grad`s stay."""
@@ -248,6 +256,8 @@ class ModuleWindow:
             if others:
                 stack.enter_context(left_alone(others))
             if self.is_last:
+                # All replicas announce at this point, so that none waits for one that is in its backward pass.
+                self.reductions[0].announce()
                 stack.enter_context(self.wrapper.synchronising(self.gradient.sync, self.params))
             with recording_loss():
                 _private.run_backward(loss, cotangent, inputs, on_host=False)
@@ -269,21 +279,30 @@ class ModuleWindow:
             self.walked = ((), others) if is_custom or replaced or not params else (params, [])
         return self.walked
 
+    def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> list[Array]:
+        """Folds the loss and its aux in, and returns the state that is threaded to the next micro-batch."""
+        buffers, layout = self.buffers, self.layout
+        assert buffers is not None
+        if not layout.is_loss_alone or loss.dtype != layout.head.dtypes[0]:
+            return buffers.add(self._leaves(loss, aux), weight)
+        share = buffers.share(weight)
+        if share is None:
+            return buffers.add(self._leaves(loss, aux), weight)
+        buffers.add_value(loss, weight, share)  # the usual case
+        return []
+
     def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
-        assert self.buffers is not None
-        gradients = [None] * len(self.params)
-        if not self.parts.has_aux and loss.dtype == self.layout.head.dtypes[0]:
-            return [loss, *gradients]  # the usual case
-        which = f"micro-batch {self.buffers.steps + 1}"
-        return [*self.layout.head.leaves(self.parts.compose(loss, aux, [()]), which), *gradients]
+        which = f"micro-batch {1 if self.buffers is None else self.buffers.steps + 1}"
+        leaves = self.layout.head.leaves(self.parts.compose(loss, aux, [()]), which)
+        return [*leaves, *[None] * len(self.params)]
 
     # --- replicas with fewer micro-batches than others
 
-    def _keep_step(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree]:
+    def _keep_step(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], arguments: Arguments | None = None) -> None:
         """Forward and backward passes that add nothing, while other replicas have micro-batches and this one has none.
 
-        Returns the loss and its aux, which mean nothing. The module's buffers are as before.
+        With `arguments` room is made for outputs like its own. The module's buffers are as before.
         """
         module = self.gradient.module
         if any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in module.modules()):
@@ -295,10 +314,11 @@ class ModuleWindow:
         # The rows only stand in for others, so running statistics, for instance, must not see them.
         before = [(buffer, buffer.clone()) for buffer in module.buffers()]
         loss, aux, _ = self._forward(args, kwargs, None, None)
+        if arguments is not None:
+            self._make_room(loss.detach(), aux, arguments)
         self._backward(loss, torch.zeros_like(loss, requires_grad=False))
         for buffer, values in before:
             buffer.copy_(values)
-        return loss.detach(), aux
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> Tree:
         """The result on a replica that has no micro-batch in this window.
@@ -311,8 +331,7 @@ class ModuleWindow:
         arguments = with_a_blank_row(arguments)
         args = arguments.cut(0, 1, state)
         self._begin_last(args, kwargs)
-        loss, aux = self._keep_step(args, kwargs)
-        self._make_room(loss, aux, arguments)
+        self._keep_step(args, kwargs, arguments)
         return self.result(state)
 
     # --- the result
@@ -325,18 +344,14 @@ class ModuleWindow:
             gradients = [_taken(p, self.wrapper.fresh) for p in self.params.values()]
             # Of a DTensor only the local shard is divided.
             sums = local_tensors(gradients)
-            # The wrapper has divided the weighted sum by a scale, usually the number of replicas. So what is in `sums`
-            # is in units of that scale, as the buffers understand it.
-            scale = _rescaled(sums, self.wrapper.scales(self.params.values()))
-            buffers.hold_in(1.0)
+            # The wrapper has divided the sum by a scale, usually the number of replicas.
+            scale = _rescaled(sums, self.scales)
             # The wrapper has merged the gradients already, so they join the buffers only after the rest is merged.
             for reduction in self.reductions:
-                reduction.begin(buffers, self.likes)
                 state = reduction.finish(state)
             if not buffers.steps:
                 raise nothing_to_fold()
-            buffers.hold_in(scale)
-            self._put(sums)
+            self._put(buffers, sums, scale / self.factor)
             value, folded = buffers.result(state)
         # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor. Only a result in
         # another dtype has memory of its own.
@@ -346,19 +361,32 @@ class ModuleWindow:
             for name, gradient, shard in named
         }
 
-    def _put(self, sums: list[torch.Tensor]) -> None:
-        """Puts the sums of the gradients into the buffers."""
-        assert self.buffers is not None
-        layout, unit = self.layout, self.buffers.unit or 1.0
+    def _put(self, buffers: Buffers, sums: list[torch.Tensor], unit: float) -> None:
+        """Puts the sums of the gradients, which are held in this unit, into the buffers.
+
+        Means are divided on the way: in one pass over memory, or in none where the unit is the total.
+        """
+        layout = self.layout
+        totals = {"weight": buffers.weight, "steps": buffers.steps} if buffers.counted is None else {}
         indices = [layout.index_of[leaf_index] for leaf_index in layout.in_backward]
-        pairs = [*zip(indices, sums, strict=True)]
-        # The buffers expect units only of weighted sums that they add in place. All others are taken out of the unit.
-        without_unit = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
+        groups: dict[float, list[torch.Tensor]] = {}  # by what each is divided by
+        without_unit: list[torch.Tensor] = []
+        for index, gradient in zip(indices, sums, strict=True):
+            kind, total = layout.kinds[index], totals.get(layout.folds[index].fold.normalizer.divides_by or "")
+            if kind is not None and total:
+                groups.setdefault(total / unit, []).append(gradient)
+                buffers.normalized.add(index)
+            elif kind == "weighted":
+                buffers.hold_in(unit)  # and divide it in the end
+            else:
+                without_unit.append(gradient)
+        for divisor, group in groups.items():
+            divide(group, divisor)
         if without_unit and unit != 1:
             torch._foreach_mul_(without_unit, unit)
-        for index, gradient in pairs:
+        for index, gradient in zip(indices, sums, strict=True):
             dtype = gradient.dtype if layout.kinds[index] else layout.folds[index].accumulator_dtype
-            self.buffers.reduced[index] = gradient.to(dtype)
+            buffers.reduced[index] = gradient.to(dtype)
 
     # --- what becomes of each leaf
 
@@ -371,12 +399,27 @@ class ModuleWindow:
             self.parts, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
         )
         self.layout, self.buffers = layout, Buffers(layout)
-        # They tell the replicas what is folded beside the gradients.
         leaves_beside = self._leaves(loss, aux)
-        self.likes = [_like(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves_beside]
+        for reduction in self.reductions:
+            reduction.begin(self.buffers, leaves_beside)
         # All of the gradients are weighed, or none.
-        folds = [layout.outputs.folds[leaf_index] for leaf_index in layout.in_backward]
+        folds = [layout.outputs.folds[leaf_index] for leaf_index in layout.in_backward[:1]]
         self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
+        self.scales = self.wrapper.scales(self.params.values())
+        self.factor = self._factor(loss.dtype, folds)
+
+    def _factor(self, dtype: torch.dtype, folds: list[LeafFold | None]) -> float:
+        """What all cotangents are multiplied by, on every replica: a power of two, which rounds nothing.
+
+        If the window comes to the total of the last one, as usual, the wrapper's average is then the mean already.
+        """
+        last = self.reductions[-1].history.folded
+        may_underflow = self.layout.narrow or dtype is torch.float16 or self.parts.scaled
+        if last is None or may_underflow or not folds or folds[0] is None:
+            return 1.0
+        total = {"weight": last.weight[0], "steps": last.steps}.get(folds[0].fold.normalizer.divides_by, 1)
+        factor = self.scales[0] / total if total else 1.0
+        return factor if is_power_of_two(factor) else 1.0
 
     def _check_folds(self, outputs: Outputs) -> None:
         """Raises FuncgaError if the folds of the gradients are not what a wrapper can do."""
@@ -404,11 +447,6 @@ class ModuleWindow:
                 "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's "
                 "own gradients come from one backward pass with one weight. Give all of them one of the two."
             )
-
-
-def _like(leaf: torch.Tensor) -> torch.Tensor:
-    """One element, as a tensor of the leaf's shape, dtype and device."""
-    return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
 def with_a_blank_row(arguments: Arguments) -> Arguments:
