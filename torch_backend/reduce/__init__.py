@@ -22,7 +22,7 @@ from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
 from torch_backend.engine.buffers import Buffers, power_below
 from torch_backend.engine.layout import Layout
 from torch_backend.reduce.agreement import Agreement, Progress, Rebuild, agreed, proposed
-from torch_backend.reduce.header import Header, Report, check_in_step, digest_of
+from torch_backend.reduce.header import ROOM, Header, Report, check_in_step, digest_of
 from torch_backend.reduce.wire import Sums, Wire, carried, gather
 from torch_backend.replicas import Replicas, explained, owed_to
 
@@ -33,14 +33,18 @@ class Reduction:
     The order of calls: `begin` once the first output is known, `announce` before the last backward pass, `ready`
     during that pass, then `finish`. A replica without any micro-batch calls `take_part` and `finish`. `give_up` tells
     the other replicas of an error that ends the window.
+
+    `announces_all`: whether nothing is folded after `announce`, on any replica. A few scalars then travel in the
+    header.
     """
 
     agreement: Agreement
     buffers: Buffers
     sums: Sums
 
-    def __init__(self, progress: Progress, replicas: Replicas):
-        self.history, self.replicas = progress.over(replicas.group), replicas
+    def __init__(self, progress: Progress, replicas: Replicas, announces_all: bool = False):
+        self.history, self.replicas, self.announces_all = progress.over(replicas.group), replicas, announces_all
+        self.numbers: tuple[int, ...] = ()  # the leaves that travel in the header
         # Every window counts, merged or not. Replicas that are out of step notice it by different counts.
         self.history.begun += 1
         self.window = self.history.begun
@@ -64,7 +68,12 @@ class Reduction:
 
     def _take_buffers(self, agreement: Agreement, buffers: Buffers) -> None:
         """Takes the buffers, and lets sums that have not begun accumulate in the memory of the buckets."""
-        self.agreement, self.buffers, self.sums = agreement, buffers, Sums(agreement.plan)
+        self.agreement, self.buffers, plan = agreement, buffers, agreement.plan
+        # Without a bucket there is no mark of an error, which has to be read before the exchanges that these take.
+        outputs = buffers.outputs
+        if self.announces_all and not (agreement.specs or outputs.collected or outputs.threads):
+            self.numbers = plan.numbers(ROOM)
+        self.sums = Sums(plan._replace(buckets=()) if self.numbers else plan)
         self.weighted = {*buffers.layout.weighted}
         # An accumulator that is a view of its bucket need not be copied when the bucket is sent.
         for leaf, view in self.sums.views.items():
@@ -126,6 +135,7 @@ class Reduction:
                 steps=buffers.steps + steps,
                 weight=float(buffers.weight + (0 if on_device else weight)),
                 unit=buffers.unit or 0.0,
+                numbers=tuple([float(buffers.reduced[leaf] or 0.0) for leaf in self.numbers]),
             )
         self.header = Header(self.replicas.channel, report)
 
@@ -272,6 +282,7 @@ class Reduction:
                 "window: nothing of it can be used. See what that process says, and let the error end all of them; or "
                 "leave this window out on every rank."
             )
+        self._add_numbers(reports)
         self._count(reports)
         # A view would keep its whole bucket alive as long as the caller keeps a loss.
         for leaf in buffers.layout.rest:
@@ -283,6 +294,14 @@ class Reduction:
             self.combine()
         folded = [rank for rank, report in enumerate(reports) if report.steps]
         return carried(state, folded[-1], self._wire) if state and folded else state
+
+    def _add_numbers(self, reports: list[Report]) -> None:
+        """Adds up the scalars of all headers, in the order of the replicas."""
+        for position, leaf in enumerate(self.numbers):
+            # From the unit of each replica to that of all; one without a unit has nothing to add.
+            factors = [report.unit / self.unit if leaf in self.weighted else 1.0 for report in reports]
+            total = sum(report.numbers[position] * factor for report, factor in zip(reports, factors, strict=True))
+            self.buffers.reduced[leaf] = torch.tensor(total, dtype=self.buffers.folds[leaf].accumulator_dtype)
 
     def _count(self, reports: list[Report]) -> None:
         """Takes in what all replicas have counted."""

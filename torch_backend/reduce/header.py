@@ -22,6 +22,10 @@ class Report(NamedTuple):
     weight: float = 0.0
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
     failed: float = False  # whether the replica has raised an error
+    numbers: tuple[float, ...] = ()  # sums that need no collective of their own, ROOM at most
+
+
+ROOM = 4
 
 
 def digest_of(description: object) -> int:
@@ -38,8 +42,9 @@ class Header:
 
     def __init__(self, channel: Channel, mine: Report):
         # The collective reads and writes these tensors until it is done, so they are kept until then.
-        self._sent = torch.tensor(mine, dtype=torch.float64)
-        self._rows = torch.zeros(channel.count, len(mine), dtype=torch.float64)
+        *counts, numbers = mine
+        self._sent = torch.tensor([*counts, *numbers, *[0.0] * (ROOM - len(numbers))], dtype=torch.float64)
+        self._rows = torch.zeros(channel.count, len(self._sent), dtype=torch.float64)
         self._work = channel.group.allgather([[*self._rows]], [self._sent])
         self._reports: list[Report] = []
 
@@ -53,7 +58,7 @@ class Header:
         if not self._reports:
             with explained():
                 self._work.wait()
-            self._reports = [Report(*row) for row in self._rows.tolist()]
+            self._reports = [Report._make([*row[:-ROOM], tuple(row[-ROOM:])]) for row in self._rows.tolist()]
         return self._reports
 
 

@@ -67,6 +67,14 @@ class Plan(NamedTuple):
         """Where everything travels from that is in no bucket."""
         return self.buckets[-1].device
 
+    def numbers(self, most: int) -> tuple[int, ...]:
+        """All leaves, if they are real scalars on the host, and no more than so many; otherwise none."""
+        segments = [segment for bucket in self.buckets for segment in bucket.segments]
+        on_host = all(bucket.device.type == "cpu" and bucket.dtype.is_floating_point for bucket in self.buckets)
+        if self.gathered or len(segments) > most or not on_host or any(segment.shape for segment in segments):
+            return ()
+        return tuple([segment.leaf for segment in segments])
+
 
 # The dtype and the device of accumulators, and the dtype that they are sent as.
 _Group = tuple[torch.dtype, torch.device, torch.dtype]
@@ -137,7 +145,7 @@ class Sums:
     """The sums of one window in the memory of their buckets, and those buckets that are under way.
 
     Buckets are sent in the order of the plan, so all replicas send in one order. The last bucket has one more element,
-    the mark: its sum is not 0 if any replica has raised an error.
+    the mark: its sum is not 0 if any replica has raised an error. A plan without buckets has no mark to send.
     """
 
     def __init__(self, plan: Plan):
@@ -153,7 +161,7 @@ class Sums:
             for bucket, memory in zip(plan.buckets, self._memory, strict=True)
             for segment in bucket.segments
         }
-        self.mark = self._memory[-1][-1]
+        self.mark = self._memory[-1][-1] if self._memory else torch.zeros(())
         self._bucket_of = {
             segment.leaf: index for index, bucket in enumerate(plan.buckets) for segment in bucket.segments
         }

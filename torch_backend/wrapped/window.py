@@ -109,7 +109,9 @@ class ModuleWindow:
         self.program, self.gradient, self.backend, self.alone = program, gradient, backend, alone
         self.wrapper, self.parts = gradient.wrapper, gradient.parts
         progress = program.memory.keep(Progress, program.memory.step)
-        self.reductions = [Reduction(progress, replicas) for replicas in self.wrapper.replicas(program.across)]
+        self.reductions = [
+            Reduction(progress, replicas, announces_all=True) for replicas in self.wrapper.replicas(program.across)
+        ]
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
         self.has_begun = False  # a pass, of which something may be left
         self.buffers: Buffers | None = None
@@ -256,8 +258,9 @@ class ModuleWindow:
             if others:
                 stack.enter_context(left_alone(others))
             if self.is_last:
-                # All replicas announce at this point, so that none waits for one that is in its backward pass.
-                self.reductions[0].announce()
+                # In a first window the replicas have more to tell each other, and would wait. `finish` announces it.
+                if self.reductions[0].agreement.steps:
+                    self.reductions[0].announce()
                 stack.enter_context(self.wrapper.synchronising(self.gradient.sync, self.params))
             with recording_loss():
                 _private.run_backward(loss, cotangent, inputs, on_host=False)
@@ -372,7 +375,7 @@ class ModuleWindow:
         groups: dict[float, list[torch.Tensor]] = {}  # by what each is divided by
         without_unit: list[torch.Tensor] = []
         for index, gradient in zip(indices, sums, strict=True):
-            kind, total = layout.kinds[index], totals.get(layout.folds[index].fold.normalizer.divides_by or "")
+            kind, total = layout.kinds[index], totals.get(str(layout.folds[index].fold.normalizer.divides_by))
             if kind is not None and total:
                 groups.setdefault(total / unit, []).append(gradient)
                 buffers.normalized.add(index)
@@ -417,7 +420,7 @@ class ModuleWindow:
         may_underflow = self.layout.narrow or dtype is torch.float16 or self.parts.scaled
         if last is None or may_underflow or not folds or folds[0] is None:
             return 1.0
-        total = {"weight": last.weight[0], "steps": last.steps}.get(folds[0].fold.normalizer.divides_by, 1)
+        total = {"weight": last.weight[0], "steps": last.steps}.get(str(folds[0].fold.normalizer.divides_by), 1)
         factor = self.scales[0] / total if total else 1.0
         return factor if is_power_of_two(factor) else 1.0
 

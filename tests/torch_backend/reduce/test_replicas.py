@@ -395,7 +395,7 @@ def counted():
         yield mode.calls
 
 
-HEADER = ("allgather_", 8 * len(torch_backend.reduce.header.Report._fields))
+HEADER = ("allgather_", 8 * (len(torch_backend.reduce.header.Report._fields) - 1 + torch_backend.reduce.header.ROOM))
 
 
 def deep(params, x):
