@@ -46,6 +46,7 @@ def pytest_configure(config):
         compile_quickly()
         share_what_is_compiled()
     lower_in_one_context()
+    gc.set_threshold(100_000)  # to collect tests and to trace makes so much, of which hardly anything lies in cycles
 
 
 # With the older of its two ways to write fusions XLA compiles in half the time, and in 4/5 of it where LLVM gets a program
@@ -131,4 +132,3 @@ def compiles_as_the_file_wants_it(request):
 def collects_its_own_garbage():
     """What other files have left, imports and caches, is not searched again at every collection."""
     gc.freeze()
-    gc.set_threshold(100_000)  # tracing makes so much, and nearly all of it is freed without a search for cycles

@@ -5,6 +5,7 @@ They are forked from a process that has imported what all of them need and has r
 
 import atexit
 import datetime
+import gc
 import multiprocessing
 import os
 import shutil
@@ -31,6 +32,7 @@ def _serve(pipe, rank, world, path, backend):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork is never searched for cycles, which would copy its memory
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=dist.FileStore(path, world), rank=rank, world_size=world, timeout=TIMEOUT)
@@ -149,5 +151,6 @@ def _launch(file, rank, world, port, function, args):
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    gc.freeze()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     function(*args)
