@@ -22,9 +22,12 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
-    "parity", "multi_steps_jax", "examples", "replicas_jax", "torch_backend", "laws", "accumulate", "replicas", "verify",
-    "wrapped", "optax_adapter", "training", "jax_backend", "replicated", "pure_loss", "recipes", "multi_steps_replicas_jax", "engine",
-    "dtensor", "architecture", "auto_n", "teeth", "sharded_jax", "fuzz_mesh", "processes_jax", "export_jax",
+    "examples", "parity", "wrapped", "replicas_jax", "docs", "multi_steps_jax", "compiled", "totals", "coupled",
+    "multi_steps_replicas_jax", "sharded_jax", "verify", "coupled_jax", "recipes_coupled", "coupled_replicas", "torch_backend",
+    "laws", "scan_layers", "replicas", "nnx", "jax_backend", "private", "totals_verify", "logsumexp", "totals_jax",
+    "fuzz_jax", "accumulate", "fuzz_wrapped", "optax_adapter", "replica_failures", "nested", "fuzz_verify", "dtensor",
+    "training", "architecture", "randomness", "totals_replicas", "export_jax", "verify_coupled", "processes_jax",
+    "fuzz_mesh", "mappings", "replicated", "benchmarks_torch", "fuzz_replicas", "multi_steps", "benchmarks_jax",
 )  # fmt: skip
 
 # The files that compare to the bit what several programs have rounded. In all others LLVM does not optimise what XLA has

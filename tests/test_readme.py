@@ -1,22 +1,30 @@
 """The README: each block runs as it stands when it is pasted into a file, its commands are what CI runs, and it stays short."""
 
+import os
 import re
-import subprocess
-import sys
+import runpy
+import warnings
 from pathlib import Path
 
 import pytest
+
+from tests.processes import launched
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+def run(folder):
+    os.chdir(folder)
+    warnings.simplefilter("error")
+    runpy.run_path("pasted.py", run_name="__main__")
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=[str(number) for number in range(len(BLOCKS))])
 def test_a_block_runs_as_a_file(block, tmp_path):
     (tmp_path / "pasted.py").write_text(block)
-    done = subprocess.run([sys.executable, "-W", "error", "pasted.py"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    launched(run, tmp_path, count=1)
 
 
 def test_it_stays_short():
