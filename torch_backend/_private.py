@@ -5,6 +5,7 @@ Other files call these through the module, as in `_private.transforms()`: then a
 and load this file again.
 """
 
+import functools
 import inspect
 import math
 import operator
@@ -142,6 +143,32 @@ has_hooks_on_grad: Callable[[torch.Tensor], object] = _reader("_post_accumulate_
 # they are in every module that was saved whole. Without them no other parameters can be put into a module: then
 # `pure_loss` runs on torch.func.functional_call alone, where torch.compile traces it.
 PARAMETERS, BUFFERS, PARTS = "_parameters", "_buffers", "_modules"
+
+
+def serve_functional_calls(serve: Callable[..., Any]) -> None:
+    """Lets `serve` run each torch.func.functional_call, as serve(torch's own, module, tensors, args, kwargs, ...).
+
+    Torch 2.11 to 2.13 look up the function that it replaces at every call. Where that has other parameters, or another
+    name, torch's own runs, which takes longer.
+    """
+    plain: Callable[..., Any] | None = _attribute(nn.utils.stateless, "_functional_call", None)
+    if plain is None or hasattr(plain, "served"):
+        return
+    if [*inspect.signature(plain).parameters] != [*_CALL]:
+        return
+
+    @functools.wraps(plain)
+    def functional_call(
+        module: Any, tensors: Any, args: Any = None, kwargs: Any = None, *, tie_weights: bool = True,
+        strict: bool = False,
+    ) -> Any:  # fmt: skip
+        return serve(plain, module, tensors, args, kwargs, tie_weights, strict)
+
+    functional_call.served = plain  # type: ignore[attr-defined]
+    nn.utils.stateless._functional_call = functional_call  # type: ignore[assignment]
+
+
+_CALL = ("module", "parameters_and_buffers", "args", "kwargs", "tie_weights", "strict")
 
 # What all BatchNorm layers are. Torch 2.11 to 2.13 have it. Without it they are those that torch itself has.
 BatchNorm: Any = _attribute(

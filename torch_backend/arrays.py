@@ -178,6 +178,11 @@ class recording_loss(AbstractContextManager[None]):  # noqa: N801 - a context, a
         _recordings -= 1
 
 
+def is_recording() -> bool:
+    """Whether this is inside of `recording_loss`, in this thread."""
+    return _RECORDED.get()
+
+
 def is_recorded() -> bool:
     """Whether the present computation is part of a loss that autograd records for funcga."""
     return (_recordings > 0 if torch.compiler.is_compiling() else _RECORDED.get()) and torch.is_grad_enabled()

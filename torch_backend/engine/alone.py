@@ -34,6 +34,7 @@ from torch_backend.engine.window import (
     versions_of,
 )
 from torch_backend.gradients import needs_autograd, recorded_gradients
+from torch_backend.modules.functional import noted, recomputing
 
 _FOLD = mean()  # of the one micro-batch: nothing is folded
 _LAYOUT = operator.attrgetter("layout")
@@ -80,11 +81,12 @@ class Alone(Engine):
         leaves = tuple(tensors_of(self.leaves))
         self.versions = versions_of(leaves)
         arrivals = None if self.gradient.reached else Arrivals(self.gradient)
+        noted.calls = []
         with self.visit as loss_fn:
             loss, aux, differentiated = self._evaluate(loss_fn, called[self.first :], kwargs)
             check_no_gradients(leaves)
             # A checkpoint runs parts of the loss again in the backward pass, and needs the parameters in the module.
-            with recording_loss():
+            with recomputing() if noted.calls and applied.last is self.since else recording_loss():
                 try:
                     if arrivals is not None:
                         arrivals.watch(leaves)

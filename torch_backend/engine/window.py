@@ -37,6 +37,7 @@ from torch_backend.engine.others import GradsWatch, Surroundings, applied, left_
 from torch_backend.gradients import is_constant, put_hooks, switched_off
 from torch_backend.modules import PureLoss, trainable
 from torch_backend.modules.checks import check_no_params, check_unfrozen
+from torch_backend.modules.functional import noted, recomputing
 from torch_backend.modules.layers import called
 from torch_backend.modules.visits import Visit, own_parameters
 from torch_backend.reduce import Reduction
@@ -87,6 +88,7 @@ class Engine:
         self.given_group: Listener | None = None
 
     def __enter__(self) -> Self:
+        self.calls_around = noted.calls  # those of a loss around this window
         if dist.is_available() and dist.is_initialized():
             self.any_group = Listener()
             if self.reduction is not None:
@@ -98,6 +100,7 @@ class Engine:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        noted.calls = self.calls_around
         self.inference.__exit__(*error)
         if error[0] is not None and self.reduction is not None:
             self.reduction.give_up()
@@ -147,6 +150,7 @@ class Engine:
         called = [leaves[argnum].tree if argnum in leaves else arg for argnum, arg in enumerate(args)][self.first :]
         # What is noted until a first gradient has come to a leaf.
         arrivals = None if self.gradient.reached else Arrivals(self.gradient)
+        noted.calls = []
         with self.visit as loss_fn:
             loss, aux, differentiated = self._evaluate(loss_fn, called, kwargs)
             if self.gradient.has_aux:
@@ -157,7 +161,7 @@ class Engine:
             announce, communicates = (None, False) if self.any_group is None else self._listen(weight, last)
             # A checkpoint runs parts of the loss again in the backward pass: it needs the parameters in the module
             # then.
-            with recording_loss():
+            with recomputing() if noted.calls and applied.last is self.since else recording_loss():
                 try:
                     # Hooks are put on the leaves only now: a loss that has switched one off is found out here at once.
                     if arrivals is not None:

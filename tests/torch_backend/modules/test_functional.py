@@ -1,0 +1,285 @@
+"""torch.func.functional_call in a loss: the same as torch's own, whatever the module and the tensors are."""
+
+import threading
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+from torch_backend import _private
+from torch_backend.arrays import recording_loss
+from torch_backend.modules import functional
+
+plain = nn.utils.stateless._functional_call.served
+X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def tied():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+    return net
+
+
+def used_twice():
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def with_buffers():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
+
+
+class WritesToItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return x * self.weight * self.count
+
+
+class InAnAttribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inner = torch.ones(4, dtype=torch.float64), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+class OfItsOwn(nn.Linear):
+    def named_parameters(self, *args, **kwargs):
+        return super().named_parameters(*args, **kwargs)
+
+
+def parametrized():
+    net = nn.Sequential(nn.Linear(4, 4))
+    parametrize.register_parametrization(net[0], "weight", nn.Tanh())
+    return net
+
+
+MODULES = {
+    "plain": lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)),
+    "tied": tied,
+    "used twice": used_twice,
+    "buffers": with_buffers,
+    "writes": WritesToItself,
+    "attribute": InAnAttribute,
+    "of its own": lambda: OfItsOwn(4, 2),
+    "parametrized": parametrized,
+    "one": lambda: nn.Linear(4, 2),
+}
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return MODULES[kind]().double()
+
+
+def outcome(call, module, tensors, **options):
+    """What a call returns or raises, and what module and dict are afterwards."""
+    before = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+    try:
+        result = call(module, tensors, (X,), **options)
+    except Exception as error:
+        result = type(error), str(error)
+    state = module.state_dict(keep_vars=True)
+    is_kept = {id(tensor) for tensor in state.values()} == before
+    return result, {name: tensor.clone() for name, tensor in tensors.items()}, is_kept
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("names", ["all", "some", "duplicates", "buffers", "none", "unknown", "attribute"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_it_is_that_of_torch(kind, names, ties):
+    module, rival = made(kind), made(kind)
+    rival.load_state_dict(module.state_dict())
+    all_names = [name for name, _ in module.named_parameters(remove_duplicate=names != "duplicates")]
+    names_of = {
+        "some": all_names[:1],
+        "buffers": all_names + [name for name, _ in module.named_buffers()],
+        "none": [],
+        "unknown": [*all_names, "nowhere.weight"],
+        "attribute": [*all_names, "scale"],
+    }
+    state = {**module.state_dict(), "nowhere.weight": X, "scale": torch.full((4,), 2.0, dtype=torch.float64)}
+    tensors = {name: torch.randn_like(state[name].double()) for name in names_of.get(names, all_names)}
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    for _ in range(2):  # a plan is made, and then used
+        with recording_loss():
+            got = outcome(functional_call, module, tensors, tie_weights=ties)
+        expected = outcome(plain, rival, copies, tie_weights=ties)
+        if isinstance(expected[0], torch.Tensor):
+            torch.testing.assert_close(got[:2], expected[:2], rtol=0, atol=0)
+        assert isinstance(expected[0], torch.Tensor) or got[0] == expected[0]
+        # What torch itself leaves in a part that is used twice is a tensor of the call.
+        assert got[2] or not expected[2]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_what_is_left_to_torch(kind):
+    module = made(kind)
+    tensors = {name: torch.randn_like(p) for name, p in module.named_parameters()}
+    plain = mock.Mock()
+    call = lambda strict=False: functional.call(plain, module, tensors, X, None, True, strict)
+    with recording_loss():
+        call()
+        assert plain.call_count == (kind == "of its own")
+        call(strict=True)
+        assert plain.call_count == 1 + (kind == "of its own")
+    call()  # outside of a loss
+    assert plain.call_count == 2 + (kind == "of its own")
+
+
+def test_a_module_that_changes_gets_another_plan():
+    module = made("plain")
+    call = lambda tensors: functional_call(module, tensors, (X,))
+    tensors = {name: torch.randn_like(p) for name, p in module.named_parameters()}
+    with recording_loss():
+        call(tensors)
+        for change in ("part", "parameter", "tie", "new part"):
+            if change == "part":
+                module[0] = nn.Linear(4, 3).double()
+            elif change == "parameter":
+                module[2].weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
+            elif change == "tie":
+                module[2].bias, module[2].extra = nn.Parameter(X[0, :2].clone()), None
+                module[2].register_parameter("twin", module[2].bias)
+            else:
+                module.append(nn.Linear(2, 2).double())
+            expected = plain(module, tensors, (X,))
+            torch.testing.assert_close(call(tensors), expected, rtol=0, atol=0)
+            torch.testing.assert_close(module(X), plain(module, {}, (X,)), rtol=0, atol=0)
+
+
+def student_and_teacher(module):
+    def loss(params, x):
+        return ((functional_call(module, params, (x,)) - module(x)) ** 2).mean() + functional_call(
+            module, {name: 2 * p for name, p in params.items()}, (x,)
+        ).mean()
+
+    return loss
+
+
+STEPS = {
+    "accumulate": lambda gradient: funcga.accumulate(gradient, 3),
+    "alone": lambda gradient: gradient,
+    "stream": lambda gradient: lambda params, x: funcga.stream(gradient)(params, [x[:2], x[2:]]),
+}
+
+
+@pytest.mark.parametrize("way", STEPS)
+@pytest.mark.parametrize("kind", ["plain", "tied", "one"])
+def test_a_loss_with_the_module_itself_and_with_others(kind, way):
+    module = made(kind).requires_grad_(False)  # the teacher is a constant
+    params = {name: torch.randn_like(p) for name, p in module.named_parameters()}
+    loss, step = student_and_teacher(module), STEPS[way](funcga.value_and_grad(student_and_teacher(module)))
+    before = {name: (p, p.clone()) for name, p in module.named_parameters()}
+    got = step(params, X)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    value = loss(leaves, X)
+    grads = torch.autograd.grad(value, leaves.values())
+    torch.testing.assert_close(got, (value.detach(), dict(zip(leaves, grads, strict=True))))
+    assert all(p is before[name][0] and p.equal(before[name][1]) for name, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("way", STEPS)
+def test_an_error_in_the_loss(way):
+    module = made("plain")
+    before = dict(module.named_parameters())
+    params = {name: torch.randn_like(p) for name, p in before.items()}
+    step = STEPS[way](funcga.grad(lambda params, x: functional_call(module, params, (x[:, :2],)).mean()))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        step(params, X)
+    assert all(p is before[name] for name, p in module.named_parameters())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant=False):
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 2), reentrant
+
+    def forward(self, x):
+        return checkpoint(lambda h: self.second(torch.tanh(h)), self.first(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("way", STEPS)
+def test_a_checkpoint_finds_the_parameters(way):
+    """It runs the module again in the backward pass, and with the values that it had, which are not the module's."""
+    module = Checkpointed().double()
+    before = dict(module.named_parameters())
+    params = {name: torch.randn_like(p) for name, p in before.items()}
+    loss = lambda params, x: (functional_call(module, params, (x,)) ** 2).mean()
+    got = STEPS[way](funcga.value_and_grad(loss))(params, X)
+    assert all(p is before[name] for name, p in module.named_parameters())
+    module.load_state_dict(params)
+    value = (module(X) ** 2).mean()
+    grads = torch.autograd.grad(value, list(before.values()))
+    torch.testing.assert_close(got, (value.detach(), dict(zip(before, grads, strict=True))))
+
+
+def test_a_reentrant_checkpoint_is_refused():
+    module = Checkpointed(reentrant=True).double()
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    loss = lambda params, x: (functional_call(module, params, (x,)) ** 2).mean()
+    for step in (STEPS["accumulate"], STEPS["alone"]):
+        with pytest.raises(funcga.FuncgaError, match="loss_fn runs a module again in the backward pass"):
+            step(funcga.value_and_grad(loss))(params, X)
+
+
+def test_other_threads_call_torchs_own():
+    module, served = made("plain"), []
+    params = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(params, x):
+        def other():
+            functional_call(module, {}, (x,))
+            served.append(functional.noted.calls)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return functional_call(module, params, (x,)).mean()
+
+    funcga.grad(loss)(params, X)
+    assert served == [None]
+    assert functional.noted.calls is None
+
+
+def test_a_plan_keeps_no_module_alive():
+    import gc
+    import weakref
+
+    module = made("plain")
+    with recording_loss():
+        functional_call(module, dict(module.named_parameters()), (X,))
+    alive = weakref.ref(module)
+    del module
+    gc.collect()
+    assert alive() is None
+
+
+def test_without_the_function_that_is_replaced(monkeypatch):
+    """A version of torch in which it has another name, or other parameters, runs its own."""
+    for other in (None, lambda module, tensors, args: None):
+        if other is None:
+            monkeypatch.delattr(nn.utils.stateless, "_functional_call")
+        else:
+            monkeypatch.setattr(nn.utils.stateless, "_functional_call", other, raising=False)
+        _private.serve_functional_calls(functional.call)
+        assert getattr(nn.utils.stateless, "_functional_call", None) is other
+
+
+def test_a_compiled_loss():
+    module = made("plain")
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    loss = lambda params, x: (functional_call(module, params, (x,)) ** 2).mean()
+    compiled = funcga.value_and_grad(torch.compile(loss, backend="eager", fullgraph=True))
+    torch.testing.assert_close(compiled(params, X), funcga.value_and_grad(loss)(params, X))
