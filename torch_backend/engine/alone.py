@@ -21,23 +21,15 @@ from funcga._types import Tree
 from funcga.folds import mean
 from torch_backend import _private, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.engine.backward import Pass, are_alone
+from torch_backend.engine.backward import Pass, are_alone, autocasting, ran_backward
 from torch_backend.engine.layout import Leaves
 from torch_backend.engine.others import applied, reach
-from torch_backend.engine.window import (
-    Arrivals,
-    Engine,
-    check_no_gradients,
-    detached,
-    explain,
-    tensors_of,
-    versions_of,
-)
+from torch_backend.engine.window import Arrivals, Engine, changed_in_place, detached, explain, tensors_of
 from torch_backend.gradients import needs_autograd, recorded_gradients
 from torch_backend.modules.functional import noted, recomputing
 
 _FOLD = mean()  # of the one micro-batch: nothing is folded
-_LAYOUT = operator.attrgetter("layout")
+_GRAD, _IS_CPU, _LAYOUT = (operator.attrgetter(name) for name in ("grad", "is_cpu", "layout"))
 _ON_FUNC = object()  # in place of a result: torch.func has to find it
 
 
@@ -57,6 +49,8 @@ class Alone(Engine):
     The results have no graph, but for this: if autograd records what the caller does, and the loss leads to somebody
     else's tensor that requires grad, such as a parameter that loss_fn closes over, their graph leads there too.
     """
+
+    detaches_aux = False
 
     def __enter__(self) -> Self:
         # Whether autograd records what the caller does. Leaving inference mode switches it on.
@@ -79,32 +73,40 @@ class Alone(Engine):
         kwargs = {name: detached(value, recorded=True) for name, value in kwargs.items()}
         called = [self.leaves[index].tree if index in self.leaves else arg for index, arg in enumerate(args)]
         leaves = tuple(tensors_of(self.leaves))
-        self.versions = versions_of(leaves)
+        versions = sum(map(_private.version, leaves))
         arrivals = None if self.gradient.reached else Arrivals(self.gradient)
-        noted.calls = []
-        with self.visit as loss_fn:
-            loss, aux, differentiated = self._evaluate(loss_fn, called[self.first :], kwargs)
-            check_no_gradients(leaves)
-            # A checkpoint runs parts of the loss again in the backward pass, and needs the parameters in the module.
-            with recomputing() if noted.calls and applied.last is self.since else recording_loss():
-                try:
-                    if arrivals is not None:
-                        arrivals.watch(leaves)
-                    gradients = self._gradients(differentiated, leaves)
-                except RuntimeError as error:
-                    explain(error, self.leaves)
-                    raise
+        loss, aux, gradients = self._run(called[self.first :], kwargs, leaves, arrivals)
         if gradients is None:
             return _ON_FUNC
         if arrivals is not None and arrivals.are_missed(loss, 1, alone=True):
             raise self.gradient.unreached(self.arity, self.backend)
-        self._check_unchanged(leaves)
+        if sum(map(_private.version, leaves)) != versions:
+            raise changed_in_place()
         if self.watch is not None:
             self.watch.check()
         each, ids = iter(gradients), {*map(id, leaves)}
         grads = [_like(argument, each) for argument in self.leaves.values()]
         aux = self._aux(aux, ids) if self.gradient.has_aux else None
         return self.gradient.compose(loss if self.leads_elsewhere else loss.detach(), aux, grads)
+
+    def _run(
+        self, args: list[Tree], kwargs: dict[str, Tree], leaves: tuple[torch.Tensor, ...], arrivals: Arrivals | None
+    ) -> tuple[torch.Tensor, Tree, list[torch.Tensor] | None]:
+        """(the loss, its aux, the gradients of the leaves or None), by a forward and a backward pass."""
+        noted.calls = []
+        with self.visit as loss_fn:
+            loss, aux, differentiated = self._evaluate(loss_fn, args, kwargs)
+            if {*map(type, map(_GRAD, leaves))} - {type(None)}:
+                raise ran_backward()
+            # A checkpoint runs parts of the loss again in the backward pass, and needs the parameters in the module.
+            with recomputing(applied.last is self.since) if noted.calls else recording_loss():
+                try:
+                    if arrivals is not None:
+                        arrivals.watch(leaves)
+                    return loss, aux, self._gradients(differentiated, leaves)
+                except RuntimeError as error:
+                    explain(error, self.leaves)
+                    raise
 
     def _gradients(self, loss: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor] | None:
         """The gradients of the leaves; None where torch.func has to find them."""
@@ -121,7 +123,8 @@ class Alone(Engine):
                 return None
             with _refused_recomputing():
                 return recorded_gradients(loss, leaves)
-        backward = Pass(leaves, lambda: self.around)
+        autocast = autocasting({leaf.device.type for leaf in leaves}) if _private.is_any_autocast_enabled() else []
+        backward = Pass(lambda: self.around, autocast, all(map(_IS_CPU, leaves)))
         if custom:
             backward.run_by_hand(loss, 1.0, leaves, others)
         else:

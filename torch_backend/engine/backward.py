@@ -17,6 +17,7 @@ backward pass is run, as a hand-written loop would run it. Tensors of others get
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,13 +35,17 @@ from torch_backend.engine.others import Surroundings, applied, left_alone, reach
 _GRAD, _IS_CPU, _NBYTES, _CDATA = (operator.attrgetter(name) for name in ("grad", "is_cpu", "nbytes", "_cdata"))
 
 
+@dataclass(eq=False)
 class Pass:
-    """Backward passes restricted to these leaves; `around`: what a function's own backward pass may write to."""
+    """Backward passes restricted to leaves.
 
-    def __init__(self, inputs: tuple[torch.Tensor, ...], around: Callable[[], Surroundings]):
-        self.inputs, self.around = inputs, around
-        self.autocast = autocasting({leaf.device.type for leaf in inputs}) if _private.is_any_autocast_enabled() else []
-        self.on_host = all(map(_IS_CPU, inputs))
+    `around`: what a function's own backward pass may write to. `autocast`: the types of devices that it is on for.
+    `on_host`: whether all leaves are there.
+    """
+
+    around: Callable[[], Surroundings]
+    autocast: list[str]
+    on_host: bool
 
     def run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
         """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
@@ -81,9 +86,8 @@ class Backward(Pass):
         self, buffers: Buffers, leaves: dict[int, torch.Tensor], around: Callable[[], Surroundings], since: object,
         seeds: bool = True,
     ):  # fmt: skip
-        super().__init__(tuple(leaves.values()), around)
-        self.buffers, self.layout, self.leaves = buffers, buffers.layout, leaves
-        self.since, self.seeds = since, seeds and self.layout.takes_seeds
+        self.buffers, self.layout, self.leaves, self.inputs = buffers, buffers.layout, leaves, tuple(leaves.values())
+        self.around, self.since, self.seeds = around, since, seeds and self.layout.takes_seeds
         # The leaves that autograd adds to sums: as a rule all.
         added = self.layout.added
         self.adding = self.inputs if len(added) == len(self.inputs) else tuple(self.inputs[at.position] for at in added)
@@ -92,6 +96,10 @@ class Backward(Pass):
         if self.layout.widens or {*map(type, reduced)} != {type(None)}:
             self._attach_begun(reduced)
         self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
+        self.autocast = (
+            autocasting({leaf.device.type for leaf in self.inputs}) if _private.is_any_autocast_enabled() else []
+        )
+        self.on_host = all(map(_IS_CPU, self.inputs))
         self._survey()
         self.writes = self._count_writes()
 

@@ -9,7 +9,7 @@ themselves, whose `.grad`s are put aside meanwhile.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Self
@@ -55,6 +55,7 @@ class Engine:
     """
 
     records = True
+    detaches_aux = True  # whether what comes with a loss has no graph
     inference: AbstractContextManager[object] = _NOTHING  # in which tensors can be recorded
 
     def __init__(
@@ -153,15 +154,13 @@ class Engine:
         noted.calls = []
         with self.visit as loss_fn:
             loss, aux, differentiated = self._evaluate(loss_fn, called, kwargs)
-            if self.gradient.has_aux:
-                aux = detached(aux)
             # The first loss shows what becomes of the output. Accumulators have to be there before its backward pass.
             if self.backward is None:
                 self.backward = self._bind(loss.detach(), aux, leaves, moving, arguments)
             announce, communicates = (None, False) if self.any_group is None else self._listen(weight, last)
             # A checkpoint runs parts of the loss again in the backward pass: it needs the parameters in the module
             # then.
-            with recomputing() if noted.calls and applied.last is self.since else recording_loss():
+            with recomputing(applied.last is self.since) if noted.calls else recording_loss():
                 try:
                     # Hooks are put on the leaves only now: a loss that has switched one off is found out here at once.
                     if arrivals is not None:
@@ -174,7 +173,7 @@ class Engine:
         if arrivals is not None:
             self.unreached |= arrivals.are_missed(loss, weight, alone=self.reduction is None)
         loss, state = loss.detach(), list[Any]()
-        if share is not None and self.adds_loss_alone and loss.dtype == self.layout.outputs.dtypes[0]:
+        if share is not None and loss.dtype == self.lone_dtype:
             self.buffers.add_value(loss, weight, share)
         else:
             state = self.buffers.add(self._leaves_to_add(loss, aux, leaves), weight)
@@ -261,7 +260,7 @@ class Engine:
         if is_first:
             self.backward = self._bind(loss, None, self.leaves, (), arguments)
             self.buffers.share(weight)  # the first weight is the unit
-        if share is not None and self.adds_loss_alone and loss.dtype == self.layout.outputs.dtypes[0]:
+        if share is not None and loss.dtype == self.lone_dtype:
             self.buffers.add_value(loss, weight, share)
         else:
             self.buffers.add(self._leaves_to_add(loss, None, self.leaves), weight)
@@ -324,7 +323,7 @@ class Engine:
             if gradient.has_aux or not is_real_scalar:
                 loss, aux = gradient.split(loss, self.backend)
             differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
-        return loss, aux, differentiated
+        return loss, detached(aux) if self.detaches_aux and gradient.has_aux else aux, differentiated
 
     def _listen(self, weight: Scalar, last: bool) -> "tuple[Callable[[], Callable[[int], None]] | None, bool]":
         """(what announces the window before its last backward pass, whether the loss has called any collective)."""
@@ -371,12 +370,15 @@ class Engine:
         """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
         whole = [leaf for argument in self.leaves.values() for leaf in argument.leaves]
         present = [leaf for leaf in whole if leaf is not None]
-        check_no_gradients((*present, *moving))
+        if {*map(type, map(_GRAD, (*present, *moving)))} - {type(None)}:
+            raise ran_backward()
         bind = lambda value: self.program.bind(value, arguments)
         check = lambda _: self._check_dense(leaves)
         layout = self.kept.layout_of(self.folded, (loss, aux), leaves, self.leaves, bind, check, bool(arguments.state))
         self.layout, self.buffers = layout, self.buffers_of(layout)
-        self.adds_loss_alone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
+        # The dtype of the loss, if it is all that is added beside the gradients, and None otherwise.
+        is_lone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
+        self.lone_dtype = layout.outputs.dtypes[0] if is_lone else None
         if self.compiled_sums is not None:
             for added, total in zip(layout.added, self.compiled_sums.totals, strict=True):
                 self.buffers.reduced[added.sum_index] = total
@@ -388,7 +390,8 @@ class Engine:
             self.likes = trees.flatten(value)[0]
             if not self.merges_shards:
                 self.reduction.begin(self.buffers, self.likes)
-        self.versions = versions_of(present)
+        # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
+        self.versions = sum(map(_private.version, present))
         leaves_in_backward = {
             index: leaf for index, leaf in zip(layout.in_backward, whole, strict=True) if leaf is not None
         }
@@ -423,7 +426,9 @@ class Engine:
         assert self.backward is not None
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.arity, self.backend)
-        self._check_unchanged(self.backward.inputs)
+        # A module may write to parameters of its own, as an embedding with max_norm does.
+        if self.module is None and sum(map(_private.version, self.backward.inputs)) != self.versions:
+            raise changed_in_place()
         # The leaves give the accumulators back: from here on only the buffers hold them.
         self.backward.release()
         if self.watch is not None:
@@ -441,15 +446,6 @@ class Engine:
             self._note_collectives()  # those of the last backward pass, too
         state = self.reduction.finish(state)
         return self._on_meshes(self.buffers.result(state))
-
-    def _check_unchanged(self, leaves: Sequence[torch.Tensor]) -> None:
-        # A module may write to parameters of its own, as an embedding with max_norm does.
-        if self.module is None and versions_of(leaves) != self.versions:
-            raise FuncgaError(
-                "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of "
-                "its micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the "
-                "parameters when the window is done."
-            )
 
     def _on_meshes(self, result: Tree) -> Tree:
         """The result with the gradients of a module where its parameters lie."""
@@ -489,15 +485,13 @@ def begun_by_others(bind: Callable[[Tree], Outputs], reduction: Reduction, argum
     return reduction.buffers
 
 
-def versions_of(leaves: Iterable[torch.Tensor]) -> int:
-    """A number that changes with every write to one of these."""
-    return sum(map(_private.version, leaves))
-
-
-def check_no_gradients(leaves: Iterable[torch.Tensor]) -> None:
-    """Raises FuncgaError if a backward pass of loss_fn has left a gradient in one of the leaves."""
-    if {*map(type, map(_GRAD, leaves))} - {type(None)}:
-        raise ran_backward()
+def changed_in_place() -> FuncgaError:
+    """The error for parameters that were written to in a window."""
+    return FuncgaError(
+        "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of its "
+        "micro-batches belong to different parameters. Write to a copy, `p = p + ...`, and update the parameters when "
+        "the window is done."
+    )
 
 
 def explain(error: RuntimeError, leaves: Mapping[int, Leaves]) -> None:

@@ -186,13 +186,15 @@ def _made(module: nn.Module, tensors: dict[str, torch.Tensor], ties: bool) -> Pl
 
 
 @contextmanager
-def recomputing() -> Iterator[None]:
+def recomputing(puts_back: bool) -> Iterator[None]:
     """`recording_loss`, in which modules have again what functional_call put into them in the present loss.
 
     A checkpoint runs a module again in the backward pass. What was called with two sets of tensors keeps its own.
+    `puts_back`: False if functions written in Python were applied. They may run backward passes of their own, and that
+    these write to the module's own parameters is to be seen.
     """
     latest: dict[int, tuple[list[Place], Sequence[torch.Tensor | None]] | None] = {}
-    for space, places, tensors in noted.calls or ():
+    for space, places, tensors in noted.calls if noted.calls and puts_back else ():
         earlier = latest.get(id(space), (places, tensors))
         is_same = earlier is not None and [*map(id, earlier[1])] == [*map(id, tensors)]
         latest[id(space)] = (places, tensors) if is_same else None
