@@ -5,6 +5,7 @@ Only torch has this file: XLA fuses the gradient and the sum where both are in o
 
 import operator
 import threading
+import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,10 +22,11 @@ from funcga._grad import GradientFunction
 from funcga._replicas import Memory
 from funcga._types import Reduced, Scalar, Tree
 from torch_backend import _private, arrays, trees
+from torch_backend.engine.backward import Backward, autocasting
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Kept, Layout, Leaves, kind_in_place
 from torch_backend.engine.others import GradsWatch, applied
-from torch_backend.engine.window import Engine, are_plain, detached
+from torch_backend.engine.window import Engine, are_plain, detached, versions_of
 from torch_backend.modules.visits import Visit
 
 _ADDRESS, _REQUIRES_GRAD = torch.Tensor.data_ptr, operator.attrgetter("requires_grad")
@@ -86,13 +88,18 @@ class _Sums(Buffers):
         if donate or arrays.is_array(steps) or steps:
             self.reduced = [window.accumulators[leaf_index] for leaf_index in self.outputs.reduced]
             if donate:
-                self.given, self.writes = [*self.reduced], sum(map(_private.version, self.reduced))
+                self.given = [*self.reduced]
+                self.note_writes()
             else:
                 self.reduced = [accumulator.clone() for accumulator in self.reduced]
 
+    def note_writes(self) -> None:
+        """Notes how often the state's own memory has been written to so far."""
+        self.writes = sum(map(_private.version, self.given))
+
     @property
     def is_changed(self) -> bool:
-        """Whether the state's own memory has been written to."""
+        """Whether it has been written to since."""
         return sum(map(_private.version, self.given)) != self.writes
 
     def result(self, state: list[Any]) -> list[Reduced]:
@@ -128,6 +135,7 @@ class Adding(Engine):
     """
 
     buffers: _Sums
+    donates = False
 
     def __init__(self, of: OfGradient, backend: Backend, outputs: Outputs):
         super().__init__(_Bound(of.gradient, (), memory=of.memory, outputs=outputs), of.gradient, backend, None)
@@ -142,15 +150,54 @@ class Adding(Engine):
         self, window: Accumulation, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, donate: bool
     ) -> tuple[tuple[torch.Tensor, Tree], list[Reduced]]:
         """((loss, aux), the sums of the window) with one more micro-batch."""
-        self.buffers_of = partial(_Sums, window, donate=donate)
+        if self.backward is not None:
+            self._go_on_with(window, self.backward, donate)
+        self.buffers_of, self.donates = partial(_Sums, window, donate=donate), donate
         with self:
             args, kwargs = self.detached(args), detached(kwargs, recorded=True) if kwargs else kwargs
             arguments = Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self.gradient, self.backend)
             sums: list[Reduced] = self.result(self.fold(arguments, args, kwargs, weight, last=True))
-        # From here on only the caller has the sums.
-        self.backward = None
-        del self.buffers
+        if self.backward is None:
+            del self.buffers  # from here on only the caller has the sums
         return self.value, sums
+
+    def result(self, state: list[Any]) -> list[Reduced]:
+        """The sums. Those that are donated stay where autograd adds to them: the next micro-batch may find them there.
+
+        Raises FuncgaError as every window does.
+        """
+        backward = self.backward
+        if backward is None or self.unreached or self.seen is None or not (self.donates and backward.accumulators):
+            sums: list[Reduced] = super().result(state)
+            self.backward = None
+            return sums
+        self._check_unchanged(backward.inputs)
+        if any(leaf.grad is not sum_ for leaf, sum_ in zip(backward.inputs, backward.accumulators, strict=True)):
+            backward.check_grads()
+        if self.watch is not None:
+            self.watch.check()
+        return self.buffers.result(state)
+
+    def _go_on_with(self, window: Accumulation, backward: Backward, donate: bool) -> None:
+        """Prepares the leaves, which have the sums of the last micro-batch, for those of this window."""
+        sums = map(window.accumulators.__getitem__, self.outputs.reduced)
+        if donate and all(map(operator.is_, sums, self.buffers.reduced)):
+            self._refresh()
+            self.versions, backward.since = versions_of(backward.inputs), self.since
+            backward.settle()
+            backward.autocast = autocasting({leaf.device.type for leaf in backward.inputs})
+            self.buffers.note_writes()
+            return
+        for leaf in backward.inputs:
+            leaf.grad = None
+        self.backward = None
+
+    def _bind(self, *args: Any) -> Backward:
+        backward = super()._bind(*args)
+        # Without a cycle of references: what is dropped at the end of the window is freed at once.
+        itself = weakref.ref(self)
+        backward.around = lambda: itself().around  # type: ignore[union-attr]
+        return backward
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -198,7 +245,11 @@ class Adding(Engine):
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
         if self.seen is None:
             super()._begin(arguments, args)
-            return
+        else:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Notes what may change from one micro-batch to the next."""
         self.since = applied.last if applied.is_noted else None
         if self.watched:
             self.watch = GradsWatch(self.watched)

@@ -193,7 +193,7 @@ class Backward(Pass):
 
     def _attach(self, has_weight: bool) -> None:
         """Lets autograd add to the accumulators, to those of weighted sums only if gradients come with the weight."""
-        self._check_grads()
+        self.check_grads()
         for added in self.layout.added:
             is_attached = has_weight or added.plain
             self.inputs[added.position].grad = self.buffers.reduced[added.sum_index] if is_attached else None
@@ -278,7 +278,7 @@ class Backward(Pass):
         Raises FuncgaError if a `.grad` was replaced during the window.
         """
         if not self.accumulators or any(map(operator.is_not, map(_GRAD, self.inputs), self.accumulators)):
-            self._check_grads()
+            self.check_grads()
         for leaf in self.inputs:
             leaf.grad = None
         self.accumulators, layout, reduced = [], self.layout, self.buffers.reduced
@@ -289,7 +289,7 @@ class Backward(Pass):
                 dtype = layout.folds[index].accumulator_dtype
                 reduced[index] = torch.zeros_like(self.leaves[leaf_index], dtype=dtype, requires_grad=False)
 
-    def _check_grads(self) -> None:
+    def check_grads(self) -> None:
         """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
         for added in self.layout.added:
             is_attached = self.attached or added.plain

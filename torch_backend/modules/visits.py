@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +58,7 @@ class Visit:
         self.with_buffers: list[Space] = []
         self.buffers: list[Table] = []
         self.empty: list[Table] = []  # the tables of modules without buffers
+        self.tables: list[list[dict[str, Any]]] = []  # the module's own: of the parts, and of the parameters
         self.is_prepared = self.in_transform = False
         self.embeddings: dict[str, nn.Embedding] = {}
         self.guard = ExitStack()  # of the embeddings
@@ -133,10 +136,11 @@ class Visit:
 
     def contents(self) -> tuple[list[object], list[bool]]:
         """The parts and the parameters of the module as it is now, and which of these require grad."""
-        spaces = [owner.__dict__ for _, owner in self.owners]
-        parts: list[object] = [part for space in spaces for part in space[PARTS].values()]
-        parameters = [p for space in spaces for p in space[PARAMETERS].values() if p is not None]
-        return parts + parameters, [p.requires_grad for p in parameters]
+        if not self.tables:
+            spaces = [owner.__dict__ for _, owner in self.owners]
+            self.tables = [[space[PARTS] for space in spaces], [space[PARAMETERS] for space in spaces]]
+        parts, parameters = ([*chain.from_iterable(map(dict.values, tables))] for tables in self.tables)
+        return parts + parameters, [p is not None and p.requires_grad for p in parameters]
 
     def __call__(self, *args: object, **kwargs: object) -> Output:
         """The loss of a batch, on copies of the module's own buffers, or of those that are threaded."""
