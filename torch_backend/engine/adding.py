@@ -26,7 +26,7 @@ from torch_backend.engine.backward import Backward, autocasting
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Kept, Layout, Leaves, kind_in_place
 from torch_backend.engine.others import GradsWatch, applied
-from torch_backend.engine.window import Engine, are_plain, detached, versions_of
+from torch_backend.engine.window import Engine, are_plain, changed_in_place, detached
 from torch_backend.modules.visits import Visit
 
 _ADDRESS, _REQUIRES_GRAD = torch.Tensor.data_ptr, operator.attrgetter("requires_grad")
@@ -171,7 +171,8 @@ class Adding(Engine):
             sums: list[Reduced] = super().result(state)
             self.backward = None
             return sums
-        self._check_unchanged(backward.inputs)
+        if sum(map(_private.version, backward.inputs)) != self.versions:
+            raise changed_in_place()
         if any(leaf.grad is not sum_ for leaf, sum_ in zip(backward.inputs, backward.accumulators, strict=True)):
             backward.check_grads()
         if self.watch is not None:
@@ -183,7 +184,7 @@ class Adding(Engine):
         sums = map(window.accumulators.__getitem__, self.outputs.reduced)
         if donate and all(map(operator.is_, sums, self.buffers.reduced)):
             self._refresh()
-            self.versions, backward.since = versions_of(backward.inputs), self.since
+            self.versions, backward.since = sum(map(_private.version, backward.inputs)), self.since
             backward.settle()
             backward.autocast = autocasting({leaf.device.type for leaf in backward.inputs})
             self.buffers.note_writes()
