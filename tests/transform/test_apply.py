@@ -97,6 +97,26 @@ def test_with_optax_it_compiles_and_has_the_same_bits(n):
 
 
 @standard
+def test_a_window_that_is_flushed_inside_of_jit():
+    tx = funcga.multi_steps(optax.adamw(0.1), 8)
+    params = JAX.arrays(tree(0))
+    params["b"] = -jax.numpy.zeros(4)
+    state = tx.init(params)
+    flush_into = jax.jit(lambda params, state: tx.flush_into(state, params))
+    empty, unchanged = flush_into(params, state)
+    assert equal(JAX, jax.numpy.signbit(empty["b"]), np.ones(4, bool))
+    assert equal(JAX, (empty, unchanged), (params, state))
+    state = tx.accumulate(JAX.arrays(tree(1)), state, weight=3)
+    updates, after = jax.jit(tx.flush)(state, params)
+    assert equal(JAX, flush_into(params, state), (optax.apply_updates(params, updates), after))
+    # given away, in the order of the results
+    donating = jax.jit(lambda params, state: tx.flush_into(state, params), donate_argnums=(0, 1))
+    copies = jax.tree.map(jax.numpy.copy, (params, state))
+    assert equal(JAX, donating(*copies), (optax.apply_updates(params, updates), after))
+    assert all(leaf.is_deleted() for leaf in copies[0].values())
+
+
+@standard
 def test_with_optax_it_is_the_same_program():
     tx = optax.adamw(0.1)
     params = JAX.arrays(tree(0))

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import weakref
 from functools import partial
 
@@ -15,7 +16,16 @@ import funcga
 import torch_backend
 from funcga import Transform
 from tests.processes import processes
-from tests.torch_backend.optim.test_from_optimizer import CASES, Allocated, Theirs, flat, problem, quadratic, same
+from tests.torch_backend.optim.test_from_optimizer import (
+    CASES,
+    Allocated,
+    Theirs,
+    flat,
+    problem,
+    quadratic,
+    same,
+    tensors,
+)
 from torch_backend import chain, clip_grad_norm, from_optimizer
 
 
@@ -49,6 +59,9 @@ def check_steps(tx, params, grads, expected, donate, slots=lambda state: state.s
         else:
             assert same((params, repr(state), given), (before[0], repr(before[1]), grad))
             assert not {*addresses(after).values()} & {*at.values()}
+        # As the next window of multi_steps begins in the memory of the gradients.
+        returned = {t.data_ptr() for t in tensors((after, new_state)) if t.numel()}
+        assert not returned & {g.data_ptr() for g in given.values() if g is not None and g.layout is torch.strided}
         params, state = after, new_state
         assert same(params, wanted)
         assert not any(p.requires_grad or p.grad is not None for p in params.values())
@@ -393,6 +406,56 @@ def test_nothing_of_the_callers_is_kept():
     del params, after, state
     gc.collect()
     assert [ref() for ref in seen] == [None] * 3
+
+
+def generated(seed):
+    """A transform, parameters of random kinds, and gradients for some calls."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    options = draw.choice([{}, {"momentum": 0.9, "nesterov": True, "foreach": True}, {"momentum": 0.5}])
+    tx = draw.choice(
+        [
+            from_optimizer(optim.SGD, lr=0.1, **options),
+            from_optimizer(optim.AdamW, fused=draw.random() < 0.5, amsgrad=draw.random() < 0.5),
+            from_optimizer(Theirs),
+            Transform(lambda params: (), lambda grads, state, params: (grads, state)),
+            Transform(lambda params: params, lambda grads, state, params: (params, grads)),
+        ]
+    )
+    for _ in range(draw.randrange(3)):
+        wrap = draw.choice(
+            [
+                lambda tx: chain(clip_grad_norm(0.5), tx),
+                lambda tx: chain(tx),
+                lambda tx: funcga.multi_steps(tx, draw.randrange(1, 3), donate=draw.random() < 0.3),
+            ]
+        )
+        tx = wrap(tx) if not isinstance(tx, funcga.MultiSteps) else tx
+    shapes = [draw.choice([(), (1,), (3,), (2, 3), (0,), (3, 1)]) for _ in range(draw.randrange(1, 4))]
+    leaf = lambda shape: draw.choice([torch.randn(shape), torch.randn(shape[::-1]).permute([*range(len(shape))][::-1])])
+    params = {f"w{index}": leaf(shape) for index, shape in enumerate(shapes)}
+    if draw.random() < 0.3:
+        params = {k: nn.Parameter(p) for k, p in params.items()}
+    grads = [{k: torch.randn_like(p).detach() for k, p in params.items()} for _ in range(4)]
+    return tx, params, grads
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_combined_nothing_is_written_to_unless_it_is_given_away(seed):
+    tx, params, grads = generated(seed)
+    gives_state = isinstance(tx, funcga.MultiSteps) and tx.update.donate
+    left, state = params, tx.init(params)
+    right = {k: p.detach().clone() for k, p in params.items()}
+    other = tx.init(right)
+    for grad in grads:
+        before = copy.deepcopy((grad, left)), repr(state)
+        after, new_state = funcga.apply(tx, grad, state, left)
+        assert repr((grad, left)) == repr(before[0])
+        assert gives_state or repr(state) == before[1]
+        right, other = funcga.apply(tx, copy.deepcopy(grad), other, right, donate=True)
+        assert same(right, after if after is not left else {k: p.detach() for k, p in after.items()})
+        assert repr(other) == repr(new_state)
+        left, state = after, new_state
 
 
 def on_shards(group):
