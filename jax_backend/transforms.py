@@ -25,7 +25,8 @@ from jax_backend.replicas import Replicas, check_step_merges, listed, spelled
 
 # -- the sums of a window. Nothing is ever written to.
 
-# In JAX the caller says what is given away, by jax.jit(donate_argnums=...).
+# In JAX the caller says what is given away, by jax.jit(donate_argnums=...). A donated array is matched with the first
+# result of its shape: where results come in another order than arguments, XLA copies.
 donates = False
 
 

@@ -28,7 +28,8 @@ def apply(tx: Any, grads: Tree, state: Tree, params: Tree, *, donate: bool = Fal
         donate: In torch, give away params, grads and state: the step runs in place, as that of an optimizer of torch,
             and nothing is copied. What comes back lies in the memory of params and state; do not use these again. A
             `multi_steps(..., donate=True)` takes state and grads in any case, and params only with donate=True here. In
-            JAX give them away where you compile the step, jax.jit(step, donate_argnums=...).
+            JAX give them away where you compile the step, and return them in the order of the arguments:
+            jax.jit(step, donate_argnums=(0, 1)) of step(params, state, batch) -> (params, state, loss).
         **extra: Further arguments of tx.update, such as the `weight` of a micro-batch for `multi_steps`.
 
     Returns:

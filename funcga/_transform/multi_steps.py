@@ -268,7 +268,9 @@ def multi_steps(
         donate: In torch, use the memory of the state that is passed in for the one that is returned, as
             jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. Using it all the
             same goes unnoticed. After an error in tx what was folded is there again, to rounding. Updates of a window
-            that is not full, zeros, take no memory either: read them, and write to none in place.
+            that is not full, zeros, take no memory either: read them, and write to none in place. In JAX, return what
+            you donate in the order of the arguments, as JAX matches the two in order: for step(params, state, batch) ->
+            (params, state, loss) that is jax.jit(step, donate_argnums=(0, 1)).
 
     Returns:
         A transform (init, update) with `accumulate`, `flush`, `has_updated` and `merge`.
