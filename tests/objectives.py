@@ -4,6 +4,7 @@ Each has what the whole batch gives, written as in a paper; the same as a sum ov
 people write in a loop, whose micro-batches are then averaged.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -155,9 +156,14 @@ def usual(kit, name, params, microbatches):
     return mean([value for value, _ in parts]), {"w": mean([grads["w"] for _, grads in parts])}
 
 
+@partial(jax.jit, static_argnums=0)  # compiled once for all tests
+def _differentiated_in_jax(loss, params, batch):
+    return jax.value_and_grad(partial(loss, jax.numpy))(params, batch)
+
+
 def _differentiated(kit, loss, params, batch):
     if kit.name == "jax":
-        return jax.value_and_grad(lambda params: loss(kit.xp, params, batch))(params)
+        return _differentiated_in_jax(loss, params, batch)
     w = params["w"].clone().requires_grad_()
     value = loss(kit.xp, {"w": w}, batch)
     return value.detach(), {"w": torch.autograd.grad(value, w)[0]}
