@@ -85,6 +85,7 @@ NAMES = {
     "_is_any_autocast_enabled": lambda: torch._C,
     "get_dynamic_layer_stack_depth": lambda: torch._C._functorch,
     "_current_level": lambda: torch.autograd.forward_ad,
+    "_current_graph_task_id": lambda: torch._C,
 }
 
 

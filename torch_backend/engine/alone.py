@@ -62,7 +62,7 @@ class Alone(Engine):
         self._begin(Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self.gradient, self.backend), args)
         if not self.keeps_graphs:
             return False
-        if any(_requires_grad(argument.originals) for argument in self.leaves.values()):
+        if self.watched:  # parameters that require grad
             return True
         others = [arg for index, arg in enumerate(args) if index not in self.leaves]
         return any(_requires_grad(trees.flatten(tree)[0]) for tree in (*others, *kwargs.values()))
@@ -174,8 +174,14 @@ def _foreign(leaves: list[torch.Tensor]) -> bool:
 
 def _taken(leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """The gradients that are left in the leaves, in memory of their own; zeros where there is none."""
-    gradients = [torch.zeros_like(leaf, requires_grad=False) if leaf.grad is None else leaf.grad for leaf in leaves]
-    if {*map(type, gradients)} <= {torch.Tensor} and {*map(_LAYOUT, gradients)} <= {torch.strided}:
+    gradients = [*map(_GRAD, leaves)]
+    kinds = {*map(type, gradients)}
+    if type(None) in kinds:
+        gradients = [
+            torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, gradients, strict=True)
+        ]
+    if kinds <= {torch.Tensor, type(None)} and {*map(_LAYOUT, gradients)} <= {torch.strided}:
         alone = are_alone(gradients)
         if not all(alone):
             return [gradient if own else gradient.clone() for gradient, own in zip(gradients, alone, strict=True)]
