@@ -13,6 +13,7 @@ from funcga._fold import Tally
 from funcga._types import Reduced, Scalar, Tree
 from torch_backend import arrays, sums
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
+from torch_backend.engine import ordered
 from torch_backend.engine.layout import Layout
 
 
@@ -145,7 +146,10 @@ class Buffers:
         if begun and factor:
             accumulators = [self.reduced[index] for index in begun]
             more = [redistributed(values[index], self.reduced[index]) for index in begun]
-            sums.add_scaled(local_tensors(accumulators), local_tensors(more), factor, donate=True)
+            if torch.compiler.is_compiling():
+                ordered.add(local_tensors(accumulators), local_tensors(more), factor)
+            else:
+                sums.add_scaled(local_tensors(accumulators), local_tensors(more), factor, donate=True)
         # Some sums begin before others: those whose memory is a bucket that will be sent.
         first = indices if not begun else [index for index in indices if self.reduced[index] is None]
         if first:

@@ -15,7 +15,6 @@ loss is compiled alone, as it was given, and autograd adds its gradients.
 import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -34,7 +33,6 @@ from torch_backend.engine.layout import Leaves
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import Visit
 
-_NOTHING = nullcontext()
 _NUMBERS = itertools.count()
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -74,20 +72,21 @@ class MicroStep:
 
 
 def _body(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
-    """`micro_step(sums, params, inside, argnums, args, kwargs, factor, selects)`, which returns the loss.
+    """`micro_step(sums, params, inside, buffers, argnums, args, kwargs, factor, selects)`, which returns the loss.
 
     It adds the gradients by `params`, trees of the arguments `argnums`, to the sums: times `factor`, a 0-d tensor, if
-    there is one, and with `selects` nothing if that is 0. `inside` is the module of a PureLoss, else None.
+    there is one, and with `selects` nothing if that is 0. `inside` is the module of a PureLoss, else None, and
+    `buffers` are those of that module.
     """
 
     def micro_step(
-        sums: Sequence[torch.Tensor], params: tuple[Tree, ...], inside: Any, argnums: tuple[int, ...],
-        args: Sequence[Tree], kwargs: Mapping[str, Tree], factor: torch.Tensor | None, selects: bool,
+        sums: Sequence[torch.Tensor], params: tuple[Tree, ...], inside: Any, buffers: Mapping[str, torch.Tensor],
+        argnums: tuple[int, ...], args: Sequence[Tree], kwargs: Mapping[str, Tree], factor: torch.Tensor | None,
+        selects: bool,
     ) -> torch.Tensor:  # fmt: skip
         def loss_of(params: tuple[Tree, ...]) -> torch.Tensor:
             if inside is not None:
-                buffers = dict(inside.module.named_buffers())
-                loss: torch.Tensor = inside.functional(loss_fn, params[0], buffers, args, kwargs)[0]
+                loss: torch.Tensor = inside.functional(loss_fn, params[0], buffers, args, kwargs, False)[0]
                 return loss
             replaced = dict(zip(argnums, params, strict=True))
             return loss_fn(*[replaced.get(argnum, arg) for argnum, arg in enumerate(args)], **kwargs)  # type: ignore[no-any-return]
@@ -120,13 +119,13 @@ def micro_step_of(gradient: GradientFunction) -> MicroStep | None:
         if loss_fn.buffers or loss_fn.statistics:
             return None
         loss_fn = loss_fn.loss_fn
-    compiled = _private.compiled_of(loss_fn)
-    if compiled is None or gradient.has_aux or gradient.scaled:
+    if gradient.has_aux or gradient.scaled or not isinstance(loss_fn, types.FunctionType):
         return None
     # One for all steps, so that another n compiles nothing anew.
-    if loss_fn not in _MICRO_STEPS:
-        _MICRO_STEPS[loss_fn] = MicroStep(compiled)
-    return _MICRO_STEPS[loss_fn]
+    step = _MICRO_STEPS.get(loss_fn)
+    if step is None and (compiled := _private.compiled_of(loss_fn)) is not None:
+        step = _MICRO_STEPS[loss_fn] = MicroStep(compiled)
+    return step
 
 
 _GRADIENTS: WeakKeyDictionary[Any, GradientFunction | None] = WeakKeyDictionary()
@@ -213,6 +212,9 @@ class Sums:
     ):
         self.step, self.kind, self.argnums, self.visit = step, kind, (*leaves_of,), visit
         self.inside = loss_fn.calling if isinstance(loss_fn, PureLoss) and visit is not None else None
+        self.buffers: Mapping[str, torch.Tensor] = {}
+        if visit is not None and visit.with_buffers:
+            self.buffers = dict(visit.loss.module.named_buffers())
         arguments = [*leaves_of.values()]
         detached = [[leaf.detach() for leaf in argument.leaves if leaf is not None] for argument in arguments]
         pairs = zip(arguments, detached, strict=True)
@@ -243,14 +245,20 @@ class Sums:
         args = [None if argnum in self.argnums else arg for argnum, arg in enumerate(args)]
         if self.inside is not None:
             args = args[1:]
+        if self.visit is not None:
+            self.visit.reserve()
         try:
-            with self.visit.reserved() if self.visit is not None else _NOTHING, torch.no_grad():
+            with torch.no_grad():
                 loss: torch.Tensor = self.step.run(
-                    self.totals, self.params, self.inside, self.argnums, args, kwargs, factor, share is None
-                )
+                    self.totals, self.params, self.inside, self.buffers, self.argnums, args, kwargs, factor,
+                    share is None,
+                )  # fmt: skip
         except _private.refusals_to_compile():
             self.step.is_refused = True
             return None
+        finally:
+            if self.visit is not None:
+                self.visit.give_back()
         return loss
 
     def _factor(self, weight: Scalar, share: float | None, unit: float) -> torch.Tensor:

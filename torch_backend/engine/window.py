@@ -219,8 +219,8 @@ class Engine:
             return None
         visit = self.visit if isinstance(self.visit, Visit) else None
         if visit is not None:
-            with visit.reserved():  # the module and its parameters are checked
-                pass
+            visit.reserve()  # the module and its parameters are checked
+            visit.give_back()
             if visit.embeddings:  # with max_norm: their rows are renormalised around a loss
                 return None
         key = [

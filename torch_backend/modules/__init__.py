@@ -194,18 +194,22 @@ class _Calling(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, loss_fn: LossFn, *args: object, **kwargs: object) -> tuple[Output, dict[str, torch.Tensor]]:
+    def forward(
+        self, loss_fn: LossFn, args: Sequence[object], kwargs: Mapping[str, object], returns_buffers: bool
+    ) -> tuple[Output, dict[str, torch.Tensor]]:
         output = loss_fn(self.module, *args, **kwargs)
-        return output, {name: buffer.detach() for name, buffer in self.module.named_buffers()}
+        buffers = self.module.named_buffers() if returns_buffers else ()
+        return output, {name: buffer.detach() for name, buffer in buffers}
 
     def functional(
-        self, loss_fn: LossFn, params: Tensors, buffers: Tensors, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> tuple[Output, dict[str, torch.Tensor]]:
-        """(what loss_fn returns for the module with these tensors, the buffers afterwards), by functional_call."""
+        self, loss_fn: LossFn, params: Tensors, buffers: Tensors, args: Sequence[object], kwargs: Mapping[str, object],
+        returns_buffers: bool = True,
+    ) -> tuple[Output, dict[str, torch.Tensor]]:  # fmt: skip
+        """(what loss_fn returns for the module with these tensors, its buffers afterwards), by functional_call."""
         # The buffers are copied: functional_call lets the module write to the tensors that it gets.
         tensors = {f"module.{name}": tensor for name, tensor in params.items()}
         tensors |= {f"module.{name}": tensor.clone() for name, tensor in buffers.items()}
         result: tuple[Output, dict[str, torch.Tensor]] = torch.func.functional_call(
-            self, tensors, (loss_fn, *args), dict(kwargs)
+            self, tensors, (loss_fn, args, kwargs, returns_buffers)
         )
         return result

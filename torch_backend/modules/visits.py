@@ -5,8 +5,8 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -94,19 +94,22 @@ class Visit:
                 registered.clear()
         _REGISTER.end(self)
 
-    @contextmanager
-    def reserved(self) -> Iterator[None]:
-        """A context in which no other thread is in the module, which keeps its own parameters.
+    def reserve(self) -> None:
+        """Waits until no other thread is in the module, which keeps its own parameters, and keeps others out.
 
-        Raises FuncgaError as a visit does.
+        Raises FuncgaError as a visit does. Otherwise `give_back` has to follow.
         """
         _REGISTER.begin(self)
-        try:
-            if not self.is_prepared or any(self.empty):
+        if not self.is_prepared or any(self.empty):
+            try:
                 self._prepare()
-            yield
-        finally:
-            _REGISTER.end(self)
+            except BaseException:
+                _REGISTER.end(self)
+                raise
+
+    def give_back(self) -> None:
+        """Lets other threads enter."""
+        _REGISTER.end(self)
 
     def _prepare(self) -> None:
         """Works out what stands in for the parameters: the same whenever the visit begins again."""

@@ -133,6 +133,19 @@ def test_one_graph_for_every_kind_of_fold(kind):
     check(traced(step, fullgraph=True)(W, X), step(W, X))
 
 
+def test_micro_batches_follow_one_another():
+    """Each addition is an operator that a compiler leaves in its place, for the loss and the gradient together."""
+    added = []
+
+    def backend(graph, inputs):
+        nodes = [node for node in graph.graph.nodes if "funcga.add_" in str(node.target)]
+        added.append([len(node.args[0]) for node in nodes])
+        return graph.forward
+
+    check(made(4, backend=backend, fullgraph=True)(W, X), whole_batch(W, X))
+    assert added == [[2, 2, 2]]
+
+
 def test_carried_state():
     module = nn.BatchNorm1d(3)
     gradient = funcga.value_and_grad(pure_loss(module, lambda m, x: (m(x) ** 3).mean(), buffers=True), has_aux=True)

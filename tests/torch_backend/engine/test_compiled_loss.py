@@ -165,11 +165,11 @@ def test_a_weight_that_only_the_device_knows(graphs):
     micro_step = compiled.MicroStep(compiled._private.compiled_of(graphs.compile(plain)))
     w = {"w": torch.zeros(3, dtype=torch.float64)}
     total = torch.zeros(3, dtype=torch.float64)
-    arguments = (None, (0,), [None, x, y], {})
+    arguments = (None, {}, (0,), [None, x, y], {})
     with torch.no_grad():
         micro_step.run([total], (w,), *arguments, torch.tensor(0.0), True)
         micro_step.run([total], (w,), *arguments, torch.tensor(0.5), True)
-        nan = (None, (0,), [None, x * torch.nan, y], {})
+        nan = (None, {}, (0,), [None, x * torch.nan, y], {})
         micro_step.run([total], (w,), *nan, torch.tensor(0.0), True)
     check(total, 0.5 * funcga.grad(plain)(w, x, y)["w"])
     assert graphs.additions == [1]
