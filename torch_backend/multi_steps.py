@@ -1,6 +1,7 @@
 """What a fold that is spread over calls needs of this framework: its branch, and how replicas join their windows."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,7 +66,7 @@ def when(
     if predicate:
         return *emit(state, operands), True
     leaves, structure = trees.flatten(like)
-    zeros = _views_of_zero if donate else _zeros
+    zeros = partial(_view_of_zero, {}) if donate else _zeros
     nothing = [zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return trees.unflatten(structure, nothing), state, False
 
@@ -77,11 +78,17 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like, dtype=_dtype_of_update(like), requires_grad=False)
 
 
-def _views_of_zero(like: torch.Tensor) -> torch.Tensor:
-    """Zeros in the shape of an update, all of them one element in memory, so that nobody can write to them."""
+def _view_of_zero(zeros: dict[object, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Zeros in the shape of an update, all of them one element in memory, so that nobody can write to them.
+
+    `zeros`: the element of each dtype and device that there is so far.
+    """
     if type(like) not in (torch.Tensor, torch.nn.Parameter) or like.numel() < 2:
         return _zeros(like)
-    return torch.zeros((), dtype=_dtype_of_update(like), device=like.device).expand(like.shape)
+    kind = like.dtype, like.device
+    if kind not in zeros:
+        zeros[kind] = torch.zeros((), dtype=_dtype_of_update(like), device=like.device)
+    return zeros[kind].expand(like.shape)
 
 
 def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
