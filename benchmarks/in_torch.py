@@ -124,8 +124,9 @@ def _structure(case: Case, calls: dict[str, _Call], of_all: int, key: str) -> Fi
         graphs = call.graphs
         peak, allocations = (allocator_peak if case.device == "cpu" else cuda_peak)(call)
         return {"peak_bytes": peak, "allocations": allocations, "compiles": graphs}
-    with Watch() as seen:
-        call()
+    # A thread of gloo lets go of what it has sent when it comes to it. Of 60 windows of FSDP2 one or two have a peak
+    # that is 1.2 times as high, whoever drives it. The least of a few is that of the window itself.
+    seen = min([_watched(call) for _ in range(1 if call.ranks is None else 5)], key=lambda watch: watch.bytes)
     return {
         "peak_bytes": seen.bytes + max(seen.kept - of_all, 0),  # FSDP2 keeps a part of the parameters
         "allocations": seen.allocations,
@@ -133,6 +134,12 @@ def _structure(case: Case, calls: dict[str, _Call], of_all: int, key: str) -> Fi
         "collectives": len(seen.collectives),
         "wire_bytes": seen.wire_bytes,
     }
+
+
+def _watched(call: _Call) -> Watch:
+    with Watch() as seen:
+        call()
+    return seen
 
 
 def exactness(case: Case) -> Figures:
