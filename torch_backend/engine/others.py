@@ -10,10 +10,11 @@ whenever one is applied, and a graph is searched only then.
 
 import functools
 import gc
+import operator
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -97,25 +98,35 @@ def _is_compiled(kind: type) -> bool:
 # --- gradients of others
 
 
-@contextmanager
-def left_alone(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+class left_alone(AbstractContextManager[None]):  # noqa: N801 - a context, as torch.no_grad
     """A context in which these leaves have no `.grad`. Each gets its own back afterwards.
 
     Leaves of less than 32 bits may get wider gradients meanwhile.
     """
-    before = [(leaf, leaf.grad, leaf.grad_dtype if leaf.dtype.itemsize < 4 else None) for leaf in leaves]
-    for leaf, _, _ in before:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient, dtype in before:
+
+    def __init__(self, leaves: Iterable[torch.Tensor]):
+        self.leaves = [*leaves]
+
+    def __enter__(self) -> None:
+        self.grads = [*map(_GRAD, self.leaves)]
+        is_narrow = any(dtype.itemsize < 4 for dtype in {*map(_DTYPE, self.leaves)})
+        self.narrow = [(leaf, leaf.grad_dtype) for leaf in self.leaves if leaf.dtype.itemsize < 4] if is_narrow else []
+        if {*map(type, self.grads)} != {type(None)}:
+            for leaf in self.leaves:
+                leaf.grad = None
+
+    def __exit__(self, *error: object) -> None:
+        for leaf, dtype in self.narrow:
             # One that has become None stays so where it was the leaf's own dtype, which is the default. Set, it would
             # no longer follow the parameter: after module.float(), gradients would still be rounded to 16 bits.
-            if leaf.dtype.itemsize < 4 and leaf.grad_dtype != dtype != leaf.dtype:
+            if leaf.grad_dtype != dtype != leaf.dtype:
                 leaf.grad = None
                 leaf.grad_dtype = dtype
+        for leaf, gradient in zip(self.leaves, self.grads, strict=True):
             leaf.grad = gradient
+
+
+_GRAD, _DTYPE = operator.attrgetter("grad"), operator.attrgetter("dtype")
 
 
 class GradsWatch:

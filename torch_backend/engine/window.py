@@ -392,9 +392,10 @@ class Engine:
                 self.reduction.begin(self.buffers, self.likes)
         # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
         self.versions = sum(map(_private.version, present))
-        leaves_in_backward = {
-            index: leaf for index, leaf in zip(layout.in_backward, whole, strict=True) if leaf is not None
-        }
+        positions = layout.in_backward
+        if len(present) < len(whole):
+            positions = [index for index, leaf in zip(positions, whole, strict=True) if leaf is not None]
+        leaves_in_backward = dict(zip(positions, present, strict=True))
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
         return Backward(self.buffers, leaves_in_backward, lambda: self.around, self.since, seeds=not self.hooked)
 
