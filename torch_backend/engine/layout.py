@@ -145,11 +145,22 @@ def kind_in_place(fold: LeafFold, dtype: torch.dtype) -> Literal["weighted", "pl
 
 
 # What the fold of a leaf depends on. Only a DTensor has placements.
-_KINDS = [operator.attrgetter(name) for name in ("shape", "dtype", "layout")]
+_KINDS: list[Callable[[Any], object]] = [operator.attrgetter(name) for name in ("shape", "dtype", "layout")]
 
 
 def _kind_of(leaf: torch.Tensor | None) -> object:
-    return None if leaf is None else ([kind(leaf) for kind in _KINDS], getattr(leaf, "placements", None))
+    return None if leaf is None else ([look(leaf) for look in _KINDS], getattr(leaf, "placements", None))
+
+
+_KINDS_OF_OTHERS: list[Callable[[Any], object]] = [_kind_of]
+
+
+def _are_as_before(
+    leaves: Sequence[torch.Tensor | None], looks: list[Callable[[Any], object]], before: list[list[object]]
+) -> bool:
+    """Whether these looks at the leaves show the same as before, of as many leaves."""
+    # One by one: a list of shapes would be thousands of objects for the garbage collector to go through.
+    return all(all(map(operator.eq, known, map(look, leaves))) for look, known in zip(looks, before, strict=True))
 
 
 class Leaves(NamedTuple):
@@ -170,6 +181,7 @@ class Kept:
     """
 
     key: object = None
+    kinds: list[list[object]] = field(default_factory=list)  # of the leaves, in columns
     layout: Layout | None = None
     argnums: dict[int, tuple[int, ...]] = field(default_factory=dict)
     may_be_compiled: bool = True
@@ -188,15 +200,15 @@ class Kept:
         """
         (loss, aux), compose = value, gradient.compose
         in_window = [leaf for argnum in leaves if argnum in whole for leaf in leaves[argnum].leaves]
-        key = None
+        key, kinds = None, list[list[object]]()
         if len(whole) == len(leaves) and not (gradient.has_aux or has_state):
             # Then the loss and the leaves alone tell what the output is.
             is_plain = {*map(type, in_window)} <= {torch.Tensor, nn.Parameter}
-            # A list for each of them, where there would be a tuple for each leaf.
-            kinds = [[*map(kind, in_window)] for kind in (_KINDS if is_plain else [_kind_of])]
-            key = type(loss), loss.dtype, [argument.structure for argument in leaves.values()], kinds
-            if self.layout is not None and self.key == key:
+            looks = _KINDS if is_plain else _KINDS_OF_OTHERS
+            key = type(loss), loss.dtype, [argument.structure for argument in leaves.values()], len(in_window), is_plain
+            if self.layout is not None and self.key == key and _are_as_before(in_window, looks, self.kinds):
                 return self.layout
+            kinds = [[*map(look, in_window)] for look in looks]
         # Before the first backward pass there are no gradients. The leaves stand in for them: they are alike.
         outputs, output_leaves = bind(compose(loss, aux, [argument.tree for argument in leaves.values()]))
         check(outputs)
@@ -204,7 +216,7 @@ class Kept:
         trees_of_rest = [() if argnum in whole else argument.tree for argnum, argument in leaves.items()]
         structure = trees.flatten(compose(loss, aux, trees_of_rest))[1]
         leaves_in_backward = dict(zip(in_backward, in_window, strict=True))
-        self.key = key
+        self.key, self.kinds = key, kinds
         self.layout = Layout(outputs, leaves_in_backward, structure, gradient.scaled, pure=False)
         return self.layout
 

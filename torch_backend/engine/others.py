@@ -133,17 +133,19 @@ class GradsWatch:
     """The `.grad`s of some tensors, which a call must leave alone."""
 
     def __init__(self, tensors: Iterable[object]):
-        leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
-        self.before = [(leaf, leaf.grad, _version_of(leaf.grad)) for leaf in leaves]
+        self.leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
+        self.grads = [*map(_GRAD, self.leaves)]
+        self.versions = [*map(_version_of, self.grads)]
 
     def changed(self) -> bool:
         """Whether a `.grad` was replaced, which is undone, or written to, which cannot be."""
-        changed = False
-        for leaf, gradient, version in self.before:
-            if leaf.grad is not gradient or _version_of(gradient) != version:
-                changed, leaf.grad = True, gradient
+        grads = [*map(_GRAD, self.leaves)]
+        changed = any(map(operator.is_not, grads, self.grads)) or [*map(_version_of, grads)] != self.versions
+        for leaf, gradient in zip(self.leaves, self.grads, strict=True) if changed else ():
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
         # The answer is final, and the gradients need not be kept alive for another one.
-        self.before = []
+        self.leaves, self.grads, self.versions = [], [], []
         return changed
 
     def check(self) -> None:

@@ -224,8 +224,9 @@ def by_what_they_replace(tensors: Tensors, originals: Tensors, what: str) -> dic
         by_id = dict(zip(map(id, replaced), tensors.values(), strict=True))
         are_tensors = all(issubclass(kind, torch.Tensor) for kind in {*map(type, tensors.values())})
         if are_tensors and len(by_id) == len(tensors):
-            shapes = [tensor.shape for tensor in tensors.values()]
-            if shapes == [tensor.shape for tensor in replaced]:
+            # Pair by pair: lists of shapes would be thousands of objects for the garbage collector to go through.
+            are_alike = [a.shape == b.shape for a, b in zip(tensors.values(), replaced, strict=True)]
+            if all(are_alike):
                 return by_id
     raise _misfit(tensors, originals, what)
 

@@ -188,7 +188,8 @@ class Visit:
             replacement = tensor.detach()
             if self.recorded and tensor.requires_grad:
                 replacement.requires_grad_()
-        replacement._stands_in = self.thread, tensor  # type: ignore[attr-defined]
+        # Two attributes, as a pair would be one more object a tensor for the garbage collector to go through.
+        replacement._stands_in, replacement._in_thread = tensor, self.thread  # type: ignore[attr-defined]
         return replacement
 
 
@@ -254,14 +255,13 @@ def own_parameters(tensors: list[Array]) -> list[Array]:
 def _original(tensor: Array, thread: int) -> Array:
     # Visits may be one inside of the other: each stand-in remembers what it stood in for.
     while _thread_of(tensor) not in (None, thread):
-        tensor = tensor._stands_in[1]
+        tensor = tensor._stands_in
     return tensor
 
 
 def _thread_of(tensor: object) -> int | None:
     """The thread that has put this tensor into a module, where it stands in for another one."""
-    thread, _ = vars(tensor).get("_stands_in", (None, None)) if isinstance(tensor, torch.Tensor) else (None, None)
-    return thread
+    return vars(tensor).get("_in_thread") if isinstance(tensor, torch.Tensor) else None
 
 
 # If a thread is in a module and has used less CPU time than `_LITTLE` in `_PATIENCE` seconds, it is taken to wait for
