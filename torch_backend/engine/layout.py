@@ -155,14 +155,6 @@ def _kind_of(leaf: torch.Tensor | None) -> object:
 _KINDS_OF_OTHERS: list[Callable[[Any], object]] = [_kind_of]
 
 
-def _are_as_before(
-    leaves: Sequence[torch.Tensor | None], looks: list[Callable[[Any], object]], before: list[list[object]]
-) -> bool:
-    """Whether these looks at the leaves show the same as before, of as many leaves."""
-    # One by one: a list of shapes would be thousands of objects for the garbage collector to go through.
-    return all(all(map(operator.eq, known, map(look, leaves))) for look, known in zip(looks, before, strict=True))
-
-
 class Leaves(NamedTuple):
     """One argument that is differentiated: its tree, and the leaves of it that autograd records; None stays None."""
 
@@ -206,8 +198,11 @@ class Kept:
             is_plain = {*map(type, in_window)} <= {torch.Tensor, nn.Parameter}
             looks = _KINDS if is_plain else _KINDS_OF_OTHERS
             key = type(loss), loss.dtype, [argument.structure for argument in leaves.values()], len(in_window), is_plain
-            if self.layout is not None and self.key == key and _are_as_before(in_window, looks, self.kinds):
-                return self.layout
+            # One by one: a list of shapes would be thousands of objects for the garbage collector to go through.
+            if self.layout is not None and self.key == key:
+                columns = zip(looks, self.kinds, strict=True)
+                if all(all(map(operator.eq, known, map(look, in_window))) for look, known in columns):
+                    return self.layout
             kinds = [[*map(look, in_window)] for look in looks]
         # Before the first backward pass there are no gradients. The leaves stand in for them: they are alike.
         outputs, output_leaves = bind(compose(loss, aux, [argument.tree for argument in leaves.values()]))
