@@ -9,26 +9,24 @@ from benchmarks.torch_problem import Problem, Step
 from funcga import multi_steps
 from torch_backend import from_optimizer
 
-NAME, SOURCE, AGAINST = "funcga, `.backward()`, `multi_steps(donate=True)`: `accumulate`, `flush`", None, None
+NAME, SOURCE, AGAINST = "funcga, `.backward()`, `multi_steps(donate=True)`: `accumulate`, `flush_into`", None, None
 
 
 def make(problem: Problem) -> Step:
-    """`accumulate` for every micro-batch, and `flush` once."""
+    """`accumulate` for every micro-batch, and `flush_into` once, which steps in place."""
     tx = multi_steps(from_optimizer(torch.optim.AdamW, fused=True, **OPTIONS), problem.n, donate=True)
     params: Any = dict(problem.module.named_parameters())
     state = tx.init(params)
 
     def step(batch: torch.Tensor) -> Any:
-        nonlocal state
+        nonlocal params, state
         total: Any = 0
         for rows in problem.microbatches(batch):
             loss = problem.loss(problem.module, rows)
             loss.backward()
             state = tx.accumulate(problem.taken(), state)
             total = total + loss.detach()
-        updates, state = tx.flush(state, params)
-        with torch.no_grad():
-            torch._foreach_add_(list(params.values()), [updates[name] for name in params])
+        params, state = tx.flush_into(state, params, donate=True)
         return total / problem.n, params
 
     return step
