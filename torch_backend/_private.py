@@ -511,7 +511,15 @@ def compiled_of(function: object) -> Compiled | None:
         options = function.get_compiler_config() or {}  # type: ignore[attr-defined]
     except (AttributeError, KeyError, TypeError):
         return None
-    whole = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=dynamic, guard_filter_fn=guards)
+
+    def without_checkpoints(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+        # A compiler that is given the backward pass too would keep what a checkpoint is to compute again.
+        modules = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+        if any("activation_checkpoint" in str(node.target) for module in modules for node in module.graph.nodes):
+            raise NotImplementedError("a checkpoint in a graph with its backward pass")
+        return backend(graph, inputs)  # type: ignore[no-any-return]
+
+    whole = torch._dynamo.optimize(backend=without_checkpoints, nopython=True, dynamic=dynamic, guard_filter_fn=guards)
     return Compiled(marks["_torchdynamo_orig_callable"], context, whole, bool(options.get("triton.cudagraphs")))
 
 

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import funcga
 from torch_backend import module_value_and_grad, pure_loss, trainable
+from torch_backend.engine import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.*")
 
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*
 def fresh():
     """What was compiled before, and how often, has no influence."""
     torch._dynamo.reset()
+    compiled._MICRO_STEPS.clear()
     yield
     torch._dynamo.reset()
 
@@ -159,8 +162,6 @@ def test_weights_are_inputs(kind, graphs):
 
 def test_a_weight_that_only_the_device_knows(graphs):
     """As a CUDA tensor is; NaN is not added where it is 0."""
-    from torch_backend.engine import compiled
-
     x, y = batch(4)
     micro_step = compiled.MicroStep(compiled._private.compiled_of(graphs.compile(plain)))
     w = {"w": torch.zeros(3, dtype=torch.float64)}
@@ -236,6 +237,16 @@ def test_a_loss_that_does_not_fit_into_one_graph(graphs):
     step(trainable(module), x, y)
     assert len(graphs) == before
     assert not any(graphs.additions)
+
+
+def test_a_checkpoint_is_left_to_autograd(graphs):
+    """Which computes its part of the loss again; in one graph it would be kept."""
+    again = lambda module, x, y: F.mse_loss(checkpoint(module, x, use_reentrant=False), y)
+    module, (x, y) = mlp(), batch(8)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, torch.compile(again, backend="aot_eager"))), 2)
+    check(step(trainable(module), x, y), whole_batch(module, x, y))
+    (refused,) = [micro_step.is_refused for micro_step in compiled._MICRO_STEPS.values()]
+    assert refused
 
 
 def test_a_backend_that_refuses_a_later_shape(graphs):
@@ -320,8 +331,6 @@ def test_the_gradient_of_a_module_is_that_of_the_engine(graphs):
 
 def test_sums_for_cuda_graphs_stay_where_they_are(graphs, monkeypatch):
     """As they are replayed on fixed addresses: every window writes to the same sums, and its result is a copy."""
-    from torch_backend.engine import compiled
-
     module, (x, y) = mlp(), batch(8)
     loss = graphs.compile(squares)
     step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), 2)
