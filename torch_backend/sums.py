@@ -140,8 +140,11 @@ _IS_CPU, _DTYPE = operator.attrgetter("is_cpu"), operator.attrgetter("dtype")
 
 
 def divide(sums: list[torch.Tensor], total: float) -> None:
-    """Divides in place."""
+    """Divides in place; zeros if nothing was folded."""
     if total == 1:
+        return
+    if not total:
+        torch._foreach_zero_(sums)
         return
     # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is faster.
     dtype = sums[0].dtype

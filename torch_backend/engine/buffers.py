@@ -241,25 +241,25 @@ class Buffers:
                 if not indices:
                     continue
             divisor = total if by == "weight" else steps
-            sums_here = local_tensors([self.reduced[index] for index in indices])
+            sums_here = local_tensors([*map(self.reduced.__getitem__, indices)])
             if not isinstance(divisor, torch.Tensor):
-                if divisor:
-                    sums.divide(sums_here, float(divisor / unit if weighted else divisor))
-                else:
-                    torch._foreach_zero_(sums_here)
+                sums.divide(sums_here, float(divisor / unit if weighted else divisor))
             elif weighted or by == "steps":
-                # The divisor may be 0, which the host does not see. Nothing was added then, so the sums are zeros
-                # already, and any other divisor leaves them so.
-                divisor = torch.where(divisor != 0, divisor / unit if weighted else divisor, 1)
-                for accumulator in sums_here:
-                    accumulator.div_(divisor.to(accumulator.device, accumulator.dtype))
+                _divide_on_device(sums_here, divisor, unit if weighted else 1.0)
             else:
                 # A plain sum need not be 0 where the total weight is: the normalizer has to select.
                 left += indices
-        if unit != 1:
-            for index in self.layout.undivided_weighted:
-                local(self.reduced[index]).mul_(unit)
+        for index in self.layout.undivided_weighted:
+            local(self.reduced[index]).mul_(unit)
         return left
+
+
+def _divide_on_device(sums_here: list[torch.Tensor], divisor: torch.Tensor, unit: float) -> None:
+    """Divides in place by a number that the host does not see, in this unit."""
+    # It may be 0. Nothing was added then, so the sums are zeros already, and any other divisor leaves them so.
+    divisor = torch.where(divisor != 0, divisor / unit, 1)
+    for accumulator in sums_here:
+        accumulator.div_(divisor.to(accumulator.device, accumulator.dtype))
 
 
 def _strided(value: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,7 @@ class Layout:
         self.dtensors: list[int] = []  # sums that are added on their mesh, and not by autograd
         self.others: list[int] = []  # folds that are no sums
         present = {leaf_index: leaf for leaf_index, leaf in leaves.items() if leaf is not None}
+        self.present = [*present]
         for position, (leaf_index, leaf) in enumerate(present.items()):
             index = self.index_of.get(leaf_index)
             kind = None if index is None else self.kinds[index]
@@ -190,7 +191,7 @@ class Kept:
         That of the last window if it fits. The backward pass adds the gradients of the arguments that are `whole`.
         `bind(output)` is the Outputs of a first one, with its leaves, and `check` raises FuncgaError if they cannot be.
         """
-        (loss, aux), compose = value, gradient.compose
+        loss = value[0]
         in_window = [leaf for argnum in leaves if argnum in whole for leaf in leaves[argnum].leaves]
         key, kinds = None, list[list[object]]()
         if len(whole) == len(leaves) and not (gradient.has_aux or has_state):
@@ -204,6 +205,17 @@ class Kept:
                 if all(all(map(operator.eq, known, map(look, in_window))) for look, known in columns):
                     return self.layout
             kinds = [[*map(look, in_window)] for look in looks]
+        self.layout = self._layout_of(gradient, value, leaves, whole, in_window, bind, check)
+        self.key, self.kinds = key, kinds
+        return self.layout
+
+    def _layout_of(
+        self, gradient: GradientFunction, value: tuple[torch.Tensor, Tree], leaves: Mapping[int, Leaves],
+        whole: Collection[int], in_window: Sequence[torch.Tensor | None],
+        bind: Callable[[Tree], tuple[Outputs, list[Any]]], check: Callable[[Outputs], None],
+    ) -> Layout:  # fmt: skip
+        """A new one."""
+        (loss, aux), compose = value, gradient.compose
         # Before the first backward pass there are no gradients. The leaves stand in for them: they are alike.
         outputs, output_leaves = bind(compose(loss, aux, [argument.tree for argument in leaves.values()]))
         check(outputs)
@@ -211,9 +223,7 @@ class Kept:
         trees_of_rest = [() if argnum in whole else argument.tree for argnum, argument in leaves.items()]
         structure = trees.flatten(compose(loss, aux, trees_of_rest))[1]
         leaves_in_backward = dict(zip(in_backward, in_window, strict=True))
-        self.key, self.kinds = key, kinds
-        self.layout = Layout(outputs, leaves_in_backward, structure, gradient.scaled, pure=False)
-        return self.layout
+        return Layout(outputs, leaves_in_backward, structure, gradient.scaled, pure=False)
 
 
 def _in_backward(leaves: Mapping[int, Leaves], whole: Collection[int], count: int | None) -> list[int]:

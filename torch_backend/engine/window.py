@@ -372,7 +372,7 @@ class Engine:
         present = [leaf for leaf in whole if leaf is not None]
         if {*map(type, map(_GRAD, (*present, *moving)))} - {type(None)}:
             raise ran_backward()
-        bind = lambda value: self.program.bind(value, arguments)
+        bind = partial(self.program.bind, arguments=arguments)
         check = lambda _: self._check_dense(leaves)
         layout = self.kept.layout_of(self.folded, (loss, aux), leaves, self.leaves, bind, check, bool(arguments.state))
         self.layout, self.buffers = layout, self.buffers_of(layout)
@@ -392,10 +392,7 @@ class Engine:
                 self.reduction.begin(self.buffers, self.likes)
         # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
         self.versions = sum(map(_private.version, present))
-        positions = layout.in_backward
-        if len(present) < len(whole):
-            positions = [index for index, leaf in zip(positions, whole, strict=True) if leaf is not None]
-        leaves_in_backward = dict(zip(positions, present, strict=True))
+        leaves_in_backward = dict(zip(layout.present, present, strict=True))
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
         return Backward(self.buffers, leaves_in_backward, lambda: self.around, self.since, seeds=not self.hooked)
 
