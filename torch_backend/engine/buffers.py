@@ -14,7 +14,7 @@ from funcga._types import Reduced, Scalar, Tree
 from torch_backend import arrays, sums
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
 from torch_backend.engine import ordered
-from torch_backend.engine.layout import Layout
+from torch_backend.engine.layout import Layout, Quotients
 
 
 class Buffers:
@@ -235,11 +235,7 @@ class Buffers:
             folded = self.tally
             total, steps = folded.total, folded.steps
         left = [*self.layout.undivided]
-        for indices, by, weighted in self.layout.quotients:
-            if self.normalized:
-                indices = [index for index in indices if index not in self.normalized]
-                if not indices:
-                    continue
+        for indices, by, weighted in self._quotients_left() if self.normalized else self.layout.quotients:
             divisor = total if by == "weight" else steps
             sums_here = local_tensors([*map(self.reduced.__getitem__, indices)])
             if not isinstance(divisor, torch.Tensor):
@@ -252,6 +248,22 @@ class Buffers:
         for index in self.layout.undivided_weighted:
             local(self.reduced[index]).mul_(unit)
         return left
+
+    def _quotients_left(self) -> list[Quotients]:
+        """What is still to be divided, where some sums are divided already."""
+        left = [
+            quotients._replace(indices=[index for index in quotients.indices if index not in self.normalized])
+            for quotients in self.layout.quotients
+        ]
+        return [quotients for quotients in left if quotients.indices]
+
+
+def _divide_on_device(sums_here: list[torch.Tensor], divisor: torch.Tensor, unit: float) -> None:
+    # The divisor may be 0, which the host does not see. Nothing was added then, so the sums are zeros already, and any
+    # other divisor leaves them so.
+    divisor = torch.where(divisor != 0, divisor / unit, 1)
+    for accumulator in sums_here:
+        accumulator.div_(divisor.to(accumulator.device, accumulator.dtype))
 
 
 def _divide_on_device(sums_here: list[torch.Tensor], divisor: torch.Tensor, unit: float) -> None:
