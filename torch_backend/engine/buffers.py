@@ -259,14 +259,6 @@ class Buffers:
 
 
 def _divide_on_device(sums_here: list[torch.Tensor], divisor: torch.Tensor, unit: float) -> None:
-    # The divisor may be 0, which the host does not see. Nothing was added then, so the sums are zeros already, and any
-    # other divisor leaves them so.
-    divisor = torch.where(divisor != 0, divisor / unit, 1)
-    for accumulator in sums_here:
-        accumulator.div_(divisor.to(accumulator.device, accumulator.dtype))
-
-
-def _divide_on_device(sums_here: list[torch.Tensor], divisor: torch.Tensor, unit: float) -> None:
     """Divides in place by a number that the host does not see, in this unit."""
     # It may be 0. Nothing was added then, so the sums are zeros already, and any other divisor leaves them so.
     divisor = torch.where(divisor != 0, divisor / unit, 1)
