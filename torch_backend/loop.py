@@ -42,13 +42,15 @@ def window_of(program: Program, backend: Backend) -> Window:
     if isinstance(grad_fn, ModuleGradient):
         return grad_fn.window(program, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
-    gradient = grad_fn if isinstance(grad_fn, GradientFunction) else program.memory.keep(_Compiled, grad_fn).gradient
-    if gradient is not None:
-        # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
-        if not (torch.compiler.is_compiling() or arrays.in_transform()):
+    # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
+    runs_autograd = not (torch.compiler.is_compiling() or arrays.in_transform())
+    gradient: GradientFunction | None = grad_fn if isinstance(grad_fn, GradientFunction) else None
+    if runs_autograd:
+        gradient = gradient or program.memory.keep(_Compiled, grad_fn).gradient
+        if gradient is not None:
             return Engine(program, gradient, backend, reductions[0] if reductions else None)
-        if gradient is grad_fn:
-            return Calls(program, gradient.bound(backend), reductions, gradient)
+    elif gradient is not None:
+        return Calls(program, gradient.bound(backend), reductions, gradient)
     return Calls(program, grad_fn, reductions)
 
 
