@@ -23,7 +23,8 @@ from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine import Window
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.compiled import of_compiled_loss
+from torch_backend.engine.compiled import micro_step_of, of_compiled_loss
+from torch_backend.engine.compiled_window import CompiledWindow
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, begun_by_others, detached, reductions_of
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
@@ -44,13 +45,14 @@ def window_of(program: Program, backend: Backend) -> Window:
     reductions = [] if program.across is None else reductions_of(program, backend)
     # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
     runs_autograd = not (torch.compiler.is_compiling() or arrays.in_transform())
-    gradient: GradientFunction | None = grad_fn if isinstance(grad_fn, GradientFunction) else None
     if runs_autograd:
-        gradient = gradient or program.memory.keep(_Compiled, grad_fn).gradient
-        if gradient is not None:
-            return Engine(program, gradient, backend, reductions[0] if reductions else None)
-    elif gradient is not None:
-        return Calls(program, gradient.bound(backend), reductions, gradient)
+        seen = program.memory.keep(_Compiled, grad_fn)
+        if seen.step is not None and seen.gradient is not None and not reductions:
+            return CompiledWindow(program, seen.gradient, backend, seen.step)
+        if seen.gradient is not None:
+            return Engine(program, seen.gradient, backend, reductions[0] if reductions else None)
+    elif isinstance(grad_fn, GradientFunction):
+        return Calls(program, grad_fn.bound(backend), reductions, grad_fn)
     return Calls(program, grad_fn, reductions)
 
 
@@ -62,10 +64,12 @@ def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
 
 
 class _Compiled:
-    """Kept by a step: the gradient function of a compiled loss, where grad_fn is a compiled gradient function."""
+    """Kept by a step: funcga's own gradient function in it, and the compiled micro-step of its loss; None without."""
 
     def __init__(self, grad_fn: GradFn):
-        self.gradient = of_compiled_loss(grad_fn)
+        # torch.compile may have been given the gradient function instead of its loss.
+        self.gradient = grad_fn if isinstance(grad_fn, GradientFunction) else of_compiled_loss(grad_fn)
+        self.step = None if self.gradient is None else micro_step_of(self.gradient)
 
 
 class _NotWrapped:

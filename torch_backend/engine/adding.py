@@ -140,9 +140,6 @@ class Adding(Engine):
     def __init__(self, of: OfGradient, backend: Backend, outputs: Outputs):
         super().__init__(_Bound(of.gradient, (), memory=of.memory, outputs=outputs), of.gradient, backend, None)
         self.folded, self.outputs = of.alone, outputs
-        self.kept.may_be_compiled = False  # the sums of a compiled loss are other ones
-        # A compiled micro-step adds to sums of its own.
-        self.kept.may_be_compiled = False
         if self.kept.layout is not None and self.kept.layout.outputs is not outputs:
             self.kept.key = None
 
@@ -223,7 +220,7 @@ class Adding(Engine):
             # Hooks and marks are looked at anew in every window.
             if not are_plain(self.leaves[0].originals):
                 return False
-            self.seen, self.kept = self._look(), _Fixed(layout=self.layout, may_be_compiled=False)
+            self.seen, self.kept = self._look(), _Fixed(layout=self.layout)
         return True
 
     def goes_on(self, window: Accumulation, gradient: GradientFunction, args: tuple[Tree, ...]) -> bool:

@@ -169,17 +169,13 @@ class Leaves(NamedTuple):
 class Kept:
     """What a step keeps from one window to the next: its last layout, for outputs of a `key`.
 
-    `argnums`: which arguments are differentiated, by how many there are. `may_be_compiled`:
-    whether the loss may be compiled, and what the sums of a compiled one are like for leaves of a key.
+    `argnums`: which arguments are differentiated, by how many there are.
     """
 
     key: object = None
     kinds: list[list[object]] = field(default_factory=list)  # of the leaves, in columns
     layout: Layout | None = None
     argnums: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    may_be_compiled: bool = True
-    key_of_sums: object = None
-    kind_of_sums: Any = None
 
     def layout_of(
         self, gradient: GradientFunction, value: tuple[torch.Tensor, Tree], leaves: Mapping[int, Leaves],

@@ -31,7 +31,6 @@ from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, is_dtensor, local
 from torch_backend.engine.backward import Backward, autocasting, ran_backward
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.compiled import Sums, is_watched, kind_of, micro_step_of
 from torch_backend.engine.layout import Kept, Layout, Leaves
 from torch_backend.engine.others import GradsWatch, Surroundings, applied, left_alone
 from torch_backend.gradients import is_constant, put_hooks, switched_off
@@ -39,7 +38,7 @@ from torch_backend.modules import PureLoss, trainable
 from torch_backend.modules.checks import check_no_params, check_unfrozen
 from torch_backend.modules.functional import noted, recomputing
 from torch_backend.modules.layers import called
-from torch_backend.modules.visits import Visit, own_parameters
+from torch_backend.modules.visits import own_parameters
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.replicas import Listener
@@ -76,7 +75,6 @@ class Engine:
         # Which arguments are differentiated; None before the arguments are read.
         self.argnums: tuple[int, ...] | None = None if module is None else (_OWN,)
         self.backward: Backward | None = None  # None before the first loss
-        self.compiled_sums: Sums | None = None  # those of a compiled loss, which a compiled micro-step adds to
         self.hooked = False  # whether a parameter has hooks
         self.watch: GradsWatch | None = None
         self.aside: AbstractContextManager[None] = _NOTHING  # in which the `.grad`s of a module are put aside
@@ -144,10 +142,6 @@ class Engine:
             self._begin(arguments, args)
         # `moving` are the leaves of arguments that are split: this micro-batch's own. The others live for the window.
         leaves, moving = (self.leaves, ()) if self.is_whole else self._with_those_of(args)
-        if self.compiled_sums is not None:
-            state = self._run_compiled(self.compiled_sums, arguments, args, kwargs, weight)
-            if state is not None:
-                return state
         called = [leaves[argnum].tree if argnum in leaves else arg for argnum, arg in enumerate(args)][self.first :]
         # What is noted until a first gradient has come to a leaf.
         arrivals = None if self.gradient.reached else Arrivals(self.gradient)
@@ -204,67 +198,6 @@ class Engine:
         if isinstance(self.gradient.loss_fn, PureLoss) and not arguments.parts[0].axes:
             params = self.leaves[0].tree if 0 in self.leaves else args[0]
             self.visit, self.first = self.gradient.loss_fn.entered(params, recorded=True), 1
-
-        if self.kept.may_be_compiled:
-            self.compiled_sums = self._sums_of_compiled_loss(arguments)
-
-    def _sums_of_compiled_loss(self, arguments: Arguments) -> Sums | None:
-        """The sums that a compiled micro-step adds to; None where autograd has to add the gradients."""
-        step = micro_step_of(self.gradient)
-        if step is None:
-            self.kept.may_be_compiled = False
-            return None
-        is_alone = self.reduction is None and self.any_group is None and not arguments.state
-        if step.is_refused or self.hooked or not (self.is_whole and is_alone) or is_watched():
-            return None
-        visit = self.visit if isinstance(self.visit, Visit) else None
-        if visit is not None:
-            visit.reserve()  # the module and its parameters are checked
-            visit.give_back()
-            if visit.embeddings:  # with max_norm: their rows are renormalised around a loss
-                return None
-        key = [
-            (argument.structure, [type(leaf) if leaf is None else leaf.dtype for leaf in argument.leaves])
-            for argument in self.leaves.values()
-        ]
-        if self.kept.key_of_sums != key:
-            self.kept.key_of_sums = key
-            self.kept.kind_of_sums = kind_of(self.program.fold, self.gradient, [*self.leaves.values()], self.backend)
-        kind = self.kept.kind_of_sums
-        return None if kind is None else Sums(step, kind, self.leaves, self.gradient.loss_fn, visit)
-
-    def _run_compiled(
-        self, sums: Sums, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
-    ) -> list[Any] | None:
-        """Folds one micro-batch in by a compiled micro-step; None if autograd has to run it."""
-        is_first = self.backward is None
-        if is_first:
-            share, unit = None if isinstance(weight, torch.Tensor) else float(bool(weight)), 1.0
-        else:
-            share = self.buffers.share(weight)
-            unit = self.buffers.unit or 1.0
-        # A weight of 0 adds nothing, not even a NaN.
-        loss = None if share == 0 and sums.kind.weighted else sums.add(args, kwargs, weight, share, unit)
-        if is_first and loss is not None and not self.gradient.reached:
-            if sums.are_zeros:
-                # Autograd finds out whether a loss that depends on nothing is an error.
-                loss = None
-            else:
-                self.gradient.reached.add(True)
-        if loss is None:
-            if sums.step.is_refused:
-                self.compiled_sums = None
-            if self.backward is not None:
-                self.backward.settle()
-            return None
-        if is_first:
-            self.backward = self._bind(loss, None, self.leaves, (), arguments)
-            self.buffers.share(weight)  # the first weight is the unit
-        if share is not None and loss.dtype == self.lone_dtype:
-            self.buffers.add_value(loss, weight, share)
-        else:
-            self.buffers.add(self._leaves_to_add(loss, None, self.leaves), weight)
-        return []
 
     def _begin_with_parameters(self, module: nn.Module) -> None:
         """Takes the module's own parameters for the leaves. None of them is an argument."""
@@ -379,9 +312,6 @@ class Engine:
         # The dtype of the loss, if it is all that is added beside the gradients, and None otherwise.
         is_lone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
         self.lone_dtype = layout.outputs.dtypes[0] if is_lone else None
-        if self.compiled_sums is not None:
-            for added, total in zip(layout.added, self.compiled_sums.totals, strict=True):
-                self.buffers.reduced[added.sum_index] = total
         if self.reduction is not None:
             if self.any_group is not None and self.any_group.heard:
                 # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
@@ -432,9 +362,6 @@ class Engine:
         if self.watch is not None:
             self.watch.check()
         self.buffers.settle(self.backward.leaves)
-        if self.compiled_sums is not None and self.compiled_sums.lasts:
-            for added, total in zip(self.layout.added, self.compiled_sums.released(), strict=True):
-                self.buffers.reduced[added.sum_index] = total
         if self.reduction is None:
             return self.buffers.result(state)
         if self.merges_shards:
