@@ -204,13 +204,14 @@ class Sums:
     """The sums of one window, which a MicroStep adds to.
 
     `argnums` are the arguments that are differentiated. `visit` is that of a PureLoss, whose parameters are the only
-    one of these.
+    one of these. `weighs`: whether the user gives weights.
     """
 
     def __init__(
-        self, step: MicroStep, kind: Kind, leaves_of: Mapping[int, Leaves], loss_fn: LossFn, visit: Visit | None
-    ):
-        self.step, self.kind, self.argnums, self.visit = step, kind, (*leaves_of,), visit
+        self, step: MicroStep, kind: Kind, leaves_of: Mapping[int, Leaves], loss_fn: LossFn, visit: Visit | None,
+        weighs: bool,
+    ):  # fmt: skip
+        self.step, self.kind, self.argnums, self.visit, self.weighs = step, kind, (*leaves_of,), visit, weighs
         self.inside = loss_fn.calling if isinstance(loss_fn, PureLoss) and visit is not None else None
         self.buffers: Mapping[str, torch.Tensor] = {}
         if visit is not None and visit.with_buffers:
@@ -222,14 +223,12 @@ class Sums:
         leaves = [leaf for of_argument in detached for leaf in of_argument]
         self.lasts = step.replays and _is_on_cuda(leaves)
         if self.lasts:
+            originals = [leaf for argument in arguments for leaf in argument.originals if leaf is not None]
             # A CUDA graph reads parameters that stay where they are from there, and would copy all others first.
-            for argument, of_argument in zip(arguments, detached, strict=True):
-                for original, leaf in zip(argument.originals, of_argument, strict=True):
-                    if isinstance(original, nn.Parameter):
-                        torch._dynamo.mark_static_address(leaf, guard=False)
-            self.totals = step.taken(leaves, kind.dtypes)
-        else:
-            self.totals = zeros(leaves, kind.dtypes)
+            for original, leaf in zip(originals, leaves, strict=True):
+                if isinstance(original, nn.Parameter):
+                    torch._dynamo.mark_static_address(leaf, guard=False)
+        self.totals = step.taken(leaves, kind.dtypes) if self.lasts else zeros(leaves, kind.dtypes)
         self.factors: Factors = {}
 
     def add(
@@ -240,7 +239,10 @@ class Sums:
         The share is None for a weight that only a device knows, and then that is divided by the unit. The result is
         None, and nothing is added, if torch.compile refuses the micro-step.
         """
-        factor = self._factor(weight, share, unit) if self.kind.weighted else None
+        # Without a factor inductor frees each gradient sooner. The user's own weights may be 1 now and another number
+        # next, so these have one in every micro-batch, and one graph.
+        has_factor = self.kind.weighted and (share != 1 or self.weighs)
+        factor = self._factor(weight, share, unit) if has_factor else None
         # What is differentiated is passed apart. A PureLoss has it in its module.
         args = [None if argnum in self.argnums else arg for argnum, arg in enumerate(args)]
         if self.inside is not None:

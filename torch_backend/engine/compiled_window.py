@@ -67,7 +67,8 @@ class CompiledWindow(Engine):
             kind = self._kind()
             if kind is not None:
                 visit = self.visit if isinstance(self.visit, Visit) else None
-                self.sums = Sums(self.step, kind, self.leaves, self.gradient.loss_fn, visit)
+                weighs = self.program.weight is not None
+                self.sums = Sums(self.step, kind, self.leaves, self.gradient.loss_fn, visit, weighs)
                 self.buffers_of = partial(_CompiledBuffers, self.sums)
 
     def _may_be_compiled(self, arguments: Arguments) -> bool:
