@@ -216,18 +216,18 @@ class Sums:
         self.buffers: Mapping[str, torch.Tensor] = {}
         if visit is not None and visit.with_buffers:
             self.buffers = dict(visit.loss.module.named_buffers())
-        arguments = [*leaves_of.values()]
-        detached = [[leaf.detach() for leaf in argument.leaves if leaf is not None] for argument in arguments]
-        pairs = zip(arguments, detached, strict=True)
-        self.params = tuple([trees.unflatten(argument.structure, leaves) for argument, leaves in pairs])
-        leaves = [leaf for of_argument in detached for leaf in of_argument]
+        # None of them is None, as `kind_of` has seen.
+        leaves = [leaf.detach() for argument in leaves_of.values() for leaf in argument.leaves if leaf is not None]
+        rest = iter(leaves)
+        self.params = tuple([
+            trees.unflatten(argument.structure, [*itertools.islice(rest, len(argument.leaves))])
+            for argument in leaves_of.values()
+        ])  # fmt: skip
         self.lasts = step.replays and _is_on_cuda(leaves)
         if self.lasts:
-            originals = [leaf for argument in arguments for leaf in argument.originals if leaf is not None]
-            # A CUDA graph reads parameters that stay where they are from there, and would copy all others first.
-            for original, leaf in zip(originals, leaves, strict=True):
-                if isinstance(original, nn.Parameter):
-                    torch._dynamo.mark_static_address(leaf, guard=False)
+            _keep_where_they_are(
+                leaves, [original for argument in leaves_of.values() for original in argument.originals]
+            )
         self.totals = step.taken(leaves, kind.dtypes) if self.lasts else zeros(leaves, kind.dtypes)
         self.factors: Factors = {}
 
@@ -291,6 +291,13 @@ class Sums:
 def zeros(leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """Zeros like the leaves, in these dtypes."""
     return [torch.zeros_like(leaf, dtype=dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+
+
+def _keep_where_they_are(leaves: Sequence[torch.Tensor], originals: Sequence[Any]) -> None:
+    """Lets a CUDA graph read leaves made of parameters from where these stay; it would copy them first."""
+    for original, leaf in zip(originals, leaves, strict=True):
+        if isinstance(original, nn.Parameter):
+            torch._dynamo.mark_static_address(leaf, guard=False)
 
 
 def _is_on_cuda(leaves: Sequence[torch.Tensor]) -> bool:
