@@ -1,6 +1,7 @@
 """The loop over the micro-batches."""
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -23,7 +24,7 @@ from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine import Window
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.compiled import micro_step_of, of_compiled_loss
+from torch_backend.engine.compiled import MicroStep, micro_step_of, of_compiled_loss
 from torch_backend.engine.compiled_window import CompiledWindow
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, begun_by_others, detached, reductions_of
@@ -45,15 +46,19 @@ def window_of(program: Program, backend: Backend) -> Window:
     reductions = [] if program.across is None else reductions_of(program, backend)
     # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
     runs_autograd = not (torch.compiler.is_compiling() or arrays.in_transform())
-    if runs_autograd:
-        seen = program.memory.keep(_Compiled, grad_fn)
-        if seen.step is not None and seen.gradient is not None and not reductions:
-            return CompiledWindow(program, seen.gradient, backend, seen.step)
-        if seen.gradient is not None:
-            return Engine(program, seen.gradient, backend, reductions[0] if reductions else None)
-    elif isinstance(grad_fn, GradientFunction):
-        return Calls(program, grad_fn.bound(backend), reductions, grad_fn)
-    return Calls(program, grad_fn, reductions)
+    gradient: GradientFunction | None = grad_fn if isinstance(grad_fn, GradientFunction) else None
+    if gradient is None and runs_autograd:
+        gradient = program.memory.keep(_OfCompiledLoss, grad_fn).gradient
+    if gradient is None:
+        return Calls(program, grad_fn, reductions)
+    if not runs_autograd:
+        return Calls(program, gradient.bound(backend), reductions, gradient)
+    if reductions:
+        return Engine(program, gradient, backend, reductions[0])
+    step = program.memory.keep(_LastGradient).step_of(gradient)
+    if step is not None:
+        return CompiledWindow(program, gradient, backend, step)
+    return Engine(program, gradient, backend, None)
 
 
 def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
@@ -63,13 +68,28 @@ def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
         memory.keep(_NotWrapped)
 
 
-class _Compiled:
-    """Kept by a step: funcga's own gradient function in it, and the compiled micro-step of its loss; None without."""
+class _OfCompiledLoss:
+    """Kept by a step: the gradient function of a compiled loss, where grad_fn is a compiled gradient function."""
 
     def __init__(self, grad_fn: GradFn):
-        # torch.compile may have been given the gradient function instead of its loss.
-        self.gradient = grad_fn if isinstance(grad_fn, GradientFunction) else of_compiled_loss(grad_fn)
-        self.step = None if self.gradient is None else micro_step_of(self.gradient)
+        self.gradient = of_compiled_loss(grad_fn)
+
+
+class _LastGradient:
+    """Kept by a step: its last gradient function, and the compiled micro-step of the loss; None if it is not compiled.
+
+    Most steps have one. That of `coupled` makes another at each call, of arguments that must not be kept alive.
+    """
+
+    def __init__(self) -> None:
+        self.step: MicroStep | None = None
+        self.of: weakref.ref[GradientFunction] | None = None
+
+    def step_of(self, gradient: GradientFunction) -> MicroStep | None:
+        """The compiled micro-step of a loss."""
+        if self.of is None or self.of() is not gradient:
+            self.step, self.of = micro_step_of(gradient), weakref.ref(gradient)
+        return self.step
 
 
 class _NotWrapped:
