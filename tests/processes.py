@@ -45,7 +45,10 @@ def _serve(pipe, rank, world, path, backend):
             break
         if call is None:
             break
-        function, size, args = call
+        number, function, size, args = call
+        # Ranks that were left out of a call have made fewer groups than others. torch names a group by its number, which
+        # all of its ranks have to agree on, so each call has numbers of its own.
+        dist.distributed_c10d._world.group_count = 1000 * number
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -65,7 +68,7 @@ class Processes:
     """`world` processes; `run(function, *args)` calls function(group, *args) in each of the first `size`."""
 
     def __init__(self, world, backend="gloo"):
-        self.world, self.backend, self.workers = world, backend, []
+        self.world, self.backend, self.workers, self.calls = world, backend, [], 0
 
     def start(self):
         context = _context()
@@ -86,8 +89,9 @@ class Processes:
         if not self.workers:
             self.start()
         size = self.world if size is None else size
+        self.calls += 1
         for rank, (_, pipe) in enumerate(self.workers[:size]):
-            pipe.send((function, size, (*args, each[rank]) if each is not None else args))
+            pipe.send((self.calls, function, size, (*args, each[rank]) if each is not None else args))
         until, replies = time.monotonic() + limit, []
         for _, pipe in self.workers[:size]:
             try:
