@@ -93,24 +93,16 @@ class _Chain(UpdateFunction):
         self, owned: bool, /, grads: Tree, state: Tree, params: Tree = None, **extra: object
     ) -> tuple[Tree, Tree]:
         """The same, which may write to the gradients and the state if these are `owned`."""
-        states, owns_grads = [], owned
-        for link, before in self._linked(state):
-            # What a link returns, the next may write to, if nobody else has the memory.
-            grads, after = self._updated(link, owned, owns_grads, grads, before, params, extra)
-            states.append(after)
-            owns_grads = _returns_new_memory(link)
+        grads, states, _ = self._through(self._linked(state), owned, grads, params, extra)
         return grads, tuple(states)
 
     def applied(self, donate: bool, /, grads: Tree, state: Tree, params: Tree, **extra: object) -> tuple[Tree, Tree]:
         """(params, state): what the last link makes of the params, and the states of all."""
         *first, (last, before_last) = self._linked(state)
-        states, owns_grads = [], donate
-        for link, before in first:
-            grads, after = self._updated(link, donate, owns_grads, grads, before, params, extra)
-            states.append(after)
-            owns_grads = _returns_new_memory(link)
+        grads, states, owns_grads = self._through(first, donate, grads, params, extra)
         if donate and not owns_grads:
-            grads = trees.unflatten(trees.flatten(grads)[1], [*map(_clone, trees.flatten(grads)[0])])
+            leaves, structure = trees.flatten(grads)
+            grads = trees.unflatten(structure, [*map(_clone, leaves)])
         if donate and not all(isinstance(link, DonatingTransform) for link, _ in first):
             params = apart(params, states)  # transforms of others may keep the params
         params, after = applied(last, donate, grads, before_last, params, _accepted(last, extra))
@@ -125,15 +117,22 @@ class _Chain(UpdateFunction):
             )
         return [*zip(self.links, state, strict=True)]
 
-    def _updated(
-        self, link: Transform, owns_state: bool, owns_grads: bool,
-        grads: Tree, state: Tree, params: Tree, extra: dict[str, object],
-    ) -> tuple[Tree, Tree]:  # fmt: skip
-        """(updates, state) of one link."""
-        # A link may write to the gradients if nobody else has their memory, and it has no state that is another's.
-        may_write = owns_grads and (owns_state or not trees.flatten(state)[0])
-        function = link.donated if may_write and isinstance(link, DonatingTransform) else link.update
-        return function(grads, state, params, **_accepted(link, extra))
+    def _through(
+        self, linked: list[tuple[Transform, Tree]], owned: bool, grads: Tree, params: Tree, extra: dict[str, object]
+    ) -> tuple[Tree, list[Tree], bool]:
+        """(what these links make of the gradients, their states, whether its memory is nobody else's).
+
+        `owned`: whether the gradients and the states may be written to.
+        """
+        states, owns_grads = list[Tree](), owned
+        for link, before in linked:
+            # A link may write to the gradients if nobody else has their memory, and it has no state that is another's.
+            may_write = owns_grads and (owned or not trees.flatten(before)[0])
+            function = link.donated if may_write and isinstance(link, DonatingTransform) else link.update
+            grads, after = function(grads, before, params, **_accepted(link, extra))
+            states.append(after)
+            owns_grads = _returns_new_memory(link)
+        return grads, states, owns_grads
 
 
 def _clone(leaf: object) -> object:
