@@ -65,13 +65,7 @@ class Visit:
         self.watch: Watch | None = None
 
     def __enter__(self) -> "Visit":
-        _REGISTER.begin(self)
-        try:
-            if not self.is_prepared or any(self.empty):
-                self._prepare()
-        except BaseException:
-            _REGISTER.end(self)
-            raise
+        self.reserve()
         # The module may have new tensors since the last time, and has to get those back. A part that is used in two
         # places has its table here twice, so all tables are read before one is replaced.
         self.parameters = [space[PARAMETERS] for space in self.with_parameters]
