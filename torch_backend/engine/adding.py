@@ -15,7 +15,7 @@ from torch import nn
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Argument, Arguments
+from funcga._call.arguments import Arguments
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
@@ -152,8 +152,7 @@ class Adding(Engine):
         self.buffers_of, self.donates = partial(_Sums, window, donate=donate), donate
         with self:
             args, kwargs = self.detached(args), detached(kwargs, recorded=True) if kwargs else kwargs
-            arguments = Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self.gradient, self.backend)
-            sums: list[Reduced] = self.result(self.fold(arguments, args, kwargs, weight, last=True))
+            sums: list[Reduced] = self.result(self.fold(self.whole(args), args, kwargs, weight, last=True))
         if self.backward is None:
             del self.buffers  # from here on only the caller has the sums
         return self.value, sums

@@ -15,7 +15,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
 from funcga._types import Tree
 from funcga.folds import mean
@@ -59,7 +58,7 @@ class Alone(Engine):
 
     def begin(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> bool:
         """Makes the leaves, and says whether an argument is part of a graph."""
-        self._begin(Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self.gradient, self.backend), args)
+        self._begin(self.whole(args), args)
         if not self.keeps_graphs:
             return False
         if self.watched:  # parameters that require grad

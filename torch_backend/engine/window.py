@@ -21,7 +21,7 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program
-from funcga._call.arguments import Arguments, argument_names
+from funcga._call.arguments import Argument, Arguments, argument_names
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Tree
@@ -237,6 +237,10 @@ class Engine:
         if not is_plain:
             self.hooked |= put_hooks(originals, leaves, lambda: self._paths(tree, argnum))
         return Leaves(trees.unflatten(structure, leaves), leaves, structure, originals)
+
+    def whole(self, args: tuple[Tree, ...]) -> Arguments:
+        """The arguments of a micro-batch that is all there is: none of them is split."""
+        return Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self.gradient, self.backend)
 
     def _paths(self, tree: Tree, argnum: int) -> list[str]:
         name = "parameters" if argnum == _OWN else argument_names(self.gradient.loss_fn, argnum + 1)[argnum]
