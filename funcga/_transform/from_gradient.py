@@ -12,7 +12,7 @@ from funcga.errors import FuncgaError, check_callable
 
 
 def check_gradient(gradient: GradFn) -> None:
-    """Raises FuncgaError for what is no gradient function, or none of the params that it is given."""
+    """Raises FuncgaError unless this is a gradient function whose first argument is the params."""
     check_callable(gradient, "gradient", "funcga.value_and_grad(loss_fn)")
     if owner_of(gradient) is not None:
         raise FuncgaError(

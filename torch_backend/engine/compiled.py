@@ -38,10 +38,6 @@ _NUMBERS = itertools.count()
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-# Shares of a weight as 0-d tensors, by the number, dtype and device.
-Factors = dict[tuple[float, torch.dtype, torch.device], torch.Tensor]
-
-
 class MicroStep:
     """What one compiled loss is compiled to, for every step that accumulates its gradients."""
 
@@ -49,7 +45,6 @@ class MicroStep:
         self.is_refused = False  # whether torch.compile has refused it once
         self.replays = compiled.replays
         self.run = compiled.compile_whole(_body(compiled.function))
-        self.ones: Factors = {}
         self.lasting: list[list[torch.Tensor]] = []
 
     def taken(self, leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
@@ -229,7 +224,7 @@ class Sums:
                 leaves, [original for argument in leaves_of.values() for original in argument.originals]
             )
         self.totals = step.taken(leaves, kind.dtypes) if self.lasts else zeros(leaves, kind.dtypes)
-        self.factors: Factors = {}
+        self.factors: dict[float, torch.Tensor] = {}  # shares of the weight, as 0-d tensors
 
     def add(
         self, args: Sequence[Tree], kwargs: Mapping[str, Tree], weight: Scalar, share: float | None, unit: float
@@ -267,12 +262,9 @@ class Sums:
         like = self.totals[0]
         if share is None:
             return torch.as_tensor(weight, dtype=like.dtype, device=like.device) / unit
-        # Nearly all are 1, which is kept for all windows.
-        key = share, like.dtype, like.device
-        factors = self.step.ones if share == 1 else self.factors
-        if key not in factors:
-            factors[key] = torch.full((), share, dtype=like.dtype, device=like.device)
-        return factors[key]
+        if share not in self.factors:
+            self.factors[share] = torch.full((), share, dtype=like.dtype, device=like.device)
+        return self.factors[share]
 
     @property
     def are_zeros(self) -> bool:
@@ -280,9 +272,7 @@ class Sums:
         return not any(bool(total.any()) for total in self.totals)
 
     def released(self) -> list[torch.Tensor]:
-        """The sums, in memory that no later window writes to."""
-        if not self.lasts:
-            return self.totals
+        """The sums that last, in memory that no later window writes to."""
         copies = [total.clone() for total in self.totals]
         self.step.give_back(self.totals)
         return copies
