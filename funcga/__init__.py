@@ -32,14 +32,20 @@ if TYPE_CHECKING:
     from funcga._compare import compare
     from funcga._coupled import coupled
     from funcga._fold.accumulator import Accumulator, AccumulatorState
+    from funcga._observe import Observed, Observer
+    from funcga._observe.dropped import dropped
+    from funcga._observe.noise import GradientNoise, NoiseAverage, averaged, gradient_noise
+    from funcga._observe.norms import GradientNorms, gradient_norms
     from funcga._parity import Problem
+    from funcga._plan import Plan, plan
+    from funcga._reproducible import reproducible
     from funcga._statistics import batch_moments, running_statistics
     from funcga._transform import Transform
     from funcga._transform.apply import apply
     from funcga._transform.loss_scale import LossScaledState, loss_scaled
     from funcga._transform.multi_steps import MultiSteps, multi_steps
     from funcga._transform.window import MultiStepsState
-    from funcga._transform.window_size import TargetWeight, linear_scaling, sqrt_scaling
+    from funcga._transform.window_size import TargetWeight, beta_for_half_life, linear_scaling, sqrt_scaling
     from funcga._trees import shares_memory, to_jax, to_numpy, to_torch
     from funcga._trees.match import from_state_dict, match, to_state_dict
     from funcga._verify import verify
@@ -49,14 +55,20 @@ else:
         "funcga._compare": ("compare",),
         "funcga._coupled": ("coupled",),
         "funcga._fold.accumulator": ("Accumulator", "AccumulatorState"),
+        "funcga._observe": ("Observed", "Observer"),
+        "funcga._observe.dropped": ("dropped",),
+        "funcga._observe.noise": ("GradientNoise", "NoiseAverage", "averaged", "gradient_noise"),
+        "funcga._observe.norms": ("GradientNorms", "gradient_norms"),
         "funcga._parity": ("Problem",),
+        "funcga._plan": ("Plan", "plan"),
+        "funcga._reproducible": ("reproducible",),
         "funcga._statistics": ("batch_moments", "running_statistics"),
         "funcga._transform": ("Transform",),
         "funcga._transform.apply": ("apply",),
         "funcga._transform.loss_scale": ("LossScaledState", "loss_scaled"),
         "funcga._transform.multi_steps": ("MultiSteps", "multi_steps"),
         "funcga._transform.window": ("MultiStepsState",),
-        "funcga._transform.window_size": ("TargetWeight", "linear_scaling", "sqrt_scaling"),
+        "funcga._transform.window_size": ("TargetWeight", "beta_for_half_life", "linear_scaling", "sqrt_scaling"),
         "funcga._trees": ("shares_memory", "to_jax", "to_numpy", "to_torch"),
         "funcga._trees.match": ("from_state_dict", "match", "to_state_dict"),
         "funcga._verify": ("verify",),
@@ -76,14 +88,19 @@ else:
 # `from funcga import *` leaves out sum, max and min, so that it shadows no builtin.
 __all__ = [  # noqa: RUF022 - sorted by topic
     # a window of micro-batches, in one call, from an iterable, or spread over calls
-    "accumulate", "coupled", "grad", "value_and_grad", "CARRY", "stream", "windows",
+    "accumulate", "coupled", "grad", "value_and_grad", "CARRY", "stream", "windows", "Plan",
+    "plan",
     "Accumulator", "AccumulatorState", "MultiSteps", "MultiStepsState", "TargetWeight", "Transform", "apply",
     "multi_steps",
-    "LossScaledState", "loss_scaled", "linear_scaling", "sqrt_scaling", "check_replicas",
+    "LossScaledState", "loss_scaled", "beta_for_half_life", "linear_scaling", "sqrt_scaling", "check_replicas",
     # folds and their parts
-    "Fold", "carry", "concat", "logsumexp", "mean", "moments", "per_weight", "pooled", "ratio", "Moments", "Pooled",
+    "Fold", "carry", "concat", "logsumexp", "mean", "moments", "per_weight", "pooled", "ratio", "reproducible",
+    "Moments", "Pooled",
     "Monoid", "Normalizer", "Reducer", "Tally", "monoids", "normalizers", "reducers",
     "batch_moments", "running_statistics",
+    # what a window says of its gradients
+    "GradientNoise", "GradientNorms", "NoiseAverage", "Observed", "Observer", "averaged", "dropped", "gradient_noise",
+    "gradient_norms",
     # trees of two frameworks
     "Rule", "rules", "match", "from_state_dict", "to_state_dict", "shares_memory", "to_jax", "to_numpy", "to_torch",
     # proofs

@@ -1,4 +1,4 @@
-"""The command line: `python -m funcga parity`, `verify` and `info`."""
+"""The command line: `python -m funcga parity`, `verify`, `plan` and `info`."""
 
 import argparse
 import sys
@@ -57,9 +57,10 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("funcga", description="Gradient accumulation as a pure fold, for PyTorch and JAX.")
     parser.add_argument("--version", action="version", version=f"funcga {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="parity | verify | info", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="parity | verify | plan | info", required=True)
     _add_parity(commands)
     _add_verify(commands)
+    _add_plan(commands)
     info = commands.add_parser("info", help="versions, devices, and what is installed")
     info.set_defaults(run=_info)
     # On each command, so that it may stand at the end of the line.
@@ -122,6 +123,22 @@ def _add_verify(commands: Any) -> None:
     verify.set_defaults(run=_verify)
 
 
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="how many micro-batches does a batch need to fit in memory?",
+        description="Finds the memory that a step takes for every number of micro-batches, without running it. Exit "
+        "code: 0 if one fits, 1 if none does, 2 for bad usage.",
+        epilog="The file also has the arguments, a tuple named `args` (--args says another name), of arrays or of "
+        'shapes alone: torch.empty(..., device="meta"), jax.ShapeDtypeStruct.',
+    )
+    plan.add_argument("step", metavar="FILE.py:step", help="a step of accumulate, or a gradient function")
+    plan.add_argument("--args", default="args", metavar="NAME", help="of its arguments in the file (default: args)")
+    plan.add_argument("--memory", default=None, metavar="BYTES", help='such as "14 GiB" (default: what is free)')
+    plan.add_argument("--json", type=_file, metavar="FILE", help="write the plan to FILE")
+    plan.set_defaults(run=_plan)
+
+
 def _counts(text: str) -> list[int]:
     # What is no number becomes 0, which is refused like a 0.
     counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
@@ -178,6 +195,13 @@ def _verify(options: argparse.Namespace) -> int:
     return run_verify(
         options.grad_fn, options.args, options.n, options.fold, options.weight, options.seed, options.json
     )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    check_installed("numpy", "rich")
+    from funcga._cli import run_plan
+
+    return run_plan(options.step, options.args, options.memory, options.json)
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -4,18 +4,50 @@ import functools
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from funcga._backend import Backend
 from funcga._call import OwningGradient, Program, owner_of, read_program
+from funcga._call.dropping import DropScope, DropTest
 from funcga._call.totals import check_no_totals
 from funcga._grad import GradientFunction
+from funcga._observe import ObserverTree
 from funcga._replicas import Memory
 from funcga._types import Across, GradFn, P, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
 
 
+@overload
+def accumulate(
+    grad_fn: Callable[P, R],
+    n: int | Literal["auto"] | None = None,
+    *,
+    microbatch_size: int | None = None,
+    fold: FoldTree = ...,
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
+    across: Across = None,
+    totals: TotalsFn | None = None,
+    observe: None = None,
+    drop: DropScope | None = None,
+    drop_if: DropTest | None = None,
+) -> Callable[P, R]: ...
+@overload
+def accumulate(
+    grad_fn: Callable[P, R],
+    n: int | Literal["auto"] | None = None,
+    *,
+    microbatch_size: int | None = None,
+    fold: FoldTree = ...,
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
+    across: Across = None,
+    totals: TotalsFn | None = None,
+    observe: ObserverTree,
+    drop: DropScope | None = None,
+    drop_if: DropTest | None = None,
+) -> Callable[P, tuple[R, Any]]: ...
 @explains_arguments
 def accumulate(
     grad_fn: Callable[P, R],
@@ -27,7 +59,10 @@ def accumulate(
     in_axes: Tree = None,
     across: Across = None,
     totals: TotalsFn | None = None,
-) -> Callable[P, R]:
+    observe: ObserverTree | None = None,
+    drop: DropScope | None = None,
+    drop_if: DropTest | None = None,
+) -> Callable[P, Any]:
     """A function with grad_fn's own signature, output structure and dtypes: the fold of grad_fn over micro-batches.
 
     The batch is split into micro-batches of rows, in order. grad_fn is applied to each. `fold` combines the values, and
@@ -63,9 +98,10 @@ def accumulate(
         grad_fn: Any pure function of arrays that returns a tree of arrays: torch.func.grad, jax.value_and_grad,
             funcga.value_and_grad(loss_fn) and so on.
         n: How many micro-batches; their sizes differ by at most one. Or "auto": the smallest number that fits in
-            memory. It is found by replaying the window with more micro-batches when memory runs out, then with as few
-            as fit, and remembered for arguments of these shapes. The call that finds it takes the time of several
-            windows; the result is exact in any case. Not inside of jit or torch.compile.
+            memory. It begins with that of a `plan`, and if memory runs out all the same, or nothing can be planned, the
+            window is replayed with more micro-batches, then with as few as fit. What is found is remembered for
+            arguments of these shapes. The call that finds it takes the time of several windows; the result is exact in
+            any case. Not inside of jit or torch.compile.
         microbatch_size: How many rows a micro-batch has, in place of `n`; the last one may be smaller.
         fold: A Fold, or a tree prefix of Folds over grad_fn's output. `mean()` is for a loss that is a mean over its
             micro-batch, `per_weight()` for a sum.
@@ -89,9 +125,26 @@ def accumulate(
             `totals["tokens"].clamp(min=1)`, in JAX by `jnp.maximum(totals["tokens"], 1)`. Integers are added exactly,
             in int64; in JAX without 64-bit types in int32, and a total beyond 2**31 - 1 makes the result NaN. Floats
             are added in at least float32. Over replicas this is one reduction more for each dtype.
+        observe: What the window says of its gradients, while they are folded: `gradient_noise()`, `gradient_norms()`,
+            an `Observer` of your own, or a dict, tuple or list of them. The step then returns (what it returns without,
+            the observation, or a tree of them). Every leaf of a micro-batch's gradient is read once, where it is
+            computed, and nothing of it is kept. The gradient is what funcga.grad or funcga.value_and_grad returns as
+            such; in what another grad_fn returns it is the part that looks like the first argument. It is folded by
+            mean(), per_weight() or sum().
+        drop: What becomes of a micro-batch whose loss or gradients are not finite. None: it is folded like any other.
+            "microbatch": it is left out, with its weight, its loss and its aux, and threaded state stays as it was.
+            "window": the result is zeros, and threaded state what came in. If everything is dropped, sums and means are
+            zeros. A micro-batch of weight 0 adds nothing, and is not looked at. Of a gradient function of funcga's all
+            but the aux has to be finite, of any other grad_fn every float that it returns. The gradients of one
+            micro-batch are held beside the sums: the peak is higher by the bytes of the parameters. Not with concat(),
+            whose rows would not be known, and "microbatch" not with totals.
+        drop_if: A function of what grad_fn returns for a micro-batch, to drop by in place of that: of the gradients for
+            `grad`, of (loss, gradients) for `value_and_grad`. It returns a bool, or a 0-d array of one, and has to find
+            what is not finite too.
 
     Returns:
-        A function that is called as grad_fn is, on a whole batch, and returns what grad_fn returns.
+        A function that is called as grad_fn is, on a whole batch, and returns what grad_fn returns; with `observe`, a
+        pair of that and the observation.
 
     Raises:
         FuncgaError: The input is bad. It is raised before any work.
@@ -132,6 +185,9 @@ def accumulate(
         in_axes,
         across,
         totals,
+        observe,
+        drop=drop,
+        drop_if=drop_if,
         n=None if n is None or searches else check_count(n, "n", ', or n="auto"'),
         microbatch_size=None if microbatch_size is None else check_count(microbatch_size, "microbatch_size"),
     )
@@ -178,7 +234,7 @@ def _check_search(grad_fn: GradFn, across: Across) -> None:
         owner.check_search()
 
 
-# -- n="auto": the smallest number of micro-batches whose memory suffices, found by trying
+# -- n="auto": the smallest number of micro-batches whose memory suffices, planned, and then tried out
 
 # How many shapes of arguments are remembered. Each length of a batch is one.
 _SHAPES = 256
@@ -215,13 +271,24 @@ class Search:
             program = self.programs.setdefault(n, replace(self.program, n=n, memory=Memory()))
             return backend.loop.finished(backend.loop.accumulate(program, backend)(args, kwargs))
 
-        n, result = smallest(run, rows, backend.loop.is_out_of_memory, self.fitted.get(key))
+        fitted = self.fitted[key] if key in self.fitted else self._planned(backend, args, kwargs)
+        n, result = smallest(run, rows, backend.loop.is_out_of_memory, fitted)
         # A dict keeps its order: the shapes used latest stand last, and the first is forgotten.
         self.fitted.pop(key, None)
         self.fitted[key] = n
         if len(self.fitted) > _SHAPES:
             del self.fitted[next(iter(self.fitted))]
         return result
+
+    def _planned(self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The n of a plan; None if it cannot be planned, and has to be tried out."""
+        from funcga._plan import planned
+
+        try:
+            plan = planned(self.program, backend, args, kwargs)
+        except Exception:
+            return None  # whatever is wrong with the call, the attempt raises as well
+        return plan.n if plan.fits else None
 
 
 def smallest(

@@ -1,9 +1,11 @@
-"""What the commands do: `python -m funcga parity`, `verify` and `info`. The arguments are read in `__main__`."""
+"""What the commands `parity`, `verify`, `plan` and `info` do. Their arguments are read in `__main__`."""
 
 import inspect
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +19,7 @@ from funcga._parity import Problem, report
 from funcga._parity.problems import Choice, chosen
 from funcga._parity.run import Findings, Plan, Run
 from funcga._parity.sides import Side
+from funcga._plan import plan
 from funcga._types import Tree
 from funcga._verify import Verdict, verify
 from funcga._verify.of_coupled import job_of
@@ -135,16 +138,7 @@ def _of_function(
             f"grad_fn = funcga.value_and_grad(loss_fn), or a funcga.Problem."
         )
     variables = vars(loaded.module)
-    for name in (args, *([weight] if weight else [])):
-        if name not in variables:
-            raise FuncgaError(
-                f"{loaded.module.__file__} has no `{name}`. A gradient function is called with the arguments that its "
-                f"file has: args = (params, batch). --args NAME and --weight NAME say other names."
-            )
-    if not isinstance(variables[args], tuple | list):
-        raise FuncgaError(
-            f"`{args}` is of type {type(variables[args]).__name__}; it has to be a tuple: (params, batch)."
-        )
+    _check_arguments(loaded, (args, *([weight] if weight else [])))
     names = {"fold", "weight", "in_axes"} if job_of(loaded.value) is None else set()  # a step of coupled brings them
     if names and "totals" in inspect.signature(loaded.value).parameters:
         names.add("totals")
@@ -155,6 +149,38 @@ def _of_function(
     if weight is not None:
         choices["weight"] = variables[weight]
     return verify(loaded.value, *variables[args], n=n, seed=seed, **choices)
+
+
+def _check_arguments(loaded: Loaded, names: Sequence[str]) -> None:
+    """Raises FuncgaError if the file has nothing of these names, or if the first is not a tuple of arguments."""
+    variables = vars(loaded.module)
+    for name in names:
+        if name not in variables:
+            raise FuncgaError(
+                f"{loaded.module.__file__} has no `{name}`. A gradient function is called with the arguments that its "
+                f"file has: args = (params, batch). --args NAME and --weight NAME say other names."
+            )
+    if not isinstance(variables[names[0]], tuple | list):
+        raise FuncgaError(
+            f"`{names[0]}` is of type {type(variables[names[0]]).__name__}; it has to be a tuple: (params, batch)."
+        )
+
+
+def run_plan(where: str, args: str, memory: str | None, json_file: Path | None) -> int:
+    """The exit code: 0 if some number of micro-batches fits in memory, 1 if none does. The table is printed.
+
+    args: a name in the file. memory: a number of bytes; None for what is free.
+    """
+    loaded = load_object(where, "step = funcga.accumulate(grad_fn, 1)", lambda value, _: callable(value))
+    _check_arguments(loaded, [args])
+    errors = Console(stderr=True)
+    said = int(memory) if memory is not None and memory.strip().isdecimal() else memory
+    with errors.status("planning") if errors.is_terminal else nullcontext():
+        found = plan(loaded.value, *vars(loaded.module)[args], memory=said)
+    print(found)  # noqa: T201
+    if json_file is not None:
+        _write_json(json_file, asdict(found))
+    return 0 if found.fits else 1
 
 
 def _write_json(file: Path, figures: object) -> None:

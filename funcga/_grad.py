@@ -11,7 +11,7 @@ from typing import Any, overload
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import Program
+from funcga._call import KnownGradient, Program
 from funcga._call.arguments import argument_names
 from funcga._fold import as_number, is_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
@@ -32,7 +32,7 @@ def evaluations() -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class GradientFunction:
+class GradientFunction(KnownGradient):
     """A gradient function in the framework of its arguments. Made by `grad` and `value_and_grad`."""
 
     loss_fn: LossFn
@@ -45,6 +45,11 @@ class GradientFunction:
     @property
     def __wrapped__(self) -> LossFn:
         return self.loss_fn
+
+    @property
+    def leaves_before(self) -> int:
+        """How many leaves stand before the value and the gradient in what `compose` makes."""
+        return 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         """The value and gradient, or the gradient, at these arguments."""
@@ -165,6 +170,21 @@ class GradientFunction:
         if self.with_value:
             return value, gradient
         return (gradient, aux) if self.has_aux else gradient
+
+    def without_aux(self, output: Tree) -> Tree:
+        """What a gradient function returned, without the aux."""
+        if not self.has_aux:
+            return output
+        if self.with_value:
+            (loss, _), gradient = output
+            return loss, gradient
+        return output[0]
+
+    def gradient_in(self, value: Tree) -> Tree:
+        """The part that is the gradient of what `compose` has made."""
+        if self.with_value:
+            return value[1]
+        return value[0] if self.has_aux else value
 
     def _check_reached(self, loss: Array, args: tuple[Any, ...], alone: bool, backend: Backend) -> None:
         """Raises FuncgaError if the framework can tell that the loss depends on none of the leaves.

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from funcga._call import owner_of, read_program, weight_of
+from funcga._call.dropping import DropScope, DropTest
 from funcga._call.totals import check_no_totals
 from funcga._fold import weight_on_host
+from funcga._observe import ObserverTree
 from funcga._transform.window_size import TargetWeight
 from funcga._types import Across, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count, explains_arguments
@@ -15,17 +17,48 @@ from funcga.folds import FoldTree, mean
 Item = TypeVar("Item")
 
 
-@explains_arguments
+@overload
 def stream(
     grad_fn: Callable[..., R],
+    *,
+    fold: FoldTree = ...,
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
+    across: Across = None,
+    totals: TotalsFn | None = None,
+    observe: None = None,
+    drop: DropScope | None = None,
+    drop_if: DropTest | None = None,
+    device: object = None,
+) -> Callable[..., R]: ...
+@overload
+def stream(
+    grad_fn: Callable[..., R],
+    *,
+    fold: FoldTree = ...,
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
+    across: Across = None,
+    totals: TotalsFn | None = None,
+    observe: ObserverTree,
+    drop: DropScope | None = None,
+    drop_if: DropTest | None = None,
+    device: object = None,
+) -> Callable[..., tuple[R, Any]]: ...
+@explains_arguments
+def stream(
+    grad_fn: Callable[..., Any],
     *,
     fold: FoldTree = mean(),  # noqa: B008 - a frozen value
     weight: WeightFn | None = None,
     in_axes: Tree = None,
     across: Across = None,
     totals: TotalsFn | None = None,
+    observe: ObserverTree | None = None,
+    drop: DropScope | None = None,
+    drop_if: DropTest | None = None,
     device: object = None,
-) -> Callable[..., R]:
+) -> Callable[..., Any]:
     """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.
 
     `microbatches` is a DataLoader, a generator, a list: one micro-batch at a time is taken from it and let go. A tuple
@@ -51,12 +84,16 @@ def stream(
         totals: As in `accumulate`. The window is gone through twice, first to count it: so it is a list, what
             `windows` yields or a DataLoader, and no iterator. What is random in it, such as augmentations, must not
             change the counts. With `device`, micro-batches are counted where they come from, and the totals are moved.
+        observe: As in `accumulate`.
+        drop: As in `accumulate`.
+        drop_if: As in `accumulate`.
         device: Where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device,
             its name, such as "gpu:1", or a Sharding. On CUDA the next micro-batch is copied while this one computes, if
             it is in pinned memory (DataLoader(pin_memory=True)); two are on the device at a time.
 
     Returns:
-        A function f(params, microbatches) that returns what grad_fn returns.
+        A function f(params, microbatches) that returns what grad_fn returns; with `observe`, a pair of that and the
+        observation.
 
     Raises:
         FuncgaError: The input is bad, or the iterable has no micro-batch, and no other replica has one.
@@ -68,7 +105,9 @@ def stream(
         ...     print(step(torch.tensor(1.0), window))
         tensor(2.)
     """
-    program = read_program(grad_fn, fold, weight, in_axes, across, totals, device=device)
+    program = read_program(
+        grad_fn, fold, weight, in_axes, across, totals, observe, drop=drop, drop_if=drop_if, device=device
+    )
     owner = owner_of(grad_fn)
 
     def streamed(*args: Any, **kwargs: Any) -> Any:

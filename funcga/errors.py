@@ -27,6 +27,14 @@ class TooFewRowsError(FuncgaError):
     """A FuncgaError about a loss that cannot take a micro-batch of so few rows; with more of them it can."""
 
 
+def no_derivative(name: str) -> FuncgaError:
+    """The error for a step with this fold inside of a loss that is differentiated."""
+    return FuncgaError(
+        f"a step with the fold {name} is differentiated, and its sums of integers have no derivative: it would be 0. "
+        f"Use the plain fold inside of a loss."
+    )
+
+
 def similar(name: object, names: Iterable[str]) -> str:
     """A hint at the one of `names` that is most like this name, " (`name`?)", to stand behind it; "" if none is."""
     # Slow to import, and rarely needed.

@@ -41,6 +41,11 @@ class Fold:
                 )
 
     @property
+    def is_per_element(self) -> bool:
+        """Whether both parts look at one element at a time, so that a leaf may be folded piece by piece."""
+        return self.reducer.per_element and self.normalizer.per_element
+
+    @property
     def name(self) -> str:
         """The names of its parts, as in `weighted, by_weight`; that of the function for a part of your own."""
         lift, monoid, apply = self.reducer.lift, self.reducer.monoid, self.normalizer.apply
@@ -71,7 +76,8 @@ FoldTree: TypeAlias = (
 
 
 def _named(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    # An object that is called may have a name of its own.
+    return str(getattr(function, "name", None) or getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def mean(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:

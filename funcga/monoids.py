@@ -37,6 +37,9 @@ class Monoid:
         collective: The reduction over replicas that is `combine`, "sum", "max" or "min". Without one, what the replicas
             have is gathered, and combined in their order.
         ordered: Whether the order of the operands counts.
+        sent: `sent(xp, operand)`: what replicas reduce in the place of an operand, where that is not the operand
+            itself: of a number in digits, for example, pieces that leave room for carrying.
+        received: `received(xp, reduced)`: the operand again, of what they have reduced.
 
     Raises:
         FuncgaError: for another collective.
@@ -56,6 +59,8 @@ class Monoid:
     axis: int | None = None
     collective: str | None = None
     ordered: bool = False
+    sent: Callable[[Namespace, Reduced], Reduced] | None = None
+    received: Callable[[Namespace, Reduced], Reduced] | None = None
 
     def __post_init__(self) -> None:
         if self.collective not in (None, "sum", "max", "min"):

@@ -31,6 +31,9 @@ class Normalizer:
         kinds: The kinds of accumulator dtype that it accepts: "bool", "int", "float", "complex", "other".
         wide: Whether the result is in the dtype of the accumulator, and of integers a float32.
         divides_by: "weight" or "steps" if all it does is divide by the tally's, which a backend may do in place.
+        per_element: Whether each element of the result depends on the same element of what was reduced alone.
+        lost: `lost(xp, reduced, tally)`: pairs of a condition under which the result is not known, and NaN, and of what
+            an error says of it where the host sees the condition.
 
     Example:
         >>> root = funcga.Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced), kinds=("float",))
@@ -46,6 +49,8 @@ class Normalizer:
     kinds: tuple[str, ...] = _ANY
     wide: bool = False
     divides_by: str | None = None
+    per_element: bool = False
+    lost: Callable[[Namespace, Reduced, Any], list[tuple[Scalar, str]]] | None = None
 
 
 class Moments(NamedTuple):

@@ -36,6 +36,8 @@ class Reducer:
         stacked: The length that axis 0 of a leaf must have, where a leaf is several arrays, stacked.
         unweighted: Whether lift(v, w) = v.
         over_steps: Whether the result depends on how the rows are split, as statistics over micro-batches do.
+        per_element: Whether each element of what is lifted depends on the same element of the value alone.
+        of_bits: Whether it looks at the bits of a value, so that there is no derivative.
 
     Example:
         >>> square = lambda xp, value, weight: value * value
@@ -54,11 +56,13 @@ class Reducer:
     stacked: int | None = None
     unweighted: bool = False
     over_steps: bool = False
+    per_element: bool = False
+    of_bits: bool = False
 
     @property
     def elementwise(self) -> bool:
         """Whether each element of the result depends on the same element of the values alone."""
-        return self.monoid.collective is not None and (self.linear or self.unweighted)
+        return self.per_element or (self.monoid.collective is not None and (self.linear or self.unweighted))
 
     @property
     def additive(self) -> bool:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga._fold import Tally, two_sum
 from funcga._types import Array, Dtype, Scalar, Tree
+from funcga.errors import no_derivative
 from jax_backend import _private
 
 if TYPE_CHECKING:
@@ -92,6 +93,21 @@ def cast(array: Array, dtype: Dtype) -> jax.Array:
     return jnp.asarray(array, dtype=dtype)
 
 
+def exact(array: jax.Array, name: str) -> jax.Array:
+    """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has no bits of its own."""
+
+    @jax.custom_jvp
+    def same(array: jax.Array) -> jax.Array:
+        return array
+
+    @same.defjvp
+    def _(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        raise no_derivative(name)
+
+    result: jax.Array = same(array)
+    return result
+
+
 def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
     """`size` rows from `start` on, along an axis."""
     # A slice of an array that Explicit axes cut has to be cut evenly itself.
@@ -110,6 +126,17 @@ def _gathered(array: jax.Array, axis: int, size: int) -> jax.Array:
     entries[axis] = None
     whole: jax.Array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, partition_spec(*entries)))  # type: ignore[no-untyped-call]
     return whole
+
+
+def squared_norms(arrays: Sequence[jax.Array], dtype: Dtype) -> jax.Array:
+    """The sum of the squared absolute values of all elements of each array, [arrays], without a copy of them."""
+    wide = [array.astype(accumulator_dtype(array.dtype)) for array in arrays]
+    return jnp.stack([jnp.sum(jnp.real(array * jnp.conj(array))).astype(dtype) for array in wide])
+
+
+def measured(measure: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """`measure(array)`, a sum over the elements, of each array; the sum over all of one that lies in parts."""
+    return [measure(array) for array in arrays]  # XLA knows where the parts are
 
 
 def scalar(weight: Scalar) -> Scalar:

@@ -14,6 +14,7 @@ from jax.export import is_symbolic_dim
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments, groups
+from funcga._call.dropping import DroppingStep
 from funcga._call.totals import OVERFLOWN
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
@@ -22,9 +23,9 @@ from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
-from jax_backend.merge import Folded, merge
+from jax_backend.merge import Dropped, Folded, merge
 from jax_backend.replicas import REPLICATED, Across, Replicas, merging, varying
-from jax_backend.scan_layers import Gradient, Into, gradient_of
+from jax_backend.scan_layers import Gradient, Into, gradient_of, leaves_to_fold
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, split
 
@@ -80,7 +81,7 @@ class _Microbatch:
     narrow: Callable[..., jax.Array] | None = None
 
     def evaluate(self, start: Scalar, state: list[jax.Array]) -> Tree:
-        """What grad_fn returns for it."""
+        """What grad_fn returns for it; before that, room for what observers are told."""
         args = self.arguments.cut(start, self.size, state, self.narrow)
         # Containers are made anew in the running trace: an object of nnx belongs to the trace that made it.
         args, kwargs = jax.tree.map(lambda leaf: leaf, (args, self.kwargs))
@@ -93,23 +94,31 @@ class _Microbatch:
                 trees.check_registered(leaf, "output")
                 backend = self.arguments.backend
                 as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
-        return value
+        if self.program.observers is None:
+            return value
+        return self.program.readings(value, self.arguments).placeholders(jnp.zeros(())), value
 
     def weigh(self, start: Scalar, state: list[jax.Array]) -> Tally:
         """Its tally."""
         args = self.arguments.cut(start, self.size, state, self.narrow)
-        weight = self.program.weigh(self.arguments, args, None)
+        size: Any = self.size
+        rows: Any = jnp.asarray(size) if is_symbolic_dim(size) else size
+        weight = self.program.weigh(self.arguments, args, rows)
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
         return arrays.tally(weight)
 
 
 class Carry(NamedTuple):
-    """What a loop carries: what is reduced of each leaf, how much of it there is, and the state that is threaded."""
+    """What a loop carries: what is reduced of each leaf, how much of it there is, and the state that is threaded.
+
+    And, if one micro-batch may cost the window its result, what of it was dropped.
+    """
 
     reduced: list[Tree]
     total: Tally
     state: list[jax.Array]
+    dropped: Dropped | None = None
 
 
 class _Step(NamedTuple):
@@ -119,6 +128,28 @@ class _Step(NamedTuple):
     gradient: Gradient
     weigh: Callable[..., Tally]
     weights: list[Scalar] | None = None  # one for each leaf that is reduced, where they are known before the loop
+    dropping: DroppingStep | None = None
+
+
+def _step(
+    microbatch: _Microbatch, outputs: Outputs, weigh: Callable[..., Tally], evaluate: Callable[..., Tree],
+    traced: "ClosedJaxpr", value: Tree, weight: Scalar = None, is_shared: bool = False,
+) -> _Step:  # fmt: skip
+    """How a micro-batch is folded that `evaluate` and `weigh` compute, the former as in the program `traced`.
+
+    `weight` is one that is known before the loop. If all micro-batches share it, weighted sums are multiplied by it at
+    the end.
+    """
+    program = microbatch.program
+    readings = None if program.observers is None else program.readings(value[1], microbatch.arguments)
+    if program.dropping is None:
+        weights = None
+        if weight is not None:
+            weights = [1 if is_shared and fold.adds == "weighted" else weight for fold in outputs.reduced_folds]
+        return _Step(outputs, gradient_of(outputs, evaluate, traced, value, readings), weigh, weights)
+    # All leaves are looked at before one is folded.
+    leaves_of = partial(leaves_to_fold, outputs, evaluate, readings)
+    return _Step(outputs, leaves_of, weigh, dropping=program.dropping)
 
 
 def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
@@ -135,11 +166,33 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
         )
     }
     leaves = step.gradient(into, start, carry.state)
+    if step.dropping is not None:
+        return _add_kept(step, step.dropping, carry, into, leaves, counted)
     reduced, state, collected = (
         [leaves[leaf_index] for leaf_index in leaf_indices]
         for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
     )
     return Carry(reduced, total, state), collected
+
+
+def _add_kept(
+    step: _Step, dropping: DroppingStep, carry: Carry, into: dict[int, Into], leaves: list[Any], counted: Tally
+) -> tuple[Carry, list[jax.Array]]:
+    """The carry with one more micro-batch, of these leaves, if that passes the test; else only its count.
+
+    And its values of the collected leaves, which are observers': NaN if it does not pass.
+    """
+    outputs, dropped = step.outputs, carry.dropped
+    keep = jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, counted.total))
+    reduced = [fold.combine(sums, fold.lift(leaves[index], weight)) for index, (sums, fold, weight) in into.items()]
+    after = reduced, carry.total.merge(counted), [leaves[leaf_index] for leaf_index in outputs.threads]
+    # Selected: a product with 0 would be NaN where what is dropped is.
+    before = carry.reduced, carry.total, carry.state
+    reduced, total, state = jax.tree.map(partial(jnp.where, keep), after, before)
+    if dropped is not None:
+        dropped = dropped._replace(rejected=dropped.rejected + (~keep).astype(jnp.int32))
+    collected = [jnp.where(keep, leaves[leaf_index], jnp.nan) for leaf_index in outputs.collected]
+    return Carry(reduced, total, state, dropped), collected
 
 
 def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
@@ -167,11 +220,18 @@ def _identity(fold: LeafFold, aval: "ShapedArray") -> Reduced:
     return jax.tree.map(lambda part: arrays.typed(part, aval) if part.shape == aval.shape else part, reduced)
 
 
-def _begin(outputs: Outputs, spread: Spread, types: "Sequence[ShapedArray]", state: list[jax.Array]) -> Carry:
+def _begin(
+    outputs: Outputs, spread: Spread, types: "Sequence[ShapedArray]", state: list[jax.Array],
+    dropping: DroppingStep | None,
+) -> Carry:  # fmt: skip
     """What is carried before the first micro-batch, where grad_fn returns leaves of these types."""
     pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
     nothing = [_identity(fold, types[leaf_index]) for leaf_index, fold in pairs]
-    return Carry(*spread.pinned(outputs, nothing, arrays.tally(0, steps=0)), state)
+    carry = Carry(*spread.pinned(outputs, nothing, arrays.tally(0, steps=0)), state)
+    if dropping is None or dropping.scope != "window":
+        return carry
+    # Copied, as what is carried may be donated.
+    return carry._replace(dropped=Dropped(jnp.int32(0), [jnp.array(leaf, copy=True) for leaf in state]))
 
 
 def _merged(
@@ -190,7 +250,7 @@ def _merged(
         jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
     ]
-    folded = Folded(*carry, collected)
+    folded = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped)
     if replicas is not None:
         folded = merge(outputs, folded, replicas)
     if shared is None:
@@ -204,8 +264,14 @@ def _merged(
 def _normalised(outputs: Outputs, folded: Folded) -> Tree:
     """The result, in the structure of grad_fn's output."""
     triples = zip(outputs.reduced_folds, folded.reduced, _tallies(outputs, folded.total), strict=True)
-    normalised = [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples]
-    return outputs.join(normalised, folded.collected, folded.state)
+    normalised, state = [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples], folded.state
+    collected = folded.collected
+    if folded.dropped is not None:
+        is_whole = folded.dropped.rejected == 0
+        normalised = jax.tree.map(lambda leaf: jnp.where(is_whole, leaf, jnp.zeros_like(leaf)), normalised)
+        state = jax.tree.map(partial(jnp.where, is_whole), state, folded.dropped.state)
+        collected = [jnp.where(is_whole, leaf, jnp.nan) for leaf in collected]
+    return outputs.join(normalised, collected, state)
 
 
 def _finish(outputs: Outputs, replicas: Replicas | None, carry: Carry, chunks: Sequence[Sequence[jax.Array]]) -> Tree:
@@ -243,6 +309,8 @@ class Accumulate:
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
+        if program.observers is not None:
+            _check_whole(program)
         self.fold = compiled(self.traced)
         self.count = None if program.totals is None else Accumulate(program.counting(backend), backend).traced
 
@@ -252,6 +320,8 @@ class Accumulate:
             kwargs = {**kwargs, "totals": self.count(spread, args, {})}
         outputs, folded, _ = self.folded(spread, args, kwargs)
         result = _normalised(outputs, folded)
+        if self.program.observers is not None:
+            result = self.program.observed(result, kwargs)
         return result if self.count is None else spoilt(result, kwargs["totals"])
 
     def folded(self, spread: Spread, args: Args, kwargs: Kwargs) -> tuple[Outputs, Folded, Spread]:
@@ -267,8 +337,10 @@ class Accumulate:
         sizes = groups(_check_rows(program, arguments.rows()), program.n, program.microbatch_size)
         # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
         narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
-        # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place.
-        is_shared = program.weight is None and len(sizes) == 1
+        # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place. Where some may
+        # be dropped, it is counted.
+        is_known = (program.weight, program.dropping) == (None, None)
+        is_shared = is_known and len(sizes) == 1
         carry: Carry | None = None
         chunks: list[list[jax.Array]] = []
         first = 0
@@ -283,20 +355,29 @@ class Accumulate:
                 # Only now is it clear whether the fold gives the same result with other rows in a micro-batch.
                 if narrow is not None and not sharding.keeps_result(outputs, size):
                     return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
-                carry = _begin(outputs, spread, traced.out_avals, state)
-            step = _Step(outputs, gradient_of(outputs, evaluate, traced, value), weigh)
-            if program.weight is None:
+                carry = _begin(outputs, spread, traced.out_avals, state, program.dropping)
+            weight = None
+            if is_known:
                 # Known before the loop: a Python number, with which XLA multiplies in the operation that adds.
                 weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-                step = step._replace(weights=_row_weights(outputs, weight, is_shared))
+            step = _step(microbatch, outputs, weigh, evaluate, traced, value, weight, is_shared)
             carry, collected = _scan(step, carry, traced, first, count, size)
             chunks.append(collected)
             first += count * size
         assert carry is not None  # as a batch has rows
         if narrow is not None:
             chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
-        carry = Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state)
+        carry = Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped)
         return outputs, _merged(outputs, replicas, carry, chunks, weight if is_shared else None), spread
+
+
+def _check_whole(program: Program) -> None:
+    """Raises FuncgaError for observers of gradients that each replica is to have a part of."""
+    if getattr(program.across, "scatter", None) is not None:
+        raise FuncgaError(
+            "observe= was given, and across= has scatter=, which leaves the gradient in parts on the replicas: what is "
+            "observed is compared with the whole of it. Leave scatter out of a step that observes."
+        )
 
 
 def _check_rows(program: Program, rows: int) -> int:
@@ -308,11 +389,6 @@ def _check_rows(program: Program, rows: int) -> int:
             f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
         )
     return rows
-
-
-def _row_weights(outputs: Outputs, weight: Scalar, is_shared: bool) -> list[Scalar]:
-    """The weight of a micro-batch for each leaf that is reduced; 1 for a weighted sum that is multiplied at the end."""
-    return [1 if is_shared and fold.adds == "weighted" else weight for fold in outputs.reduced_folds]
 
 
 def _scan(
@@ -349,12 +425,14 @@ class _Stream:
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
+        if program.observers is not None:
+            _check_whole(program)
         self.outputs: dict[object, Outputs] = {}
         # Traced once, for the shapes and the steps alike.
         self.evaluate = jitted(self._evaluate, inline=True)
         self.begin = compiled(self._begin, keep_unused=True)  # it has no devices but those of its arguments
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
-        self.finish = compiled(_finish)
+        self.finish = compiled(self._finish)
         self.spoilt = compiled(spoilt)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
@@ -389,8 +467,15 @@ class _Stream:
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
                 "loader, or that a generator was not used up before."
             )
-        result = self.finish((outputs, replicas), carry, chunks)
+        result = self.finish((outputs, replicas), carry, chunks, {} if self.program.observers is None else kwargs)
         return result if self.program.totals is None else self.spoilt((), result, kwargs["totals"])
+
+    def _finish(
+        self, outputs: Outputs, replicas: Replicas | None, carry: Carry, chunks: Sequence[Sequence[jax.Array]],
+        kwargs: Kwargs,
+    ) -> Tree:  # fmt: skip
+        result = _finish(outputs, replicas, carry, chunks)
+        return result if self.program.observers is None else self.program.observed(result, kwargs)
 
     def _outputs_of(self, leading: Args, kwargs: Kwargs, item: Args) -> Outputs:
         """The Outputs of micro-batches like this one, bound once for all of the same types."""
@@ -415,7 +500,8 @@ class _Stream:
         state = [arrays.strong(leaf) for leaf in self._microbatch(leading, kwargs, item).arguments.state]
         types = jax.make_jaxpr(partial(self.evaluate, (), leading, kwargs, item))(state).out_avals
         # The carry is donated to each step, and the caller keeps the state that came in.
-        return _begin(outputs, spread, types, [jnp.array(leaf, copy=True) for leaf in state])
+        state = [jnp.array(leaf, copy=True) for leaf in state]
+        return _begin(outputs, spread, types, state, self.program.dropping)
 
     def _add(
         self, outputs: Outputs, spread: Spread, whole: Static, cut: Static, carry: Carry,
@@ -427,9 +513,9 @@ class _Stream:
             return self.evaluate((), leading, kwargs, item, state)
 
         traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state)
-        gradient = gradient_of(outputs, evaluate, traced, value)
-        carry, collected = _add(_Step(outputs, gradient, self._microbatch(leading, kwargs, item).weigh), carry, None)
-        return Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state), collected
+        microbatch = self._microbatch(leading, kwargs, item)
+        carry, collected = _add(_step(microbatch, outputs, microbatch.weigh, evaluate, traced, value), carry, None)
+        return Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped), collected
 
 
 def _moved(tree: Tree, device: jax.Device | jax.sharding.Sharding) -> Tree:

@@ -24,12 +24,20 @@ from jax_backend.replicas import Replicas
 
 
 class Folded(NamedTuple):
-    """What a loop has folded, before it is normalised."""
+    """What a loop has folded, before it is normalised; `dropped` as in a Carry."""
 
     reduced: list[Tree]
     total: Tally
     state: list[jax.Array]
     collected: list[jax.Array]
+    dropped: "Dropped | None" = None
+
+
+class Dropped(NamedTuple):
+    """How many micro-batches of a window were not folded, and the state that is threaded as it was before the first."""
+
+    rejected: jax.Array
+    state: list[jax.Array]
 
 
 def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
@@ -48,17 +56,25 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     # The replicas have the rows of one batch in order, so the state at its end is that of the last replica.
     state = [collectives.last(leaf) for leaf in folded.state]
     collected = [collectives.gather(leaf) for leaf in folded.collected]
+    dropped = None if folded.dropped is None else _merge_dropped(collectives, folded.dropped, folded.total)
     collectives.run()
     rows = [
         sharding.joined_along(later(), fold.fold.reducer.monoid.axis or 0)
         for fold, later in zip(outputs.collected_folds, collected, strict=True)
     ]
-    return Folded([later() for later in reduced], total(), [later() for later in state], rows)
+    merged = Folded([later() for later in reduced], total(), [later() for later in state], rows)
+    return merged if dropped is None else merged._replace(dropped=dropped())
 
 
 def _merge_leaf(collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatter: int | None) -> Callable[[], Tree]:
     """What the replicas have lifted and combined, combined by the monoid of the leaf."""
-    which = fold.fold.reducer.monoid.collective
+    monoid = fold.fold.reducer.monoid
+    which = monoid.collective
+    if monoid.sent is not None and monoid.received is not None:
+        receive = monoid.received
+        send = collectives.sum if scatter is None else lambda part: collectives.scatter(part, scatter)
+        sums = _each(send, monoid.sent(jnp, lifted))
+        return lambda: receive(jnp, sums())
     if which is None:
         gathered = _each(collectives.gather, lifted)
         return lambda: _in_order(fold.combine, gathered())
@@ -83,6 +99,13 @@ def _merge_tally(collectives: "_Collectives", total: Tally) -> Callable[[], Tall
         return merged
 
     return later
+
+
+def _merge_dropped(collectives: "_Collectives", dropped: Dropped, total: Tally) -> Callable[[], Dropped]:
+    """What all replicas have dropped. The count travels as a float, with the weights."""
+    rejected = collectives.sum(dropped.rejected.astype(total.weight[0].dtype))
+    state = [collectives.last(leaf) for leaf in dropped.state]
+    return lambda: Dropped(rejected().astype(jnp.int32), [later() for later in state])
 
 
 def _each(send: "Callable[[jax.Array], Later]", tree: Tree) -> Callable[[], Tree]:

@@ -10,6 +10,7 @@ numbers, without the array in between. It is a program of plain operations, to b
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding
 
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
+from funcga._observe.readings import Readings
 from funcga._types import Dtype, Scalar, Tree
 from jax_backend import _private
 from jax_backend.arrays import as_varying, varying_axes
@@ -38,6 +40,14 @@ class Into(NamedTuple):
     weight: Scalar
 
 
+@dataclass
+class _Reading:
+    """What observers are told of a leaf that no array is made of: its measures, once they are computed."""
+
+    readings: Readings
+    measures: jax.Array | None = None
+
+
 Gradient: TypeAlias = Callable[..., list[Tree]]
 """`gradient(into, *operands)`: the leaves that grad_fn returns for some operands.
 
@@ -45,16 +55,24 @@ Gradient: TypeAlias = Callable[..., list[Tree]]
 """
 
 
-def gradient_of(outputs: Outputs, evaluate: Callable[..., Tree], program: "ClosedJaxpr", value: Tree) -> Gradient:
+def gradient_of(
+    outputs: Outputs,
+    evaluate: Callable[..., Tree],
+    program: "ClosedJaxpr",
+    value: Tree,
+    readings: Readings | None = None,
+) -> Gradient:
     """The Gradient of what `evaluate` computes, with what scans over layers stack folded layer by layer.
 
     `program` is what it computes, and `value` the types that it returns. The operands of the program are the leaves of
-    those that `evaluate` takes.
+    those that `evaluate` takes. With `readings` the first leaves are what observers are told of the others.
     """
 
     # For any program: every leaf is folded once it is computed.
     def gradient(into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
         leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
+        if readings is not None:
+            leaves = _told(readings, leaves, into, {})
         for leaf_index, (accumulator, fold, weight) in into.items():
             leaves[leaf_index] = fold.combine(accumulator, fold.lift(leaves[leaf_index], weight))
         return leaves
@@ -63,6 +81,8 @@ def gradient_of(outputs: Outputs, evaluate: Callable[..., Tree], program: "Close
         leaf_index
         for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
         if fold.fold.reducer.elementwise
+        # What a reducer of several arrays makes of a leaf without axes, as of a row here, may be another thing.
+        and (not fold.fold.reducer.per_element or len(program.out_avals[leaf_index].shape) > 1)
     }
     stacked = [leaf_index for leaf_index in _stacks(program.jaxpr) if leaf_index in elementwise]
     types = {leaf_index: program.out_avals[leaf_index] for leaf_index in stacked}
@@ -81,14 +101,47 @@ def gradient_of(outputs: Outputs, evaluate: Callable[..., Tree], program: "Close
         pairs = zip(program.jaxpr.invars, args, strict=True)
         if any(varying_axes(variable.aval) != varying_axes(jax.typeof(arg)) for variable, arg in pairs):
             return gradient(into, *operands)
-        parts = {leaf_index: _Part(*into[leaf_index], paths[leaf_index]) for leaf_index in stacked}
+        observed = () if readings is None else readings.leaf_indices
+        read = {leaf_index: _Reading(readings) for leaf_index in stacked if readings and leaf_index in observed}
+        parts = {
+            leaf_index: _Part(*into[leaf_index], paths[leaf_index], read.get(leaf_index)) for leaf_index in stacked
+        }
         leaves: list[Tree] = _evaluate(program.jaxpr, program.consts, args, parts)
+        leaves = _told(
+            readings,
+            leaves,
+            into,
+            {index: reading.measures for index, reading in read.items() if reading.measures is not None},
+        )
         for leaf_index, (accumulator, fold, weight) in into.items():
             if leaf_index not in parts:
                 leaves[leaf_index] = fold.combine(accumulator, fold.lift(leaves[leaf_index], weight))
         return leaves
 
     return gradient_in_place
+
+
+def leaves_to_fold(
+    outputs: Outputs, evaluate: Callable[..., Tree], readings: Readings | None, into: Mapping[int, Into],
+    *operands: Tree,
+) -> list[Tree]:  # fmt: skip
+    """The leaves of what `evaluate` returns for these operands; the first ones are what observers are told."""
+    return _told(readings, outputs.leaves(evaluate(*operands), "a later micro-batch"), into, {})
+
+
+def _told(
+    readings: Readings | None, leaves: list[Tree], into: Mapping[int, Into], measured: Mapping[int, jax.Array]
+) -> list[Tree]:
+    """The leaves with what observers are told in place of the first ones; `measured` has some of the measures."""
+    if readings is None:
+        return leaves
+    rows = [
+        measured[leaf_index] if leaf_index in measured else readings.measures_of([leaves[leaf_index]])[0]
+        for leaf_index in readings.leaf_indices
+    ]
+    # The first leaf has the counts, whose fold takes the weight as it is.
+    before = readings.leaves_for(jnp.stack(rows), into[0].weight)
+    return [*before, *leaves[len(before) :]]
 
 
 def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[str]:
@@ -218,17 +271,25 @@ def _reshards(conversion: "JaxprEqn") -> bool:
 class _Part(NamedTuple):
     """An Into for each layer's part of a stack; the path of the leaf that the stack is, and how it is cast before."""
 
-    accumulator: jax.Array
+    accumulator: Tree
     fold: LeafFold
     weight: Scalar
     path: str
+    reading: _Reading | None = None
     casts: tuple[Dtype, ...] = ()
 
-    def combine(self, row: jax.Array, value: jax.Array) -> jax.Array:
+    def cast(self, value: jax.Array) -> jax.Array:
+        """The value of a layer, as the output has it."""
+        return reduce(lax.convert_element_type, self.casts, value)
+
+    def combine(self, row: Tree, value: jax.Array) -> Tree:
         """A row of the accumulator with the value of a layer."""
-        value = reduce(lax.convert_element_type, self.casts, value)
-        combined: jax.Array = self.fold.combine(row, self.fold.lift(value, self.weight))
-        return combined
+        return self.fold.combine(row, self.fold.lift(self.cast(value), self.weight))
+
+    def measure(self, value: jax.Array) -> jax.Array:
+        """The measures of a layer; none if nobody reads them."""
+        measures: jax.Array = jnp.zeros(0)
+        return measures if self.reading is None else self.reading.readings.measures_of([self.cast(value)])[0]
 
 
 def _evaluate(
@@ -279,37 +340,54 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
 
     # It carries what it carried before, with the accumulators beside it. What no accumulator takes, it stacks still.
     def step(carry: Tree, layer: Tree) -> tuple[Tree, Tree]:
-        before, accumulators = carry
+        before, accumulators, measured = carry
         layer_index, cut = layer
         outputs = run(*consts, *before, *cut)
         after, rest = outputs[:carried], dict(enumerate(outputs[carried:], carried))
+        # The measure of the leaf is the sum of those of its layers.
+        measured = [
+            so_far + part.measure(rest[output_index])
+            for (output_index, part), so_far in zip(into.items(), measured, strict=True)
+        ]
         pairs = zip(into.items(), accumulators, strict=True)
         added = [
             _combined(part, accumulator, layer_index, rest.pop(output_index))
             for (output_index, part), accumulator in pairs
         ]
-        return (after, added), rest
+        return (after, added, measured), rest
 
     accumulators = [_marked_as_combined(part, body.out_avals[output_index]) for output_index, part in into.items()]
+    measured = [_nothing_measured(part, body.out_avals[output_index]) for output_index, part in into.items()]
     layers = jnp.arange(length, dtype=jnp.int32), scanned
     options = {name: scan.params[name] for name in ("reverse", "unroll")}
     # The name is how `folded_in_place` finds it again.
     with jax.named_scope(f"folded in place<{_BETWEEN.join(part.path for part in into.values())}>"):
-        (after, added), rest = lax.scan(step, (init, accumulators), layers, length, **options)
+        (after, added, measured), rest = lax.scan(step, (init, accumulators, measured), layers, length, **options)
+    for part, measures in zip(into.values(), measured, strict=True):
+        if part.reading is not None:
+            part.reading.measures = measures
     outputs = dict(enumerate(after)) | rest | dict(zip(into, added, strict=True))
     return [outputs[output_index] for output_index in range(len(scan.outvars))]
 
 
-def _marked_as_combined(part: _Part, layer: "ShapedArray") -> jax.Array:
+def _marked_as_combined(part: _Part, layer: "ShapedArray") -> Tree:
     """The accumulator marked as varying as it will, once a layer of this type is combined with it."""
     # In a loop a carry keeps its type. A layer that varies over mesh axes makes the accumulator vary.
-    row = partial(lax.index_in_dim, index=0, keepdims=False)
+    row = partial(jax.tree.map, partial(lax.index_in_dim, index=0, keepdims=False))
     after = jax.eval_shape(lambda accumulator, value: part.combine(row(accumulator), value), part.accumulator, layer)
-    return as_varying(part.accumulator, varying_axes(after))
+    return jax.tree.map(lambda array, like: as_varying(array, varying_axes(like)), part.accumulator, after)
 
 
-def _combined(part: _Part, accumulator: jax.Array, layer_index: jax.Array, value: jax.Array) -> jax.Array:
+def _nothing_measured(part: _Part, layer: "ShapedArray") -> jax.Array:
+    """The measures of no layer at all, of this type: they vary over mesh axes as those of a layer do."""
+    measures = jax.eval_shape(part.measure, layer)
+    return as_varying(jnp.zeros_like(measures), varying_axes(measures))
+
+
+def _combined(part: _Part, accumulator: Tree, layer_index: jax.Array, value: jax.Array) -> Tree:
     """The accumulator with one of its rows combined with a value."""
-    row = part.combine(lax.dynamic_index_in_dim(accumulator, layer_index, keepdims=False), value)
-    updated: jax.Array = lax.dynamic_update_index_in_dim(accumulator, row, layer_index, 0)
-    return updated
+    row = jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, layer_index, keepdims=False), accumulator)
+    after = part.combine(row, value)
+    return jax.tree.map(
+        lambda array, row: lax.dynamic_update_index_in_dim(array, row, layer_index, 0), accumulator, after
+    )

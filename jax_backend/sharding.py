@@ -127,11 +127,11 @@ def _blocks(leaf: jax.Array, axis: int) -> int:
 def keeps_result(outputs: Outputs, size: int) -> bool:
     """Whether micro-batches of this size may take other rows: what is folded is so in any order, whichever rows meet.
 
-    What is collected has to have one row for each of theirs.
+    What is collected has to have one row for each of theirs; what observers collect has one for all of them.
     """
     if any(fold.fold.reducer.monoid.collective is None for fold in outputs.reduced_folds):
         return False
-    shapes = [outputs.shapes[leaf_index] for leaf_index in outputs.collected]
+    shapes = [None if leaf_index < outputs.before else outputs.shapes[leaf_index] for leaf_index in outputs.collected]
     return all(shape is not None and shape[axis] == size for shape, axis in zip(shapes, _axes(outputs), strict=True))
 
 

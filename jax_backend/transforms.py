@@ -348,4 +348,4 @@ def state_specs(tx: MultiSteps) -> MultiStepsState:
     replicas = tx.across if isinstance(tx.across, Replicas) else Replicas(tx.across)
     spec: Callable[..., Tree] = PartitionSpec
     whole, window = spec(), spec(replicas.names)
-    return MultiStepsState(whole, window, whole, whole, whole, Dropped(whole, whole))
+    return MultiStepsState(whole, window, whole, whole, whole, Dropped(whole, whole), whole)

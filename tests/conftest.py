@@ -22,17 +22,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
-    "examples", "parity", "wrapped", "replicas_jax", "docs", "multi_steps_jax", "compiled", "totals", "coupled",
-    "multi_steps_replicas_jax", "sharded_jax", "verify", "coupled_jax", "recipes_coupled", "coupled_replicas", "torch_backend",
-    "laws", "scan_layers", "replicas", "nnx", "jax_backend", "private", "totals_verify", "logsumexp", "totals_jax",
-    "fuzz_jax", "accumulate", "fuzz_wrapped", "optax_adapter", "replica_failures", "nested", "fuzz_verify", "dtensor",
-    "training", "architecture", "randomness", "totals_replicas", "export_jax", "verify_coupled", "processes_jax",
-    "fuzz_mesh", "mappings", "replicated", "benchmarks_torch", "fuzz_replicas", "multi_steps", "benchmarks_jax",
+    "examples", "wrapped", "parity", "laws", "compiled", "docs", "torch_backend", "replicas_jax", "multi_steps_jax",
+    "benchmarks_torch", "coupled", "sharded_jax", "coupled_jax", "compiled_loss", "verify", "coupled_replicas",
+    "accumulate", "scan_layers", "frameworks", "jax_backend", "architecture", "processes_jax", "totals",
+    "recipes_coupled", "engine", "fuzz_calls", "multi_steps_replicas_jax", "export_jax", "pure_loss", "nested",
+    "replicas", "nnx", "private", "totals_verify", "logsumexp", "totals_jax", "fuzz_jax", "fuzz_wrapped",
+    "optax_adapter", "replica_failures", "fuzz_verify", "dtensor", "training", "randomness", "totals_replicas",
+    "verify_coupled", "fuzz_mesh", "mappings", "replicated", "fuzz_replicas", "multi_steps", "benchmarks_jax",
 )  # fmt: skip
 
 # The files that compare to the bit what several programs have rounded. In all others LLVM does not optimise what XLA has
 # made of a program, which is the same and takes as much memory: that would be a third of the time to compile it.
-OPTIMISED = ("accumulator", "optax_adapter", "laws", "tally")
+OPTIMISED = ("accumulator", "exact", "optax_adapter", "laws", "reproducible_jax", "tally")
 
 
 def pytest_addoption(parser):
@@ -49,7 +50,7 @@ def pytest_configure(config):
         compile_quickly()
         share_what_is_compiled()
     lower_in_one_context()
-    gc.set_threshold(100_000)  # to collect tests and to trace makes so much, of which hardly anything lies in cycles
+    gc.set_threshold(300_000)  # to collect tests and to trace makes so much, of which hardly anything lies in cycles
 
 
 # With the older of its two ways to write fusions XLA compiles in half the time, and in 4/5 of it where LLVM gets a program

@@ -8,7 +8,6 @@ import datetime
 import gc
 import multiprocessing
 import os
-import shutil
 import socket
 import tempfile
 import time
@@ -27,15 +26,33 @@ class Failed(AssertionError):
         self.errors = errors
 
 
-def _serve(pipe, rank, world, path, backend):
+def share_one_device():
+    """Every group of gloo in this process is served by one thread. Each would have one, which wakes up 100 times a second."""
+    import torch.distributed as dist
+
+    gloo = dist.ProcessGroupGloo
+    create, device = gloo.__init__, gloo.create_default_device()
+
+    def on_that_device(self, store, rank, size, timeout):
+        options = gloo._Options()
+        options._devices, options._timeout = [device], timeout
+        create(self, store, rank, size, options)
+
+    gloo.__init__ = on_that_device
+
+
+def _serve(pipe, rank, world, port, backend):
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     gc.freeze()  # what was imported before the fork is never searched for cycles, which would copy its memory
+    gc.set_threshold(100_000)  # nor is the rest at every other call
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=dist.FileStore(path, world), rank=rank, world_size=world, timeout=TIMEOUT)
+    share_one_device()
+    store = dist.TCPStore("localhost", port, is_master=False, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     groups = {size: dist.new_group(range(size), timeout=TIMEOUT) for size in range(1, world + 1)}
     pipe.send(("ready", None))
     while True:
@@ -68,15 +85,18 @@ class Processes:
     """`world` processes; `run(function, *args)` calls function(group, *args) in each of the first `size`."""
 
     def __init__(self, world, backend="gloo"):
-        self.world, self.backend, self.workers, self.calls = world, backend, [], 0
+        self.world, self.backend, self.workers, self.store, self.calls = world, backend, [], None, 0
 
     def start(self):
+        import torch.distributed as dist
+
         context = _context()
-        self.folder = tempfile.mkdtemp()
-        path = str(Path(self.folder) / "store")
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.world, path, self.backend), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.world, self.store.port, self.backend), daemon=True
+            )
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -110,9 +130,7 @@ class Processes:
             pipe.close()
             process.kill()
             process.join()
-        if self.workers:
-            shutil.rmtree(self.folder)
-        self.workers = []
+        self.workers, self.store = [], None
 
 
 _POOLS = {}

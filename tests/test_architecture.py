@@ -10,24 +10,26 @@ import pytest
 
 import jax_backend
 import torch_backend
-from funcga._backend import Arrays, DLPack, Gradients, Loop, Passes, Replicas, Sums, Transforms, Trees
+from funcga._backend import Arrays, DLPack, Gradients, Loop, Passes, Planner, Replicas, Sums, Transforms, Trees
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
-LAYERS = ["errors", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_call", "_grad", "_accumulate", "_coupled",
+LAYERS = ["errors", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_reproducible", "_observe", "_call", "_grad", "_plan", "_accumulate", "_coupled",
           "_transform", "_stream", "_statistics", "rules", "_versions", "_loading", "_trees", "_compare", "_verify", "_parity", "_cli", "__init__", "__main__"]  # fmt: skip
 # What a backend may import of the core: its types. It never imports what is built on a backend.
 TYPES = {
     "",
     "errors",
     "monoids",
+    "_exact",
     "reducers",
     "normalizers",
     "folds",
     "_backend",
     "_replicas",
     "_fold",
+    "_observe",
     "_call",
     "_grad",
     "_coupled",
@@ -191,6 +193,7 @@ def test_backends_supply_what_the_core_asks_for(backend):
         ("replicas", Replicas),
         ("sums", Sums),
         ("transforms", Transforms),
+        ("planner", Planner),
     ):
         for name, member in vars(protocol).items():
             if inspect.isfunction(member) and not name.startswith("_"):

@@ -560,10 +560,10 @@ def test_a_type_error_of_the_loss_is_its_own(kit):
         (funcga.accumulate, "batch_size", "Here that is `microbatch_size`: accumulate(grad_fn, microbatch_size=4)."),
         (funcga.accumulate, "use_grad_mean", "Here that is `fold`: accumulate(grad_fn, fold=funcga.mean())."),
         (funcga.accumulate, "axis_name", "Here that is `across`: accumulate(grad_fn, across=...)."),
-        (funcga.accumulate, "nonsense", "Its parameters are grad_fn, n, microbatch_size, fold, weight, in_axes, across, totals."),
+        (funcga.accumulate, "nonsense", "Its parameters are grad_fn, n, microbatch_size, fold, weight, in_axes, across, totals, observe, drop, drop_if."),
         (funcga.multi_steps, "every_k_schedule", "Here that is `n`: multi_steps(tx, n=8)."),
         (funcga.multi_steps, "accumulation_steps", "Here that is `n`: multi_steps(tx, n=8)."),
-        (funcga.multi_steps, "batch_size", "Its parameters are tx, n, fold, drop, drop_if, across, donate."),
+        (funcga.multi_steps, "batch_size", "Its parameters are tx, n, fold, drop, drop_if, across, observe, donate."),
         (funcga.stream, "n", "It folds all that it is given: funcga.windows(microbatches, n=8) gives it 8 at a time."),
         (funcga.stream, "steps", "It folds all that it is given: funcga.windows(microbatches, n=8) gives it 8 at a time."),
     ],
@@ -575,7 +575,7 @@ def test_keywords_of_other_libraries(function, keyword, advice):
 
 def test_positional_arguments_of_other_libraries():
     check_refused(
-        "stream() takes 1 positional argument but 2 were given. Its parameters are grad_fn, fold, weight, in_axes, across, totals, device.",
+        "stream() takes 1 positional argument but 2 were given. Its parameters are grad_fn, fold, weight, in_axes, across, totals, observe, drop, drop_if, device.",
         funcga.stream, lambda x: x, 8,
     )  # fmt: skip
     check_refused("grad_fn is of type dict, which is no function.", funcga.accumulate, {"w": X}, [X])

@@ -19,8 +19,10 @@ from tests.programs import EXAMPLES, ROOT, as_a_program
 RUN = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "python": [sys.executable]}
 PRINTS = {  # what the output has to hold, and how often
     "replicas_torch": (r"weights \[0\.2117, 0\.3172\]", 2),
+    "elastic_torch": (r"^exact sums: .*: the same bits: True$|^plain sums: .*: the same bits: False$", 2),
     "ddp_torch": (r"weights \[0\.2117, 0\.3172\], effective batch size 16|what is left, effective batch size 7", 4),
     "fsdp_torch": (r"fsdp[12], rank \d: loss [\d.]+, norm 3\.8750, weights \[0\.2117, 0\.3172\]", 4),
+    "pipeline_torch": (r"^stage [01]: .* (?:gradients to 1e-12|by more than 10 %): True$", 4),
     "replicas_jax": (r"each update: one all-reduce of [\d,]+ bytes, in 0 loops", 1),
     "batchnorm_torch": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),
     "batchnorm_jax": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),
@@ -34,6 +36,7 @@ PRINTS = {  # what the output has to hold, and how often
     "variable_length_jax": (r": \[0\.0953, 0\.4337\]$|^wrong.*: \[0\.0775, 0\.4514\]$", 3),
     "grpo_torch": (r"that of the whole batch: True; by hand it is off by \d|^in the end: reward 0\.[4-9]", 3),
     "auxiliary_jax": (r"^that of the whole batch: True$|is off by \d+%$|^update 60: loss 0\.[34]", 3),
+    "noise_scale_torch": (r"^ +\d+ +[\d.]+ \+- *[\d.]+ +[\d.]+ +.*o|three standard errors: (?:7[89]|80) of 80$", 9),
     "clipping_torch": (r"^norms of the windows: 1\.901, 13\.245$|the weights are those of two batches", 2),
     "clip_and_schedule_jax": (r"^updates 9: the parameters are those of whole batches$", 1),
     "schedules_torch": (r": 12 updates, .* the same as a transform$", 4),
@@ -96,8 +99,12 @@ NEEDS = {
     "parity_torch_flax": "flax",
 }
 
-APART = {"replicas_jax"}  # it says how many devices JAX has, which it takes before it has any
-FORKED = {"ddp_torch", "fsdp_torch"}  # as torchrun starts them, which `replicas_torch` shows that it does
+APART = {"elastic_torch", "replicas_jax"}  # it says how many devices JAX has, which it takes before it has any
+FORKED = {
+    "ddp_torch",
+    "fsdp_torch",
+    "pipeline_torch",
+}  # as torchrun starts them, which `replicas_torch` shows that it does
 
 
 @pytest.mark.parametrize("name", PRINTS)

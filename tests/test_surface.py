@@ -15,7 +15,7 @@ import torch_backend
 NAMES = """accumulate coupled stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy shares_memory FuncgaError CARRY
            Fold Reducer Monoid mean per_weight sum max min logsumexp moments pooled ratio concat carry reducers normalizers monoids compare
            match Rule rules verify Problem multi_steps batch_moments running_statistics check_replicas TargetWeight loss_scaled
-           linear_scaling sqrt_scaling to_state_dict from_state_dict Transform MultiSteps"""  # fmt: skip
+           linear_scaling sqrt_scaling to_state_dict from_state_dict Transform MultiSteps plan Plan beta_for_half_life"""  # fmt: skip
 
 
 def test_the_contract_is_there():
@@ -30,8 +30,11 @@ def test_the_contract_is_there():
         "in_axes",
         "across",
         "totals",
+        "observe",
+        "drop",
+        "drop_if",
     ]
-    assert [p.kind is p.KEYWORD_ONLY for p in parameters] == [False, False, True, True, True, True, True, True]
+    assert [p.kind is p.KEYWORD_ONLY for p in parameters] == [False, False, *[True] * 9]
 
 
 @pytest.mark.parametrize("package", [funcga, torch_backend, jax_backend])

@@ -65,19 +65,20 @@ funcga.accumulate(funcga.grad(loss_fn, argnums=(0, 1)), 4)(params, x)
 funcga.value_and_grad(loss_fn, scaled=True)(params, x, loss_scale=2.0)
 funcga.grad(loss_fn)(params, x, loss_scale=2.0)  # call-arg
 funcga.grad(3)  # call-overload
-funcga.accumulate(3, 4)  # arg-type
-funcga.accumulate(funcga.grad(loss_fn), "all")  # arg-type
-funcga.accumulate(funcga.grad(loss_fn), 4, folds=funcga.sum())  # call-arg
+funcga.accumulate(3, 4)  # call-overload
+funcga.accumulate(funcga.grad(loss_fn), "all")  # call-overload
+funcga.accumulate(funcga.grad(loss_fn), 4, folds=funcga.sum())  # call-overload, call-overload
 
 fold = funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)
 funcga.accumulate(funcga.grad(loss_fn), 4, fold=fold)
+funcga.accumulate(funcga.grad(loss_fn), 4, drop="window", drop_if=lambda grads: grads["w"].isnan().any())
 funcga.accumulate(funcga.grad(loss_fn), 4, fold=funcga.mean(dtype="float32"))
 funcga.accumulate(funcga.value_and_grad(loss_fn), 4, fold=(funcga.mean(), {"w": funcga.sum(), "b": [funcga.max()]}))
 funcga.accumulate(sides, 4, fold=Output(funcga.mean(), funcga.concat()))
-funcga.accumulate(funcga.grad(loss_fn), 4, fold=funcga.mean)  # arg-type
+funcga.accumulate(funcga.grad(loss_fn), 4, fold=funcga.mean)  # call-overload
 funcga.accumulate(funcga.value_and_grad(loss_fn), 4, fold=(funcga.mean(), {"w": funcga.sum}))  # dict-item
-funcga.accumulate(funcga.grad(loss_fn), 4, fold="mean")  # arg-type
-funcga.stream(funcga.grad(loss_fn), fold=funcga.per_weight)  # arg-type
+funcga.accumulate(funcga.grad(loss_fn), 4, fold="mean")  # call-overload
+funcga.stream(funcga.grad(loss_fn), fold=funcga.per_weight)  # call-overload
 funcga.mean("float32")  # call-arg
 
 stream = funcga.stream(funcga.value_and_grad(loss_fn), weight=lambda x: 3)

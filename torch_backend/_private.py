@@ -7,6 +7,7 @@ and load this file again.
 
 import functools
 import inspect
+import itertools
 import math
 import operator
 import sys
@@ -67,6 +68,30 @@ _graph_task: Callable[[], int] = _attribute(torch._C, "_current_graph_task_id", 
 def in_backward() -> bool:
     """Whether this thread runs part of a backward pass. Torch 2.11 to 2.13 tell; without it, False."""
     return _graph_task() != -1
+
+
+# Tensors that have shapes and no numbers, and the mode that makes them. Torch 2.11 to 2.13 have them. Without them
+# nothing can be planned.
+FAKE: type | None = _attribute(torch, "_subclasses.fake_tensor.FakeTensor", None)
+_FAKE_MODE: Callable[..., Any] | None = _attribute(torch, "_subclasses.fake_tensor.FakeTensorMode", None)
+_NUMBERS = itertools.count(2)
+
+
+def fake_mode() -> Any | None:
+    """A mode in which nothing is allocated and no kernel runs; None if this version has none."""
+    return None if _FAKE_MODE is None else _FAKE_MODE(allow_non_fake_inputs=True)
+
+
+def is_for_lack_of_numbers(error: BaseException) -> bool:
+    """Whether an error is that of such a mode: it was asked for a number, or runs no such operator."""
+    return type(error).__module__.startswith(("torch._subclasses", "torch.fx.experimental"))
+
+
+def stand_in(weight: Any) -> Any:
+    """A number for a tensor on the host that has none: True, or one that weighs differently each time."""
+    if weight.device.type != "cpu":
+        return weight
+    return True if weight.dtype == torch.bool else next(_NUMBERS)
 
 
 # How many nodes of graphs this thread has made. Torch 2.11 to 2.13 tell. Without it no graph is like another.
@@ -544,6 +569,28 @@ def saves_by_hooks() -> bool:
     """
     top: Callable[[bool], object] = _attribute(torch._C, "_autograd._top_saved_tensors_default_hooks", lambda _: None)
     return top(True) is not None
+
+
+# --- Pipelines ------------------------------------------------------------------------------------------------------
+
+
+def loss_of_schedule(schedule: object, otherwise: object) -> object:
+    """The loss that a schedule of torch.distributed.pipelining was built with. Torch 2.11 to 2.13 tell.
+
+    Without it the schedule is taken to have the loss that it was given, `otherwise`.
+    """
+    return _attribute(schedule, "_loss_fn", otherwise)
+
+
+def has_weight_passes(schedule: object) -> bool:
+    """Whether a schedule computes gradients of parameters in passes of their own, as zero-bubble schedules do.
+
+    The actions of torch 2.11 to 2.13 tell. Without them it is not known, and the reduction that is missing is found
+    where it should have been.
+    """
+    order: Mapping[int, Sequence[Any]] | None = _attribute(schedule, "pipeline_order", None)
+    kinds = {getattr(action, "computation_type", None) for actions in (order or {}).values() for action in actions}
+    return any(getattr(kind, "name", "") == "BACKWARD_WEIGHT" for kind in kinds)
 
 
 # --- Trees ----------------------------------------------------------------------------------------------------------

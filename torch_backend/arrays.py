@@ -1,6 +1,6 @@
 """The facts about tensors that the mathematics needs, and whose memory a tensor is in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import pairwise
@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
+from funcga.errors import FuncgaError, no_derivative
 from torch_backend import _private
-from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
+from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors, summed_over_shards, without_partials
 
 xp = torch
 
@@ -95,6 +96,18 @@ def cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return array.to(dtype)
 
 
+def exact(array: torch.Tensor, name: str) -> torch.Tensor:
+    """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has no bits of its own."""
+    if array.requires_grad:
+        raise no_derivative(name)
+    if is_dtensor(array):
+        raise FuncgaError(
+            f"{name} was given the DTensor {describe(array)}, whose gradients a mesh has added up in floats already, "
+            f"in an order of its own. Fold DTensors with funcga.mean(), funcga.per_weight() or funcga.sum()."
+        )
+    return array
+
+
 def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
     """`size` rows from `start` on, along an axis."""
     try:
@@ -105,13 +118,50 @@ def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor
         raise
 
 
+_LONG = 2**16  # elements whose squares the host adds to float32 sums with an error of less than 1e-6
+
+
+def squared_norms(arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the squared absolute values of all elements of each array, [arrays], without a copy of them."""
+    if any(map(is_dtensor, arrays)):
+        return torch.stack(measured(lambda shard: squared_norms([shard], dtype)[0], arrays))
+    return squares([norm(array) for array in arrays], dtype)
+
+
+def norm(array: torch.Tensor) -> torch.Tensor:
+    """The root of the sum of the squared absolute values of all elements."""
+    wide = None if array.dtype.itemsize >= 4 else torch.float32
+    if array.is_cpu and array.numel() > _LONG and array.ndim > 1:
+        # Row by row: rounding errors of long sums in float32 add up on the host.
+        array = torch.linalg.vector_norm(array, dim=tuple(range(1, array.ndim)), dtype=wide)
+        wide = None
+    root: torch.Tensor = torch.linalg.vector_norm(array, dtype=wide)
+    return root
+
+
+def squares(norms: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The squares of norms, [norms], on the device of the first."""
+    if len({(each.device, each.dtype) for each in norms}) > 1:
+        norms = [each.to(norms[0].device, dtype) for each in norms]
+    return torch.stack([*norms]).to(dtype).square_()
+
+
+def measured(measure: Callable[[torch.Tensor], torch.Tensor], arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`measure(array)`, a sum over the elements, of each array; the sum over all of one that lies in parts."""
+    if not any(map(is_dtensor, arrays)):
+        return [measure(array) for array in arrays]
+    whole = [without_partials(array) for array in arrays]
+    measures = [measure(local(array)) for array in whole]
+    return summed_over_shards(measures, whole)
+
+
 def scalar(weight: Scalar) -> Scalar:
     """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
     if type(weight) is not torch.Tensor and is_dtensor(weight):
         weight = weight.full_tensor()
     plain = type(weight) is torch.Tensor and weight.device.type == "cpu"
     if not plain or torch.compiler.is_compiling() or in_transform():
-        return weight
+        return _private.stand_in(weight) if type(weight) is _private.FAKE else weight
     return weight.item()
 
 

@@ -96,6 +96,24 @@ def ranks_with_other_shards(tensor: Any, ranks: Collection[int]) -> list[int]:
     return []
 
 
+def summed_over_shards(numbers: Sequence[torch.Tensor], tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Sums over the shards of DTensors, of what each process has computed of its own, [m]; one reduction a mesh."""
+    sums = [*numbers]
+    by_groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if is_dtensor(tensor):
+            dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+            groups = tuple([tensor.device_mesh.get_group(dim) for dim in dims])
+            by_groups.setdefault(groups, []).append(index)
+    for groups, indices in by_groups.items():
+        together = torch.stack([numbers[index] for index in indices])
+        for group in groups:
+            dist.all_reduce(together, group=group)
+        for index, total in zip(indices, together, strict=True):
+            sums[index] = total
+    return sums
+
+
 def local_rows(array: Any, axis: int, start: int, size: int) -> Any:
     """`size` rows of each device, from its row `start` on, along an axis, as one DTensor. No row travels."""
     from torch.distributed.tensor import DTensor

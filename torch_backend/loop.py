@@ -21,11 +21,12 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, local_rows
-from torch_backend.engine import Window
+from torch_backend.engine import Window, ordered
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.compiled import MicroStep, micro_step_of, of_compiled_loss
 from torch_backend.engine.compiled_window import CompiledWindow
+from torch_backend.engine.dropping import DroppingEngine, buffers_of, fold_or_drop
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, begun_by_others, detached, reductions_of
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
@@ -53,12 +54,20 @@ def window_of(program: Program, backend: Backend) -> Window:
         return Calls(program, grad_fn, reductions)
     if not runs_autograd:
         return Calls(program, gradient.bound(backend), reductions, gradient)
-    if reductions:
-        return Engine(program, gradient, backend, reductions[0])
+    reduction = next(iter(reductions), None)
+    # A compiled micro-step adds gradients that nobody sees.
+    if (reduction, program.dropping, program.observers) != (None, None, None):
+        return _engine(program, gradient, backend, reduction)
     step = program.memory.keep(_LastGradient).step_of(gradient)
     if step is not None:
         return CompiledWindow(program, gradient, backend, step)
     return Engine(program, gradient, backend, None)
+
+
+def _engine(program: Program, gradient: GradientFunction, backend: Backend, reduction: Reduction | None) -> Engine:
+    """The window of gradients that are merged, observed, or looked at before they are added."""
+    kind = Engine if program.dropping is None else DroppingEngine
+    return kind(program, gradient, backend, reduction)
 
 
 def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
@@ -289,10 +298,12 @@ def folded(
 ) -> Tree:
     """The result of a window of these micro-batches; `without()` are the arguments where there is none."""
     state: list[Any] | None = None
+    take = local_rows if devices != 1 else _copied_rows if program.is_exact else None
     microbatch = next(microbatches, None)
     if microbatch is None:
         arguments = without()
-        return window.result_without_microbatches(arguments, kwargs, _initial(arguments))
+        result = window.result_without_microbatches(arguments, kwargs, _initial(arguments))
+        return result if program.observers is None else program.observed(result, kwargs, arguments)
     while microbatch is not None:
         arguments, start, size = microbatch
         # A window that looks ahead must know whether this is the last one before it folds. It pays with the memory of a
@@ -300,15 +311,27 @@ def folded(
         microbatch = next(microbatches, None) if window.looks_ahead else None
         if state is None:
             state = _initial(arguments) if arguments.state else []
-        args = arguments.cut(start, size, state, None if devices == 1 else local_rows)
+        args = arguments.cut(start, size, state, take)
         weight = program.weigh(arguments, args, None if size is None else size * devices)
-        state = window.fold(arguments, args, kwargs, weight, last=window.looks_ahead and microbatch is None)
+        is_last = window.looks_ahead and microbatch is None
+        fold = window.fold if program.dropping is None else partial(fold_or_drop, window, state)
+        state = fold(arguments, args, kwargs, weight, last=is_last)
         if not window.looks_ahead:
             # This one is freed before the next one is read, so that one lives at a time.
             del arguments, args
             microbatch = next(microbatches, None)
     assert state is not None
-    return window.result(state)
+    result = window.result(state)
+    return result if program.observers is None else program.observed(result, kwargs)
+
+
+def _copied_rows(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
+    """`size` rows from `start` on, in memory of their own.
+
+    A kernel may round differently where an array begins in the middle of a cache line, and where the rows of a
+    micro-batch begin depends on what stands before them. New memory always begins at one.
+    """
+    return arrays.slice(array, axis, start, size).clone()
 
 
 def _initial(arguments: Arguments) -> list[Any]:
@@ -335,6 +358,8 @@ class Calls:
     ):
         self.program, self.grad_fn, self.reductions, self.gradient = program, grad_fn, reductions, gradient
         self.buffers: Buffers | None = None
+        for reduction in reductions:
+            reduction.buffers_of = buffers_of(program)
         self.may_be_short = bool(reductions)
         # Whether nobody has said that the first argument is passed whole.
         no_axes = program.in_axes is None and program.default_in_axes is None
@@ -358,10 +383,14 @@ class Calls:
         self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
+        if self.buffers is not None and not self.buffers.pure and torch.compiler.is_compiling():
+            args = ordered.after(self.buffers.begun_sums, arguments, args)
         value = self._called(arguments, args, kwargs) if self.assumes_whole else self.grad_fn(*args, **kwargs)
+        if self.program.observers is not None:
+            value = self.program.readings(value, arguments).measured(value, weight)
         if self.buffers is None:
             outputs, leaves = self.program.bind(value, arguments)
-            self.buffers = Buffers(Layout(outputs))
+            self.buffers = buffers_of(self.program)(Layout(outputs))
             if self.reductions:
                 self.reductions[0].begin(self.buffers, leaves)
         else:

@@ -145,7 +145,9 @@ def finite(leaves: Sequence[Array]) -> torch.Tensor:
     shards = [shard for shard in (local(leaf).detach() for leaf in present) if shard.numel()]
     shards = [shard if shard.layout is torch.strided else shard.to_dense() for shard in shards]
     # The numbers of all leaves are checked in one kernel, on one device. Nothing waits for the result here.
-    extremes = [extreme.to(shards[0].device, torch.float64) for extreme in _extremes(shards)]
+    extremes = [*_extremes(shards)]
+    if len({(extreme.device, extreme.dtype) for extreme in extremes}) > 1:
+        extremes = [extreme.to(shards[0].device, torch.float64) for extreme in extremes]
     all_finite = torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
     meshes = {leaf.device_mesh for leaf in present if is_dtensor(leaf)}
     return _everywhere(all_finite, meshes) if meshes else all_finite

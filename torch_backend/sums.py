@@ -12,6 +12,7 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import local
+from torch_backend.engine import elementwise
 
 donates = True  # a call may write to memory that it is given
 
@@ -40,13 +41,25 @@ def add(
                 groups[fold.adds].append(leaf_index)
             else:
                 is_combined = True
-                added[leaf_index] = fold.combine(accumulator, fold.lift(leaf if pure else leaf.detach(), weight))
+                added[leaf_index] = _combined(fold, accumulator, leaf, weight, pure, donate)
         for kind, group in groups.items():
             _add_group(added, group, leaves, factors[kind], donate)
     # Without donation two things may still be the caller's memory: what a monoid has returned of its arguments, and a
     # sum that nothing was added to.
     owned = not is_combined and all(factors[kind] for kind, group in groups.items() if group)
     return added, donate or owned
+
+
+def _combined(
+    fold: LeafFold, accumulator: Reduced, leaf: torch.Tensor, weight: Scalar, pure: bool, donate: bool
+) -> Reduced:
+    """The accumulator with one more value; in its memory if that is donated and the fold can."""
+    if pure:
+        return fold.combine(accumulator, fold.lift(leaf, weight))
+    if donate and elementwise.fits(fold, leaf):
+        elementwise.combine(fold, accumulator, leaf.detach(), weight, donate=False)
+        return accumulator
+    return fold.combine(accumulator, fold.lift(leaf.detach(), weight))
 
 
 def _add_group(
@@ -213,12 +226,10 @@ def storages(tree: Tree) -> Iterator[int]:
         shard: torch.Tensor = tree if type(tree) is torch.Tensor else local(tree)
         if shard.layout is torch.strided:
             yield shard.untyped_storage().data_ptr()
-    elif isinstance(tree, dict):
-        for child in tree.values():
-            yield from storages(child)
-    elif isinstance(tree, tuple | list):
-        for child in tree:
-            yield from storages(child)
+    elif isinstance(tree, dict | tuple | list):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            if child is not None:
+                yield from storages(child)
     elif tree is not None and trees.children(tree) is not None:
         for leaf in trees.flatten(tree)[0]:
             yield from storages(leaf)

@@ -89,8 +89,20 @@ class Arrays(Protocol):
         """The array in another dtype."""
         ...
 
+    def exact(self, array: Array, name: str) -> Array:
+        """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has no bits of its own."""
+        ...
+
     def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
         """`size` rows from `start` on, along an axis."""
+        ...
+
+    def squared_norms(self, arrays: Sequence[Array], dtype: Dtype) -> Array:
+        """The sum of the squared absolute values of all elements of each array, [arrays], without a copy of them."""
+        ...
+
+    def measured(self, measure: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
+        """`measure(array)`, a sum over the elements, of each array; the sum over all of one that lies in parts."""
         ...
 
     # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does not wait for.
@@ -368,6 +380,37 @@ class Transforms(Protocol):
         ...
 
 
+class Planner(Protocol):
+    """How much memory a window takes, found without running it."""
+
+    def is_shape(self, leaf: Any) -> bool:
+        """Whether the leaf only stands for an array of this framework: it has a shape and a dtype, and no numbers."""
+        ...
+
+    def rows(self, program: Program, args: tuple[Tree, ...], backend: "Backend") -> int:
+        """How many rows the arguments of a call have."""
+        ...
+
+    def nbytes(self, tree: Tree) -> int:
+        """The bytes that the arrays of a tree take; memory that several of them share is counted once."""
+        ...
+
+    def free_memory(self, tree: Tree) -> int | None:
+        """The bytes that are free on the device of these arrays; None if that is the host."""
+        ...
+
+    def peak(
+        self,
+        program: Program,
+        window: Callable[[Program], Callable[..., Any]],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        backend: "Backend",
+    ) -> dict[str, int]:
+        """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it is."""
+        ...
+
+
 class Optimizers(Protocol):
     """The library of transforms that a framework's users have, if there is one: optax for JAX."""
 
@@ -398,5 +441,6 @@ class Backend:
     replicas: Replicas
     sums: Sums
     transforms: Transforms
+    planner: Planner
     # A framework whose users write transforms without a library has none.
     optimizers: Optimizers | None = None

@@ -1,11 +1,15 @@
 """Trees by path: the names of their leaves, leaves in another order, and prefixes, one value for a whole subtree."""
 
+import ast
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from funcga._backend import Trees
-from funcga._types import Tree
+from funcga._types import Array, Tree
 from funcga.errors import listed
+
+Children = Callable[[Tree], list[tuple[str, Tree]] | None]
+"""The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
 
 
 class PrefixValue(NamedTuple):
@@ -29,6 +33,29 @@ def leaf_paths(tree: Tree, trees: Trees, path: str = "") -> list[str]:
     if children is None:
         return [path]
     return [leaf_path for key, child in children for leaf_path in leaf_paths(child, trees, path + key)]
+
+
+def paths_and_leaves(tree: Tree, children: Children, path: str = "") -> list[tuple[str, Array]]:
+    """(dotted path, leaf) of every leaf, in the order of `children`; of a backend's trees that is also None's."""
+    below = children(tree)
+    if below is None:
+        return [(path, tree)]
+    # A box such as flax's Param has one child, and its path is the box's own.
+    if [key for key, _ in below] == [".value"]:
+        return paths_and_leaves(below[0][1], children, path)
+    leaves = []
+    for key, child in below:
+        leaves += paths_and_leaves(child, children, f"{path}.{_dotted(key)}".removeprefix("."))
+    return leaves
+
+
+def _dotted(key: str) -> str:
+    """`['a']`, `[0]` and `.a`, as one would write them in code, without what is around the name."""
+    if key.startswith("."):
+        return key[1:]
+    # A key in quotes is Python's spelling of a string, and an index is a number as it stands.
+    inner = key[1:-1]
+    return str(ast.literal_eval(inner)) if inner[:1] in "'\"" else inner
 
 
 def paths_apart(expected: Sequence[str], paths: Sequence[str]) -> tuple[list[str], list[str]]:

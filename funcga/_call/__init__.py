@@ -2,23 +2,34 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
+from funcga._call.dropping import DroppingStep, DropScope, DropTest, read_dropping
 from funcga._call.totals import Count, Totals, check_taken, check_totals, exact_sum, whole_state
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
+from funcga._observe import Observers
+from funcga._observe.readings import Readings, locate
 from funcga._replicas import Memory, step_of
 from funcga._types import Across, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, refuses_arguments
-from funcga.folds import FoldTree
+from funcga.folds import Fold, FoldTree
 
 
-class OwningGradient:
+class KnownGradient:
+    """A gradient function that says where the gradient is in what it returns."""
+
+    def gradient_in(self, value: Tree) -> Tree:
+        """The part of a value of it that is the gradient."""
+        raise NotImplementedError
+
+
+class OwningGradient(KnownGradient):
     """A gradient function that brings parameters of its own: all of its arguments are split, unless in_axes says."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +69,9 @@ class Program:
     memory: Memory = field(default_factory=Memory, repr=False)
     default_in_axes: Tree = None  # where in_axes is None: the one of what grad_fn wraps
     totals: Totals | None = None
+    observers: Observers | None = None
+    dropping: DroppingStep | None = None
+    is_exact: bool = False  # whether some sums are exact, and the bits of every micro-batch count
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
@@ -112,10 +126,61 @@ class Program:
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs of a first micro-batch with this output, and the leaves of it."""
         # The first micro-batch shows the structure; all later ones are checked against it.
-        outputs, leaves = bind_outputs(self.fold, value, arguments.backend, carried=arguments.carried())
+        backend, carried = arguments.backend, arguments.carried()
+        if self.observers is None:
+            outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
+        else:
+            bind_outputs(self.fold, value[1], backend, carried=carried)  # its errors tell what grad_fn returned
+            outputs, leaves = bind_outputs((self.observers.folds, self.fold), value, backend, carried=carried)
+            outputs = replace(outputs, before=len(self.observers.folds))
         if outputs.threads:
             _check_state([leaves[leaf_index] for leaf_index in outputs.threads], arguments)
         return outputs, leaves
+
+    def readings(self, value: Tree, arguments: Arguments) -> Readings:
+        """What observers are told of outputs like this value; `arguments` are what grad_fn was called with."""
+        assert self.observers is not None
+        return self.memory.keep(_Readings).of(self.observers, self, value, arguments)
+
+    def observed(self, result: Tree, kwargs: dict[str, Tree], arguments: Arguments | None = None) -> Tree:
+        """(the value, what the observers say) of what a window with observers has come to.
+
+        `arguments` are those of the call where no micro-batch has shown the structure of the value.
+        """
+        folded, value = result
+        readings = self.memory.keep(_Readings).readings if arguments is None else self.readings(value, arguments)
+        assert readings is not None
+        is_scaled = getattr(readings.observers.grad_fn, "scaled", False)
+        return value, readings.observation(folded, value, kwargs["loss_scale"] if is_scaled else 1.0)
+
+
+class _Readings:
+    """Kept by a step: the last Readings, for outputs of this structure."""
+
+    def __init__(self) -> None:
+        self.key: object = None
+        self.readings: Readings | None = None
+
+    def of(self, observers: Observers, program: Program, value: Tree, arguments: Arguments) -> Readings:
+        """The Readings of outputs like this value."""
+        backend = arguments.backend
+        leaves, structure = backend.trees.flatten(value)
+        key = structure, [getattr(leaf, "dtype", None) for leaf in leaves]
+        if self.readings is None or self.key != key:
+            # A gradient function of funcga's says which part the gradient is. That of another one looks like the
+            # params.
+            numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
+            grad_fn = observers.grad_fn  # the loop may have made another one of it
+            gradient = (
+                grad_fn.gradient_in(numbered)
+                if isinstance(grad_fn, KnownGradient)
+                else locate(value, arguments.parts[0].value, backend)
+            )
+            before, self.key = self.readings, key
+            self.readings = Readings(observers, program.fold, value, gradient, backend)
+            if before is not None:
+                self.readings.order_groups_like(before)
+        return self.readings
 
 
 class _Counting:
@@ -139,6 +204,8 @@ class _Counting:
             across=program.across if owner is None else owner.merged_over(program.across),
             memory=Memory(totals.step),
             totals=None,
+            observers=None,
+            dropping=None,
         )
 
 
@@ -149,7 +216,10 @@ def read_program(
     in_axes: Tree,
     across: Across,
     totals: TotalsFn | None,
+    observe: Tree = None,
     *,
+    drop: DropScope | None = None,
+    drop_if: DropTest | None = None,
     n: int | None = None,
     microbatch_size: int | None = None,
     device: object = None,
@@ -160,14 +230,25 @@ def read_program(
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     if totals is not None:
         check_totals(totals, grad_fn)
+    dropping = None if (drop, drop_if) == (None, None) else read_dropping(drop, drop_if, grad_fn, totals)
     # No import is left for the first call, which torch.compile may be tracing.
     load_imported()
     step = None if across is None else step_of(grad_fn)
     default_in_axes = _default_in_axes(grad_fn)
+    observers = None if observe is None else Observers(observe, grad_fn)
     counted = None if totals is None else Totals(totals, None if across is None else step_of(totals))
     return Program(
-        grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, Memory(step), default_in_axes, counted
-    )
+        grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, Memory(step), default_in_axes, counted,
+        observers, dropping, fold.reducer.of_bits if isinstance(fold, Fold) else _is_exact(fold),
+    )  # fmt: skip
+
+
+def _is_exact(folds: Tree) -> bool:
+    """Whether a fold in a tree of folds looks at bits, as reproducible() does."""
+    if isinstance(folds, Fold):
+        return folds.reducer.of_bits
+    children = folds.values() if isinstance(folds, Mapping) else folds if isinstance(folds, tuple | list) else ()
+    return any(_is_exact(child) for child in children)
 
 
 def owner_of(grad_fn: GradFn) -> OwningGradient | None:
@@ -181,7 +262,7 @@ def _default_in_axes(grad_fn: GradFn) -> Tree:
         # A gradient function with parameters of its own gets none to be passed whole: all arguments are split.
         if isinstance(layer, OwningGradient):
             return 0
-        step = _program_of(layer)
+        step = step_program(layer)
         if step is not None and step.in_axes is not None:
             return step.in_axes
     return None
@@ -192,7 +273,7 @@ def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
     layer: object = grad_fn
     while callable(layer):
         yield layer
-        step = _program_of(layer)
+        step = step_program(layer)
         if step is not None:
             layer = step.grad_fn
         elif isinstance(layer, functools.partial):
@@ -202,7 +283,7 @@ def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
             layer = vars(layer).get("__wrapped__") if hasattr(layer, "__dict__") else None
 
 
-def _program_of(step: object) -> Program | None:
+def step_program(step: object) -> Program | None:
     """The program of a step that `accumulate` has made."""
     program = vars(step).get("program") if inspect.isfunction(step) else None
     return program if isinstance(program, Program) else None

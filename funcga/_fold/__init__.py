@@ -172,7 +172,10 @@ class LeafFold:
             weight = self.arrays.cast(weight, self.accumulator_dtype)
         elif isinstance(weight, int):
             weight = float(weight)  # JAX takes no int of more than 31 bits as an operand
-        return self.fold.reducer.lift(self.arrays.xp, self.arrays.cast(value, self.accumulator_dtype), weight)
+        value = self.arrays.cast(value, self.accumulator_dtype)
+        if self.fold.reducer.of_bits:
+            value = self.arrays.exact(value, "reproducible()")
+        return self.fold.reducer.lift(self.arrays.xp, value, weight)
 
     def takes(self, value: Array, accumulator: Reduced) -> bool:
         """Whether a value plainly has the shape of its accumulator. It is not lifted for that."""
@@ -192,6 +195,15 @@ class LeafFold:
             for amount in (tally.total, tally.steps)
         ]
         return _each(self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, Tally(*scalars)))
+
+    def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> None:
+        """Raises FuncgaError if the host sees that the result is not known, as of a sum that has left its range."""
+        if self.fold.normalizer.lost is None:
+            return
+        for condition, why in self.fold.normalizer.lost(self.arrays.xp, reduced, tally):
+            seen = self.arrays.scalar(condition)
+            if isinstance(seen, bool) and seen:
+                raise FuncgaError(f"the result of {where()} is not known: {why}.")
 
     def result(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result in memory of its own: the caller may write to it, or donate the memory of the reduced value."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from funcga._backend import Backend
@@ -31,6 +32,10 @@ class Accumulation(NamedTuple):
         backend = self.outputs.backend
         accumulators, owned = backend.sums.add(self.outputs.folds, self.accumulators, leaves, weight, donate)
         return self._replace(accumulators=accumulators, tally=self.tally_after(weight), owned=owned)
+
+    def of_value(self) -> "Accumulation":
+        """The part of it that accumulates what grad_fn returns, without what observers have folded."""
+        return self._replace(outputs=self.outputs.of_value, accumulators=self.accumulators[self.outputs.before :])
 
     def tally_after(self, weight: Scalar) -> Tally:
         """The tally with one more micro-batch of this weight."""
@@ -67,6 +72,15 @@ class Accumulation(NamedTuple):
     def is_narrow(self) -> bool:
         """Whether a leaf is accumulated in float32, whose range is smaller than that of the weights."""
         return any(fold.is_narrow for fold in self.outputs.folds if fold is not None)
+
+    def check_known(self, name: str = "output") -> None:
+        """Raises FuncgaError, which names the leaf of a tree of this name, if the host sees that a result is lost."""
+        for leaf_index, (fold, accumulator) in enumerate(zip(self.outputs.folds, self.accumulators, strict=True)):
+            if fold is not None and fold.fold.normalizer.lost is not None:
+                fold.check_known(accumulator, self.tally, partial(self._path, name, leaf_index))
+
+    def _path(self, name: str, leaf_index: int) -> str:
+        return self.outputs.paths(name)[leaf_index]
 
     def merge(self, other: "Accumulation") -> "Accumulation":
         """What both have folded; this one comes first, for folds that keep the order."""
@@ -228,6 +242,7 @@ class Accumulator:
             {'w': tensor([1., 1.])}
         """
         window = self._opened(state, backend_of([state], lambda: ["state"]))
+        window.check_known()
         leaves = window.outputs.backend.sums.finish(
             window.outputs.folds, window.accumulators, window.tally, donate=False
         )

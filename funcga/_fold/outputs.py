@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from funcga._backend import Backend
@@ -39,18 +39,23 @@ class Outputs:
     collected: tuple[int, ...]
     threads: tuple[int, ...]
     backend: Backend
+    before: int = 0  # how many leaves stand before what grad_fn returns, for observers: values are (these, that)
     # The folds of the reduced and of the collected leaves, in order.
     reduced_folds: tuple[LeafFold, ...] = field(init=False, compare=False, repr=False)
     collected_folds: tuple[LeafFold, ...] = field(init=False, compare=False, repr=False)
+    # Whether the result of a leaf may be lost, as that of a sum in a fixed range.
+    may_be_lost: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, leaf_indices in (("reduced_folds", self.reduced), ("collected_folds", self.collected)):
             folds = [self.folds[leaf_index] for leaf_index in leaf_indices]
             object.__setattr__(self, name, tuple([fold for fold in folds if fold is not None]))
+        may_be_lost = any(fold.fold.normalizer.lost is not None for fold in self.reduced_folds)
+        object.__setattr__(self, "may_be_lost", may_be_lost)
 
     def paths(self, name: str = "output") -> list[str]:
         """The path of every leaf in a tree of this name: for errors, and to match what comes in another order."""
-        return leaf_paths(self.structure_of(range(len(self.folds))), self.backend.trees, name)
+        return ["observe"] * self.before + leaf_paths(self.value_of(range(len(self.folds))), self.backend.trees, name)
 
     def identities(self, leaves: Sequence[Any]) -> list[Reduced]:
         """What is accumulated of nothing, for each of these leaves."""
@@ -60,6 +65,20 @@ class Outputs:
     def structure_of(self, leaves: Iterable[Any]) -> Tree:
         """The tree of these leaves."""
         return self.backend.trees.unflatten(self.structure, list(leaves))
+
+    def value_of(self, leaves: Iterable[Any]) -> Tree:
+        """The part of the tree of these leaves that grad_fn returns."""
+        tree = self.structure_of(leaves)
+        return tree[1] if self.before else tree
+
+    @cached_property
+    def of_value(self) -> "Outputs":
+        """The Outputs of what grad_fn returns, to match other values by."""
+        if not self.before:
+            return self
+        leaf_indices = range(self.before, len(self.folds))
+        structure = self.backend.trees.flatten(self.value_of(range(len(self.folds))))[1]
+        return replace(self.part(leaf_indices, structure), before=0)
 
     def join(self, reduced: Sequence[Any], collected: Sequence[Any], threaded: Sequence[Any]) -> Tree:
         """The result, in the structure of grad_fn's output."""
@@ -110,7 +129,10 @@ class Outputs:
         trees = self.backend.trees
         leaves, structure = trees.flatten(value)
         # The same leaves in another order, or in other containers, are matched by path.
-        return leaves if structure == self.structure else leaves_in_order(value, self.paths(name), trees, name)
+        if structure == self.structure:
+            return leaves
+        before, value = value if self.before else ((), value)
+        return [*before, *leaves_in_order(value, self.paths(name)[self.before :], trees, name)]
 
     def _checked(self, leaf_index: int, leaf: Any, which: str) -> Any:
         """A leaf of another micro-batch as an array. Raises FuncgaError if it cannot be combined with the first."""

@@ -14,6 +14,7 @@ import numpy as np
 from funcga._accumulate import accumulate
 from funcga._backend import Backend
 from funcga._backend.dispatch import load, load_imported
+from funcga._backend.prefixes import paths_and_leaves
 from funcga._call.arguments import Arguments, groups, read_arguments, starts
 from funcga._compare import compare, tolerances
 from funcga._compare.report import Report
@@ -22,7 +23,7 @@ from funcga._grad import value_and_grad
 from funcga._parity import Problem
 from funcga._transform import Transform
 from funcga._trees import to_jax, to_numpy, to_torch
-from funcga._trees.match import match, paths_and_leaves
+from funcga._trees.match import match
 from funcga._types import Array, Dtype, Scalar, Tree
 from funcga._verify import Verdict, verify
 from funcga.errors import FuncgaError

@@ -14,6 +14,7 @@ from funcga._fold import LeafFold, Tally, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._grad import is_uninitialised, uninitialised
+from funcga._observe import Observers, ObserverTree
 from funcga._replicas import Memory, step_of
 from funcga._transform import (
     DonatingTransform,
@@ -26,9 +27,10 @@ from funcga._transform import (
 )
 from funcga._transform.apply import applied, check_donates
 from funcga._transform.from_gradient import check_gradient, value_and_grads
+from funcga._transform.observing import ObservingUpdates, selected
 from funcga._transform.window import (
     Dropped,
-    Dropping,
+    DroppingUpdates,
     MultiStepsState,
     Parts,
     Window,
@@ -232,6 +234,7 @@ def multi_steps(
     drop: Literal["microbatch", "window"] | None = None,
     drop_if: Callable[[Any], Any] | None = None,
     across: Any = None,
+    observe: ObserverTree | None = None,
     donate: bool = False,
 ) -> MultiSteps:
     """A transform that folds the gradients of n calls and then lets tx make one update of them.
@@ -265,6 +268,10 @@ def multi_steps(
             `tx.merge(states)` of all of them, and load that on every replica, whatever their number. A TargetWeight is
             that of all of them: each call then sends a scalar. (If the weight is on a CUDA device, the host waits for
             it at every call.)
+        observe: As in `accumulate`: what a window says of its gradients, `gradient_noise()` for instance. It is in
+            `state.observed` after each update, and stays there until the next. Not with gradient_norms(), whose list
+            would grow in the state; and gradients are then given to `accumulate`, or computed by `accumulate_from`,
+            before they are added.
         donate: In torch, use the memory of the state that is passed in for the one that is returned, as
             jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. Using it all the
             same goes unnoticed. After an error in tx what was folded is there again, to rounding. Updates of a window
@@ -296,8 +303,10 @@ def multi_steps(
             f"drop is {drop!r}, and the wrapped transform is a loss_scaled, which has to see what is not finite: its "
             f"scale would never back off, and no window be an update. Leave drop out: it skips such windows itself."
         )
+    observing = None if observe is None else ObservingUpdates(Observers(observe), fold)
     binding = _Binding(Memory(None if across is None else step_of(read.update)))
-    update = MultiStepsUpdate(read, check_target(n), fold, Dropping(drop, drop_if), across, donate, binding)
+    dropping = DroppingUpdates(drop, drop_if)
+    update = MultiStepsUpdate(read, check_target(n), fold, dropping, across, donate, binding, observing)
     # Out in the type that the library's own combinators take, as it came in.
     transform = MultiSteps(update.init, update)
     for library in libraries():
@@ -329,10 +338,11 @@ class MultiStepsUpdate(UpdateFunction):
     tx: Transform
     n: WindowSize
     fold: FoldTree
-    dropping: Dropping
+    dropping: DroppingUpdates
     across: Any
     donate: bool
     binding: _Binding = field(repr=False)
+    observing: ObservingUpdates | None = None
 
     @property
     def scales(self) -> bool:
@@ -342,7 +352,9 @@ class MultiStepsUpdate(UpdateFunction):
     def __reduce__(self) -> Any:
         """How it is pickled: what is kept between calls can be worked out again."""
         binding = _Binding(Memory(self.binding.merging.step))
-        return MultiStepsUpdate, (self.tx, self.n, self.fold, self.dropping, self.across, self.donate, binding)
+        observing = None if self.observing is None else ObservingUpdates(self.observing.observers, self.fold)
+        choices = self.tx, self.n, self.fold, self.dropping, self.across, self.donate, binding, observing
+        return MultiStepsUpdate, choices
 
     def init(self, params: Tree) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
@@ -356,7 +368,9 @@ class MultiStepsUpdate(UpdateFunction):
         self._check_params(params, backend)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, wide = backend.arrays, backend.transforms.widened(params)
-        leaves, structure = backend.trees.flatten(wide)
+        leaves, structure = backend.trees.flatten(
+            wide if self.observing is None else self.observing.with_room(wide, backend)
+        )
         outputs = self._bound(leaves, structure, backend)
         in_64_bits = any(fold.is_wide for fold in outputs.folds if fold is not None)
         # Every count is an array of its own, since one buffer cannot be donated twice.
@@ -364,8 +378,11 @@ class MultiStepsUpdate(UpdateFunction):
         nothing = Tally(arrays.addends(0, in_64_bits), zero())
         empty = Accumulation(outputs, outputs.identities(leaves), nothing, zero())
         window = self._closed(empty, self._replicas(backend), is_empty=True)
+        observed: Tree = ()
+        if self.observing is not None:
+            observed = self.observing.unobserved(empty, wide)
         return MultiStepsState(
-            self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), Dropped(zero(), zero())
+            self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), Dropped(zero(), zero()), observed
         )
 
     def _check_params(self, params: Tree, backend: Backend) -> None:
@@ -427,7 +444,7 @@ class MultiStepsUpdate(UpdateFunction):
         backend = _backend_of_state(state)
         replicas = self._replicas(backend)
         window = self._opened(state.window, backend, replicas)
-        params, param_leaves = matched_params(params, window)
+        params, param_leaves = matched_params(params, window if self.observing is None else window.of_value())
         # All checks come before anything is added, so that after an error the state is as good as before.
         target = self.n if type(self.n) is int else target_of(self.n, state.updates, backend.arrays)
         window, state = self._added(grads, window, state, weight, replicas)
@@ -454,9 +471,9 @@ class MultiStepsUpdate(UpdateFunction):
         backend = _backend_of_state(state)
         replicas = self._replicas(backend)
         window = self._opened(state.window, backend, replicas)
-        # To drop a micro-batch its gradients have to be seen first.
-        if self.dropping.scope is not None:
-            value, grads = value_and_grads(gradient, gradient(*args, **kwargs), window)
+        # To be dropped or observed, the gradients have to be seen first.
+        if self.dropping.scope is not None or self.observing is not None:
+            value, grads = value_and_grads(gradient, gradient(*args, **kwargs), window.of_value())
             window, state = self._added(grads, window, state, weight, replicas)
         else:
 
@@ -494,7 +511,8 @@ class MultiStepsUpdate(UpdateFunction):
         """(backend, leaves of the params, params of the state, whether anything is in the window)."""
         _check_extra(extra)
         backend = _backend_of_state(state)
-        params, leaves = matched_params(params, self._opened(state.window, backend, self._replicas(backend)))
+        window = self._opened(state.window, backend, self._replicas(backend))
+        params, leaves = matched_params(params, window if self.observing is None else window.of_value())
         offered = backend.arrays.scalar(state.offered)
         if not backend.arrays.is_array(offered) and offered == 0:
             raise FuncgaError(
@@ -538,7 +556,11 @@ class MultiStepsUpdate(UpdateFunction):
         last = binding.outputs
         if last is not None and last.backend is backend and binding.kinds == kinds and binding.structure == structure:
             return last
-        outputs, _ = bind_outputs(self.fold, backend.trees.unflatten(structure, list(leaves)), backend, name="params")
+        value = backend.trees.unflatten(structure, list(leaves))
+        if self.observing is None:
+            outputs, _ = bind_outputs(self.fold, value, backend, name="params")
+        else:
+            outputs = self.observing.bound(value[1], backend)
         for leaf_index, fold in enumerate(outputs.folds):
             # What is collected grows with every call, and a state cannot.
             if fold is not None and fold.fold.reducer.monoid.axis is not None:
@@ -578,11 +600,14 @@ class MultiStepsUpdate(UpdateFunction):
     ) -> tuple[Accumulation, MultiStepsState]:
         """The window with one more micro-batch, and the state with what else has changed."""
         backend = window.outputs.backend
-        leaves = matched_grads(grads, window)
-        backend.transforms.check_merged(leaves, partial(window.outputs.paths, "grads"), replicas)
+        of_value = window if self.observing is None else window.of_value()
+        leaves = matched_grads(grads, of_value)
+        backend.transforms.check_merged(leaves, partial(of_value.outputs.paths, "grads"), replicas)
         weight = _checked_weight(weight, window)
         drops = self.dropping.scope is not None
         keep = not drops or self.dropping.is_kept(grads, leaves, backend)
+        if self.observing is not None:
+            leaves = [*self.observing.readings.told(leaves, weight), *leaves]
         without = window._replace(rejected=window.rejected + 1) if drops else window
         after = without
         if keep is not False:
@@ -642,28 +667,44 @@ class MultiStepsUpdate(UpdateFunction):
                 dropped = dropped._replace(microbatches=dropped.microbatches + merged.rejected)
             dropped = self.dropping.counted(dropped, keep, total.steps, merged.rejected, arrays)
         # The sums are divided by what was folded, and the wrapped transform makes an update of them.
-        folds = _result_folds(merged.outputs.folds, param_leaves, arrays)
+        if merged.outputs.may_be_lost:
+            merged.check_known("grads")
+        folds = _result_folds(merged.outputs.folds, [*[None] * merged.outputs.before, *param_leaves], arrays)
         gradients = backend.sums.finish(folds, merged.accumulators, total, owned or replicas is not None)
+        observed = state.observed
+        if self.observing is not None:
+            # In the state of loss_scaled is the scale of these gradients, by which it divides in the update.
+            scale = state.inner.scale if self.scales else 1.0
+            observed = self.observing.said(window.outputs.structure_of(gradients), scale)
         try:
-            result, inner, updated = update(keep, window.outputs.structure_of(gradients))
+            whole = window.outputs.structure_of(gradients)
+            result, inner, updated = update(keep, whole if self.observing is None else whole[1])
         # With donate the sums were divided in place; after an error the caller's state is to hold them again.
         except Exception:
             if self.donate and replicas is None:
                 _restore(merged, gradients, total)
             raise
         # The next window begins in the same memory, unless the result or the state of the transform lie there.
-        taken = () if updated is True and leaves_gradients(self.tx) else (result, inner)
+        taken = (observed,) if updated is True and leaves_gradients(self.tx) else (result, inner, observed)
         empty = self._closed(_emptied(window, owned, taken), replicas, is_empty=True)
         count = state.updates + arrays.integer(updated)
-        return result, MultiStepsState(inner, empty, arrays.integer(0), count, arrays.as_array(updated), dropped)
+        if self.observing is not None:
+            observed = selected(updated, observed, state.observed, backend)
+        return result, MultiStepsState(
+            inner, empty, arrays.integer(0), count, arrays.as_array(updated), dropped, observed
+        )
 
     def _merged(self, window: Accumulation, replicas: Any) -> Accumulation:
         """The window of all replicas. What they have rejected is summed with the gradients, as one more leaf."""
         # So one collective carries all, and the count needs none of its own.
         backend, binding = window.outputs.backend, self.binding
         if binding.counted is None:
-            pair = window.outputs.structure_of(map(largest, window.accumulators)), window.rejected
-            binding.counted, _ = bind_outputs((self.fold, sum()), pair, backend)
+            likes, fold = [*map(largest, window.accumulators)], self.fold
+            if self.observing is not None:
+                before, fold = window.outputs.before, self.observing.folds
+                likes[:before] = self.observing.readings.placeholders(likes[before])
+            pair = window.outputs.structure_of(likes), window.rejected
+            binding.counted, _ = bind_outputs((fold, sum()), pair, backend)
         accumulators = [*window.accumulators, window.rejected]
         accumulators, total = backend.transforms.merged(
             binding.counted, accumulators, window.tally, replicas, binding.merging

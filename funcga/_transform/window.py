@@ -1,13 +1,13 @@
 """The window of `multi_steps`: its states, the gradients that fit into it, and those that are dropped."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import PathError, check_paths, leaf_paths
 from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation
+from funcga._fold.dropping import Dropping
 from funcga._replicas import Memory
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -17,10 +17,11 @@ class Window(NamedTuple):
     """What has been folded since the last update, in a state of `multi_steps`.
 
     `accumulated` has the structure of the gradients: for every leaf an array of its shape, of at least 32 bits, or the
-    Parts that its reducer holds. `tally.weight` is two float32 scalars whose sum is exact to 48 bits, or one float64 if
-    a gradient is; `tally.steps`, int32, is the number of micro-batches that were folded, and `rejected`, int32, of
-    those that were not. `part` says in torch, with across=, whose part of the window it is: int32[2], the replica and
-    how many there are, or zeros for the window of all replicas; elsewhere it is empty.
+    Parts that its reducer holds. With observers it is a pair of what they have folded and that. `tally.weight` is two
+    float32 scalars whose sum is exact to 48 bits, or one float64 if a gradient is; `tally.steps`, int32, is the number
+    of micro-batches that were folded, and `rejected`, int32, of those that were not. `part` says in torch, with
+    across=, whose part of the window it is: int32[2], the replica and how many there are, or zeros for the window of
+    all replicas; elsewhere it is empty.
     """
 
     accumulated: Tree
@@ -54,6 +55,8 @@ class MultiStepsState(NamedTuple):
         updates: How many updates there have been.
         updated: Whether the last call was one.
         dropped: How many micro-batches and windows have been dropped.
+        observed: What the observers of `observe=` have said of the last update's window; NaN before the first. Empty
+            without observers.
 
     Example:
         >>> params = {"w": jnp.ones(2)}
@@ -71,6 +74,7 @@ class MultiStepsState(NamedTuple):
     updates: Array
     updated: Array
     dropped: Dropped
+    observed: Tree = ()
 
 
 @dataclass(eq=False)
@@ -171,31 +175,11 @@ def _unfit(name: str, leaf_index: int, leaf: object, window: Accumulation) -> Fu
 
 
 @dataclass(frozen=True)
-class Dropping:
-    """What is dropped, a "microbatch", a whole "window" or nothing, and by which test. By default NaN and inf are."""
+class DroppingUpdates(Dropping):
+    """What is dropped of the windows of `multi_steps`, and when these end with an update."""
 
-    scope: str | None
-    test: Callable[[Tree], object] | None
-
-    def __post_init__(self) -> None:
-        if self.scope not in (None, "microbatch", "window"):
-            raise FuncgaError(
-                f'drop is {self.scope!r}: write "microbatch" to leave out what is not finite, "window" to make no '
-                f"update of a window that has such a micro-batch, or None to pass it on."
-            )
-        if self.test is not None and (self.scope is None or not callable(self.test)):
-            raise FuncgaError(
-                f'drop_if is {self.test!r} and drop is {self.scope!r}: write drop="microbatch" or drop="window", and a '
-                f"function of the gradients that says whether to drop them: drop_if=lambda grads: norm(grads) > 100."
-            )
-
-    def is_kept(self, grads: Tree, leaves: Sequence[Array], backend: Backend) -> bool | Array:
-        """Whether a micro-batch is folded: a bool, or an array of one that the host does not see."""
-        # One answer for all leaves. Where the host sees it, it is a bool, and nothing is computed for a dropped one.
-        if self.test is None:
-            return backend.arrays.scalar(backend.transforms.finite(leaves))
-        drop = _as_bool(self.test(grads), backend.arrays)
-        return backend.arrays.xp.logical_not(drop) if backend.arrays.is_array(drop) else not drop
+    of_window: ClassVar[str] = "make no update of"
+    of_test: ClassVar[tuple[str, str]] = "the gradients", "grads"
 
     def is_emitted(self, steps: Scalar, rejected: Scalar, arrays: Arrays) -> bool | Array:
         """Whether a window ends with an update, if `steps` micro-batches were folded and `rejected` were not."""
@@ -215,19 +199,3 @@ class Dropping:
         microbatches = arrays.xp.where(emitted, zero, arrays.integer(steps))
         windows = arrays.xp.where(emitted, zero, arrays.cast(is_filled, zero.dtype))
         return Dropped(dropped.microbatches + microbatches, dropped.windows + windows)
-
-
-def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
-    """What a test returned, as a bool or a 0-d array of one that the host does not see.
-
-    Raises FuncgaError for anything that is not one answer.
-    """
-    # A norm, say, is true unless it is 0, as in Python.
-    if arrays.is_array(drop) and drop.shape == ():
-        return arrays.scalar(drop if arrays.kind(drop.dtype) == "bool" else drop != 0)
-    if isinstance(drop, bool | int | float):
-        return bool(drop)
-    raise FuncgaError(
-        f"drop_if returned {arrays.describe(drop)}: it is asked of a whole micro-batch, for one bool, or a 0-d array "
-        f"of one. Reduce it: drop_if=lambda grads: ... .any()."
-    )

@@ -191,7 +191,44 @@ def sqrt_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Size 
 def _ratio(lr: float, base_batch_size: float, batch_size: Scalar) -> Scalar:
     check_quantity("lr", lr, "0.1")
     check_quantity("base_batch_size", base_batch_size, "256")
-    # A 0-d array is not looked at, so that nothing waits for it.
-    if isinstance(batch_size, numbers.Real) or not has_no_axes(batch_size):
-        check_quantity("batch_size", batch_size, "1024")
+    _check_size("batch_size", batch_size, "1024")
     return batch_size / base_batch_size
+
+
+def _check_size(name: str, size: Scalar, like: str) -> None:
+    # A 0-d array is not looked at, so that nothing waits for it.
+    if isinstance(size, numbers.Real) or not has_no_axes(size):
+        check_quantity(name, size, like)
+
+
+def beta_for_half_life(tokens: _Size, half_life: float) -> _Size | float:
+    """`2 ** (-tokens / half_life)`: the beta of a moving average that forgets half of what it has after so many tokens.
+
+    With it Adam's second moment remembers equally many tokens for every batch size, so that a batch of another size
+    trains alike without accumulation. Give it to the optimizer as beta2.
+
+    Source: Marek et al. (2025), "Small batch size training for language models: when vanilla SGD works, and why
+    gradient accumulation is wasteful", arXiv 2507.07101.
+
+    Args:
+        tokens: How many tokens an update has, or rows, in the unit of half_life; a number, or a 0-d array of what was
+            really folded, whose value is not looked at.
+        half_life: After how many tokens half is forgotten, in their unit: `-tokens / log2(beta)` of a tuned beta.
+
+    Returns:
+        The beta, a number or a 0-d array as tokens is.
+
+    Raises:
+        FuncgaError: A number is not finite and above 0.
+
+    Example:
+        >>> funcga.beta_for_half_life(500_000, 10_000_000)
+        0.9659363289248456
+        >>> import math
+        >>> half_life = -500_000 / math.log2(0.95)  # that of 0.95 at 500,000 tokens an update
+        >>> round(funcga.beta_for_half_life(4_000, half_life), 5)
+        0.99959
+    """
+    check_quantity("half_life", half_life, "10_000_000")
+    _check_size("tokens", tokens, "500_000")
+    return 2.0 ** (-tokens / half_life)  # type: ignore[no-any-return, operator]

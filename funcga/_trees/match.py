@@ -3,21 +3,17 @@
 `match` takes dotted paths, so that trees of different frameworks and containers have one spelling.
 """
 
-import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
 from difflib import get_close_matches
 
 from funcga._backend import Backend, ExportError
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.prefixes import PathError, check_paths, leaf_paths, paths_apart
+from funcga._backend.prefixes import Children, PathError, check_paths, leaf_paths, paths_and_leaves, paths_apart
 from funcga._trees import converted, is_numpy, owner_of, walkers
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
-
-Children = Callable[[Tree], list[tuple[str, Tree]] | None]
-"""The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
 
 
 def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
@@ -178,29 +174,6 @@ def _check_leaf(leaf: object, where: str, name: str) -> None:
             f"{where} is a DTensor, of which this process holds a part. Gather it first, on every rank of "
             f"its mesh: {{name: tensor.full_tensor() for name, tensor in {name}.items()}}."
         )
-
-
-def paths_and_leaves(tree: Tree, children: Children, path: str = "") -> list[tuple[str, Array]]:
-    """(dotted path, leaf) of every leaf, in the order of `children`; of a backend's trees that is also None's."""
-    below = children(tree)
-    if below is None:
-        return [(path, tree)]
-    # A box such as flax's Param has one child, and its path is the box's own.
-    if [key for key, _ in below] == [".value"]:
-        return paths_and_leaves(below[0][1], children, path)
-    leaves = []
-    for key, child in below:
-        leaves += paths_and_leaves(child, children, f"{path}.{_dotted(key)}".removeprefix("."))
-    return leaves
-
-
-def _dotted(key: str) -> str:
-    """`['a']`, `[0]` and `.a`, as one would write them in code, without what is around the name."""
-    if key.startswith("."):
-        return key[1:]
-    # A key in quotes is Python's spelling of a string, and an index is a number as it stands.
-    inner = key[1:-1]
-    return str(ast.literal_eval(inner)) if inner[:1] in "'\"" else inner
 
 
 def as_numpy(leaf: Array, path: str) -> Array:

@@ -13,7 +13,9 @@ from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program, owner_of
 from funcga._call.totals import Totals, check_no_totals, check_totals
 from funcga._grad import GradientFunction
+from funcga._reproducible import plain
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
+from funcga._verify.bitwise import of_bits
 from funcga._verify.causes import Cause, cause, diagnose, note, of_totals, without_remainder
 from funcga._verify.of_coupled import StepCase, check_options, compared, counts_of, job_of, whole_of, whole_program
 from funcga._verify.of_coupled import unevaluated as unevaluated_step
@@ -31,7 +33,7 @@ from funcga._verify.whole import (
     wrong_gradient,
 )
 from funcga.errors import FuncgaError, check_callable, check_count
-from funcga.folds import FoldTree, mean
+from funcga.folds import Fold, FoldTree, mean
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -131,6 +133,7 @@ def verify(
     in_axes: Tree = None,
     totals: TotalsFn | None = None,
     seed: int = 0,
+    bitwise: bool = False,
     **kwargs: Tree,
 ) -> Verdict:
     """Whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact; if not, why, and the line that fixes it.
@@ -176,6 +179,9 @@ def verify(
         in_axes: As for `accumulate`.
         totals: As for `accumulate`.
         seed: Of the order of rows, and of the groups that are looked at.
+        bitwise: Whether to ask as well that the same micro-batches, of rows // n rows each, give the same bits in any
+            order, as `reproducible` promises. The causes are then also "order of sums", where they do not, and
+            "bits not repeatable", where not even two calls with the same arguments do.
         **kwargs: Keyword arguments of grad_fn, passed whole.
 
     Returns:
@@ -214,8 +220,9 @@ def verify(
     if isinstance(grad_fn, GradientFunction):
         grad_fn = replace(grad_fn, reached={True})
     counted = None if totals is None else Totals(totals, None)
-    program = Program(grad_fn, fold, weight, in_axes, n=counts[0] if counts else None, totals=counted)
+    program = given = Program(grad_fn, fold, weight, in_axes, n=counts[0] if counts else None, totals=counted)
     backend = program.backend(args, kwargs)
+    program = replace(given, fold=_plain_folds(fold, backend))
     if job is not None:
         program = whole_program(job, backend)
     arguments = program.read(args, backend)
@@ -232,12 +239,34 @@ def verify(
         with probe.framework.precision(precise=True):
             precise = _precise(program, backend, args, kwargs)
             if isinstance(precise, Probe):
-                return _verdict(precise, counts, seed, [])
+                verdict = _verdict(precise, counts, seed, [])
         with probe.framework.precision(precise=False):
-            probe = Probe(program, backend, args, kwargs, precise=False)
-            return _verdict(probe, counts, seed, [precise])
+            if isinstance(precise, str):
+                verdict = _verdict(Probe(program, backend, args, kwargs, precise=False), counts, seed, [precise])
+            if bitwise and job is None:
+                return _with_bits(verdict, probe, given, counts, seed)
+        return verdict
     finally:
         restore(probe, states)
+
+
+def _plain_folds(fold: FoldTree, backend: Backend) -> Tree:
+    """The folds without exact sums, which change nothing but the rounding."""
+    folds, structure = backend.trees.flatten(fold)
+    return backend.trees.unflatten(structure, [plain(each) if isinstance(each, Fold) else each for each in folds])
+
+
+def _with_bits(verdict: Verdict, probe: Probe, program: Program, counts: list[int], seed: int) -> Verdict:
+    """The Verdict that says of the bits, too."""
+    probe.values(probe.every)
+    n = counts[0] if counts else min(3, probe.rows)
+    causes, notes = of_bits(probe, program, n, np.random.default_rng(seed))
+    return replace(
+        verdict,
+        ok=verdict.ok and not causes,
+        causes=(*verdict.causes, *causes),
+        notes=(*verdict.notes, *notes),
+    )
 
 
 def _counts(n: int | Sequence[int] | None) -> list[int]:

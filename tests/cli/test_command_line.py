@@ -94,8 +94,8 @@ def mine(tmp_path, monkeypatch):
 
 PARITY = "parity {} --dtype float64 --n 2 --updates 1"
 REFUSED = {
-    "": "the following arguments are required: parity | verify | info (see funcga --help)",
-    "train": "parity | verify | info: invalid choice: 'train' (choose from ",
+    "": "the following arguments are required: parity | verify | plan | info (see funcga --help)",
+    "train": "parity | verify | plan | info: invalid choice: 'train' (choose from ",
     "parity --n 0": "--n: '0' is not a list of numbers of 1 or more, such as 1,2,7 (see funcga parity --help)",
     "parity --n two": "--n: 'two' is not a list of numbers of 1 or more",
     "parity --n 1,,2": "--n: '1,,2' is not a list of numbers of 1 or more",
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_refused_in_a_line(line, mine, capsys):
     assert main(line.split()) == 2
     out, err = capsys.readouterr()
     refusal = err.strip().splitlines()[-1]
-    assert re.sub("'(parity|verify|info)'", r"\1", refusal).startswith("funcga: ")
+    assert re.sub("'(parity|verify|plan|info)'", r"\1", refusal).startswith("funcga: ")
     assert REFUSED[line] in refusal, refusal
     assert "Traceback" not in out + err
     assert "Verdict" not in out
@@ -236,3 +236,28 @@ def test_a_missing_package_is_named(missing, tmp_path, monkeypatch, capsys):
     name = {"sklearn": "scikit-learn"}.get(missing, missing)
     refusal = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.fullmatch(rf"funcga: {name} is not installed, .*pip install 'funcga\[parity\]'", refusal)
+
+
+PLANS = """
+import torch, funcga
+gradient = funcga.value_and_grad(lambda p, x: torch.tanh(x @ p).square().mean())
+step = funcga.accumulate(gradient, 3)
+args = torch.empty(64, 64, device="meta"), torch.empty(1000, 64, device="meta")
+one = args[0]
+"""
+
+
+def test_plan(tmp_path, capsys):
+    file, found = tmp_path / "plans.py", tmp_path / "plan.json"
+    file.write_text(PLANS)
+    assert main(["plan", f"{file}:step", "--memory", "700 KB", "--json", str(found)]) == 0
+    plan = json.loads(found.read_text())
+    assert f"n={plan['n']}, micro-batches of {plan['microbatch_size']} rows" in capsys.readouterr().out
+    assert plan["peak_bytes"] <= 700_000 == plan["memory"]
+    assert main(["plan", f"{file}:gradient", "--memory", "1000"]) == 1
+    assert "no n fits" in capsys.readouterr().out
+    assert main(["plan", f"{file}:step", "--args", "one"]) == 2
+    assert "has to be a tuple" in capsys.readouterr().err
+    assert main(["plan", f"{file}:step", "--memory", "much"]) == 2
+    assert "no number of bytes" in capsys.readouterr().err
+    assert main(["plan", f"{file}:args"]) == 2

@@ -121,6 +121,8 @@ def test_modules_of_torchscript(make):
     assert refusal(lambda: torch_backend.pure_loss(inside, loss)) == f"the part `1` of the module {rest}"
     _, grads = funcga.accumulate(torch_backend.module_value_and_grad(module, loss), 2)(X)
     torch.testing.assert_close(grads["weight"][0], X.mean(0))
+    _, grads = funcga.accumulate(torch_backend.module_value_and_grad(nn.Sequential(module), loss), 2)(X)
+    torch.testing.assert_close(grads["0.weight"][0], X.mean(0))
 
 
 def test_lazy_modules():

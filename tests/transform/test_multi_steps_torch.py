@@ -365,3 +365,15 @@ def test_a_state_that_was_saved_by_another_name_of_its_module(monkeypatch):
     monkeypatch.undo()
     file.seek(0)
     assert difference(TORCH, torch.load(file, weights_only=True), state) == 0
+
+
+def test_a_state_with_observers_can_be_loaded(tmp_path):
+    params = {"w": torch.ones(3)}
+    sgd = torch_backend.from_optimizer(torch.optim.SGD)
+    tx = funcga.multi_steps(sgd, 2, observe=funcga.gradient_noise())
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(params, state, params)
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert repr(loaded) == repr(state)

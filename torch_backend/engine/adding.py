@@ -5,7 +5,6 @@ Only torch has this file: XLA fuses the gradient and the sum where both are in o
 
 import operator
 import threading
-import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -188,13 +187,6 @@ class Adding(Engine):
         for leaf in backward.inputs:
             leaf.grad = None
         self.backward = None
-
-    def _bind(self, *args: Any) -> Backward:
-        backward = super()._bind(*args)
-        # Without a cycle of references: what is dropped at the end of the window is freed at once.
-        itself = weakref.ref(self)
-        backward.around = lambda: itself().around  # type: ignore[union-attr]
-        return backward
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

@@ -95,6 +95,7 @@ class Backward(Pass):
         reduced = buffers.reduced
         if self.layout.widens or {*map(type, reduced)} != {type(None)}:
             self._attach_begun(reduced)
+        self.seed: float | None = 1.0  # the cotangent of the last pass
         self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
         self.autocast = (
             autocasting({leaf.device.type for leaf in self.inputs}) if _private.is_any_autocast_enabled() else []
@@ -156,6 +157,7 @@ class Backward(Pass):
         share = self.buffers.share(weight)
         # The cotangent, None for no pass at all; and whether it gives the gradients their weight.
         seed, has_weight = (1.0, True) if share == 1.0 else self._seed(loss, share, bool(moving), communicates)
+        self.seed = seed
         if seed is not None:
             if has_weight != self.attached:
                 self._attach(has_weight)
@@ -252,7 +254,8 @@ class Backward(Pass):
         gradient, leaf.grad = leaf.grad, None
         waiting.discard(leaf_index)
         assert gradient is not None
-        self.buffers.add_leaf(leaf_index, gradient, weight)
+        is_dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+        self.buffers.add_leaf(leaf_index, gradient, weight, is_dense and is_alone(gradient))
 
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""

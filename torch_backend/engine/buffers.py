@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from funcga._fold import Tally
+from funcga._fold import Tally, largest
 from funcga._types import Reduced, Scalar, Tree
 from torch_backend import arrays, sums
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
-from torch_backend.engine import ordered
+from torch_backend.engine import elementwise, ordered
 from torch_backend.engine.layout import Layout, Quotients
 
 
@@ -31,11 +31,13 @@ class Buffers:
         self.weight: Scalar = 0
         self.steps = 0
         self.counted: Tally | None = None
+        self.rejected: Scalar = 0  # micro-batches that are dropped
         # What is held of a weighted sum is the sum divided by the unit. None before the first weight.
         self.unit: float | None = None
         self.unit_is_fixed = False
         self.reduced: list[Reduced] = [None] * len(self.folds)
         self.normalized: set[int] = set()  # sums that are divided already
+        self.borrowed: set[int] = set()  # of a step that is compiled: what may be the memory of an argument
         self.passed: dict[int, torch.Tensor] = {}
         self.collected: dict[int, list[torch.Tensor]] = {leaf_index: [] for leaf_index in self.outputs.collected}
 
@@ -53,7 +55,8 @@ class Buffers:
         if not weight:
             return 0.0
         if self.unit is None:
-            self.unit = 1.0 if torch.compiler.is_compiling() else float(weight)
+            # Where shapes are symbols, the weight is one: it equals that of the next micro-batch whatever it is.
+            self.unit = weight if torch.compiler.is_compiling() else float(weight)
         if weight == self.unit:
             return 1.0
         # A share that is no power of two may be rounded, as 1/3 is. The unit itself then becomes a power of two:
@@ -70,6 +73,12 @@ class Buffers:
         if begun and self.unit is not None and unit != self.unit:
             torch._foreach_mul_(local_tensors(begun), self.unit / unit)
         self.unit = unit
+
+    @property
+    def begun_sums(self) -> list[torch.Tensor]:
+        """The accumulators that sums are added to in place, as far as there are any."""
+        begun = [self.reduced[index] for index in (*self.layout.weighted, *self.layout.plain)]
+        return local_tensors([accumulator for accumulator in begun if accumulator is not None])
 
     # --- a micro-batch
 
@@ -106,8 +115,11 @@ class Buffers:
         self.weight += weight
         self.steps += 1
 
-    def add_leaf(self, leaf_index: int, value: torch.Tensor, weight: Scalar) -> None:
-        """Folds in one leaf of the backward pass, whose memory is from now on the buffers' own."""
+    def add_leaf(self, leaf_index: int, value: torch.Tensor, weight: Scalar, alone: bool = False) -> None:
+        """Folds in one leaf of the backward pass, whose memory is from now on the buffers' own.
+
+        `alone`: nobody else holds it, so it may be written to.
+        """
         value = _strided(value)
         if leaf_index in self.outputs.threads:
             self.passed[leaf_index] = value
@@ -117,7 +129,7 @@ class Buffers:
             index = self.layout.index_of[leaf_index]
             share = self.share(weight)
             if self.layout.kinds[index] is None:
-                self._combine(index, value, weight)
+                self._combine(index, value, weight, alone)
             elif self.layout.kinds[index] == "plain":
                 self._add_sums([index], {index: value}, 1)
             elif share is None:
@@ -133,8 +145,13 @@ class Buffers:
         more = arrays.tally(weight, steps=0)
         self.counted = more if self.counted is None else self.counted.merge(more)
 
-    def _combine(self, index: int, value: torch.Tensor, weight: Scalar) -> None:
+    def _combine(self, index: int, value: torch.Tensor, weight: Scalar, donate: bool = False) -> None:
         fold = self.folds[index]
+        if not self.pure and elementwise.fits(fold, value):
+            if self.reduced[index] is None:
+                self.reduced[index] = elementwise.begun(fold, value)
+            elementwise.combine(fold, self.reduced[index], value, weight, donate)
+            return
         before = fold.identity(value) if self.reduced[index] is None else self.reduced[index]
         combined = fold.combine(before, fold.lift(value, weight))
         # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
@@ -147,7 +164,9 @@ class Buffers:
             accumulators = [self.reduced[index] for index in begun]
             more = [redistributed(values[index], self.reduced[index]) for index in begun]
             if torch.compiler.is_compiling():
-                ordered.add(local_tensors(accumulators), local_tensors(more), factor)
+                for index, total in zip(begun, ordered.added(accumulators, more, factor), strict=True):
+                    self.reduced[index] = total
+                self.borrowed.difference_update(begun)
             else:
                 sums.add_scaled(local_tensors(accumulators), local_tensors(more), factor, donate=True)
         # Some sums begin before others: those whose memory is a bucket that will be sent.
@@ -158,6 +177,12 @@ class Buffers:
     def _begin_sums(self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float) -> None:
         """Makes accumulators of factor * value, in memory of their own."""
         dtypes = [self.folds[index].accumulator_dtype for index in indices]
+        if factor == 1 and torch.compiler.is_compiling():
+            # The compiler would make a copy for each use.
+            for index, dtype in zip(indices, dtypes, strict=True):
+                self.reduced[index] = values[index].to(dtype)
+            self.borrowed.update(indices)
+            return
         local_values = local_tensors([values[index] for index in indices])
         if factor and len(indices) > 1 and dtypes == [value.dtype for value in local_values]:
             # Copied and scaled in one kernel, where there would be two.
@@ -206,6 +231,8 @@ class Buffers:
 
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
+        for index in self.borrowed:
+            self.reduced[index] = self.reduced[index].clone()
         left = self._divide()
         # The result takes the memory over: nothing of it stays here, where a later window could write to it.
         results, self.reduced = self.reduced, [None] * len(self.reduced)
@@ -216,7 +243,7 @@ class Buffers:
         if left:
             folded = self.tally
             for index in left:
-                results[index] = self.folds[index].normalize(results[index], folded)
+                results[index] = self._normalized(index, results[index], folded)
         # What belongs to no group is a leaf that was None in every micro-batch.
         leaves: list[Any] = [None] * len(self.outputs.folds)
         for leaf_index, result in zip(self.outputs.reduced, results, strict=True):
@@ -227,6 +254,13 @@ class Buffers:
         for leaf_index, value in zip(self.outputs.threads, state, strict=True):
             leaves[leaf_index] = value
         return self.outputs.backend.trees.unflatten(self.outputs.structure, leaves)
+
+    def _normalized(self, index: int, reduced: Reduced, folded: Tally) -> Reduced:
+        fold = self.folds[index]
+        fold.check_known(reduced, folded, lambda: self.outputs.paths()[self.outputs.reduced[index]])
+        if not (self.pure or torch.compiler.is_compiling()) and elementwise.fits(fold, largest(reduced)):
+            return elementwise.normalized(fold, reduced, folded)
+        return fold.normalize(reduced, folded)
 
     def _divide(self) -> list[int]:
         """Divides means in place, and takes other weighted sums out of their unit. Returns which are not divided."""

@@ -55,7 +55,7 @@ class CompiledWindow(Engine):
     def __init__(self, program: Program, gradient: GradientFunction, backend: Backend, step: MicroStep):
         super().__init__(program, gradient, backend, None)
         self.step, self.last = step, program.memory.keep(_LastKind)
-        self.has_begun = False
+        self.has_begun = self.is_uninterrupted = False  # a compiled micro-step visits the module by itself
         self.sums: Sums | None = None  # None where autograd adds the gradients
 
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:

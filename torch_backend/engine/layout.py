@@ -215,19 +215,21 @@ class Kept:
         # Before the first backward pass there are no gradients. The leaves stand in for them: they are alike.
         outputs, output_leaves = bind(compose(loss, aux, [argument.tree for argument in leaves.values()]))
         check(outputs)
-        in_backward = _in_backward(leaves, whole, len(output_leaves) if gradient.with_value else None)
+        in_backward = _in_backward(
+            leaves, whole, len(output_leaves) if gradient.with_value else None, gradient.leaves_before
+        )
         trees_of_rest = [() if argnum in whole else argument.tree for argnum, argument in leaves.items()]
         structure = trees.flatten(compose(loss, aux, trees_of_rest))[1]
         leaves_in_backward = dict(zip(in_backward, in_window, strict=True))
         return Layout(outputs, leaves_in_backward, structure, gradient.scaled, pure=False)
 
 
-def _in_backward(leaves: Mapping[int, Leaves], whole: Collection[int], count: int | None) -> list[int]:
+def _in_backward(leaves: Mapping[int, Leaves], whole: Collection[int], count: int | None, first: int) -> list[int]:
     """The leaf indices of the gradients of whole arguments, in an output of `count` leaves.
 
-    The gradients follow the value, argument by argument; where there is none, and `count` is None, they come first.
+    The gradients follow the value, argument by argument; where there is none, and `count` is None, they come `first`.
     """
-    start = 0 if count is None else count - sum(len(argument.leaves) for argument in leaves.values())
+    start = first if count is None else count - sum(len(argument.leaves) for argument in leaves.values())
     in_backward: list[int] = []
     for argnum, argument in leaves.items():
         end = start + len(argument.leaves)

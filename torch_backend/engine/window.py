@@ -9,6 +9,7 @@ themselves, whose `.grad`s are put aside meanwhile.
 """
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -32,12 +33,13 @@ from torch_backend.dtensor import as_dtensor, is_dtensor, local
 from torch_backend.engine.backward import Backward, autocasting, ran_backward
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Kept, Layout, Leaves
+from torch_backend.engine.observing import ObservedGradient, Observing
 from torch_backend.engine.others import GradsWatch, Surroundings, applied, left_alone
 from torch_backend.gradients import is_constant, put_hooks, switched_off
-from torch_backend.modules import PureLoss, trainable
+from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_no_params, check_unfrozen
 from torch_backend.modules.functional import noted, recomputing
-from torch_backend.modules.layers import called
+from torch_backend.modules.layers import Walk, called
 from torch_backend.modules.visits import own_parameters
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
@@ -78,8 +80,12 @@ class Engine:
         self.hooked = False  # whether a parameter has hooks
         self.watch: GradsWatch | None = None
         self.aside: AbstractContextManager[None] = _NOTHING  # in which the `.grad`s of a module are put aside
+        # Whether no code of the user's runs between two micro-batches; and the visit that lasts for the window then.
+        self.is_uninterrupted = bool(program.n or program.microbatch_size) and program.weight is None
+        self.held: AbstractContextManager[object] = _NOTHING
         # Whether the replicas merge the shards of parameters that lie on other meshes, once the window is over.
         self.merges_shards = False
+        self.observing: Observing | None = None  # what observers are told, from the first loss on
         self.unreached = False  # whether a loss reached no leaf, though it should have
         # Losses may call collectives themselves. One listener hears those of any group, the other only those of the
         # group that gradients may travel over.
@@ -100,7 +106,10 @@ class Engine:
 
     def __exit__(self, *error: Any) -> None:
         noted.calls = self.calls_around
+        self.held.__exit__(*error)
         self.inference.__exit__(*error)
+        if self.observing is not None:
+            self.observing.end()
         if error[0] is not None and self.reduction is not None:
             self.reduction.give_up()
         # After an exception, too, the `.grad`s are as before.
@@ -170,11 +179,21 @@ class Engine:
         if share is not None and loss.dtype == self.lone_dtype:
             self.buffers.add_value(loss, weight, share)
         else:
-            state = self.buffers.add(self._leaves_to_add(loss, aux, leaves), weight)
+            state = self._add_beside(self.backward, loss, aux, leaves, weight)
         if self.reduction is not None:
             # In a bucket all sums are views of one memory. Adding the loss has raised the version of every one of them.
             self.backward.settle()
         return state
+
+    def _add_beside(
+        self, backward: Backward, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]", weight: Scalar
+    ) -> list[Any]:
+        """Folds in what stands beside the gradients that autograd has added, and returns the state that is threaded."""
+        to_add = self._leaves_to_add(loss, aux, leaves)
+        if self.observing is not None:
+            told = self.observing.told(to_add, weight, backward.seed)
+            to_add[: len(told)] = told
+        return self.buffers.add(to_add, weight)
 
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
         """Makes leaves of the arguments that are differentiated and are not split."""
@@ -191,17 +210,23 @@ class Engine:
         self.watched = [tensor for tensor in originals if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
         if self.watched:
             self.watch = GradsWatch(self.watched)
-        # The context that the loss is called in, and the first argument that it is given. A pure_loss is given no
-        # parameters: during the visit they are in its module.
+        # The context that the loss is called in, and the first argument that it is given.
         self.visit: AbstractContextManager[Callable[..., Any]] = nullcontext(self.gradient.loss_fn)
         self.first = 0
         if isinstance(self.gradient.loss_fn, PureLoss) and not arguments.parts[0].axes:
-            params = self.leaves[0].tree if 0 in self.leaves else args[0]
-            self.visit, self.first = self.gradient.loss_fn.entered(params, recorded=True), 1
+            self._begin_visit(self.gradient.loss_fn, self.leaves[0].tree if 0 in self.leaves else args[0])
+
+    def _begin_visit(self, loss: PureLoss, params: Tree) -> None:
+        """Lets a pure_loss be called in its module, which has the parameters meanwhile: it is given none."""
+        self.visit, self.first = loss.entered(params, recorded=True), 1
+        if self.is_uninterrupted and self.reduction is None and not (loss.buffers or loss.statistics):
+            # One visit lasts for the window. Otherwise the module is as it was between micro-batches.
+            entered, self.held = self.visit.__enter__(), self.visit
+            self.visit = nullcontext(entered)
 
     def _begin_with_parameters(self, module: nn.Module) -> None:
         """Takes the module's own parameters for the leaves. None of them is an argument."""
-        params = trainable(module)
+        params = self.program.memory.keep(Walk).trainable(module)
         leaves: list[torch.Tensor | None] = [*params.values()]
         structure = trees.flatten(params)[1]
         self.arity, self.whole_args, self.is_whole = 0, {_OWN: params}, True
@@ -291,7 +316,7 @@ class Engine:
     def _leaves_to_add(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns; None for gradients that autograd has added already."""
         gradients = [() if argnum in self.leaves else _gradients(argument) for argnum, argument in leaves.items()]
-        value = self.gradient.compose(loss, aux, gradients)
+        value = self.folded.compose(loss, aux, gradients)
         which = f"micro-batch {self.buffers.steps + 1}"
         to_add: list[Any] = [None] * len(self.layout.outputs.folds)
         for leaf_index, leaf in zip(self.layout.rest_leaves, self.layout.head.leaves(value, which), strict=True):
@@ -309,6 +334,10 @@ class Engine:
         present = [leaf for leaf in whole if leaf is not None]
         if {*map(type, map(_GRAD, (*present, *moving)))} - {type(None)}:
             raise ran_backward()
+        if self.program.observers is not None:
+            value = self.gradient.compose(loss, aux, [argument.tree for argument in leaves.values()])
+            readings = self.program.readings(value, arguments)
+            self.folded = observed = ObservedGradient.of(self.gradient, readings, loss)
         bind = partial(self.program.bind, arguments=arguments)
         check = lambda _: self._check_dense(leaves)
         layout = self.kept.layout_of(self.folded, (loss, aux), leaves, self.leaves, bind, check, bool(arguments.state))
@@ -317,18 +346,27 @@ class Engine:
         is_lone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
         self.lone_dtype = layout.outputs.dtypes[0] if is_lone else None
         if self.reduction is not None:
-            if self.any_group is not None and self.any_group.heard:
-                # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
-                self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
-            value = self.gradient.compose(loss, aux, [argument.tree for argument in leaves.values()])
-            self.likes = trees.flatten(value)[0]
-            if not self.merges_shards:
-                self.reduction.begin(self.buffers, self.likes)
+            value = self.folded.compose(loss, aux, [argument.tree for argument in leaves.values()])
+            self._begin_reduction(self.reduction, value)
         # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
         self.versions = sum(map(_private.version, present))
         leaves_in_backward = dict(zip(layout.present, present, strict=True))
+        if self.program.observers is not None:
+            self.observing = Observing(readings, leaves_in_backward, observed.before[0][0])
+        # Without a cycle of references: what the window holds, such as the leaves, is freed as soon as it is over.
+        itself = weakref.ref(self)
+        around = lambda: itself().around  # type: ignore[union-attr]
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
-        return Backward(self.buffers, leaves_in_backward, lambda: self.around, self.since, seeds=not self.hooked)
+        return Backward(self.buffers, leaves_in_backward, around, self.since, seeds=not self.hooked)
+
+    def _begin_reduction(self, reduction: Reduction, value: Tree) -> None:
+        """Lets the sums of outputs like this value begin in the memory that will be sent."""
+        if self.any_group is not None and self.any_group.heard:
+            # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
+            self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
+        self.likes = trees.flatten(value)[0]
+        if not self.merges_shards:
+            reduction.begin(self.buffers, self.likes)
 
     def _check_dense(self, leaves: "dict[int, Leaves]") -> None:
         """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
@@ -376,12 +414,19 @@ class Engine:
         state = self.reduction.finish(state)
         return self._on_meshes(self.buffers.result(state))
 
+    def _with_own_leaves(self, result: Tree) -> Tree:
+        """A result with the module's own parameters in place of the gradients."""
+        before, value = ((), result) if self.program.observers is None else result
+        value = value[0], self.leaves[_OWN].tree
+        return value if self.program.observers is None else (before, value)
+
     def _on_meshes(self, result: Tree) -> Tree:
         """The result with the gradients of a module where its parameters lie."""
         if not self.merges_shards:
             return result
-        value, grads = result
-        return value, {name: as_dtensor(grads[name], p) for name, p in self.leaves[_OWN].tree.items()}
+        before, (value, grads) = ((), result) if self.program.observers is None else result
+        grads = {name: as_dtensor(grads[name], p) for name, p in self.leaves[_OWN].tree.items()}
+        return (value, grads) if self.program.observers is None else (before, (value, grads))
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
         """The result on a replica that has nothing to fold."""
@@ -390,7 +435,7 @@ class Engine:
         if self.module is not None:
             self._begin_with_parameters(self.module)
             # The others say what their shards are like, and here the parameters are.
-            bind = lambda value: self.program.bind((value[0], self.leaves[_OWN].tree), arguments)[0]
+            bind = lambda value: self.program.bind(self._with_own_leaves(value), arguments)[0]
         buffers = begun_by_others(bind, self.reduction, arguments)
         return self._on_meshes(buffers.result(self.reduction.finish(state)))
 

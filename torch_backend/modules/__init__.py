@@ -12,6 +12,7 @@ from torch import nn
 from funcga._types import LossFn
 from funcga.errors import FuncgaError
 from torch_backend import _private
+from torch_backend.modules import layers
 from torch_backend.modules.checks import (
     ModuleLoss,
     Tensors,
@@ -20,7 +21,6 @@ from torch_backend.modules.checks import (
     check_none_frozen,
     check_not_scripted,
     check_not_wrapped,
-    nothing_to_train,
 )
 from torch_backend.modules.layers import Walk, check_no_max_norm, named, owners
 from torch_backend.modules.visits import Output, Visit, with_state
@@ -133,10 +133,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
             f"trainable was given {type(module).__name__} as its module. Pass the module whose parameters are trained: "
             f"torch_backend.trainable(model)."
         )
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if not trained:
-        raise nothing_to_train(module)
-    return trained
+    return layers.trainable(module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +159,7 @@ class PureLoss(ModuleLoss):
         It can be entered again and again. While it is entered, other threads that want to put parameters into the
         module, or into one that overlaps with it, wait.
         """
-        return Visit(self, params, recorded, *self.walk.through(self.module))
+        return Visit(self, params, recorded, self.walk)
 
     def _traced(self, params: Tensors, *args: object, **kwargs: object) -> Output:
         """The same by functional_call, which torch.compile knows, also in a loop."""

@@ -3,11 +3,12 @@
 Only torch has this file: layers of torch keep their state in themselves, in JAX it is an argument and a result.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from funcga._types import R
 from funcga.errors import FuncgaError, TooFewRowsError, refuses_arguments, similar
 from funcga.normalizers import Pooled
 from torch_backend import _private, arrays
+from torch_backend.modules.checks import Tensors, by_what_they_replace, check_none_frozen, nothing_to_train
 
 Owners = list[tuple[str, nn.Module]]
 
@@ -32,11 +34,39 @@ def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         ]
 
 
+class Own(NamedTuple):
+    """The parameters that a module has now, in the order of its owners: under which names, and which require grad."""
+
+    owners: Owners  # the same list for as long as these are the same
+    names: list[str]
+    tensors: list[torch.Tensor | None]
+    require_grad: list[bool]
+
+    def is_as(self, before: "Own | None") -> bool:
+        """Whether these are the same tensors as before, under the same names, and all that is said of them holds."""
+        if before is None or before.owners is not self.owners or before.require_grad != self.require_grad:
+            return False
+        return before.names == self.names and all(map(operator.is_, before.tensors, self.tensors))
+
+
+def own_of(owners: Owners) -> Own:
+    """The parameters of a module with these owners."""
+    tables = [owner.__dict__[_private.PARAMETERS] for _, owner in owners]
+    names, tensors = [*chain.from_iterable(tables)], [*chain.from_iterable(map(dict.values, tables))]
+    return Own(owners, names, tensors, [p is not None and p.requires_grad for p in tensors])
+
+
 class Walk:
-    """The owners of a module, walked through once for as long as no part of it is put in, taken out or renamed."""
+    """What is known of a module for as long as no part of it is put in, taken out or renamed: its owners.
+
+    And for as long as its parameters stay the same: those that are trained, and what others replace.
+    """
 
     def __init__(self) -> None:
         self.known: tuple[Owners, frozenset[int], object] | None = None
+        self.trained: tuple[Own, dict[str, nn.Parameter]] | None = None
+        # The names and shapes of given parameters, the module's own, and where the given ones stand among these.
+        self.places: tuple[list[str], list[torch.Size], Own, list[int | None]] | None = None
 
     def __reduce__(self) -> tuple[type["Walk"], tuple[()]]:
         return Walk, ()  # a copy of the module has other parts
@@ -47,6 +77,40 @@ class Walk:
             found = [*owners(module)]
             self.known = found, frozenset([id(owner) for _, owner in found]), _parts(found)
         return self.known[:2]
+
+    def trainable(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """`{name: parameter}` of those that require grad; the same dict for as long as they stay the same."""
+        try:
+            own = own_of(self.through(module)[0])
+        except KeyError:  # a part of TorchScript has other tables, which are no dicts
+            return trainable(module)
+        if self.trained is None or not own.is_as(self.trained[0]):
+            self.trained = own, trainable(module)
+        return self.trained[1]
+
+    def places_of(self, params: Tensors, owners: Owners) -> list[int | None]:
+        """For each of the module's own parameters the one of `params` that stands in for it; None for one that stays.
+
+        Raises FuncgaError for what the module does not have, or has frozen.
+        """
+        own = own_of(owners)
+        if self.places is not None and isinstance(params, dict):
+            names, shapes, before, places = self.places
+            values = params.values()
+            is_known = names == [*params] and _TENSORS.issuperset(map(type, values)) and own.is_as(before)
+            # Pair by pair: lists of shapes would be thousands of objects for the garbage collector to go through.
+            if is_known and all(map(operator.eq, map(_SHAPE, values), shapes)):
+                return places
+        parameters = named(owners, _private.PARAMETERS)
+        chosen = by_what_they_replace(params, parameters, "parameters")
+        check_none_frozen(params, parameters)
+        place_of = {key: place for place, key in enumerate(chosen)}
+        places = [place_of.get(id(tensor)) for tensor in own.tensors]
+        self.places = [*params], [*map(_SHAPE, params.values())], own, places
+        return places
+
+
+_TENSORS, _SHAPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("shape")
 
 
 def _parts(owners: Owners) -> object:
@@ -64,6 +128,14 @@ def named(owners: Owners, table: str) -> dict[str, torch.Tensor]:
         for name, tensor in owner.__dict__[table].items()
         if tensor is not None
     }
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """`{name: parameter}` of those that require grad. Raises FuncgaError if none does."""
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not trained:
+        raise nothing_to_train(module)
+    return trained
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,16 +15,15 @@ from torch import nn
 from funcga._types import Array
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
-from torch_backend._private import BUFFERS, PARAMETERS, PARTS
+from torch_backend._private import BUFFERS, PARAMETERS
 from torch_backend.modules.checks import (
     ModuleLoss,
     Tensors,
     by_what_they_replace,
     check_hooks_called,
-    check_none_frozen,
     check_not_wrapped,
 )
-from torch_backend.modules.layers import Owners, Watch, called, embeddings_with_max_norm, named, within_norm
+from torch_backend.modules.layers import Walk, Watch, called, embeddings_with_max_norm, named, own_of, within_norm
 
 Table = dict[str, torch.Tensor | None]
 Space = dict[str, Table]  # the `__dict__` of a part
@@ -45,10 +43,10 @@ class Visit:
     around this one keeps its graph. `recorded`: a parameter that stays is a leaf if it requires grad.
     """
 
-    def __init__(self, loss: ModuleLoss, params: Tensors, recorded: bool, owners: Owners, modules: frozenset[int]):
+    def __init__(self, loss: ModuleLoss, params: Tensors, recorded: bool, walk: Walk):
         check_not_wrapped(loss.module)
-        self.loss, self.params, self.recorded = loss, params, recorded
-        self.owners, self.modules = owners, modules  # the parts of the module, and their ids
+        self.loss, self.params, self.recorded, self.walk = loss, params, recorded, walk
+        self.owners, self.modules = walk.through(loss.module)  # the parts of the module, and their ids
         self.thread = 0  # which one is in the module
         # The `__dict__`s of the parts that have parameters, what stands in for each table there, and the module's own
         # tables during a visit; then the same of buffers.
@@ -58,7 +56,6 @@ class Visit:
         self.with_buffers: list[Space] = []
         self.buffers: list[Table] = []
         self.empty: list[Table] = []  # the tables of modules without buffers
-        self.tables: list[list[dict[str, Any]]] = []  # the module's own: of the parts, and of the parameters
         self.is_prepared = self.in_transform = False
         self.embeddings: dict[str, nn.Embedding] = {}
         self.guard = ExitStack()  # of the embeddings
@@ -111,18 +108,21 @@ class Visit:
         # Read here, where no other thread is in the module: one that looks up a row takes `max_norm` away meanwhile.
         self.embeddings = embeddings_with_max_norm(self.owners)
         self.in_transform = arrays.in_transform()
-        parameters = named(self.owners, PARAMETERS)
-        chosen = by_what_they_replace(self.params, parameters, "parameters")
-        check_none_frozen(self.params, parameters)
+        places = self.walk.places_of(self.params, self.owners)
         # The engine puts the hooks of a parameter on its leaf, and autograd calls them there. torch.func calls none.
         if _private.transforms():
-            check_hooks_called(self.params, parameters)
+            check_hooks_called(self.params, named(self.owners, PARAMETERS))
         # Whole tables are exchanged, in the `__dict__` of each part: the module's own are not written to.
         self.with_parameters = [space for space in spaces if space[PARAMETERS]]
-        self.stand_ins = [
-            {name: self._stand_in(tensor, chosen) for name, tensor in space[PARAMETERS].items()}
-            for space in self.with_parameters
-        ]
+        tables = [space[PARAMETERS] for space in self.with_parameters]
+        own, given = chain.from_iterable(map(dict.values, tables)), [*self.params.values()]
+        stand_ins = iter(
+            [
+                self._stand_in(tensor, None if place is None else given[place])
+                for tensor, place in zip(own, places, strict=True)
+            ]
+        )
+        self.stand_ins = [dict(zip(table, stand_ins, strict=False)) for table in tables]
         self.with_buffers = [space for space in spaces if space[BUFFERS]]
         # Where there are no buffers, no table is exchanged. Buffers that the loss registers there are removed
         # afterwards.
@@ -132,12 +132,9 @@ class Visit:
         self.is_prepared = True
 
     def contents(self) -> tuple[list[object], list[bool]]:
-        """The parts and the parameters of the module as it is now, and which of these require grad."""
-        if not self.tables:
-            spaces = [owner.__dict__ for _, owner in self.owners]
-            self.tables = [[space[PARTS] for space in spaces], [space[PARAMETERS] for space in spaces]]
-        parts, parameters = ([*chain.from_iterable(map(dict.values, tables))] for tables in self.tables)
-        return parts + parameters, [p is not None and p.requires_grad for p in parameters]
+        """The parameters of the module as it is now, with what tells that its parts are the same, and the flags."""
+        own = own_of(self.walk.through(self.loss.module)[0])
+        return [own.owners, *own.tensors], own.require_grad
 
     def __call__(self, *args: object, **kwargs: object) -> Output:
         """The loss of a batch, on copies of the module's own buffers, or of those that are threaded."""
@@ -166,9 +163,8 @@ class Visit:
         for space, table in zip(self.with_buffers, self.buffers, strict=True):
             space[BUFFERS] = {name: None if tensor is None else copies[id(tensor)] for name, tensor in table.items()}
 
-    def _stand_in(self, tensor: torch.Tensor | None, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-        """What stands in for a parameter, which remembers it."""
-        replacement = chosen.get(id(tensor))
+    def _stand_in(self, tensor: torch.Tensor | None, replacement: torch.Tensor | None) -> torch.Tensor | None:
+        """What stands in for a parameter, which remembers it; `replacement` is None if none is given."""
         if tensor is None or replacement is tensor:
             return tensor
         if replacement is not None:

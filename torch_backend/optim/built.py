@@ -1,4 +1,7 @@
-"""The optimizer that takes a step: built for the tensors of one update, and used again for others of their kind."""
+"""The optimizer that takes a step: built for the tensors of one update, and used again for others of their kind.
+
+And the options that it had in the last one.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,9 +12,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from funcga._types import Structure
+from funcga._transform import Transform
+from funcga._types import Structure, Tree
+from funcga.errors import FuncgaError
+from torch_backend import arrays, trees
 from torch_backend.optim.options import Group, Options, without_params
-from torch_backend.optim.state import UpdateArguments
+from torch_backend.optim.state import OptimizerState, UpdateArguments
 
 
 @dataclass(frozen=True)
@@ -74,3 +80,55 @@ class Builder:
         members = [[index_of[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
         options = [*map(without_params, optimizer.param_groups)]
         return Built(optimizer, arguments.kinds, arguments.structure, members, options, varies)
+
+
+def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dict[str, Any]]:
+    """Reads the options that the last update was done with, such as its learning rate, in order to log them.
+
+    They follow from the count of updates in the state, so that they are those of a state that was just loaded, too.
+
+    Args:
+        tx: What from_optimizer returned.
+        state: Its state after an update. In `multi_steps(chain(clip, tx), n)` it is `state.inner[1]`.
+        params: The parameters, or others of the same structure. Their values do not matter.
+
+    Returns:
+        A dict of options for each group, as in `optimizer.param_groups`, in the order of their first parameters; one
+        dict without `groups`. Functions of the count have been called, and the scheduler has set what it sets.
+
+    Raises:
+        FuncgaError: tx is not of from_optimizer, the state is another one's, or there was no update yet.
+
+    Example:
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+        >>> tx = torch_backend.from_optimizer(torch.optim.SGD, lr=lambda count: 0.5 / (1 + count))
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(grads, state, params)
+        >>> torch_backend.last_options(tx, state, params)[0]["lr"]
+        0.25
+    """
+    options = getattr(getattr(tx, "update", None), "options", None)
+    if not isinstance(options, Options):
+        raise FuncgaError(
+            f"tx is of type {type(tx).__name__}, and not what from_optimizer returned, which alone knows its options. "
+            f"Give it that one, and its own state: torch_backend.last_options(adamw, state.inner[1], params)."
+        )
+    if not isinstance(state, OptimizerState):
+        raise FuncgaError(
+            f"state is {arrays.describe(state)}, and not the OptimizerState of from_optimizer. A chain has it at the "
+            f"optimizer's position, and multi_steps in `inner`: "
+            f"torch_backend.last_options(adamw, state.inner[1], params)."
+        )
+    last = int(state.count) - 1
+    if last < 0:
+        raise FuncgaError(
+            "the state is that before the first update, so there are no last options. Read them after an update: "
+            "updates, state = tx.update(grads, state, params)."
+        )
+    # An optimizer may make memory as large as its tensors, so it is built for tensors without elements.
+    leaves = [leaf for leaf in trees.flatten(params)[0] if leaf is not None]
+    empty = [torch.empty((0,) * leaf.ndim, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+    optimizer, _ = options.build(empty, params, last)
+    options.schedule_groups(optimizer, [*map(without_params, optimizer.param_groups)], last)
+    return [*map(without_params, optimizer.param_groups)]

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.nn import utils
@@ -15,6 +16,7 @@ from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
+from torch_backend.dtensor import is_dtensor
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.parameters import apart
 
@@ -77,7 +79,7 @@ class _Chain(UpdateFunction):
     @property
     def leaves_gradients(self) -> bool:
         """Whether nothing that it returns can lie in the memory of the gradients."""
-        # Before the last link there may be clipping too, which has no state.
+        # Before the last link there may be clipping too, whose state is a number in memory of its own.
         *first, last = self.links
         return leaves_gradients(last) and all(leaves_gradients(link) or _is_clipping(link) for link in first)
 
@@ -126,8 +128,9 @@ class _Chain(UpdateFunction):
         """
         states, owns_grads = list[Tree](), owned
         for link, before in linked:
-            # A link may write to the gradients if nobody else has their memory, and it has no state that is another's.
-            may_write = owns_grads and (owned or not trees.flatten(before)[0])
+            # A link may write to the gradients if nobody else has their memory, and if it would not write to a state
+            # that is another's, as clipping never does.
+            may_write = owns_grads and (owned or _is_clipping(link) or not trees.flatten(before)[0])
             function = link.donated if may_write and isinstance(link, DonatingTransform) else link.update
             grads, after = function(grads, before, params, **_accepted(link, extra))
             states.append(after)
@@ -164,15 +167,28 @@ def _is_clipping(link: Transform) -> bool:
     return isinstance(link.update, partial) and link.update.func is _clipped
 
 
-Clip = Callable[[list[torch.Tensor]], object]
-"""A function of torch.nn.utils, which writes to the `.grad`s of parameters."""
+Clip = Callable[[list[torch.Tensor]], torch.Tensor | None]
+"""A function of torch.nn.utils, which writes to the `.grad`s of parameters, and may return their norm before that."""
+
+
+class ClipNormState(NamedTuple):
+    """The state of `clip_grad_norm`.
+
+    norm: the norm of the last update's gradients before they were clipped; NaN before the first update. 0-d, float32,
+        or float64 if a parameter has 64 bits, where the gradients lie.
+    """
+
+    norm: torch.Tensor
 
 
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> DonatingTransform:
     """Makes a transform that scales gradients down, so that their norm, as of one vector, is at most max_norm.
 
-    The bits are those of `torch.nn.utils.clip_grad_norm_`, which runs on copies. The norm stays on the device, unless
-    error_if_nonfinite. A gradient that is None stays None. There is no state: it is `()`.
+    The bits are those of `torch.nn.utils.clip_grad_norm_`, which runs on copies. A gradient that is None stays None.
+
+    The state is `(norm,)`, and `state.norm` is what `clip_grad_norm_` returned in the last update: the norm before
+    clipping, a 0-d tensor, NaN before the first update. It stays on the device, unless error_if_nonfinite. A state that
+    is `()`, of a version that kept no norm, is taken too.
 
     Args:
         max_norm: The norm that gradients have at most.
@@ -193,11 +209,13 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: 
         >>> updates, state = tx.update(grads, tx.init(params))
         >>> updates
         {'w': tensor([0.6000, 0.8000])}
+        >>> state.norm
+        tensor(50.)
     """
     _check_limit("max_norm", max_norm)
     _check_norm(norm_type)
     clip = partial(utils.clip_grad_norm_, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
-    return _stateless(clip)
+    return _clipping(_no_norm_yet, clip)
 
 
 def clip_grad_value(clip_value: float) -> DonatingTransform:
@@ -224,7 +242,7 @@ def clip_grad_value(clip_value: float) -> DonatingTransform:
         {'w': tensor([ 0.1000, -0.5000])}
     """
     _check_limit("clip_value", clip_value)
-    return _stateless(partial(utils.clip_grad_value_, clip_value=clip_value))
+    return _clipping(_no_state, partial(utils.clip_grad_value_, clip_value=clip_value))
 
 
 def _check_limit(name: str, limit: object) -> None:
@@ -242,19 +260,34 @@ def _check_norm(norm_type: object) -> None:
         raise FuncgaError(f'norm_type is {norm_type!r}, and must be a number, or "inf": norm_type=2.0.')
 
 
-def _stateless(clip: Clip) -> DonatingTransform:
+def _clipping(init: Callable[[Tree], Tree], clip: Clip) -> DonatingTransform:
     """The transform that does to gradients what `clip` does to the `.grad`s of parameters."""
-    return DonatingTransform(_no_state, partial(_clipped, clip, False), partial(_clipped, clip, True))
+    return DonatingTransform(init, partial(_clipped, clip, False), partial(_clipped, clip, True))
 
 
 def _no_state(params: Tree) -> tuple[()]:
     return ()
 
 
+def _no_norm_yet(params: Tree) -> ClipNormState:
+    tensors = [leaf for leaf in trees.flatten(params)[0] if isinstance(leaf, torch.Tensor)]
+    has_64_bits = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
+    dtype = torch.float64 if has_64_bits else torch.float32
+    return ClipNormState(torch.full((), torch.nan, dtype=dtype, device=tensors[0].device if tensors else None))
+
+
+def _state_of(norm: torch.Tensor, before: Tree) -> ClipNormState:
+    """The state with the norm that torch has returned, in the dtype of the state before."""
+    # The norm of shards is a sum over them that is still to be done. Nothing here makes the host wait for a device.
+    whole: torch.Tensor = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
+    dtype = before.norm.dtype if isinstance(before, ClipNormState) else torch.promote_types(whole.dtype, torch.float32)
+    return ClipNormState(whole.to(dtype))
+
+
 def _clipped(
     clip: Clip, owned: bool, /, grads: Tree, state: Tree, params: Tree = None, **extra: object
 ) -> tuple[Tree, Tree]:
-    """The gradients clipped, in their own memory if they are `owned`, and the state as it is."""
+    """The gradients clipped, in their own memory if they are `owned`, and the state after it."""
     check_not_differentiated("clipping", grads)  # before graphs are switched off, which would hide a loss around it
     leaves, structure = trees.flatten(grads)
     for index, leaf in enumerate(leaves):
@@ -263,8 +296,9 @@ def _clipped(
         plain = [None if leaf is None else leaf.detach() for leaf in leaves]
         clipped = without_overlap(plain) if owned else [None if grad is None else grad.clone() for grad in plain]
         # torch clips the `.grad`s of parameters in place, so each copy is the `.grad` of a tensor made for it.
-        clip([_holder(grad) for grad in clipped if grad is not None])
-    return trees.unflatten(structure, clipped), state
+        norm = clip([_holder(grad) for grad in clipped if grad is not None])
+        after = state if norm is None else _state_of(norm, state)
+    return trees.unflatten(structure, clipped), after
 
 
 def _check_gradient(leaf: object, leaf_index: int, grads: Tree) -> None:

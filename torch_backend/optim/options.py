@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from funcga._trees.match import paths_and_leaves
+from funcga._backend.prefixes import paths_and_leaves
 from funcga._types import Tree
 from funcga.errors import FuncgaError, similar
 from torch_backend import _private, trees

@@ -23,7 +23,7 @@ from torch_backend.engine.buffers import Buffers, power_below
 from torch_backend.engine.layout import Layout
 from torch_backend.reduce.agreement import Agreement, Progress, Rebuild, agreed, proposed
 from torch_backend.reduce.header import ROOM, Header, Report, check_in_step, digest_of
-from torch_backend.reduce.wire import Sums, Wire, carried, gather
+from torch_backend.reduce.wire import Sums, Wire, add_converted, carried, gather
 from torch_backend.replicas import Replicas, explained, owed_to
 
 
@@ -55,6 +55,8 @@ class Reduction:
         self.rebuild: Rebuild | None = None
         self.is_over = False
         self.counted: tuple[dist.Work, torch.Tensor] | None = None
+        self.buffers_of: Callable[[Layout], Buffers] = Buffers  # for a replica without any micro-batch
+        self.converted = False  # whether leaves that are added as what their monoid makes of them are added
         self.combine: Callable[[], None] | None = None  # waits for leaves in no bucket, and combines them
 
     # ------------------------------------------------------------------------------------------------- a window begins
@@ -135,6 +137,7 @@ class Reduction:
                 steps=buffers.steps + steps,
                 weight=float(buffers.weight + (0 if on_device else weight)),
                 unit=buffers.unit or 0.0,
+                rejected=0 if isinstance(buffers.rejected, torch.Tensor) else buffers.rejected,
                 numbers=tuple([float(buffers.reduced[leaf] or 0.0) for leaf in self.numbers]),
             )
         self.header = Header(self.replicas.channel, report)
@@ -175,7 +178,7 @@ class Reduction:
             self.problem = problem
             raise
         if self.rebuild is not None:
-            self._take_buffers(agreement, Buffers(Layout(agreement.outputs)))
+            self._take_buffers(agreement, self.buffers_of(Layout(agreement.outputs)))
         # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the unit is a power of
         # two, and a sum is rounded once at most.
         units = {report.unit for report in reports} - {0.0}
@@ -249,6 +252,9 @@ class Reduction:
         if self.counted is None and any(report.on_device for report in self.header.reports()):
             self.counted = self._count_on_device()
         plan = self.agreement.plan
+        if plan.converted and not self.converted:
+            self.converted = True
+            add_converted(self.buffers, plan, self._wire)
         if self.combine is None and plan.gathered and not self.buffers.outputs.collected:
             self.combine = gather(self.buffers, plan, self._wire)
 
@@ -262,7 +268,8 @@ class Reduction:
     def _count_on_device(self) -> tuple[dist.Work, torch.Tensor]:
         """Begins to add up what the devices have counted: the weight, and micro-batches that the host cannot see."""
         counted, wire = self.buffers.counted, self._wire
-        counts = (0, 0) if counted is None else (counted.weight[0], counted.steps)
+        rejected = self.buffers.rejected if isinstance(self.buffers.rejected, torch.Tensor) else 0
+        counts = (0, 0, rejected) if counted is None else (counted.weight[0], counted.steps, rejected)
         sent = torch.stack([_on_device(count, wire.device) for count in counts])
         return wire.carrier.allreduce([sent]), sent
 
@@ -308,10 +315,12 @@ class Reduction:
         buffers, mark = self.buffers, self.sums.mark
         buffers.unit, buffers.counted = self.unit, None
         buffers.steps, buffers.weight = int(sum(report.steps for report in reports)), sum(r.weight for r in reports)
+        buffers.rejected = int(sum(report.rejected for report in reports))
         if self.counted is not None:
             work, counts = self.counted
             work.wait()
             buffers.counted = Tally((counts[0],), counts[1].to(torch.int64))
+            buffers.rejected = buffers.rejected + counts[2]
         if not mark.is_cpu:
             # The weight is NaN where a replica has given up, and so is every mean of the window.
             spoilt = torch.where(mark != 0, float("nan"), 0.0).to(torch.float64)

@@ -22,6 +22,7 @@ class Report(NamedTuple):
     weight: float = 0.0
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
     failed: float = False  # whether the replica has raised an error
+    rejected: float = 0  # micro-batches that are dropped, but for those that only the device counts
     numbers: tuple[float, ...] = ()  # sums that need no collective of their own, ROOM at most
 
 

@@ -5,6 +5,7 @@ as moments or collected rows, are gathered, and combined in the order of the rep
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -56,11 +57,13 @@ class Bucket(NamedTuple):
 class Plan(NamedTuple):
     """How each reduced leaf travels. It follows from what is folded, so it is the same on every replica.
 
-    `gathered` has the shapes of the leaves that are in no bucket.
+    `converted` has the shapes of leaves that are added as what their monoid makes of them for that, in groups that
+    travel together; `gathered` has those of all others that are in no bucket.
     """
 
     buckets: tuple[Bucket, ...]
     gathered: dict[int, tuple[int, ...]]
+    converted: tuple[dict[int, tuple[int, ...]], ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +74,13 @@ class Plan(NamedTuple):
         """All leaves, if they are real scalars on the host, and no more than so many; otherwise none."""
         segments = [segment for bucket in self.buckets for segment in bucket.segments]
         on_host = all(bucket.device.type == "cpu" and bucket.dtype.is_floating_point for bucket in self.buckets)
-        if self.gathered or len(segments) > most or not on_host or any(segment.shape for segment in segments):
+        if (
+            self.gathered
+            or self.converted
+            or len(segments) > most
+            or not on_host
+            or any(segment.shape for segment in segments)
+        ):
             return ()
         return tuple([segment.leaf for segment in segments])
 
@@ -105,8 +114,33 @@ def planned(
     if not buckets:  # an empty one, for the mark of an error
         device = next((like.device for like in likes.values()), torch.device("cpu"))
         buckets = [Bucket(torch.float32, device, torch.float32, (), 0)]
+    return Plan(tuple(buckets), *_others(folds, likes, buckets, bucket_bytes))
+
+
+def _others(
+    folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], buckets: Sequence[Bucket], bucket_bytes: int
+) -> tuple[dict[int, tuple[int, ...]], tuple[dict[int, tuple[int, ...]], ...]]:
+    """The leaves that are in no bucket: those that are gathered, and the groups of those that are converted."""
     in_buckets = {segment.leaf for bucket in buckets for segment in bucket.segments}
-    return Plan(tuple(buckets), {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in in_buckets})
+    shapes = {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in in_buckets}
+    converted = {leaf: shape for leaf, shape in shapes.items() if folds[leaf].fold.reducer.monoid.sent is not None}
+    gathered = {leaf: shape for leaf, shape in shapes.items() if leaf not in converted}
+    return gathered, _grouped(converted, likes, bucket_bytes)
+
+
+def _grouped(
+    shapes: Mapping[int, tuple[int, ...]], likes: Mapping[int, torch.Tensor], bucket_bytes: int
+) -> tuple[dict[int, tuple[int, ...]], ...]:
+    """The leaves in groups that travel together, about as large as a bucket."""
+    groups: list[dict[int, tuple[int, ...]]] = []
+    room = 0
+    for leaf, shape in shapes.items():
+        if not groups or likes[leaf].nbytes > room:
+            groups.append({})
+            room = bucket_bytes
+        groups[-1][leaf] = shape
+        room -= likes[leaf].nbytes
+    return tuple(groups)
 
 
 def _segment(leaf: int, end: int, like: torch.Tensor, is_complex: bool) -> Segment:
@@ -227,7 +261,7 @@ def _view(memory: torch.Tensor, segment: Segment) -> torch.Tensor:
     return torch.view_as_complex(real) if segment.is_complex else real
 
 
-# -------------------------------------------------------------------------------------------------- what is gathered
+# ------------------------------------------------------------------------------------------------- what is converted
 
 
 class Wire(NamedTuple):
@@ -236,6 +270,60 @@ class Wire(NamedTuple):
     carrier: dist.ProcessGroup
     device: torch.device
     channel: Channel
+
+
+def add_converted(buffers: Buffers, plan: Plan, wire: Wire) -> None:
+    """Adds over the replicas the leaves that are added as what their monoid makes of them.
+
+    Two groups are under way at a time, so that what is made takes little memory.
+    """
+    under_way: deque[Callable[[], None]] = deque()
+    for group in plan.converted:
+        under_way.append(_converted(buffers, group, wire))
+        if len(under_way) > 2:
+            under_way.popleft()()
+    for receive in under_way:
+        receive()
+
+
+def _converted(buffers: Buffers, group: Mapping[int, tuple[int, ...]], wire: Wire) -> Callable[[], None]:
+    """Begins to add the leaves of a group, and returns a function that waits for the sums and takes them in."""
+    addends, structure = trees.flatten([_sent(buffers, leaf, shape, wire.device) for leaf, shape in group.items()])
+    # One collective for each dtype.
+    places: dict[torch.dtype, list[int]] = {}
+    for place, addend in enumerate(addends):
+        places.setdefault(addend.dtype, []).append(place)
+    sent = {
+        dtype: torch.cat([addends[at].reshape(-1) for at in here]).to(wire.device) for dtype, here in places.items()
+    }
+    works = [wire.carrier.allreduce([numbers]) for numbers in sent.values()]
+    kinds = [(addend.shape, addend.device) for addend in addends]
+    del addends
+
+    def receive() -> None:
+        for work in works:
+            work.wait()
+        sums: list[torch.Tensor] = [torch.empty(0)] * len(kinds)
+        for dtype, here in places.items():
+            rows = torch.split(sent[dtype], [math.prod(kinds[at][0]) for at in here])
+            for at, row in zip(here, rows, strict=True):
+                sums[at] = row.view(kinds[at][0]).to(kinds[at][1])
+        for leaf, of_leaf in zip(group, trees.unflatten(structure, sums), strict=True):
+            received = buffers.folds[leaf].fold.reducer.monoid.received
+            assert received is not None
+            buffers.reduced[leaf] = received(torch, of_leaf)
+
+    return receive
+
+
+def _sent(buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.device) -> Reduced:
+    """What this replica sends of a leaf."""
+    sent = buffers.folds[leaf].fold.reducer.monoid.sent
+    assert sent is not None  # or it is gathered
+    return sent(torch, _lifted(buffers, leaf, shape, device))
+
+
+# -------------------------------------------------------------------------------------------------- what is gathered
 
 
 def gather(buffers: Buffers, plan: Plan, wire: Wire) -> Callable[[], None]:

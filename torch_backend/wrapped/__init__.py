@@ -81,7 +81,7 @@ def module_value_and_grad(
             f'micro-batch, or sync="outer", for a mesh of two dimensions.'
         )
     check_scaled(loss_fn, scaled)
-    wrapper = _wrapper_of(module)
+    wrapper = wrapper_of(module)
     if wrapper is None:
         if sync == "outer":
             raise no_outer_mesh("a module that is not wrapped")
@@ -90,7 +90,7 @@ def module_value_and_grad(
     # error comes here, and not in the middle of a window.
     try:
         wrapper.check(sync)
-        _check_covered(module, wrapper)
+        check_covered(module, wrapper)
     except AttributeError as error:
         raise FuncgaError(
             f"{wrapper.name} of torch {torch.__version__} has no `{error.name}`, without which its gradients cannot be "
@@ -100,7 +100,7 @@ def module_value_and_grad(
     return WrappedGradient(module, loss_fn, has_aux, scaled, sync, wrapper)
 
 
-def _wrapper_of(module: nn.Module) -> Wrapper | None:
+def wrapper_of(module: nn.Module) -> Wrapper | None:
     """What knows how the module is wrapped; None if nothing wraps it."""
     wrapped = [*_outermost(module)]
     kinds = {kind.name: kind for part in wrapped if (kind := kind_of(part)) is not None}
@@ -127,7 +127,8 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost(child)
 
 
-def _check_covered(module: nn.Module, wrapper: Wrapper) -> None:
+def check_covered(module: nn.Module, wrapper: Wrapper) -> None:
+    """Raises FuncgaError if a parameter is trained that the wrapper does not reduce."""
     covered = wrapper.covered()
     for name, p in module.named_parameters():
         if p.requires_grad and id(p) not in covered:

@@ -83,6 +83,13 @@ class Wrapper:
         """Leaves of a loss's graph beside the parameters, or in their place."""
         return []
 
+    def leaf_of(self) -> dict[int, torch.Tensor]:
+        """By the id of a parameter, the leaf that its gradient comes to on this replica, where that is another tensor.
+
+        Raises FuncgaError if there is no such leaf. To be asked after a forward pass.
+        """
+        return {}
+
     def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
         """What the sum of each parameter has been divided by. Wrappers average, so it is the number of replicas."""
         scale = float(prod(group.size() for group in self.groups()[0]))

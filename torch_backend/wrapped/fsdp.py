@@ -48,6 +48,14 @@ class FSDP2(Wrapper):
         """The unsharded ones, which are made at the first forward pass."""
         return [param for group in self._param_groups() for param in _private.unsharded_params(group)]
 
+    def leaf_of(self) -> dict[int, torch.Tensor]:
+        """The unsharded parameter of each sharded one."""
+        return {
+            id(sharded): unsharded
+            for group in self._param_groups()
+            for sharded, unsharded in zip(_private.sharded_params(group), _private.unsharded_params(group), strict=True)
+        }
+
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group of the mesh, or for a mesh of two dimensions the one that shards, then the one that replicates."""
         return [_private.process_groups_of(group) for group in self._param_groups()]

@@ -38,6 +38,15 @@ class FSDP1(Wrapper):
         """The flat parameters."""
         return [flat for part in self.parts if (flat := _private.flat_param_of(part)) is not None]
 
+    def leaf_of(self) -> dict[int, torch.Tensor]:
+        """Raises FuncgaError: one gradient comes for all parameters of a part."""
+        raise FuncgaError(
+            "observe= was given, and the module is wrapped by FullyShardedDataParallel, which computes one flat "
+            "gradient for all parameters of a part: those of its parameters cannot be told apart. Use fully_shard; or "
+            "let funcga reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), n, "
+            "across=group), with the module that was wrapped."
+        )
+
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
         return [_private.groups_of_fsdp1(part) for part in self.parts]

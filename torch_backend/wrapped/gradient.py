@@ -22,6 +22,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
 from torch_backend.engine import Window
+from torch_backend.engine.dropping import DroppingEngine
 from torch_backend.engine.window import Engine, reductions_of
 
 
@@ -60,6 +61,10 @@ class ModuleGradient(OwningGradient):
         """What splits the output of loss_fn, and composes that of a gradient function."""
         return LossOfModule(self.loss_fn, 0, self.has_aux, True, self.scaled)
 
+    def without_aux(self, output: Tree) -> Tree:
+        """What it returned, without the aux."""
+        return self.parts.without_aux(output)
+
     @cached_property
     def _alone(self) -> Program:
         """The fold of one micro-batch."""
@@ -77,6 +82,10 @@ class ModuleGradient(OwningGradient):
         with window:
             args, kwargs = window.detached(args), dict(zip(kwargs, window.detached((*kwargs.values(),)), strict=True))
             return window.result(window.fold(arguments, args, kwargs, rows[0] if rows else 1, last=True))
+
+    def gradient_in(self, value: Tree) -> Tree:
+        """The part of a value that is the gradient."""
+        return self.parts.gradient_in(value)
 
     def snapshot(self) -> Callable[[], None]:
         """The buffers as they are now, such as BatchNorm's running statistics; calling it puts them back."""
@@ -99,7 +108,8 @@ class ModuleGradient(OwningGradient):
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
         reduction = None if program.across is None else reductions_of(program, backend)[0]
-        return Engine(program, self.parts, backend, reduction, self.module)
+        kind = Engine if program.dropping is None else DroppingEngine
+        return kind(program, self.parts, backend, reduction, self.module)
 
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""

@@ -8,7 +8,7 @@ together gives the weighted mean, however uneven the replicas are.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +22,7 @@ from funcga._call import Program
 from funcga._call.arguments import CARRY, Arguments
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
-from funcga._grad import scaled_loss
+from funcga._grad import GradientFunction, scaled_loss
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
@@ -30,7 +30,9 @@ from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.backward import autocasting, holds, is_alone
 from torch_backend.engine.buffers import Buffers
+from torch_backend.engine.dropping import put_back, statistics_of
 from torch_backend.engine.layout import Kept, Leaves
+from torch_backend.engine.observing import ObservedGradient, Observing
 from torch_backend.engine.others import applied, left_alone, reach
 from torch_backend.engine.window import detached
 from torch_backend.modules import trainable
@@ -42,6 +44,7 @@ from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.sums import divide, is_power_of_two
 from torch_backend.wrapped.ddp import Wrapper
+from torch_backend.wrapped.dropping import AgreedBuffers, KeptSums, check_droppable
 from torch_backend.wrapped.gradient import ModuleGradient
 
 _NOTHING = nullcontext()
@@ -63,6 +66,8 @@ class WrappedGradient(ModuleGradient):
     def window(self, program: Program, backend: Backend, alone: bool = False) -> "ModuleWindow":
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
+        if program.dropping is not None:
+            check_droppable(program.dropping, self.wrapper.name)
         return ModuleWindow(program, self, backend, alone)
 
     def merged_over(self, across: Across) -> Across:
@@ -113,8 +118,16 @@ class ModuleWindow:
             Reduction(progress, replicas, announces_all=True) for replicas in self.wrapper.replicas(program.across)
         ]
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
+        self.passes = 0  # micro-batches so far, whether they are dropped or not
         self.has_begun = False  # a pass, of which something may be left
         self.buffers: Buffers | None = None
+        # What may be dropped has to be reduced alone.
+        self.sync = gradient.sync if program.dropping is None else "every"
+        self.kept: KeptSums | None = None
+        # Whether what is beside the gradients is added after the backward pass, which tells what that is.
+        self.adds_late = program.dropping is not None or program.observers is not None
+        self.observing: Observing | None = None
+        self.folded: GradientFunction = self.parts  # whose output is folded
         self.since = applied.last if applied.is_noted else None
         # The number of nodes of the last graph, and of the graph that was walked through last. NaN equals nothing.
         self.graph_size = self.walked_size = math.nan
@@ -135,7 +148,10 @@ class ModuleWindow:
             # The user's `.grad`s are put aside, and come back when the stack closes.
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
             # Until the last micro-batch is known to be the last, no pass synchronises.
-            self.waiting.enter_context(self.wrapper.waiting(self.gradient.sync))
+            self.waiting.enter_context(self.wrapper.waiting(self.sync))
+            if self.program.dropping is not None:
+                self.statistics_before = statistics_of(self.gradient.module)
+                self.kept = KeptSums(self.params.values(), self.wrapper.groups()[0], self.backend)
             self.stack = stack.pop_all()
         return self
 
@@ -144,6 +160,8 @@ class ModuleWindow:
     ) -> None:
         # The stack closes last: `recover` still needs the window's `.grad`s and flags.
         with self.stack:
+            if self.observing is not None:
+                self.observing.end()
             self.waiting.close()
             if error is not None:
                 for reduction in self.reductions:
@@ -166,11 +184,21 @@ class ModuleWindow:
             scale, kwargs = self.parts.read_scale(kwargs, self.backend)
         if last:
             self._begin_last(args, kwargs)
+        self.passes += 1
+        statistics = [] if self.kept is None else statistics_of(self.gradient.module)
         loss, aux, differentiated = self._forward(args, kwargs, weight, scale)
         # The first loss tells what becomes of every leaf. The cotangent depends on that.
         if self.buffers is None:
             self._make_room(loss.detach(), aux, arguments)
         cotangent = self._cotangent(differentiated, weight)
+        if self.adds_late:
+            self._backward(differentiated, cotangent)
+            # A window with observers sees the gradients of this replica, times the cotangent.
+            on_device = self.is_weighted and isinstance(weight, torch.Tensor)
+            self.seed = cotangent if on_device else float(self.factor * (weight if self.is_weighted else 1))
+            state = self._add(loss.detach(), aux, weight)
+            put_back(statistics, True if self.kept is None else self.kept.last)
+            return state
         # The loss is added first: while the last backward pass runs, the replicas hear what each of them has folded.
         state = self._add(loss.detach(), aux, weight)
         self._backward(differentiated, cotangent)
@@ -180,8 +208,8 @@ class ModuleWindow:
         """Runs the passes that this replica lacks, then ends the waiting: the next pass synchronises."""
         n = self.program.n
         # Here even passes that wait communicate. If other replicas run a pass and this one does not, they hang.
-        if n is not None and (self.wrapper.in_step or self.gradient.sync != "last"):
-            for _ in range(n - 1 - (0 if self.buffers is None else self.buffers.steps)):
+        if n is not None and (self.wrapper.in_step or self.sync != "last"):
+            for _ in range(n - 1 - self.passes):
                 self._keep_step(args, kwargs)
         self.waiting.close()
         self.is_last = True
@@ -252,6 +280,8 @@ class ModuleWindow:
                 f"synchronise in. Return a loss that is computed from module(x), 0 times that if need be."
             )
         inputs, others = self._inputs_and_others(loss)
+        if self.kept is not None:
+            self.kept.clear()
         with ExitStack() as stack:
             for device in autocasting((loss.device.type,)):
                 stack.enter_context(torch.autocast(device, enabled=False))
@@ -259,9 +289,9 @@ class ModuleWindow:
                 stack.enter_context(left_alone(others))
             if self.is_last:
                 # In a first window the replicas have more to tell each other, and would wait. `finish` announces it.
-                if self.reductions[0].agreement.steps:
+                if self.reductions[0].agreement.steps and not self.adds_late:
                     self.reductions[0].announce()
-                stack.enter_context(self.wrapper.synchronising(self.gradient.sync, self.params))
+                stack.enter_context(self.wrapper.synchronising(self.sync, self.params))
             with recording_loss():
                 _private.run_backward(loss, cotangent, inputs, on_host=False)
 
@@ -286,8 +316,12 @@ class ModuleWindow:
         """Folds the loss and its aux in, and returns the state that is threaded to the next micro-batch."""
         buffers, layout = self.buffers, self.layout
         assert buffers is not None
-        if not layout.is_loss_alone or loss.dtype != layout.head.dtypes[0]:
-            return buffers.add(self._leaves(loss, aux), weight)
+        if not layout.is_loss_alone or loss.dtype != layout.head.dtypes[0] or self.kept is not None:
+            leaves = self._leaves(loss, aux)
+            if self.observing is not None:
+                told = self.observing.told(leaves, weight, self.seed)
+                leaves[: len(told)] = told
+            return buffers.add(leaves, weight)
         share = buffers.share(weight)
         if share is None:
             return buffers.add(self._leaves(loss, aux), weight)
@@ -297,7 +331,7 @@ class ModuleWindow:
     def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
         which = f"micro-batch {1 if self.buffers is None else self.buffers.steps + 1}"
-        leaves = self.layout.head.leaves(self.parts.compose(loss, aux, [()]), which)
+        leaves = self.layout.head.leaves(self.folded.compose(loss, aux, [()]), which)
         return [*leaves, *[None] * len(self.params)]
 
     # --- replicas with fewer micro-batches than others
@@ -320,6 +354,10 @@ class ModuleWindow:
         if arguments is not None:
             self._make_room(loss.detach(), aux, arguments)
         self._backward(loss, torch.zeros_like(loss, requires_grad=False))
+        if self.observing is not None:
+            self.observing.forget()
+        if self.kept is not None:
+            self.kept.vote(True)
         for buffer, values in before:
             buffer.copy_(values)
 
@@ -328,7 +366,7 @@ class ModuleWindow:
 
         It runs the passes that the others wait for, over a row of zeros: many modules cannot run on an empty batch.
         """
-        if self.program.n is None and (self.wrapper.in_step or self.gradient.sync != "last"):
+        if self.program.n is None and (self.wrapper.in_step or self.sync != "last"):
             self.gradient.check_stream()  # nobody knows how often the others call the module
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
         arguments = with_a_blank_row(arguments)
@@ -343,26 +381,32 @@ class ModuleWindow:
         """The normalised result, in the structure of grad_fn's output, the same on every replica."""
         buffers = self.buffers
         assert buffers is not None
+        if self.kept is not None:
+            self.kept.put()
         with torch.no_grad():
-            gradients = [_taken(p, self.wrapper.fresh) for p in self.params.values()]
+            gradients = [taken(p, self.wrapper.fresh) for p in self.params.values()]
             # Of a DTensor only the local shard is divided.
             sums = local_tensors(gradients)
             # The wrapper has divided the sum by a scale, usually the number of replicas.
-            scale = _rescaled(sums, self.scales)
+            scale = rescaled(sums, self.scales)
             # The wrapper has merged the gradients already, so they join the buffers only after the rest is merged.
             for reduction in self.reductions:
                 state = reduction.finish(state)
-            if not buffers.steps:
+            if not buffers.steps and self.kept is None:
                 raise nothing_to_fold()
             self._put(buffers, sums, scale / self.factor)
-            value, folded = buffers.result(state)
+            result = buffers.result(state)
+            before, (value, folded) = ((), result) if self.program.observers is None else result
+            if self.program.dropping is not None and self.program.dropping.scope == "window":
+                put_back(self.statistics_before, buffers.rejected == 0)
         # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor. Only a result in
         # another dtype has memory of its own.
         named = zip(self.params, gradients, sums, strict=True)
-        return value, {
+        grads = {
             name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
             for name, gradient, shard in named
         }
+        return (value, grads) if self.program.observers is None else (before, (value, grads))
 
     def _put(self, buffers: Buffers, sums: list[torch.Tensor], unit: float) -> None:
         """Puts the sums of the gradients, which are held in this unit, into the buffers.
@@ -398,10 +442,23 @@ class ModuleWindow:
         structure = self.backend.trees.flatten(self.params)[1]
         leaves = {0: Leaves(self.params, [*self.params.values()], structure, [])}
         bind = lambda value: self.program.bind(value, arguments)
+        if self.program.observers is not None:
+            readings = self.program.readings(self.parts.compose(loss, aux, [self.params]), arguments)
+            self.folded = observed = ObservedGradient.of(self.parts, readings, loss)
         layout = self.program.memory.keep(Kept).layout_of(
-            self.parts, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
+            self.folded, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
         )
         self.layout, self.buffers = layout, Buffers(layout)
+        if self.kept is not None and self.program.dropping is not None:
+            self.buffers = AgreedBuffers(self.program.dropping, self.kept, layout)
+        if self.program.observers is not None:
+            computed_with = self.wrapper.leaf_of()
+            in_backward = zip(layout.in_backward, self.params.values(), strict=True)
+            self.observing = Observing(
+                readings,
+                {leaf_index: computed_with.get(id(p), p) for leaf_index, p in in_backward},
+                observed.before[0][0],
+            )
         leaves_beside = self._leaves(loss, aux)
         for reduction in self.reductions:
             reduction.begin(self.buffers, leaves_beside)
@@ -426,30 +483,41 @@ class ModuleWindow:
 
     def _check_folds(self, outputs: Outputs) -> None:
         """Raises FuncgaError if the folds of the gradients are not what a wrapper can do."""
-        weighted = set()
-        folds = outputs.folds[len(outputs.folds) - len(self.params) :]
-        for fold, (name, p) in zip(folds, self.params.items(), strict=True):
-            if fold is None or not fold.fold.reducer.additive:
-                raise FuncgaError(
-                    "the gradients' fold is no sum, and a module's own gradients are only added, in the backward pass. "
-                    "Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
-                    "fold=(funcga.max(), funcga.mean()). For any other fold of gradients use "
-                    "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), with the module not wrapped."
-                )
-            weighted.add(fold.fold.reducer.linear)
-            dtype = self.wrapper.sums_in(p, self.gradient.sync)
-            if not self.alone and torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
-                narrow, promised = (str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype))
-                raise FuncgaError(
-                    f"`{name}` has gradients that {self.wrapper.name} sums in {narrow} over the "
-                    f"micro-batches, and the fold promises {promised}. {self.wrapper.remedy} Or say that {narrow} is "
-                    f"meant: funcga.mean(dtype={narrow!r})."
-                )
-        if len(weighted) > 1:
+        dtypes = None if self.alone else [self.wrapper.sums_in(p, self.sync) for p in self.params.values()]
+        check_folds(outputs, self.params, dtypes, self.wrapper.name, self.wrapper.remedy)
+
+
+def check_folds(
+    outputs: Outputs, params: Mapping[str, torch.Tensor], dtypes: Sequence[torch.dtype] | None, adds: str, remedy: str
+) -> None:
+    """Raises FuncgaError if the folds of the gradients, which are the last leaves, are not sums as a wrapper adds them.
+
+    `adds`: what adds the gradients; `dtypes`: in what, None for one micro-batch; `remedy`: for those that are narrow.
+    """
+    weighted = set()
+    folds = outputs.folds[len(outputs.folds) - len(params) :]
+    for position, (fold, name) in enumerate(zip(folds, params, strict=True)):
+        if fold is None or not fold.fold.reducer.additive:
             raise FuncgaError(
-                "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's "
-                "own gradients come from one backward pass with one weight. Give all of them one of the two."
+                "the gradients' fold is no sum, and a module's own gradients are only added, in the backward pass. "
+                "Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
+                "fold=(funcga.max(), funcga.mean()). For any other fold of gradients use "
+                "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), with the module not wrapped."
             )
+        weighted.add(fold.fold.reducer.linear)
+        dtype = fold.accumulator_dtype if dtypes is None else dtypes[position]
+        if torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
+            narrow, promised = (str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype))
+            raise FuncgaError(
+                f"`{name}` has gradients that {adds} sums in {narrow} over the "
+                f"micro-batches, and the fold promises {promised}. {remedy} Or say that {narrow} is "
+                f"meant: funcga.mean(dtype={narrow!r})."
+            )
+    if len(weighted) > 1:
+        raise FuncgaError(
+            "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's "
+            "own gradients come from one backward pass with one weight. Give all of them one of the two."
+        )
 
 
 def with_a_blank_row(arguments: Arguments) -> Arguments:
@@ -471,7 +539,7 @@ def with_a_blank_row(arguments: Arguments) -> Arguments:
     return replace(arguments, parts=tuple(parts))
 
 
-def _taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
+def taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
     """The gradient of a parameter, in memory that nobody else holds; zeros if it has none."""
     gradient = p.grad
     if gradient is None:
@@ -481,7 +549,7 @@ def _taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
     return gradient if fresh or is_alone(gradient) else gradient.clone()
 
 
-def _rescaled(sums: list[torch.Tensor], scales: list[float]) -> float:
+def rescaled(sums: list[torch.Tensor], scales: list[float]) -> float:
     """The one scale that all sums are divided by; those that were divided by another one are rescaled first."""
     scale = scales[0] if scales else 1.0
     for other in {*scales} - {scale}:

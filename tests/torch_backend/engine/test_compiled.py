@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import funcga
+from benchmarks.torch_measure import allocator_peak
 from torch_backend import module_value_and_grad, pure_loss
 
 # torch's compiler warns of torch's own use of what it has deprecated
@@ -133,17 +134,34 @@ def test_one_graph_for_every_kind_of_fold(kind):
     check(traced(step, fullgraph=True)(W, X), step(W, X))
 
 
-def test_micro_batches_follow_one_another():
-    """Each addition is an operator that a compiler leaves in its place, for the loss and the gradient together."""
-    added = []
+@pytest.mark.parametrize("weight", [None, lambda x: (x > 0).sum()])
+def test_micro_batches_follow_one_another(weight):
+    """Before the rows of one can be used, all that was added before is done, to the loss and to the gradient."""
+    found = []
 
     def backend(graph, inputs):
-        nodes = [node for node in graph.graph.nodes if "funcga.add_" in str(node.target)]
-        added.append([len(node.args[0]) for node in nodes])
+        nodes = [node for node in graph.graph.nodes if "funcga.after" in str(node.target)]
+        found.append([len(node.args[0]) for node in nodes])
         return graph.forward
 
-    check(made(4, backend=backend, fullgraph=True)(W, X), whole_batch(W, X))
-    assert added == [[2, 2, 2]]
+    step = funcga.accumulate(funcga.value_and_grad(loss), 4, weight=weight)
+    check(torch.compile(step, backend=backend, fullgraph=True)(W, X), step(W, X))
+    assert found == [[2, 2, 2]]
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_no_second_gradient_is_alive(rows):
+    """Each gradient is added where it is computed: the peak is that of the sums, one gradient and the activations."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64, bias=False), nn.Tanh())])
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    x = torch.randn(4 * rows, 64)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, lambda module, x: module(x).square().mean())), 4)
+    compiled = torch.compile(step)
+    check(compiled(params, x), step(params, x))
+    size, activations = 64 * 64 * 4, 6 * rows * 64 * 4
+    # What is activated, and the gradients of that, which products of matrices that are added may have to wait with.
+    assert allocator_peak(lambda: compiled(params, x))[0] <= (6 + 1) * size + 2.5 * activations
 
 
 def test_carried_state():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import grad_and_value
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
@@ -372,6 +373,28 @@ def test_what_a_call_made_is_freed_with_it():
             watch = [weakref.ref(leaf.untyped_storage()) for leaf in tree_leaves(out)]
             del out
             assert all(ref() is None for ref in watch)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["pure_loss", "module", "function"])
+def test_nothing_of_a_window_waits_for_the_garbage_collector(kind):
+    """What waited would keep the memory of the parameters, which a pure update replaces."""
+    module, x = nn.Linear(3, 1), torch.randn(8, 3)
+    loss = lambda module, x: module(x).square().mean()
+    gradient = {
+        "pure_loss": lambda: funcga.value_and_grad(torch_backend.pure_loss(module, loss)),
+        "module": lambda: torch_backend.module_value_and_grad(module, loss),
+        "function": lambda: funcga.value_and_grad(lambda p, x: (x @ p["weight"].T + p["bias"]).square().mean()),
+    }[kind]()
+    step, params = funcga.accumulate(gradient, 4), {name: p.detach() for name, p in module.named_parameters()}
+    call = lambda: step(x) if kind == "module" else step(params, x)
+    call()
+    gc.collect()
+    gc.disable()
+    try:
+        call()
+        assert not gc.collect()
     finally:
         gc.enable()
 

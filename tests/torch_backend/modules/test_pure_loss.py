@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import funcga
+import torch_backend
 from tests.kits import LIMITS, TORCH, counted, difference
 from torch_backend import pure_loss
 from torch_backend.modules import visits
@@ -641,6 +642,48 @@ def test_what_changes_in_the_module_between_micro_batches_is_kept():
 
 
 # --- threads that wait for one another
+
+
+def freeze(module):
+    module[0].weight.requires_grad_(False)
+
+
+def replace(module):
+    module[0].weight = nn.Parameter(torch.randn(4, 3))
+
+
+def exchange(module):
+    module[2] = nn.Linear(4, 2)
+
+
+def tie(module):
+    module[0].bias = module[2].bias = nn.Parameter(torch.randn(4))
+
+
+def rename(module):
+    del module[1]
+
+
+@pytest.mark.parametrize("change", [freeze, replace, exchange, tie, rename])
+@pytest.mark.parametrize("whose", ["pure_loss", "module"])
+def test_a_module_that_changes_between_windows(change, whose):
+    """What is known of it from the last window is no longer so."""
+    module, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 3)
+    loss = lambda module, x: module(x).square().mean()
+    gradients = {
+        "pure_loss": funcga.value_and_grad(pure_loss(module, loss)),
+        "module": torch_backend.module_value_and_grad(module, loss),
+    }
+    step = funcga.accumulate(gradients[whose], 4)
+    # First two windows, the second of which is known already.
+    for changes in (None, None, change, None):
+        if changes is not None:
+            changes(module)
+        params = torch_backend.trainable(module)
+        found = step(x) if whose == "module" else step(params, x)
+        whole = loss(module, x)
+        expected = dict(zip(params, torch.autograd.grad(whole, [*params.values()]), strict=True))
+        torch.testing.assert_close(found, (whole.detach(), expected))
 
 
 def test_two_threads_whose_losses_step_the_other_s_module():

@@ -26,13 +26,13 @@ def test_it_is_the_loop_that_clips_and_steps():
         for k, p in own.items():
             p.data.copy_(params[k])
             p.grad = grad[k].clone()
-        nn.utils.clip_grad_norm_(own.values(), 0.5)
+        norm = nn.utils.clip_grad_norm_(own.values(), 0.5)
         made.step()
         updates, state = tx.update(grad, state, params)
         assert all(torch.equal(updates[k], p.detach() - params[k]) for k, p in own.items())
+        assert torch.equal(state[0].norm, norm)
         params = torch_backend.apply_updates(params, updates)
     assert type(state) is tuple
-    assert state[0] == ()
     assert int(state[1].count) == 6
 
 
@@ -75,7 +75,8 @@ def test_what_a_chain_hands_on_may_be_what_it_was_given_or_keeps(link, depth):
     _, donated = tx.donated(outer, tx.init(params), params)
     assert same(grads[0], before)
     for found in (state, donated):
-        kept = [leaf for leaf in torch_backend.trees.flatten(found)[0] if isinstance(leaf, torch.Tensor)]
+        # Of the inner link: that of clipping is its norm.
+        kept = [leaf for leaf in torch_backend.trees.flatten(found[0])[0] if isinstance(leaf, torch.Tensor)]
         assert all(map(torch.equal, kept, before.values()))
 
 
@@ -107,6 +108,22 @@ def test_what_is_handed_on_is_not_copied():
     seen.clear()
     tx.donated([torch.ones(2)], state, None)
     assert seen == [("a", "donated"), ("b", "donated"), ("state", "donated"), ("c", "update")]
+
+
+def test_clipping_writes_to_what_is_handed_on_though_it_has_a_state():
+    handed_on = []
+
+    def doubled(grads, state, params):
+        handed_on.append([2 * grad for grad in grads])
+        return handed_on[-1], state
+
+    double = DonatingTransform(lambda params: (), doubled, doubled)
+    tx = torch_backend.chain(double, torch_backend.clip_grad_norm(1.0))
+    before = tx.init([torch.ones(2)])
+    clipped, after = tx.update([torch.tensor([3.0, 4.0])], before, None)
+    assert clipped[0].data_ptr() == handed_on[0][0].data_ptr()
+    assert before[1].norm.isnan()
+    assert after[1].norm == 10.0
 
 
 def test_extra_arguments_go_to_those_that_know_them():

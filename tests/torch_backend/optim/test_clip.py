@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import utils
 
+import funcga
 import torch_backend
 from tests.kits import needs_cuda, no_synchronisation
 from tests.processes import processes
@@ -31,26 +32,78 @@ def gradients(dtype=torch.float32):
     return {"a": torch.randn(5, 3, dtype=dtype), "deep": [torch.randn((), dtype=dtype), None, torch.randn(7).to(dtype)]}
 
 
+def check_norm(state, norm):
+    """The state is the norm that torch returned, and `()` if it returned none."""
+    assert state == () if norm is None else torch.equal(state.norm, norm.to(state.norm.dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("case", CLIPS)
 def test_the_bits_are_those_of_torch(case, dtype):
     make, clip = CLIPS[case]
     tx, grads = make(), gradients(dtype)
-    before = copy.deepcopy(grads)
-    clipped, state = tx.update(grads, tx.init(None), None, unknown=3)
+    before, state = copy.deepcopy(grads), tx.init(grads)
+    assert case == "value" or state.norm.isnan()
+    clipped, state = tx.update(grads, state, None, unknown=3)
     params = [torch.zeros_like(grad) for grad in (before["a"], before["deep"][0], before["deep"][2])]
     for p, grad in zip(params, (before["a"], before["deep"][0], before["deep"][2]), strict=True):
         p.grad = grad.clone()
-    clip(params)
+    norm = clip(params)
     expected = {"a": params[0].grad, "deep": [params[1].grad, None, params[2].grad]}
-    assert state == ()
+    check_norm(state, norm)
     assert same(clipped, expected)
     assert same(clipped, before) == (case == "large")
     assert same(grads, before)
     assert clipped["a"].data_ptr() != grads["a"].data_ptr()
-    donated, _ = tx.donated(grads, ())
+    donated, state = tx.donated(grads, state)
+    check_norm(state, norm)
     assert same(donated, expected)
     assert donated["a"].data_ptr() == grads["a"].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128])
+def test_the_norm_keeps_its_dtype_and_its_state_can_be_restored(dtype, tmp_path):
+    params = {"a": torch.ones(3, dtype=dtype), "b": None}
+    tx = torch_backend.clip_grad_norm(1.0)
+    _, state = tx.update(params, tx.init(params))
+    is_wide = dtype in (torch.float64, torch.complex128)
+    assert state.norm.dtype == (torch.float64 if is_wide else torch.float32)
+    assert torch.allclose(state.norm, torch.tensor(3.0, dtype=state.norm.dtype).sqrt(), atol=0.005)
+    restored = funcga.from_state_dict(tx.init(params), funcga.to_state_dict(state))
+    assert torch.equal(restored.norm, state.norm)
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.equal(torch.load(tmp_path / "state.pt", weights_only=True).norm, state.norm)
+
+
+def test_a_state_that_was_saved_without_a_norm():
+    params = {"w": torch.tensor([3.0, 4.0])}
+    adamw = torch_backend.from_optimizer(torch.optim.AdamW)
+    tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw), 1)
+    saved = funcga.to_state_dict(tx.update(params, tx.init(params), params)[1])
+    del saved[".inner[0].norm"]
+    with pytest.raises(funcga.FuncgaError, match=r"\.inner\[0\]\.norm"):
+        funcga.from_state_dict(tx.init(params), saved)
+    initial = tx.init(params)
+    state = funcga.from_state_dict(initial, {**funcga.to_state_dict(initial), **saved})
+    assert state.inner[0].norm.isnan()
+    older = state._replace(inner=((), state.inner[1]))
+    for before in (state, older):
+        assert tx.update(params, before, params)[1].inner[0].norm == 5.0
+
+
+def test_the_last_norm_stays_where_there_is_no_update():
+    tx = torch_backend.clip_grad_norm(1.0)
+    tx = funcga.loss_scaled(tx, init_scale=4.0)
+    state = tx.init([torch.ones(2)])
+    for grad, norm in (([12.0, 16.0], 5.0), ([torch.nan, 1.0], 5.0), ([0.0, 2.0], 1.0)):
+        _, state = tx.update([torch.tensor(grad)], state)
+        assert state.inner.norm == norm
+    steps = funcga.multi_steps(torch_backend.clip_grad_norm(1.0), 2)
+    state, norms = steps.init([torch.ones(2)]), []
+    for grad in ([3.0, 4.0], [9.0, 12.0], [0.0, 0.0], [0.0, 1.0]):
+        _, state = steps.update([torch.tensor(grad)], state)
+        norms.append(float(state.inner.norm))
+    assert str(norms) == "[nan, 10.0, 10.0, 0.5]"
 
 
 def test_a_norm_that_is_not_finite():
@@ -105,7 +158,10 @@ def sharded(group):
     mesh = dist.init_device_mesh("cpu", (2,))
     grads = [torch.arange(4.0), torch.ones(2, 3)]
     whole, _ = torch_backend.clip_grad_norm(1.0).update(grads, ())
-    found, _ = torch_backend.clip_grad_norm(1.0).update([distribute_tensor(g, mesh, [Shard(0)]) for g in grads], ())
+    tx, shards = torch_backend.clip_grad_norm(1.0), [distribute_tensor(g, mesh, [Shard(0)]) for g in grads]
+    found, state = tx.update(shards, tx.init(shards))
+    assert type(state.norm) is torch.Tensor
+    assert torch.allclose(state.norm, torch.cat([grad.flatten() for grad in grads]).norm(), rtol=1e-6)
     return [torch.allclose(f.full_tensor(), w, rtol=1e-6) for f, w in zip(found, whole, strict=True)]
 
 
@@ -118,4 +174,5 @@ def test_the_norm_is_that_of_all_shards():
 def test_the_host_waits_for_no_device(case):
     tx, grads = CLIPS[case][0](), [torch.randn(5, device="cuda"), torch.randn(3, 4, device="cuda")]
     with no_synchronisation():
-        tx.update(grads, ())
+        _, state = tx.update(grads, tx.init(grads))
+    assert case == "value" or state.norm.is_cuda

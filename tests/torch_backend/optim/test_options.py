@@ -7,8 +7,10 @@ import torch
 from torch import optim
 from torch.optim import lr_scheduler as schedulers
 
+import funcga
 import torch_backend
 from tests.test_errors import check_refused
+from tests.torch_backend.optim.test_from_optimizer import Allocated
 from torch_backend.optim.options import Schedule
 
 SCHEDULERS = {
@@ -172,3 +174,95 @@ def test_errors_of_one_s_own_schedule_pass_through():
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^my own table has no row 2$"):
             tx.update(grads, state, grads)
+
+
+def grouped(name):
+    return {"weight_decay": 0.0, "lr": lambda count: 0.2 / (2 + count)} if name == "bias" else {}
+
+
+SCHEDULES = {
+    "numbers": {"lr": 0.1},
+    "a function": {"lr": lambda count: 0.1 * 0.9**count},
+    "groups": {"lr": lambda count: 0.1 * 0.9**count, "groups": grouped},
+    "a scheduler": {"lr": 0.1, "scheduler": functools.partial(schedulers.CosineAnnealingLR, T_max=5)},
+    "a scheduler of groups": {
+        "lr": 0.1,
+        "groups": lambda name: {"lr": 0.02} if name == "bias" else {},
+        "scheduler": functools.partial(schedulers.StepLR, step_size=2),
+    },
+}
+
+
+class Recording(optim.AdamW):
+    """AdamW, which writes down the options of each step."""
+
+    steps = []  # noqa: RUF012
+
+    def step(self, closure=None):
+        self.steps.append([{k: v for k, v in group.items() if k != "params"} for group in self.param_groups])
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("optimizer", [optim.AdamW, Recording])
+def test_the_last_options_are_those_of_the_step(name, optimizer):
+    params = {"weight": torch.ones(2, 3), "none": None, "bias": torch.ones(())}
+    recorded, made = (torch_backend.from_optimizer(kind, **SCHEDULES[name]) for kind in (Recording, optimizer))
+    state, states = recorded.init(params), []
+    for _ in range(6):
+        Recording.steps.clear()
+        _, state = recorded.update(params, state, params)
+        expected = Recording.steps[-1]
+        assert torch_backend.last_options(made, state, params) == expected
+        states.append((state, expected))
+    # They are a function of the state, in whatever order they are asked for.
+    for earlier, expected in reversed(states):
+        assert torch_backend.last_options(made, earlier, params) == expected
+
+
+def test_the_last_rate_is_that_of_a_loop_with_a_scheduler():
+    p = torch.ones(3, requires_grad=True)
+    optimizer = optim.SGD([p], lr=0.1)
+    one_cycle = functools.partial(schedulers.OneCycleLR, max_lr=1.0, total_steps=6)
+    scheduler = one_cycle(optimizer)
+    sgd = torch_backend.from_optimizer(optim.SGD, lr=0.1, scheduler=one_cycle)
+    tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(1.0), sgd), 2)
+    params = {"p": torch.ones(3)}
+    state = tx.init(params)
+    for _ in range(5):
+        for _ in range(2):
+            _, state = tx.update(params, state, params)
+        options = torch_backend.last_options(sgd, state.inner[1], params)[0]
+        assert options["lr"] == optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+        assert options["momentum"] == optimizer.param_groups[0]["momentum"]
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("optimizer", [optim.Adagrad, optim.Adafactor, optim.Muon, optim.LBFGS])
+def test_options_are_read_without_memory_of_the_size_of_the_params(optimizer):
+    params = {"w": torch.ones(400, 400)}
+    tx = torch_backend.from_optimizer(optimizer, lr=0.5)
+    state = tx.init(params)._replace(count=torch.tensor(1, dtype=torch.int32))
+    with Allocated() as made:
+        (options,) = torch_backend.last_options(tx, state, params)
+    assert options["lr"] == 0.5
+    assert made.bytes < 1000
+
+
+def test_where_there_are_no_last_options():
+    params = {"w": torch.ones(2)}
+    sgd = torch_backend.from_optimizer(optim.SGD)
+    tx = torch_backend.chain(sgd)
+    check_refused(
+        "tx is of type DonatingTransform, and not what from_optimizer returned, which alone knows its options. Give it that one, and its own state: torch_backend.last_options(adamw, state.inner[1], params).",
+        torch_backend.last_options, tx, tx.init(params), params,
+    )  # fmt: skip
+    check_refused(
+        "state is of type tuple, and not the OptimizerState of from_optimizer. A chain has it at the optimizer's position, and multi_steps in `inner`: torch_backend.last_options(adamw, state.inner[1], params).",
+        torch_backend.last_options, sgd, tx.init(params), params,
+    )  # fmt: skip
+    check_refused(
+        "the state is that before the first update, so there are no last options. Read them after an update: updates, state = tx.update(grads, state, params).",
+        torch_backend.last_options, sgd, sgd.init(params), params,
+    )  # fmt: skip

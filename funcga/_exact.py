@@ -1,0 +1,321 @@
+"""Exact sums: numbers in fixed point, whose sum is the same in any order and any grouping.
+
+A float sum rounds after every addition, so its last bits depend on the order. Integers do not round. A term is
+therefore taken apart once into a leading number and some digits, in units that are fixed before the first term:
+
+    term = unit * (leading + digits[0] / 2**30 + digits[1] / 2**60),    |leading| < 2**13,   |digit| < 2**30
+
+and only what is below the last digit is lost: half of `limit * 2**-73` at most, whatever else is in the sum. `leading`
+is a whole number in a float32 and each digit an int32, so an element takes 12 bytes and no 64-bit types. A float64 is
+taken apart in the same way, into a float64 and digits of 60 bits.
+
+- **Adding** adds from the last digit on and carries: digits of a sum are again in [0, 2**30), so one sum has one form.
+  The leading numbers are added as floats, which is exact while they stay below 2**24: for up to MOST = 2048 terms.
+- **NaN and infinity** stand in `leading`, where adding floats treats them as it always does.
+- **Out of range.** A term of `limit` or more puts BEYOND into `leading`, a number so large that no sum of others comes
+  near it and always positive, so that no two of them cancel. The sum then says that it has left the range.
+- **Replicas** send digits in pieces that leave room: two digits of 30 bits as three pieces of 20, of which an int32
+  adds up 2**11. So any collective that adds, in any order, is exact.
+- **The result** is rounded to a float once, to the nearest or the one next to it. A quotient is rounded correctly, by
+  integer arithmetic on its remainder: a compiler may divide by multiplying with a reciprocal, or contract a product and
+  a sum into one operation, and all frameworks would no longer have the same bits.
+
+A leaf without axes, such as a loss, has four digits instead of two, and a limit 2**30 times as large: it may be a sum
+over a million tokens, and costs nothing.
+
+The products of a multiplication by a power of two are exact, and so is `x - trunc(x)`: contracted or not, the bits are
+the same. Only the weighted term `w * v` is rounded, once. What follows reads its bits as an integer, through which no
+compiler can see.
+
+Sources: Kulisch (2011), "Very fast and exact accumulation of products"; Ahrens, Demmel and Nguyen (2020), "Algorithms
+for Efficient Reproducible Floating Point Summation", which assumes no range and takes twice the memory.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from funcga._types import Array, Dtype, Namespace, Reduced, Scalar
+from funcga.monoids import Monoid
+from funcga.monoids import sum as plain_sum
+
+# The most terms of one sum: micro-batches of a window, on all replicas.
+MOST = 2**11
+# What stands in `leading` for a term that is out of range.
+BEYOND = 2.0**40
+
+
+class Format(NamedTuple):
+    """How numbers of one dtype are held: the bits of a float's mantissa, and those of a digit."""
+
+    floats: Dtype
+    integers: Dtype
+    bits: int
+    mantissa: int
+    digit: int
+
+    @property
+    def piece(self) -> int:
+        """The bits of a piece, three of which are two digits."""
+        return self.digit * 2 // 3
+
+    @property
+    def positive(self) -> int:
+        """All bits of a float but its sign."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def most(self) -> int:
+        """The exponent, as it stands in the bits of a float, of infinity and NaN."""
+        return (1 << (self.bits - self.mantissa)) - 1
+
+    def bits_of(self, power: float) -> int:
+        """The bits of a power of two."""
+        return (math.frexp(power)[1] - 1 + (self.most >> 1)) << (self.mantissa - 1)
+
+    def split(self, number: Array) -> tuple[Array, Array]:
+        """(exponent, mantissa) of a normal number, as integers; the sign is left out."""
+        bits, top = number.view(self.integers), 1 << (self.mantissa - 1)
+        return (bits >> (self.mantissa - 1)) & self.most, (bits & (top - 1)) | top
+
+    def is_unusual(self, exponent: Array) -> Array:
+        """An integer below 0 where an exponent is not that of a normal number."""
+        return (exponent - 1) | (self.most - 1 - exponent)
+
+
+def format_of(xp: Namespace, dtype: Dtype) -> Format:
+    """The Format for sums in this dtype, float32 or float64."""
+    return Format(xp.float64, xp.int64, 64, 53, 60) if dtype == xp.float64 else Format(xp.float32, xp.int32, 32, 24, 30)
+
+
+def _cast(array: Array, dtype: Dtype) -> Array:
+    return array.to(dtype) if hasattr(array, "to") else array.astype(dtype)
+
+
+def digits_of(ndim: int) -> int:
+    """How many digits a leaf of so many axes has."""
+    return 2 if ndim else 4
+
+
+def unit_of(ndim: int, limit: float, form: Format) -> float:
+    """What a leading number of 1 stands for."""
+    wider = 2.0 ** (form.digit if ndim == 0 else 0)
+    return limit * wider * MOST / 2.0**form.mantissa
+
+
+def expanded(xp: Namespace, term: Array, limit: float) -> tuple[Array, ...]:
+    """(leading, *digits) of a float; the digits are of either sign."""
+    form = format_of(xp, term.dtype)
+    unit = unit_of(term.ndim, limit, form)
+    bits = term.view(form.integers)
+    # All bits of what is below the limit, and none of anything else: the bits of positive floats are in their order.
+    # Masks take a fraction of the time of `where`.
+    below = _negative((bits & form.positive) - form.bits_of(unit * (2.0**form.mantissa / MOST)))
+    # Twice the number, by adding 1 to the exponent: an integer, so that nothing before it is contracted with what
+    # follows. Of 0 it makes the least normal number, which has only zeros in its digits.
+    rest = ((bits & below) + (1 << (form.mantissa - 1))).view(form.floats) * (0.5 / unit)
+    leading = xp.round(rest)
+    digits = []
+    rest = rest - leading
+    for left in range(digits_of(term.ndim))[::-1]:
+        rest = rest * 2.0**form.digit
+        whole = xp.round(rest)
+        digits.append(_cast(whole, form.integers))
+        if left:
+            rest = rest - whole
+    outside = (bits & ~below).view(form.floats)
+    beyond = xp.clip(xp.abs(outside) * (BEYOND / unit), 0.0, BEYOND)
+    return leading + (beyond + _not_finite(xp, outside)), *digits
+
+
+def _negative(integers: Array) -> Array:
+    """A mask: -1, which is all bits, where an integer is below 0, else 0."""
+    return integers >> (8 * integers.dtype.itemsize - 1)
+
+
+def _not_finite(xp: Namespace, numbers: Array) -> Array:
+    """NaN and infinities as they are, and 0 for any finite number."""
+    return numbers - _finite(xp, numbers)
+
+
+def _finite(xp: Namespace, numbers: Array) -> Array:
+    """The numbers that are finite, and 0 for others."""
+    return xp.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def added(xp: Namespace, a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
+    """The sum of two, of which each may be a term or a sum. Its digits are in [0, 2**digit)."""
+    form = format_of(xp, a[0].dtype)
+    digits: list[Array] = []
+    carry: Array = 0
+    for left, right in zip(a[:0:-1], b[:0:-1], strict=True):
+        total = left + right + carry if digits else left + right
+        carry = total >> form.digit
+        digits.append(total & ((1 << form.digit) - 1))
+    return a[0] + b[0] + _cast(carry, form.floats), *digits[::-1]
+
+
+def pieces(xp: Namespace, total: Sequence[Array]) -> tuple[Array, ...]:
+    """A sum as numbers to be added up over MOST replicas at most, by any addition of floats and integers."""
+    form = format_of(xp, total[0].dtype)
+    mask, half = (1 << form.piece) - 1, form.piece // 2
+    cut: list[Array] = []
+    for high, low in zip(total[1::2], total[2::2], strict=True):
+        middle = (low >> form.piece) | ((high & ((1 << half) - 1)) << half)
+        cut += [high >> half, middle, low & mask]
+    return total[0], *cut
+
+
+def joined(xp: Namespace, sums: Sequence[Array]) -> tuple[Array, ...]:
+    """The sum whose `pieces` were added up."""
+    form = format_of(xp, sums[0].dtype)
+    mask, half = (1 << form.piece) - 1, form.piece // 2
+    carried: list[Array] = []
+    carry: Array = 0
+    for piece in sums[:0:-1]:
+        total = piece + carry if carried else piece
+        carry = total >> form.piece
+        carried.append(total & mask)
+    digits: list[Array] = []
+    for low, middle, high in zip(carried[::3], carried[1::3], carried[2::3], strict=True):
+        digits += [low | ((middle & ((1 << half) - 1)) << form.piece), (middle >> half) | (high << half)]
+    return sums[0] + _cast(carry, form.floats), *digits[::-1]
+
+
+def is_beyond(xp: Namespace, total: Sequence[Array]) -> Array:
+    """Whether any term was out of range: a 0-d bool."""
+    return xp.max(_finite(xp, total[0])) >= BEYOND / 2 if 0 not in total[0].shape else xp.zeros((), dtype=xp.bool)
+
+
+def rounded(xp: Namespace, total: Sequence[Array], limit: float) -> Array:
+    """A sum as a float, one of the two next to it; NaN where a term was out of range."""
+    form = format_of(xp, total[0].dtype)
+    # Digits of either sign, of which the first that is not 0 tells the size: nothing cancels below.
+    digits: list[Array] = []
+    carry: Array = 0
+    for digit in total[:0:-1]:
+        moved = digit + carry if digits else digit
+        carry = (moved + (1 << (form.digit - 1))) >> form.digit
+        digits.append(moved - (carry << form.digit))
+    unit = unit_of(total[0].ndim, limit, form)
+    number = (total[0] + _cast(carry, form.floats)) * unit
+    for digit in digits[::-1]:
+        unit *= 2.0**-form.digit
+        number = number + _cast(digit, form.floats) * unit
+    # Infinite where a term was out of range, else 0: of which the difference to itself is NaN, or 0.
+    most = 2.0 ** (form.most >> 1)
+    outside = (xp.clip(_finite(xp, total[0]), BEYOND / 2, most) - BEYOND / 2) * most
+    return number + (outside - outside)
+
+
+def quotient(xp: Namespace, number: Array, divisor: Scalar) -> Array:
+    """Number / divisor, rounded correctly, for a positive divisor; 0 for a divisor of 0.
+
+    A result below the normal numbers is 0.
+    """
+    if isinstance(divisor, int | float) and not divisor:
+        return xp.zeros_like(number)
+    form = format_of(xp, number.dtype)
+    below = form.mantissa - 1
+    total = xp.zeros_like(number.reshape(-1)[:1]).sum() + divisor  # where and what the number is
+    exponent, mantissa = form.split(number)
+    total_exponent, total_mantissa = form.split(total)
+    # The mantissa of the quotient: 2**shift * mantissa / total_mantissa, an integer of as many bits.
+    is_less = _negative(mantissa - total_mantissa)
+    doubled = 1.0 - _cast(is_less, form.floats)
+    result = _cast(
+        _cast(mantissa, form.floats) * (2.0**below / _cast(total_mantissa, form.floats)) * doubled, form.integers
+    )
+    # Integers wrap around, and the remainder is small: so it is exact, although neither product is.
+    twice = ((mantissa << (below - is_less)) - result * total_mantissa) * 2
+    for away in (total_mantissa, 3 * total_mantissa):
+        result = result - _negative(away - twice) + _negative(twice + away)
+    power = exponent + is_less + ((form.most >> 1) - total_exponent)
+    is_usual = ~_negative(form.is_unusual(power) | form.is_unusual(exponent) | form.is_unusual(total_exponent))
+    magnitude = ((power - 1) << below) + result
+    sign = number.view(form.integers) & ~form.positive
+    exact = ((magnitude | sign) & is_usual).view(form.floats) + _not_finite(xp, number / total)
+    return exact if isinstance(divisor, int | float) else xp.where(total != 0, exact, 0.0)
+
+
+# -- the parts of a fold. A sum of integers is exact as it is: one array, which everything here leaves alone.
+
+
+@dataclass(frozen=True)
+class Lift:
+    """What a reducer's own lift makes of a value, as an exact sum of one term."""
+
+    lift: Callable[[Namespace, Array, Scalar], Array]
+    limit: float
+    is_weighted: bool
+
+    @property
+    def name(self) -> str:
+        """What it is called among folds."""
+        return f"exact {'weighted' if self.is_weighted else 'sum'} below {self.limit:g}"
+
+    def __call__(self, xp: Namespace, value: Array, weight: Scalar) -> Reduced:
+        term = self.lift(xp, value, weight)
+        return expanded(xp, term, self.limit) if "float" in str(term.dtype) else term
+
+
+def _combine(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
+    return added(xp, a, b) if isinstance(a, tuple) else a + b
+
+
+def _sent(xp: Namespace, total: Reduced) -> Reduced:
+    return pieces(xp, total) if isinstance(total, tuple) else total
+
+
+def _received(xp: Namespace, sums: Reduced) -> Reduced:
+    return joined(xp, sums) if isinstance(sums, tuple) else sums
+
+
+monoid = Monoid(plain_sum.identity, _combine, collective="sum", sent=_sent, received=_received)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The result of an exact sum, divided by the tally's "weight" or "steps", or by nothing."""
+
+    divides_by: str | None
+    limit: float
+
+    @property
+    def name(self) -> str:
+        """What it is called among folds."""
+        return "identity" if self.divides_by is None else f"by_{self.divides_by}"
+
+    def __call__(self, xp: Namespace, total: Reduced, tally: Any) -> Array:
+        if not isinstance(total, tuple):
+            return total
+        number = rounded(xp, total, self.limit)
+        if not isinstance(tally.steps, int | float):
+            number = xp.where(tally.steps > MOST, float("nan"), number)
+        elif tally.steps > MOST:
+            number = xp.full_like(number, float("nan"))
+        return number if self.divides_by is None else quotient(xp, number, getattr(tally, self.divides_by))
+
+    def lost(self, xp: Namespace, total: Reduced, tally: Any) -> list[tuple[Scalar, str]]:
+        """(whether, why) the sum is not known."""
+        if not isinstance(total, tuple):
+            return []
+        most = self.limit * (1 if total[0].ndim else 2.0**30)
+        return [
+            (
+                is_beyond(xp, total),
+                f"a weighted value of one micro-batch is not below {most:.3g}, and an exact sum is held in a range "
+                f"that is fixed beforehand. Make the loss or the weights smaller, or the range larger: "
+                f"funcga.reproducible(fold, limit={min(self.limit * 2.0**20, GREATEST):.0f}.0)",
+            ),
+            (
+                tally.steps > MOST,
+                f"it is a sum over {tally.steps} micro-batches, and an exact sum has room for {MOST} on all replicas "
+                f"together. Let a micro-batch have more rows",
+            ),
+        ]
+
+
+# Limits for which every constant above is a normal float32.
+LEAST, GREATEST = 2.0**-40, 2.0**60

@@ -1,0 +1,149 @@
+"""`observe=`: what a window says about its gradients, while they are folded.
+
+An observer is a fold of its own on the same values. Every leaf of a micro-batch's gradient is measured where it is
+computed, which gives one number. The numbers of all micro-batches, and of all replicas, are folded as any output of
+grad_fn is. At the end the observer sees what came of them, beside the same measure of the gradient that the step
+returns. So no gradient is kept, copied or gone through twice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from funcga import monoids, normalizers
+from funcga._types import Array, GradFn, Namespace, Reduced, Scalar, Tree
+from funcga.errors import FuncgaError, check_callable
+from funcga.folds import Fold
+from funcga.reducers import Reducer
+
+
+def squared_norm(xp: Namespace, leaf: Array) -> Array:
+    """The sum of the squared absolute values of all elements, for which each backend has a function of its own."""
+    return abs(leaf * leaf).sum()
+
+
+class Observed(NamedTuple):
+    """What `Observer.finish` gets. Groups of leaves are on the last axis of each array.
+
+    Attributes:
+        folded: What the observer's fold has made of the measures of all micro-batches.
+        result: The measure of the weighted mean of the micro-batches' gradients, [groups].
+        factor: What that mean is to be multiplied by to be the gradient without a loss scale: 1 for mean() and
+            per_weight(), the total weight for sum().
+
+    Example:
+        >>> finish = lambda xp, observed: observed.factor * xp.sqrt(observed.result)
+        >>> norm = funcga.Observer(funcga.mean(), finish)  # of the gradient that the step returns
+        >>> step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, observe=norm)
+        >>> step(torch.tensor(1.0), torch.tensor([2.0, 4.0]))
+        (tensor(3.), tensor(3.))
+    """
+
+    folded: Reduced
+    result: Array
+    factor: Scalar
+
+
+@dataclass(frozen=True)
+class Observer:
+    """What `observe=` takes: a fold over the measures of the micro-batches' gradients, and what is made of it.
+
+    A micro-batch's gradient is in the units of a mean: what grad_fn returns under `mean()`, and under `per_weight()`
+    and `sum()` that divided by the micro-batch's weight.
+
+    Args:
+        fold: What is folded: for each micro-batch the measures of its gradient, [groups], with its weight.
+        finish: `finish(xp, observed)` of an `Observed` returns the observation: an array, or a tree of arrays, with
+            the groups on the last axis of each. It is an array function, and in JAX it is traced.
+        measure: `measure(xp, leaf)` of an array, a number: a sum over its elements, so that the measure of a group is
+            the sum of those of its leaves. By default the squared norm.
+        degree: The degree of the measure: that of `c * leaf` is `c**degree` times that of the leaf, for c > 0.
+        groups: `groups(path)` of a leaf's dotted path in the gradient, such as "layers.0.weight", returns the name of
+            its group, or None to leave it out. Then the observation is a dict, with an entry for each group. By default
+            all leaves together are one group, and its observation comes as it is.
+
+    Raises:
+        FuncgaError: A part is anything else.
+
+    Example:
+        >>> largest = funcga.Observer(funcga.max(), lambda xp, observed: xp.sqrt(observed.folded))
+        >>> step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, observe=largest)
+        >>> step(torch.tensor(1.0), torch.tensor([2.0, 4.0]))  # the largest norm of a micro-batch's gradient
+        (tensor(3.), tensor(4.))
+    """
+
+    fold: Fold
+    finish: Callable[[Namespace, Observed], Tree]
+    measure: Callable[[Namespace, Array], Array] = squared_norm
+    degree: int = 2
+    groups: Callable[[str], str | None] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fold, Fold):
+            raise FuncgaError(
+                f"an Observer was given {self.fold!r} where it takes a Fold. Write "
+                f"Observer(funcga.mean(), lambda xp, observed: observed.folded)."
+            )
+        check_callable(self.finish, "finish", "lambda xp, observed: observed.folded")
+        check_callable(self.measure, "measure", "lambda xp, leaf: abs(leaf).sum()")
+        if self.groups is not None:
+            check_callable(self.groups, "groups", 'lambda path: path.split(".")[0]')
+
+
+ObserverTree: TypeAlias = Observer | Mapping[str, Any] | Sequence[Any]
+"""An Observer, or a dict, tuple or list of such trees."""
+
+
+def _counted(xp: Namespace, value: Array, weight: Scalar) -> Array:
+    return xp.stack([value[0] * weight, value[1]])
+
+
+# The total weight and the number of micro-batches, of values [1, 1].
+COUNTS = Fold(Reducer(_counted, monoids.sum, kinds=("float",)), normalizers.identity)
+
+
+class Observers:
+    """The observers of a step, in the tree that they were given in, and the function whose gradients they observe."""
+
+    def __init__(self, tree: Tree, grad_fn: GradFn | None = None):
+        self.tree, self.grad_fn = tree, grad_fn
+        self.all = [*_observers(tree, "observe")]
+        if not self.all:
+            raise FuncgaError(
+                f"observe= is {tree!r}, which has no observer in it. Pass one, or a tree of them: "
+                f"observe=funcga.gradient_noise()."
+            )
+        # The measures of a leaf, each taken once, however many observers there are.
+        self.measures = [*dict.fromkeys((observer.measure, observer.degree) for observer in self.all)]
+
+    @property
+    def folds(self) -> Tree:
+        """How what is measured is folded, beside the output of grad_fn; the counts come first."""
+        return COUNTS, *[observer.fold for observer in self.all]
+
+    def in_order(self, observations: list[Tree]) -> Tree:
+        """The tree with observations in place of the observers."""
+        return _filled(self.tree, iter(observations))
+
+
+def _observers(tree: Tree, path: str) -> Iterator[Observer]:
+    if isinstance(tree, Observer):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _observers(child, f"{path}[{key!r}]")
+    else:
+        called = ", which is called: write observe=funcga.gradient_noise()" if callable(tree) else ""
+        raise FuncgaError(
+            f"{path} is {tree!r}{called}. Pass an observer, such as funcga.gradient_noise(), or a dict, tuple or list "
+            f"of them."
+        )
+
+
+def _filled(tree: Tree, observations: Iterator[Tree]) -> Tree:
+    if isinstance(tree, Observer):
+        return next(observations)
+    if isinstance(tree, dict):
+        return {key: _filled(child, observations) for key, child in tree.items()}
+    children: list[Any] = [_filled(child, observations) for child in tree]
+    return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)

@@ -1,0 +1,318 @@
+"""`plan`: how many micro-batches a batch needs to fit in memory, found without running anything."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from funcga._backend import Backend, Coupled
+from funcga._backend.dispatch import load_imported
+from funcga._call import Program, read_program, step_program
+from funcga._replicas import Memory
+from funcga._types import GradFn, TotalsFn, Tree, WeightFn
+from funcga.errors import FuncgaError, check_callable
+from funcga.folds import FoldTree, mean
+
+Measure = Callable[[int], dict[str, int]]
+"""The bytes that a window of n micro-batches holds at its peak, by what they are."""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What one number of micro-batches takes.
+
+    Attributes:
+        n: The number of micro-batches.
+        microbatch_size: How many rows the largest of them has.
+        peak_bytes: The bytes that are held when most are.
+        fits: Whether that is no more than the memory.
+        parts: What these bytes are; None where they follow from other rows of the table, by a straight line.
+    """
+
+    n: int
+    microbatch_size: int
+    peak_bytes: int
+    fits: bool
+    parts: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many micro-batches fit, and what they take. Made by `plan`; `print(plan)` shows the table.
+
+    Attributes:
+        n: The smallest number of micro-batches that fits; the number of rows if none does.
+        microbatch_size: How many rows the largest of them has.
+        peak_bytes: The bytes that such a step holds when it holds most: parameters, batch and state are among them.
+        parts: What these bytes are.
+        fits: Whether they fit in the memory.
+        memory: The bytes that there are.
+        rows: A `PlanRow` for each n of the table.
+        whole_batch: About how many rows fit without accumulation, as one micro-batch; None if all do, or none does.
+
+    Example:
+        >>> gradient = funcga.value_and_grad(lambda w, x: ((x @ w) ** 2).mean())
+        >>> plan = funcga.plan(gradient, torch.ones(1000), torch.ones(64, 1000), memory="1 MiB")
+        >>> plan.n, plan.microbatch_size, plan.fits
+        (1, 64, True)
+    """
+
+    n: int
+    microbatch_size: int
+    peak_bytes: int
+    parts: dict[str, int]
+    fits: bool
+    memory: int
+    rows: tuple[PlanRow, ...]
+    whole_batch: int | None = None
+
+    def table(self) -> str:
+        """A line for each n: the rows of a micro-batch, the bytes at the peak, what they are, and whether they fit."""
+        names = [*self.parts]
+        lines = [["n", "rows", "peak", "fits", *names]]
+        for row in self.rows:
+            parts = [size_of(row.parts.get(name, 0)) for name in names] if row.parts else [""] * len(names)
+            about = "" if row.parts else "~"
+            fits = ("yes" if row.fits else "no") + (" <" if row.n == self.n and self.fits else "")
+            lines.append([str(row.n), str(row.microbatch_size), about + size_of(row.peak_bytes), fits, *parts])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        padded = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+        return "\n".join("  ".join(line).rstrip() for line in padded)
+
+    def __str__(self) -> str:
+        memory = size_of(self.memory)
+        if self.fits:
+            said = f"n={self.n}, micro-batches of {self.microbatch_size} rows: {size_of(self.peak_bytes)} of {memory}."
+        else:
+            said = f"One row at a time takes {size_of(self.peak_bytes)}, and there are {memory}: no n fits."
+        if self.whole_batch is not None:
+            said += (
+                f"\nA batch of about {self.whole_batch} rows fits without accumulation. A small batch may train as "
+                f"well, if the half-life of Adam's second moment stays the same in tokens (Marek et al. 2025)."
+            )
+        return f"{self.table()}\n\n{said}"
+
+
+def plan(
+    grad_fn: GradFn,
+    *args: Tree,
+    memory: int | str | None = None,
+    state: Tree = None,
+    fold: FoldTree = mean(),  # noqa: B008 - a frozen value
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
+    totals: TotalsFn | None = None,
+    **kwargs: Tree,
+) -> Plan:
+    """The smallest n for which `accumulate(grad_fn, n, ...)(*args, **kwargs)` fits in memory; nothing is run.
+
+    In torch the step runs on tensors that have shapes and no numbers (FakeTensorMode), through the same code, and each
+    storage that it makes is followed from its allocation to its end. So the peak is that of the step to the byte, in
+    torch's own bytes: those of workspaces of libraries, and of memory that the allocator cannot use because it lies in
+    pieces, come on top. In JAX it is what XLA says of the compiled step: arguments, results and temporaries, without
+    results that lie in the memory of arguments.
+
+    The peak grows with the rows of a micro-batch by a straight line, so few n are looked at: 1, 2, the number of rows,
+    and those that the line leads to, the answer among them. In JAX the line bends, and a smaller n may fit as well.
+
+    The arguments may be real arrays or shapes alone: tensors on `torch.device("meta")`, `jax.ShapeDtypeStruct`. Meta
+    tensors are planned as on torch's default device. A loss that asks for numbers, such as `.item()`, cannot be
+    planned, nor can steps over replicas.
+
+    Args:
+        grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of its options. Its n
+            is ignored.
+        *args: What the step is called with: parameters and a whole batch.
+        memory: The bytes that there are for all of it, the arguments included: a number, or a string such as
+            "14 GiB" or "800 MB". By default those that are free on the device of the arguments.
+        state: Any tree of arrays that is in memory beside the step, such as the state of an optimizer.
+        fold: As for `accumulate`.
+        weight: As for `accumulate`.
+        in_axes: As for `accumulate`.
+        totals: As for `accumulate`.
+        **kwargs: Keyword arguments of grad_fn, passed whole.
+
+    Returns:
+        A Plan. Its `n` is to be given to `accumulate`.
+
+    Raises:
+        FuncgaError: For what `accumulate` refuses, a memory that is no number of bytes, and a step that cannot be
+            planned.
+
+    Example:
+        >>> loss_fn = lambda params, x: torch.tanh(x @ params["w"]).square().mean()
+        >>> params, x = {"w": torch.empty(512, 512, device="meta")}, torch.empty(4096, 512, device="meta")
+        >>> plan = funcga.plan(funcga.value_and_grad(loss_fn), params, x, memory="16 MiB")
+        >>> plan.fits, plan.n > 1, plan.peak_bytes <= plan.memory
+        (True, True, True)
+        >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), plan.n)
+    """
+    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    job = getattr(grad_fn, "coupled", None)  # of a step of `coupled`, which has its program
+    program = step_program(grad_fn) if job is None else job.program
+    program = program or read_program(grad_fn, fold, weight, in_axes, None, totals)
+    backend = _backend(program, args, kwargs, state)
+    return planned(program, backend, args, kwargs, None if memory is None else read_memory(memory), state, job)
+
+
+def planned(
+    program: Program,
+    backend: Backend,
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    memory: int | None = None,
+    state: Tree = None,
+    job: Coupled = None,
+) -> Plan:
+    """The Plan of a program, that of a step of `coupled` if there is a job; with memory None for what is free."""
+    measured: dict[int, dict[str, int]] = {}
+
+    def window(program: Program) -> Callable[..., Tree]:
+        if job is None:
+            return backend.loop.accumulate(program, backend)
+        return backend.passes.coupled(replace(job, program=program, memory=Memory()), backend)
+
+    def measure(n: int) -> dict[str, int]:
+        if n not in measured:
+            parts = backend.planner.peak(replace(program, n=n, microbatch_size=None), window, args, kwargs, backend)
+            measured[n] = parts if state is None else {**parts, "state": backend.planner.nbytes(state)}
+        return measured[n]
+
+    rows = backend.planner.rows(program, args, backend)
+    if memory is None:
+        own = sum(measure(1).get(name, 0) for name in ("parameters", "batch", "state"))
+        memory = available_memory(backend, (args, kwargs, state), own)
+    n, fits = smallest_that_fits(measure, rows, memory)
+    return _plan(n, fits, rows, memory, measured)
+
+
+def _backend(program: Program, args: tuple[Tree, ...], kwargs: dict[str, Tree], state: Tree) -> Backend:
+    """The backend of a call whose arrays may be shapes alone."""
+    for backend in load_imported():
+        if any(map(backend.planner.is_shape, backend.trees.flatten((args, kwargs, state))[0])):
+            return backend
+    return program.backend(args, kwargs)
+
+
+# -- the search
+
+
+def smallest_that_fits(measure: Measure, rows: int, memory: int) -> tuple[int, bool]:
+    """(the smallest n from 1 to `rows` whose peak is no more than the memory, True); (rows, False) if none is.
+
+    The peak is taken to fall with the rows of the largest micro-batch, and to be about linear in them for n >= 2.
+    """
+
+    def peak(n: int) -> int:
+        return sum(measure(n).values())
+
+    if rows == 1 or peak(1) <= memory:
+        return 1, peak(1) <= memory
+    if peak(rows) > memory:
+        return rows, False
+    if rows == 2 or peak(2) <= memory:
+        return 2, True
+    # Invariant: `too_few` micro-batches do not fit, and `enough` do. Where the line between their peaks meets the
+    # memory is looked at next, until the line rules out everything below `enough`.
+    too_few, enough = 2, rows
+    while enough - too_few > 1:
+        large, small = _size(rows, too_few), _size(rows, enough)
+        slope = (peak(too_few) - peak(enough)) / max(1, large - small)
+        # Of all n with micro-batches of that size the smallest.
+        n = _size(rows, small + int((memory - peak(enough)) / slope))
+        if n >= enough:
+            break
+        n = max(n, too_few + 1)
+        too_few, enough = (too_few, n) if peak(n) <= memory else (n, enough)
+    return enough, True
+
+
+def _size(rows: int, n: int) -> int:
+    """The rows of the largest of n micro-batches; and the smallest n for micro-batches of so many rows."""
+    return -(-rows // n)
+
+
+def _plan(n: int, fits: bool, rows: int, memory: int, measured: dict[int, dict[str, int]]) -> Plan:
+    """The Plan of what was measured."""
+    peaks = {k: sum(parts.values()) for k, parts in measured.items()}
+    slope = 0.0
+    known = sorted(k for k in peaks if k > 1)
+    if len(known) > 1:
+        least, most = known[0], known[-1]
+        slope = (peaks[least] - peaks[most]) / max(1, _size(rows, least) - _size(rows, most))
+    shown = {*peaks, *([2**k for k in range(rows.bit_length()) if 2**k <= rows] if slope else [])}
+    table = []
+    for k in sorted(shown):
+        size = _size(rows, k)
+        peak = peaks[k] if k in peaks else _between(k, rows, known, peaks)
+        table.append(PlanRow(k, size, peak, peak <= memory, measured.get(k)))
+    whole = rows - int(-(-(peaks[1] - memory) // slope)) if slope > 0 and n > 1 and 1 in peaks else 0
+    return Plan(
+        n, _size(rows, n), peaks[n], measured[n], fits, memory, tuple(table), whole if 0 < whole < rows else None
+    )
+
+
+def _between(n: int, rows: int, known: list[int], peaks: dict[int, int]) -> int:
+    """The peak on the line between those of the next smaller and the next larger n that were measured."""
+    fewer, more = max(k for k in known if k < n), min(k for k in known if k > n)
+    small, large = _size(rows, more), _size(rows, fewer)
+    share = (_size(rows, n) - small) / max(1, large - small)
+    return round(peaks[more] + share * (peaks[fewer] - peaks[more]))
+
+
+# -- bytes
+
+_UNITS = {"": 1, "B": 1, **{f"{k}B": 1000 ** (i + 1) for i, k in enumerate("KMGT")}}
+_UNITS |= {f"{k}IB": 1024 ** (i + 1) for i, k in enumerate("KMGT")}
+
+
+def read_memory(memory: int | str) -> int:
+    """A number of bytes, such as 14000000000, "14 GB" or "14 GiB". Raises FuncgaError for anything else."""
+    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
+        return memory
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise FuncgaError(
+            f'memory is {memory!r}, which is no number of bytes. Write an int, or a string: memory="14 GiB", "800 MB".'
+        )
+    return int(float(match[1]) * unit)
+
+
+def size_of(count: int) -> str:
+    """A number of bytes for people: `1.5 GiB`."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, _ = size / 1024, units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.2f} {units[0]}"
+
+
+def available_memory(backend: Backend, tree: Tree, own: int) -> int:
+    """The bytes that there are for a call with these arguments, what they take already included.
+
+    `own`: what the call's arguments and parameters take together.
+    """
+    leaves = backend.trees.flatten(tree)[0]
+    real = [leaf for leaf in leaves if not backend.planner.is_shape(leaf)]
+    free = backend.planner.free_memory(real)
+    return (_free_on_host() if free is None else free) + (
+        own if len(real) == len(leaves) else backend.planner.nbytes(real)
+    )
+
+
+def _free_on_host() -> int:
+    """The bytes of main memory that a process can have now. Raises FuncgaError if the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        raise FuncgaError(
+            "this system does not say how much memory is free, and no memory= was given. Say it: "
+            'plan(grad_fn, params, batch, memory="14 GiB").'
+        ) from None

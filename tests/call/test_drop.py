@@ -1,0 +1,541 @@
+"""`drop=` and `drop_if=` of a step: micro-batches are left out by a test of their loss and gradients."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import funcga
+import torch_backend
+from benchmarks.torch_measure import Watch
+from funcga import CARRY, FuncgaError
+from tests.kits import JAX, TORCH, difference
+
+NAN, INF = float("nan"), float("inf")
+PARTS = [(0, 3), (3, 6), (6, 8), (8, 10)]  # of 10 rows in 4 micro-batches
+KINDS = ["w nan", "w inf", "b nan", "b inf", "loss nan", "loss inf"]
+
+
+@pytest.fixture(autouse=True)
+def in_64_bits():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(params=[TORCH, JAX], ids=lambda kit: kit.name)
+def kit(request):
+    return request.param
+
+
+def constant(x):
+    return x.detach() if isinstance(x, torch.Tensor) else jax.lax.stop_gradient(x)
+
+
+def spoilt(xp, total, is_hot, kind):
+    """0, with a derivative by `total` that is NaN or infinite where it is hot."""
+    root = total - constant(total) if kind == "inf" else 0 * total
+    one = xp.ones_like(root)
+    return xp.where(is_hot, xp.sqrt(xp.where(is_hot, root, one)), 0 * one)
+
+
+def loss_of(xp):
+    """A loss that is finite where no flag is set, and has one leaf's gradient or the value spoilt where one is."""
+
+    def loss_fn(params, x, flags):
+        hot = flags.sum(0) > 0
+        loss = (xp.tanh(x @ params["w"] + params["b"]) ** 2).mean()
+        for index, kind in enumerate(KINDS):
+            name, how = kind.split()
+            if name == "loss":
+                loss = loss + xp.where(hot[index], float(how), 0.0)
+            else:
+                loss = loss + spoilt(xp, params[name].sum(), hot[index], how)
+        return loss
+
+    return loss_fn
+
+
+def problem(kit, rows=10):
+    draw = np.random.default_rng(0).normal
+    params = {"w": draw(size=3), "b": draw(size=())}
+    x, flags = draw(size=(rows, 3)), np.zeros((rows, len(KINDS)))
+    return kit.arrays(params), kit.arrays(x), flags
+
+
+def expected(params, x, rows):
+    """The loss and gradient of some rows, by hand."""
+    w, b, x = (np.asarray(funcga.to_numpy(a)) for a in (params["w"], params["b"], x))
+    h = np.tanh(x[rows] @ w + b)
+    slope = 2 * h * (1 - h**2) / max(len(rows), 1)
+    return {"loss": (h**2).sum() / max(len(rows), 1), "grads": {"w": slope @ x[rows], "b": slope.sum()}}
+
+
+def gradients(kit, which):
+    """A gradient function, and what brings its output into the order of loss and gradients."""
+    if which == "funcga":
+        return funcga.value_and_grad(loss_of(kit.xp)), lambda output: output
+    if kit is TORCH:
+        return torch.func.grad_and_value(loss_of(torch)), lambda output: output[::-1]
+    return jax.value_and_grad(loss_of(jnp)), lambda output: output
+
+
+def called(step, how, params, x, flags):
+    if how == "accumulate":
+        return step(params, x, flags)
+    return step(params, [(x[a:b], flags[a:b]) for a, b in PARTS])
+
+
+def made(how, gradient, **choices):
+    return funcga.accumulate(gradient, 4, **choices) if how == "accumulate" else funcga.stream(gradient, **choices)
+
+
+@pytest.mark.parametrize("how", ["accumulate", "stream"])
+@pytest.mark.parametrize("which", ["funcga", "the framework's"])
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_nan_and_inf_at_every_leaf_and_micro_batch(kit, how, which, drop):
+    gradient, in_order = gradients(kit, which)
+    params, x, flags = problem(kit)
+    step = made(how, gradient, drop=drop)
+    for spoilt_part in (None, *PARTS):
+        for kind in range(len(KINDS) if spoilt_part else 1):
+            flags[:] = 0
+            rows = [*range(10)]
+            if spoilt_part is not None:
+                flags[spoilt_part[0], kind] = 1
+                rows = [row for row in rows if not spoilt_part[0] <= row < spoilt_part[1]]
+            loss, grads = in_order(called(step, how, params, x, kit.arrays(flags.copy())))
+            wanted = expected(params, x, rows)
+            if spoilt_part is not None and drop == "window":
+                wanted = {"loss": np.zeros(()), "grads": {"w": np.zeros(3), "b": np.zeros(())}}
+            found = kit.numpy({"loss": loss, "grads": grads})
+            assert difference(kit, kit.arrays(found), kit.arrays(wanted)) <= 1e-12, (spoilt_part, KINDS[kind])
+
+
+def test_without_it_they_are_passed_on(kit):
+    params, x, flags = problem(kit)
+    flags[4, 0] = 1
+    _, grads = funcga.accumulate(funcga.value_and_grad(loss_of(kit.xp)), 4)(params, x, kit.arrays(flags))
+    assert np.isnan(kit.numpy(grads)["w"]).all()
+
+
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_everything_may_be_dropped(kit, drop):
+    params, x, flags = problem(kit)
+    flags[:] = 1
+    gradient = funcga.value_and_grad(loss_of(kit.xp))
+    for how in ("accumulate", "stream"):
+        loss, grads = called(made(how, gradient, drop=drop), how, params, x, kit.arrays(flags))
+        assert all((leaf == 0).all() for leaf in kit.leaves((loss, grads)))
+
+
+def test_it_changes_nothing_where_all_is_finite(kit):
+    params, x, flags = problem(kit)
+    flags, gradient = kit.arrays(flags), funcga.value_and_grad(loss_of(kit.xp))
+    weight = lambda x, flags: (x[:, 0] > 0).sum()
+    for choices in ({}, {"fold": (funcga.max(), funcga.moments()), "weight": weight}):
+        plain = funcga.accumulate(gradient, 4, **choices)(params, x, flags)
+        found = funcga.accumulate(gradient, 4, drop="window", **choices)(params, x, flags)
+        assert difference(kit, found, plain) <= 1e-14
+
+
+@pytest.mark.parametrize("fold", [funcga.per_weight(), (funcga.min(), funcga.moments())], ids=["sum", "mixed"])
+def test_any_fold_leaves_a_micro_batch_out(kit, fold):
+    params, x, flags = problem(kit)
+    gradient = funcga.value_and_grad(loss_of(kit.xp))
+    stream = funcga.stream(gradient, fold=fold)
+    whole = kit.arrays(flags)
+    for dropped in range(4):
+        flags[:] = 0
+        flags[PARTS[dropped][0], 1] = 1
+        kept = [part for index, part in enumerate(PARTS) if index != dropped]
+        wanted = stream(params, [(x[a:b], whole[a:b]) for a, b in kept])
+        for how in ("accumulate", "stream"):
+            found = called(made(how, gradient, fold=fold, drop="microbatch"), how, params, x, kit.arrays(flags))
+            assert difference(kit, found, wanted) <= 1e-13
+
+
+def test_drop_if_is_asked_of_what_grad_fn_returns(kit):
+    params, x, flags = problem(kit)
+    x = kit.arrays(np.concatenate([x[:3], 100 * x[3:6], x[6:]]))
+    rows = [row for row in range(10) if not 3 <= row < 6]
+    large = lambda output: (output[1]["w"] ** 2).sum() < 1e-20  # where tanh is flat
+    gradient = funcga.value_and_grad(loss_of(kit.xp))
+    for how in ("accumulate", "stream"):
+        step = made(how, gradient, drop="microbatch", drop_if=large)
+        loss, grads = called(step, how, params, x, kit.arrays(flags))
+        assert difference(kit, {"loss": loss, "grads": grads}, kit.arrays(expected(params, x, rows))) <= 1e-12
+    flags[0, 0] = 1
+    for no in (False, np.bool_(False), np.array(False)):
+        never = funcga.accumulate(gradient, 4, drop="microbatch", drop_if=lambda output, no=no: no)
+        assert np.isnan(kit.numpy(never(params, x, kit.arrays(flags)))[1]["w"]).all()
+
+
+def test_the_aux_of_a_gradient_function_need_not_be_finite(kit):
+    params = kit.arrays({"w": np.ones(2, "float32")})
+    x = kit.arrays(np.ones((4, 2), "float32"))
+
+    def loss_fn(params, x):
+        return (x * params["w"]).mean(), {"largest": -INF * x.sum(), "n": kit.xp.ones((), dtype=kit.xp.int32)}
+
+    fold = (funcga.mean(), {"largest": funcga.max(), "n": funcga.sum()}), funcga.mean()
+    step = funcga.accumulate(funcga.value_and_grad(loss_fn, has_aux=True), 2, fold=fold, drop="microbatch")
+    (loss, aux), _ = step(params, x)
+    assert (float(loss), float(aux["largest"]), int(aux["n"])) == (1, -INF, 2)
+    fold = funcga.mean(), {"largest": funcga.max(), "n": funcga.sum()}
+    step = funcga.accumulate(funcga.grad(loss_fn, has_aux=True), 2, fold=fold, drop="microbatch")
+    assert int(step(params, x)[1]["n"]) == 2
+
+
+def test_a_micro_batch_of_weight_0_costs_no_window(kit):
+    params, x, mask = kit.arrays(
+        (np.ones(2, "float32"), np.ones((4, 2), "float32"), np.array([1.0, 1, 0, 0], "float32"))
+    )
+
+    def loss_fn(params, x, mask):
+        return (x @ params * mask).sum() / mask.sum()  # NaN where all is masked
+
+    weight = lambda x, mask: mask.sum()
+    folds = funcga.mean(), funcga.reproducible(funcga.mean())
+    for fold, drop in itertools.product(folds, ("microbatch", "window")):
+        step = funcga.accumulate(
+            funcga.value_and_grad(loss_fn), 2, fold=fold, weight=weight, drop=drop, observe=funcga.dropped()
+        )
+        (loss, grads), dropped = step(params, x, mask)
+        assert (float(loss), int(dropped)) == (2, 0)
+        assert kit.numpy(grads).tolist() == [1, 1]
+    # A plain sum takes it whatever its weight.
+    step = funcga.accumulate(
+        funcga.value_and_grad(loss_fn), 2, weight=lambda x, mask: mask.sum(), fold=funcga.sum(), drop="window"
+    )
+    assert float(step(params, x, mask)[0]) == 0
+
+
+def rnn(kit):
+    def gradient(w, state, x, flags):
+        hidden = kit.xp.tanh(state["h"] + w * x.sum())
+        value = hidden.sum() / (1 - flags.max())  # infinite where a flag is set
+        return value, {"h": hidden, "steps": state["steps"] + 1}
+
+    return gradient
+
+
+@pytest.mark.parametrize("how", ["accumulate", "stream"])
+def test_threaded_state_stays_as_it_was(kit, how):
+    _, x, _ = problem(kit)
+    w, h, flags = kit.arrays((np.ones(()), np.ones(2), np.zeros(10)))
+    state = {"h": h, "steps": kit.xp.zeros((), dtype=kit.xp.int32)}
+    choices = {"fold": (funcga.mean(), funcga.carry()), "in_axes": (None, CARRY, 0, 0)}
+    spoilt_flags = kit.arrays(np.array([0.0] * 4 + [1] + [0] * 5))
+
+    def run(step, flags, parts=PARTS):
+        if how == "accumulate":
+            return step(w, state, x, flags)
+        return step(w, state, [(x[a:b], flags[a:b]) for a, b in parts])
+
+    value, after = run(made(how, rnn(kit), drop="microbatch", **choices), spoilt_flags)
+    parts = [PARTS[0], *PARTS[2:]]
+    wanted = funcga.stream(rnn(kit), **choices)(w, state, [(x[a:b], flags[a:b]) for a, b in parts])
+    assert difference(kit, (value, after), wanted) <= 1e-14
+    assert int(after["steps"]) == 3
+    value, after = run(made(how, rnn(kit), drop="window", **choices), spoilt_flags)
+    assert (float(value), int(after["steps"]), kit.numpy(after["h"]).tolist()) == (0, 0, [1, 1])
+
+
+def test_state_that_is_written_to_in_place_is_put_back():
+    def gradient(w, state, x):
+        state += 1
+        return w * x.sum() / (x.max() < 5).float(), state
+
+    step = funcga.accumulate(
+        gradient, 3, fold=(funcga.sum(), funcga.carry()), in_axes=(None, CARRY, 0), drop="microbatch"
+    )
+    state = torch.zeros(())
+    value, after = step(torch.ones(()), state, torch.tensor([1.0, 7.0, 2.0]))
+    assert (float(value), float(after), float(state)) == (3, 2, 0)
+
+
+# -- refusals
+
+
+def refused(call, *words):
+    with pytest.raises(FuncgaError) as error:
+        call()
+    text = str(error.value)
+    assert all(word in text for word in words), text
+    assert text.count(". ") <= 2
+
+
+def test_what_cannot_be_dropped_is_refused(kit):
+    gradient = funcga.value_and_grad(lambda w, x: (w * x).mean())
+    for make in (lambda **kw: funcga.accumulate(gradient, 2, **kw), lambda **kw: funcga.stream(gradient, **kw)):
+        refused(lambda make=make: make(drop="all"), "drop is 'all'", '"microbatch"')
+        refused(lambda make=make: make(drop_if=abs), "drop is None", "what grad_fn returns")
+        refused(lambda make=make: make(drop="window", drop_if=3), "drop_if is 3")
+    counted = funcga.value_and_grad(lambda w, x, *, totals: (w * x).sum() / totals)
+    refused(lambda: funcga.accumulate(counted, 2, drop="microbatch", totals=len), "totals=", 'drop="window"')
+    scaled = funcga.value_and_grad(lambda w, x: (w * x).mean(), scaled=True)
+    refused(lambda: funcga.accumulate(scaled, 2, drop="window"), "scaled=True", "Leave drop out")
+    w, x = kit.arrays((np.ones((), "float32"), np.ones(4, "float32")))
+    step = funcga.accumulate(lambda w, x: w * x, 2, fold=funcga.concat(), drop="microbatch")
+    refused(lambda: step(w, x), "output collects rows", "drop='microbatch'")
+    step = funcga.accumulate(gradient, 2, drop="microbatch", drop_if=lambda output: output)
+    refused(lambda: step(w, x), "drop_if returned", ".any()")
+    summary = lambda w, x: w * x
+    refused(lambda: funcga.coupled(summary, lambda w, s: s.mean(), 2, drop="microbatch"), "drop")
+
+
+def test_a_window_with_totals(kit):
+    loss_fn = lambda w, x, *, totals: (w * x).sum() / totals
+    step = funcga.accumulate(
+        funcga.value_and_grad(loss_fn), 2, fold=funcga.sum(), totals=lambda x: float(len(x)), drop="window"
+    )
+    w, x, spoilt_x = kit.arrays((np.ones(()), np.ones(4), np.array([1, 2, 3, NAN])))
+    assert [float(leaf) for leaf in step(w, x)] == [1, 1]
+    assert [float(leaf) for leaf in step(w, spoilt_x)] == [0, 0]
+
+
+# -- what torch has of its own
+
+
+def on_device(monkeypatch):
+    """Lets no host see a bool: as on a CUDA device, where it is not waited for."""
+    from torch_backend import arrays
+
+    seen = arrays.scalar
+    is_hidden = lambda weight: isinstance(weight, torch.Tensor) and weight.dtype == torch.bool
+    monkeypatch.setattr(arrays, "scalar", lambda weight: weight if is_hidden(weight) else seen(weight))
+
+
+@pytest.mark.parametrize("choices", [{}, {"fold": funcga.sum()}, {"fold": funcga.max()}, {"fold": funcga.moments()}])
+def test_nothing_waits_for_a_device(monkeypatch, choices):
+    params, x, flags = problem(TORCH)
+    gradient, weight = funcga.value_and_grad(loss_of(torch)), lambda x, flags: (x[:, 0] > 0).sum() + 1
+    for weigh in (None, weight):
+        for spoilt_part in PARTS:
+            flags[:] = 0
+            flags[spoilt_part[0], 0] = 1
+            for drop in ("microbatch", "window"):
+                step = funcga.accumulate(gradient, 4, drop=drop, weight=weigh, **choices)
+                wanted = step(params, x, TORCH.arrays(flags))
+                with monkeypatch.context() as patch:
+                    on_device(patch)
+                    found = step(params, x, TORCH.arrays(flags))
+                torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-14)
+
+
+def test_a_whole_step_that_is_compiled():
+    params, x, flags = problem(TORCH)
+    flags[4, 0] = 1
+    flags = TORCH.arrays(flags)
+    for drop in ("microbatch", "window"):
+        step = funcga.accumulate(funcga.value_and_grad(loss_of(torch)), 4, drop=drop)
+        compiled = torch.compile(step, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(params, x, flags), step(params, x, flags), rtol=1e-13, atol=1e-14)
+
+
+def test_a_compiled_loss():
+    params, x, flags = problem(TORCH)
+    flags[4, 0] = 1
+    flags = TORCH.arrays(flags)
+    compiled = torch.compile(loss_of(torch), backend="aot_eager")
+    for loss_fn in (compiled, loss_of(torch)):
+        step = funcga.accumulate(funcga.value_and_grad(loss_fn), 4, drop="microbatch")
+        loss, grads = step(params, x, flags)
+        wanted = expected(params, x, [0, 1, 2, 6, 7, 8, 9])
+        assert difference(TORCH, {"loss": loss, "grads": grads}, TORCH.arrays(wanted)) <= 1e-12
+
+
+def test_a_step_inside_of_a_transform():
+    params, x, flags = problem(TORCH)
+    flags[4, 0] = 1
+    step = funcga.accumulate(funcga.grad(loss_of(torch)), 4, drop="microbatch")
+    wanted = step(params, x, TORCH.arrays(flags))
+    one = torch.func.vmap(lambda w, flags: step({"w": w, "b": params["b"]}, x, flags)["w"])
+    both = one(torch.stack([params["w"]] * 2), torch.stack([TORCH.arrays(flags), 0 * TORCH.arrays(flags)]))
+    torch.testing.assert_close(both[0], wanted["w"], rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(both[1], step(params, x, 0 * TORCH.arrays(flags))["w"], rtol=1e-13, atol=1e-14)
+
+
+def test_a_step_inside_of_jit_and_of_a_gradient():
+    params, x, flags = problem(JAX)
+    flags[4, 0] = 1
+    flags = JAX.arrays(flags)
+    step = funcga.accumulate(funcga.grad(loss_of(jnp)), 4, drop="microbatch")
+    assert difference(JAX, jax.jit(step)(params, x, flags), step(params, x, flags)) <= 1e-14
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+
+
+def spoilt_loss(module, x, flags):
+    return (module(x) ** 2).mean() / (1 - flags.max())
+
+
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_a_modules_own_gradients_and_statistics(drop):
+    torch.manual_seed(0)
+    left, right = Net().double(), Net().double()
+    right.load_state_dict(left.state_dict())
+    x, flags = torch.randn(8, 3, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)
+    flags[3] = 1
+    gradient = torch_backend.module_value_and_grad(left, spoilt_loss)
+    loss, grads = funcga.accumulate(gradient, 4, drop=drop)(x, flags)
+    assert all(p.grad is None for p in left.parameters())
+    if drop == "window":
+        assert not loss
+        assert not any(gradient.any() for gradient in grads.values())
+    else:
+        kept = [(x[a : a + 2], flags[a : a + 2] * 0) for a in (0, 4, 6)]
+        wanted = funcga.stream(torch_backend.module_value_and_grad(right, spoilt_loss))(kept)
+        torch.testing.assert_close((loss, grads), wanted, rtol=1e-13, atol=1e-14)
+    for name, buffer in left.named_buffers():
+        torch.testing.assert_close(buffer, dict(right.named_buffers())[name])
+
+
+def test_hooks_and_frozen_parameters_and_errors_are_as_in_any_window():
+    module = torch.nn.Linear(3, 1)
+    module.bias.requires_grad_(False)
+    seen = []
+    module.weight.register_hook(lambda g: seen.append(1) or 2 * g)
+    gradient = funcga.value_and_grad(torch_backend.pure_loss(module, lambda m, x: m(x).mean()))
+    params = torch_backend.trainable(module)
+    plain = funcga.accumulate(gradient, 2)(params, torch.ones(4, 3))
+    found = funcga.accumulate(gradient, 2, drop="microbatch")(params, torch.ones(4, 3))
+    torch.testing.assert_close(found, plain)
+    assert len(seen) == 4
+
+    def runs_backward(w, x):
+        (w * x).sum().backward()
+        return (w * x).mean()
+
+    with pytest.raises(FuncgaError, match=r"called \.backward\(\)"):
+        funcga.accumulate(funcga.grad(runs_backward), 2, drop="microbatch")(torch.ones(()), torch.ones(4))
+
+    def writes(w, x):
+        loss = (w * x).mean()
+        with torch.no_grad():
+            w.detach().add_(1)
+        return loss
+
+    with pytest.raises(FuncgaError, match="changed in place"):
+        funcga.accumulate(funcga.grad(writes), 2, drop="microbatch")(torch.ones(()), torch.ones(4))
+
+
+def test_sixteen_bits_are_summed_in_32():
+    w, x = torch.ones(4, dtype=torch.bfloat16), torch.ones(512, 4, dtype=torch.bfloat16)
+    loss_fn = lambda w, x: (w * x).sum()
+    grads = funcga.accumulate(funcga.grad(loss_fn), 512, fold=funcga.sum(), drop="microbatch")(w, x)
+    assert grads.tolist() == [512] * 4
+    x[7] = INF
+    assert funcga.accumulate(funcga.grad(loss_fn), 512, fold=funcga.mean(), drop="microbatch")(w, x).tolist() == [1] * 4
+
+
+# -- bytes: the gradients of one micro-batch beside the sums, and only where something may be dropped
+
+
+def wide_problem():
+    params = {f"w{index}": torch.full((64, 64), 0.1) for index in range(8)}
+    size = sum(p.nbytes for p in params.values())
+    return params, torch.ones(8, 64), size
+
+
+def deep(xp):
+    def loss_fn(params, x):
+        for index in range(8):
+            x = xp.tanh(x @ params[f"w{index}"])
+        return (x**2).mean()
+
+    return loss_fn
+
+
+def test_torch_holds_the_gradients_of_one_micro_batch():
+    params, x, size = wide_problem()
+    module = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+    of_module = torch_backend.module_value_and_grad(module, lambda module, x: (module(x) ** 2).mean())
+    for gradient, args in ((funcga.value_and_grad(deep(torch)), (params, x)), (of_module, (x,))):
+        peaks = {}
+        for drop in (None, "microbatch", "window"):
+            step = funcga.accumulate(gradient, 4, drop=drop)
+            step(*args)
+            with Watch() as seen:
+                step(*args)
+            peaks[drop] = seen.bytes
+        assert peaks["microbatch"] == peaks["window"]
+        assert 1.9 * size < peaks["microbatch"] <= peaks[None] + 1.02 * size
+        assert peaks["microbatch"] <= 2.1 * size
+
+
+def test_jax_holds_the_gradients_of_one_micro_batch():
+    params, x, size = wide_problem()
+    params, x = JAX.arrays(params), JAX.arrays(x)
+
+    def temporary(drop):
+        step = funcga.accumulate(jax.value_and_grad(deep(jnp)), 4, drop=drop)
+        return jax.jit(step).lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary("microbatch") <= temporary(None) + 1.02 * size
+
+
+# -- what observers say of it
+
+
+@pytest.mark.parametrize("how", ["accumulate", "stream"])
+@pytest.mark.parametrize("which", ["funcga", "the framework's"])
+def test_dropped_counts_and_norms_tell_which(kit, how, which):
+    params, x, flags = problem(kit)
+    gradient, _ = gradients(kit, which)
+    observers = {"dropped": funcga.dropped(), "norms": funcga.gradient_norms(), "noise": funcga.gradient_noise()}
+    for drop in ("microbatch", "window"):
+        step, plain = made(how, gradient, drop=drop, observe=observers), made(how, gradient, drop=drop)
+        for spoilt_parts in ([], [2], [0, 3], [0, 1, 2, 3]):
+            flags[:] = 0
+            for part in spoilt_parts:
+                flags[PARTS[part][0], 1] = 1
+            given = kit.arrays(flags.copy())
+            result, observed = called(step, how, params, x, given)
+            assert difference(kit, result, called(plain, how, params, x, given)) <= 1e-14
+            gone = [0, 1, 2, 3] if drop == "window" and spoilt_parts else spoilt_parts
+            assert int(observed["dropped"]) == len(gone)
+            norms = kit.numpy(observed["norms"].microbatches)
+            assert np.flatnonzero(np.isnan(norms)).tolist() == gone
+            assert bool(kit.xp.isnan(observed["noise"].trace)) == (len(gone) > 2)
+
+
+def test_dropped_where_no_host_sees_it(monkeypatch):
+    params, x, flags = problem(TORCH)
+    flags[4, 0] = 1
+    for drop in ("microbatch", "window"):
+        observers = funcga.dropped(), funcga.gradient_norms()
+        step = funcga.accumulate(funcga.value_and_grad(loss_of(torch)), 4, drop=drop, observe=observers)
+        wanted = step(params, x, TORCH.arrays(flags))
+        with monkeypatch.context() as patch:
+            on_device(patch)
+            found = step(params, x, TORCH.arrays(flags))
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-14, equal_nan=True)
+        assert int(found[1][0]) == (1 if drop == "microbatch" else 4)
+
+
+def test_nothing_is_dropped_without_drop(kit):
+    w, x = kit.arrays((np.ones(()), np.array([1, NAN, 2, 3])))
+    step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, observe=funcga.dropped())
+    assert int(step(w, x)[1]) == 0
+
+
+def test_exact_sums_have_the_bits_of_what_was_kept(kit):
+    params, x, flags = problem(kit)
+    gradient, fold = funcga.value_and_grad(loss_of(kit.xp)), funcga.reproducible(funcga.mean())
+    whole, plain = kit.arrays(flags.copy()), funcga.stream(gradient, fold=fold)
+    flags[4, 1] = 1
+    wanted = plain(params, [(x[a:b], whole[a:b]) for a, b in (PARTS[3], PARTS[0], PARTS[2])])
+    step = funcga.stream(gradient, fold=fold, drop="microbatch")
+    found = step(params, [(x[a:b], kit.arrays(flags)[a:b]) for a, b in PARTS])
+    assert all(np.array_equal(a, b) for a, b in zip(kit.leaves(found), kit.leaves(wanted), strict=True))

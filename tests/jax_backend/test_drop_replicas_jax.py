@@ -1,0 +1,79 @@
+"""`drop=` over devices: each leaves its own micro-batches out, and all of them have the same result."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import funcga
+from funcga import CARRY
+from jax_backend import collectives, replicated
+from tests.call.test_drop import KINDS, expected, loss_of, problem
+from tests.jax_backend.test_replicas_jax import mesh
+from tests.kits import JAX, difference
+
+PARTS = [(0, 3), (3, 6), (6, 9), (9, 12)]  # the micro-batches of 12 rows on 2 devices
+
+
+@pytest.fixture(autouse=True)
+def in_64_bits():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_nan_and_inf_at_every_leaf_and_micro_batch_of_every_device(drop):
+    params, x, flags = problem(JAX, 12)
+    step = funcga.accumulate(jax.value_and_grad(loss_of(jnp)), 2, drop=drop, across="data")
+    step = jax.jit(replicated(step, mesh(2)))
+    assert [(c.kind, c.depth) for c in collectives(step, params, x, JAX.arrays(flags))] == [("all-reduce", 0)]
+    for spoilt in (None, *PARTS):
+        for kind in range(len(KINDS) if spoilt else 1):
+            flags[:] = 0
+            rows = [*range(12)]
+            if spoilt is not None:
+                flags[spoilt[0], kind] = 1
+                rows = [row for row in rows if not spoilt[0] <= row < spoilt[1]] if drop == "microbatch" else []
+            loss, grads = step(params, x, JAX.arrays(flags.copy()))
+            wanted = expected(params, x, rows)
+            assert difference(JAX, {"loss": loss, "grads": grads}, JAX.arrays(wanted)) <= 1e-12
+    flags[:] = 1
+    assert not any(leaf.any() for leaf in JAX.leaves(step(params, x, JAX.arrays(flags))))
+
+
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_threaded_state(drop):
+    def gradient(w, state, x):
+        return w * x.sum(), state + 1
+
+    step = funcga.accumulate(
+        gradient, 2, fold=(funcga.sum(), funcga.carry()), in_axes=(None, CARRY, 0), drop=drop, across="data"
+    )
+    step = jax.jit(replicated(step, mesh(2), in_specs=specs()))
+    w, state, x = jnp.ones(()), jnp.zeros(()), jnp.asarray([1.0, 2, 3, np.nan])
+    # The state is that of the last replica, which drops one of its two micro-batches.
+    value, after = step(w, state, x)
+    assert (float(value), float(after)) == ((6, 1) if drop == "microbatch" else (0, 0))
+    assert tuple(map(float, step(w, state, x.at[3].set(4)))) == (10, 2)
+
+
+def specs():
+    from jax.sharding import PartitionSpec as P
+
+    return P(), P(), P("data")
+
+
+def test_layers_of_a_scan():
+    r = np.random.default_rng(0)
+    params = {"layers": jnp.asarray(r.normal(size=(4, 3, 3)))}
+    x = r.normal(size=(8, 3))
+
+    def loss_fn(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+        return (x**2).mean()
+
+    gradient = jax.value_and_grad(loss_fn)
+    step = funcga.accumulate(gradient, 4, drop="microbatch")
+    wanted = gradient(params, jnp.asarray(np.delete(x, [2, 3], axis=0)))
+    x[2] = np.nan
+    assert difference(JAX, step(params, jnp.asarray(x)), wanted) <= 1e-12

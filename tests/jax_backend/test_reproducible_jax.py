@@ -1,0 +1,107 @@
+"""Exact sums over devices: the same bits on any number of them, from vmap's replicas, and as in torch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import funcga
+from jax_backend import Replicas, collectives
+
+COUNT, WIDTH = 24, 300
+
+
+def rows():
+    r = np.random.default_rng(0)
+    return (r.normal(size=(COUNT, WIDTH)) * 2.0 ** r.integers(-20, 5, (COUNT, WIDTH))).astype("float32")
+
+
+def weight(row):
+    return (abs(row[0, 0]) * 100 // 1 + 1).astype("int32")
+
+
+def step_of(fold, across=None):
+    """Micro-batches of one row, with its sum and the row itself as gradients."""
+    gradient = lambda row: (row.sum(), row[0])
+    return funcga.accumulate(gradient, microbatch_size=1, in_axes=0, fold=fold, weight=weight, across=across)
+
+
+def over(devices, fold, batch, **choices):
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Auto,))
+    step = jax.shard_map(step_of(fold, "data"), mesh=mesh, in_specs=P("data"), out_specs=P(), **choices)
+    return jax.jit(step), batch
+
+
+FOLDS = {name: funcga.reproducible(getattr(funcga, name)()) for name in ("mean", "per_weight", "sum")}
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_any_number_of_devices_has_the_same_bits(name):
+    batch = rows()
+    expected = step_of(FOLDS[name])(jnp.asarray(batch))
+    r = np.random.default_rng(1)
+    for devices in (1, 2, 3, 4):
+        step, _ = over(devices, FOLDS[name], batch)
+        for ours, theirs in zip(step(jnp.asarray(r.permutation(batch))), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    # Eight replicas, along an axis of vmap.
+    step = jax.vmap(step_of(FOLDS[name], "data"), axis_name="data", axis_size=8)
+    for ours, theirs in zip(step(jnp.asarray(batch).reshape(8, 3, WIDTH)), expected, strict=True):
+        np.testing.assert_array_equal(ours, np.broadcast_to(theirs, ours.shape))
+    in_torch = funcga.accumulate(
+        lambda row: (row.sum(), row[0]), microbatch_size=1, in_axes=0, fold=FOLDS[name],
+        weight=lambda row: (row[0, 0].abs() * 100 // 1 + 1).to(torch.int32),
+    )  # fmt: skip
+    np.testing.assert_array_equal(in_torch(torch.from_numpy(batch))[1], expected[1])
+
+
+def test_plain_sums_over_devices_differ():
+    batch, plain = rows(), funcga.mean()
+    one, two = (over(devices, plain, batch)[0](jnp.asarray(batch))[1] for devices in (1, 4))
+    assert (np.asarray(one) != np.asarray(two)).mean() > 0.3
+
+
+def test_the_pieces_travel_once_after_the_loop():
+    batch = rows()
+    step, _ = over(4, FOLDS["mean"], batch)
+    found = collectives(step, jnp.asarray(batch))
+    assert {(each.kind, each.depth) for each in found} == {("all-reduce", 0)}
+    assert len(found) <= 2  # one of floats, and one of integers
+
+
+def test_a_scattered_sum():
+    batch = rows()[:, :296]
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(AxisType.Auto,))
+    step = step_of(FOLDS["mean"], Replicas("data", scatter=(None, 0)))
+    scattered = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")))
+    expected = step_of(FOLDS["mean"])(jnp.asarray(batch))
+    for ours, theirs in zip(jax.jit(scattered)(jnp.asarray(batch)), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def loss_fn(params, x):
+    h, _ = jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer["w"] + layer["b"]) * layer["s"], None), x, params)
+    return (h**2).mean()
+
+
+def test_a_scan_over_layers():
+    """Its gradients have the same bits in another order; a leaf of one number a layer is a row of numbers."""
+    r = np.random.default_rng(2)
+    params = {
+        "w": jnp.asarray(r.normal(size=(3, 8, 8)).astype("float32")),
+        "b": jnp.asarray(r.normal(size=(3, 8)).astype("float32")),
+        "s": jnp.ones(3),
+    }
+    x = r.normal(size=(24, 8)).astype("float32")
+    step = funcga.accumulate(funcga.value_and_grad(loss_fn), microbatch_size=4, fold=FOLDS["mean"])
+    exact = jax.tree.leaves(step(params, jnp.asarray(x)))
+    other = jax.tree.leaves(step(params, jnp.asarray(x.reshape(6, 4, 8)[::-1].reshape(24, 8))))
+    plain = jax.tree.leaves(
+        funcga.accumulate(funcga.value_and_grad(loss_fn), microbatch_size=4)(params, jnp.asarray(x))
+    )
+    for ours, theirs, close in zip(exact, other, plain, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_allclose(ours, close, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,61 @@
+"""gradient_noise: by Monte Carlo, on problems whose covariance is known, its estimates are unbiased and its errors hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import funcga
+
+WINDOWS = 20_000
+SIZES = [1, 2, 4, 3, 6]
+# Of |x - w|^2 / 2 a row's gradient is w - x: its mean is w - E[x], and its covariance that of x.
+DEVIATIONS = np.array([2.0, 1.0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("signal", [0.0, 0.5, 3.0])
+def test_estimates_are_unbiased_and_their_errors_are_not_too_small(signal, x64):
+    loss_fn = lambda w, x: 0.5 * jnp.mean(jnp.sum((w - x) ** 2, axis=1))
+    step = funcga.stream(funcga.grad(loss_fn), observe=funcga.gradient_noise())
+    ends = np.cumsum(SIZES)
+
+    def window(key):
+        x = jnp.asarray(DEVIATIONS) * jax.random.normal(key, (ends[-1], len(DEVIATIONS)))
+        items = [(x[end - size : end],) for end, size in zip(ends, SIZES, strict=True)]
+        return step(jnp.full(len(DEVIATIONS), signal), items)[1]
+
+    noise = jax.jit(jax.vmap(window))(jax.random.split(jax.random.key(0), WINDOWS))
+    trace, norm_squared = (DEVIATIONS**2).sum(), len(DEVIATIONS) * signal**2
+    for estimate, error, truth in (
+        (noise.trace, noise.trace_error, trace),
+        (noise.norm_squared, noise.norm_squared_error, norm_squared),
+    ):
+        deviation = float(jnp.std(estimate))
+        # Three standard errors of a mean of so many windows.
+        assert abs(float(jnp.mean(estimate)) - truth) < 3 * deviation / WINDOWS**0.5
+        # The root of the mean variance that it says, against the deviation that there is.
+        ratio = float(jnp.sqrt(jnp.mean(error**2))) / deviation
+        assert ratio > 0.95
+        if estimate is noise.norm_squared:
+            assert ratio < 2.5
+        if signal == 0:
+            assert ratio < 1.5
+
+
+def test_the_ratio_of_averages_is_right_where_that_of_one_window_is_not(x64):
+    signal, decay = 1.0, 0.999
+    loss_fn = lambda w, x: 0.5 * jnp.mean(jnp.sum((w - x) ** 2, axis=1))
+    step = funcga.accumulate(funcga.grad(loss_fn), 8, observe=funcga.gradient_noise())
+
+    def window(state, key):
+        x = jnp.asarray(DEVIATIONS) * jax.random.normal(key, (16, len(DEVIATIONS)))
+        _, noise = step(jnp.full(len(DEVIATIONS), signal), x)
+        return funcga.averaged(noise, state, decay)[::-1]
+
+    zero = jnp.zeros(())
+    state = funcga.NoiseAverage(zero, zero, zero, zero, zero)
+    _, noise = jax.jit(lambda keys: jax.lax.scan(window, state, keys))(jax.random.split(jax.random.key(1), 4000))
+    last = jax.tree.map(lambda leaf: float(leaf[-1]), noise)
+    truth = (DEVIATIONS**2).sum() / (len(DEVIATIONS) * signal**2)
+    assert abs(last.scale - truth) < 3 * last.scale_error
+    assert last.scale_error < 0.1 * truth

@@ -1,0 +1,245 @@
+"""observe=: what a step says of its gradients is what the gradients of its micro-batches, one by one, say."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import funcga
+from tests import problems
+from tests.kits import JAX, TORCH, difference
+from tests.observe import oracle
+from tests.test_errors import check_refused
+
+ROWS = 11
+# Sums of some hundred numbers in float64, in another order; squared norms are differences of them.
+LIMIT = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _precise(x64):
+    pass
+
+
+def problem(kit):
+    params, batch, loss = problems.regression("float64", ROWS)
+    return kit.arrays(params), kit.arrays(batch), loss
+
+
+def rows(batch, part):
+    return [leaf[part] for leaf in batch]
+
+
+def gradients(kit, loss, params, batch, sizes):
+    """The gradient of each micro-batch, flat."""
+    each = [funcga.grad(loss)(params, *rows(batch, part)) for part in oracle.apart(ROWS, sizes)]
+    return [oracle.flat(kit.leaves(gradient)) for gradient in each]
+
+
+def loaded(batch, sizes):
+    return [tuple(rows(batch, part)) for part in oracle.apart(ROWS, sizes)]
+
+
+def close(kit, observed, expected):
+    observed = float(kit.numpy(observed))
+    assert abs(observed - expected) <= LIMIT * max(1, abs(expected)), (observed, expected)
+
+
+def spellings(kit, loss):
+    """(grad_fn, its fold) of each way to the same gradient."""
+    summed = lambda params, x, y: loss(params, x, y) * len(y)
+    return {
+        "mean": (funcga.value_and_grad(loss), funcga.mean()),
+        "grad": (funcga.grad(loss), funcga.mean()),
+        "aux": (funcga.grad(lambda *args: (loss(*args), args[1].sum()), has_aux=True), (funcga.mean(), funcga.sum())),
+        "sums": (funcga.value_and_grad(summed), funcga.per_weight()),
+        "parts": (funcga.grad(lambda *args: summed(*args) / ROWS), funcga.sum()),
+        "others": (
+            torch.func.grad_and_value(loss) if kit.name == "torch" else jax.value_and_grad(loss),
+            funcga.mean(),
+        ),
+        "argnums": (funcga.value_and_grad(loss, argnums=(0,)), funcga.mean()),
+    }
+
+
+@pytest.mark.parametrize("n", [2, 4, 11])
+@pytest.mark.parametrize("name", ["mean", "grad", "aux", "sums", "parts", "others", "argnums"])
+def test_observations_are_those_of_the_gradients_one_by_one(kit, name, n):
+    params, batch, loss = problem(kit)
+    sizes = oracle.sizes(ROWS, n)
+    each = gradients(kit, loss, params, batch, sizes)
+    trace, norm_squared = oracle.noise(each, sizes)
+    norms, mean = oracle.norms(each, sizes)
+    grad_fn, fold = spellings(kit, loss)[name]
+    observers = {"noise": funcga.gradient_noise(), "norms": [funcga.gradient_norms()]}
+    plain = funcga.accumulate(grad_fn, n, fold=fold)(params, *batch)
+    for step, args in (
+        (funcga.accumulate(grad_fn, n, fold=fold, observe=observers), batch),
+        (funcga.stream(grad_fn, fold=fold, observe=observers), (loaded(batch, sizes),)),
+    ):
+        result, observed = step(params, *args)
+        assert difference(kit, result, plain) < LIMIT
+        close(kit, observed["noise"].trace, trace)
+        close(kit, observed["noise"].norm_squared, norm_squared)
+        close(kit, observed["noise"].scale, trace / norm_squared)
+        assert np.allclose(kit.numpy(observed["norms"][0].microbatches), norms, rtol=LIMIT, atol=0)
+        close(kit, observed["norms"][0].mean, mean)
+
+
+def test_both_frameworks_say_the_same():
+    observed = []
+    for kit in (TORCH, JAX):
+        params, batch, loss = problem(kit)
+        observers = funcga.gradient_noise(), funcga.gradient_noise(groups=lambda path: path), funcga.gradient_norms()
+        step = funcga.accumulate(funcga.grad(loss), 4, observe=observers)
+        observed.append(kit.numpy(step(params, *batch)[1]))
+    assert [*observed[0][1]] == [*observed[1][1]] or {*observed[0][1]} == {*observed[1][1]}
+    assert (
+        difference(TORCH, *[TORCH.arrays([one[0], dict(sorted(one[1].items())), one[2]]) for one in observed]) < LIMIT
+    )
+
+
+def test_weights_are_counted_and_a_weight_of_0_says_nothing(kit):
+    params, (x, y), loss = problem(kit)
+    sizes, weights = [3, 3, 3, 2], [2.0, 0.0, 5.0, 1.5]
+    items = [(*item, weight) for item, weight in zip(loaded((x, y), sizes), weights, strict=True)]
+    # The gradient that weighs nothing is not finite.
+    items[1] = (items[1][0] * float("nan"), *items[1][1:])
+    masked = lambda params, x, y, weight: loss(params, x, y)
+    step = funcga.stream(funcga.grad(masked), weight=lambda x, y, weight: weight, observe=funcga.gradient_noise())
+    trace, norm_squared = oracle.noise(gradients(kit, loss, params, (x, y), sizes), weights)
+    _, noise = step(params, items)
+    close(kit, noise.trace, trace)
+    close(kit, noise.norm_squared, norm_squared)
+
+
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_what_is_dropped_is_not_observed(kit, drop):
+    params, (x, y), loss = problem(kit)
+    sizes = [3, 3, 3, 2]
+    items = loaded((x, y), sizes)
+    items[2] = (items[2][0] * float("nan"), items[2][1])
+    expected = oracle.noise(gradients(kit, loss, params, (x, y), sizes), [3, 3, 0, 2])
+    batch = [kit.xp.concatenate(column) for column in zip(*items, strict=True)]
+    options = {"drop": drop, "observe": {"noise": funcga.gradient_noise()}}
+    for grad_fn, fold in (spellings(kit, loss)[name] for name in ("mean", "sums", "aux", "others")):
+        plain = funcga.stream(grad_fn, fold=fold, drop=drop)(params, items)
+        for step, args in (
+            (funcga.accumulate(grad_fn, 4, fold=fold, **options), batch),
+            (funcga.stream(grad_fn, fold=fold, **options), (items,)),
+        ):
+            result, observed = step(params, *args)
+            if drop == "window":
+                assert np.isnan(kit.numpy(observed["noise"].trace))
+                continue
+            assert difference(kit, result, plain) < LIMIT
+            close(kit, observed["noise"].trace, expected[0])
+            close(kit, observed["noise"].norm_squared, expected[1])
+
+
+def test_groups_are_those_of_the_paths(kit):
+    params, batch, loss = problem(kit)
+    name = sorted(params)[0]
+    nested = lambda params, x, y: loss({**params["layers"][0], **params["rest"]}, x, y)
+    tree = {"layers": [{name: params[name]}], "rest": {key: value for key, value in params.items() if key != name}}
+    seen = []
+    groups = lambda path: seen.append(path) or {"layers": path, "rest": None}[path.split(".")[0]]
+    step = funcga.accumulate(funcga.grad(nested), 4, observe=funcga.gradient_noise(groups=groups))
+    _, noise = step(tree, *batch)
+    assert {f"layers.0.{name}", *[f"rest.{key}" for key in tree["rest"]]} == {*seen}
+    sizes = oracle.sizes(ROWS, 4)
+    each = [funcga.grad(loss)(params, *rows(batch, part))[name] for part in oracle.apart(ROWS, sizes)]
+    trace, _ = oracle.noise([oracle.flat([kit.numpy(gradient)]) for gradient in each], sizes)
+    assert [*noise] == [f"layers.0.{name}"]
+    close(kit, noise[f"layers.0.{name}"].trace, trace)
+
+
+def test_one_microbatch_says_nothing(kit):
+    params, batch, loss = problem(kit)
+    _, (noise, norms) = funcga.accumulate(
+        funcga.grad(loss), 1, observe=(funcga.gradient_noise(), funcga.gradient_norms())
+    )(params, *batch)
+    assert np.isnan([float(kit.numpy(number)) for number in noise]).all()
+    close(kit, norms.microbatches[0], float(kit.numpy(norms.mean)))
+
+
+def test_a_loss_scale_is_divided_out(kit):
+    params, batch, loss = problem(kit)
+    observers = funcga.gradient_noise(), funcga.gradient_norms()
+    _, expected = funcga.accumulate(funcga.grad(loss), 3, observe=observers)(params, *batch)
+    step = funcga.accumulate(funcga.grad(loss, scaled=True), 3, observe=observers)
+    for scale in (1024.0, kit.arrays(np.float32(1024))):
+        assert difference(kit, step(params, *batch, loss_scale=scale)[1], expected) < LIMIT
+
+
+def test_an_observer_of_ones_own_sees_every_leaf(kit):
+    params, batch, loss = problem(kit)
+    measure = lambda xp, leaf: abs(leaf).sum()
+    mine = funcga.Observer(
+        funcga.max(), lambda xp, observed: {"most": observed.folded, "all": observed.result}, measure, degree=1
+    )
+    each = gradients(kit, loss, params, batch, oracle.sizes(ROWS, 3))
+    for grad_fn, fold in (spellings(kit, loss)[name] for name in ("mean", "sums")):
+        result, observed = funcga.accumulate(grad_fn, 3, fold=fold, observe=mine)(params, *batch)
+        close(kit, observed["most"], max(abs(g).sum() for g in each))
+        close(kit, observed["all"], abs(oracle.flat(kit.leaves(result[1]))).sum())
+
+
+def test_state_is_threaded_beside_observers(kit):
+    params, batch, loss = problem(kit)
+    grad_fn = lambda params, count, x, y: (funcga.grad(loss)(params, x, y), count + 1)
+    step = funcga.accumulate(
+        grad_fn, 4, fold=(funcga.mean(), funcga.carry()), in_axes=(None, funcga.CARRY, 0, 0),
+        observe=funcga.gradient_norms(),
+    )  # fmt: skip
+    (_, count), norms = step(params, kit.arrays(np.float64(0)), *batch)
+    assert float(kit.numpy(count)) == 4
+    expected = oracle.norms(gradients(kit, loss, params, batch, oracle.sizes(ROWS, 4)), [1] * 4)[0]
+    assert np.allclose(kit.numpy(norms.microbatches), expected, rtol=LIMIT, atol=0)
+
+
+def test_what_cannot_be_observed_is_refused(kit):
+    params, batch, loss = problem(kit)
+    observe = funcga.gradient_noise()
+    grad_fn = funcga.value_and_grad(loss)
+    check_refused("gradient_noise()", lambda: funcga.accumulate(grad_fn, 2, observe=funcga.gradient_noise))
+    check_refused("no observer in it", lambda: funcga.accumulate(grad_fn, 2, observe={}))
+    check_refused("observe[1] is 3", lambda: funcga.accumulate(grad_fn, 2, observe=[observe, 3]))
+    step = funcga.accumulate(grad_fn, 2, fold=(funcga.mean(), funcga.max()), observe=observe)
+    check_refused("funcga.mean(), per_weight() or sum()", lambda: step(params, *batch))
+    mixed = {name: funcga.mean() if index else funcga.sum() for index, name in enumerate(sorted(params))}
+    step = funcga.accumulate(grad_fn, 2, fold=(funcga.mean(), mixed), observe=observe)
+    check_refused("in different ways", lambda: step(params, *batch))
+    step = funcga.accumulate(lambda params, x, y: loss(params, x, y), 2, observe=observe)
+    check_refused("funcga.value_and_grad(loss_fn)", lambda: step(params, *batch))
+    step = funcga.accumulate(lambda params, x, y: (funcga.grad(loss)(params, x, y),) * 2, 2, observe=observe)
+    check_refused("more than one part", lambda: step(params, *batch))
+    step = funcga.accumulate(grad_fn, 2, observe=funcga.gradient_noise(groups=lambda path: None))
+    check_refused("there is no leaf to observe", lambda: step(params, *batch))
+    step = funcga.accumulate(grad_fn, 2, observe=funcga.gradient_noise(groups=len))
+    check_refused("the name of a group is a string", lambda: step(params, *batch))
+    for bad in ("0.9", 1, -0.1, float("nan")):
+        check_refused("decay is", lambda bad=bad: funcga.averaged(None, None, bad))
+    check_refused("gradient_noise()", lambda: funcga.averaged(3.0, None, 0.9))
+    check_refused("where it takes a Fold", lambda: funcga.Observer(funcga.mean, len))
+
+
+def test_an_average_keeps_numerator_and_denominator_apart(kit):
+    number = lambda value: kit.arrays(np.float64(value))
+    windows = [(8.0, 2.0, 1.0, 0.5), (float("nan"),) * 4, (6.0, -1.0, 2.0, 0.25), (1.0, 4.0, 0.5, 1.0)]
+    noises = [
+        funcga.GradientNoise(*map(number, (trace, norm, trace / norm, error, norm_error, 0.0)))
+        for trace, norm, error, norm_error in windows
+    ]
+    state, decay = None, 0.75
+    for noise in noises:
+        average, state = funcga.averaged({"all": noise}, state, decay)
+    kept = [window for window in windows if window[0] == window[0]]
+    weights = np.array([decay ** (len(kept) - 1 - index) for index in range(len(kept))])
+    trace, norm, error, norm_error = np.array(kept).T
+    mean = lambda values: (weights * values).sum() / weights.sum()
+    spread = lambda values: np.sqrt(((weights * values) ** 2).sum()) / weights.sum()
+    close(kit, average["all"].trace, mean(trace))
+    close(kit, average["all"].scale, mean(trace) / mean(norm))
+    close(kit, average["all"].trace_error, spread(error))
+    close(kit, average["all"].norm_squared_error, spread(norm_error))

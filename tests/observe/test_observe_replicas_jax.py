@@ -1,0 +1,96 @@
+"""observe= in JAX over the devices of a mesh: what all micro-batches say, by one sum that is there anyway."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import funcga
+from jax_backend import Replicas, collectives, folded_in_place, replicated
+from tests.jax_backend.test_replicas_jax import mesh
+from tests.kits import JAX, difference
+from tests.observe import oracle
+from tests.test_errors import check_refused
+
+LIMIT = 1e-12
+ROWS, DEVICES, N = 24, 4, 3
+OBSERVE = {"noise": funcga.gradient_noise(groups=lambda path: path), "norms": funcga.gradient_norms()}
+
+
+def loss_fn(params, x):
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
+    return jnp.mean((h @ params["head"]) ** 2)
+
+
+def problem(dtype="float64"):
+    generator = np.random.default_rng(0)
+    params = {"layers": generator.normal(size=(3, 4, 4)), "head": generator.normal(size=4)}
+    return JAX.arrays(jax.tree.map(lambda leaf: leaf.astype(dtype), (params, generator.normal(size=(ROWS, 4)))))
+
+
+def expected(params, x):
+    parts = oracle.apart(ROWS, [ROWS // (N * DEVICES)] * (N * DEVICES))
+    each = [jax.grad(loss_fn)(params, x[part]) for part in parts]
+    weights = [1] * len(parts)
+    flats = {name: [oracle.flat([gradient[name]]) for gradient in each] for name in params}
+    whole = [oracle.flat(jax.tree.leaves(gradient)) for gradient in each]
+    # The estimates are in rows.
+    return {name: oracle.noise(flats[name], [2] * len(parts)) for name in params}, oracle.norms(whole, weights)
+
+
+def check(observed, params, x):
+    noise, (norms, mean) = expected(params, x)
+    for name, (trace, norm_squared) in noise.items():
+        assert abs(observed["noise"][name].trace / trace - 1) < LIMIT
+        assert abs(observed["noise"][name].norm_squared / norm_squared - 1) < LIMIT
+    assert abs(observed["norms"].mean / mean - 1) < LIMIT
+    assert np.allclose(np.sort(observed["norms"].microbatches), np.sort(norms), rtol=LIMIT, atol=0)
+
+
+@pytest.mark.usefixtures("x64")
+def test_replicas_are_observed():
+    params, x = problem()
+    step = replicated(funcga.accumulate(funcga.grad(loss_fn), N, across="data", observe=OBSERVE), mesh(DEVICES))
+    grads, observed = step(params, x)
+    assert difference(JAX, grads, jax.grad(loss_fn)(params, x)) < LIMIT
+    check(observed, params, x)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_batch_that_lies_on_several_devices():
+    params, x = problem()
+    spread = jax.device_put(x, NamedSharding(mesh(DEVICES), P("data")))
+    observe = {**OBSERVE, "noise": funcga.gradient_noise()}
+    for step in (funcga.accumulate(funcga.grad(loss_fn), N * DEVICES, observe=observe),):
+        norms = step(params, spread)[1]["norms"]
+        assert np.allclose(norms.microbatches, expected(params, x)[1][0], rtol=LIMIT, atol=0)
+    # Where all is summed, micro-batches have rows of every device, and nothing is gathered.
+    step = funcga.accumulate(funcga.grad(loss_fn), N, observe=funcga.gradient_noise())
+    grads, noise = step(params, spread)
+    assert difference(JAX, grads, jax.grad(loss_fn)(params, x)) < LIMIT
+    assert noise.trace > 0
+
+
+def test_no_collective_more():
+    params, x = problem("float32")
+    steps = [
+        replicated(funcga.accumulate(funcga.grad(loss_fn), N, across="data", observe=observe), mesh(DEVICES))
+        for observe in (None, funcga.gradient_noise())
+    ]
+    found = [[(each.kind, each.depth) for each in collectives(step, params, x)] for step in steps]
+    assert found[0] == found[1] == [("all-reduce", 0)]
+
+
+def test_layers_are_folded_in_place_beside_observers():
+    params, x = problem("float32")
+    step = funcga.accumulate(funcga.value_and_grad(loss_fn), N, observe=funcga.gradient_noise())
+    assert folded_in_place(step, params, x) == ["output[1]['layers']"]
+
+
+def test_what_is_scattered_is_refused():
+    params, x = problem("float32")
+    across = Replicas("data", scatter=None), Replicas("data", scatter=0)
+    steps = [funcga.accumulate(funcga.grad(loss_fn), N, across=each, observe=OBSERVE) for each in across]
+    check_refused("across= has scatter=", replicated(steps[1], mesh(DEVICES)), params, x)

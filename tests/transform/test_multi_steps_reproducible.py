@@ -1,0 +1,110 @@
+"""`multi_steps` with exact sums: a window that goes on elsewhere has the same bits, whatever the number of replicas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import funcga
+from funcga import Transform
+from tests.kits import JAX, TORCH
+from tests.processes import processes
+
+COUNT = 12
+FOLD = funcga.reproducible(funcga.mean())
+
+
+def sgd():
+    """Updates that are the gradients."""
+    return Transform(lambda params: (), lambda g, s, p=None: (g, s))
+
+
+def gradients():
+    """(the gradient, the weight) of each micro-batch."""
+    r = np.random.default_rng(0)
+    shapes = {"w": (40, 11), "b": (11,), "scale": ()}
+    grads = [{k: r.normal(size=shape).astype("float32") for k, shape in shapes.items()} for _ in range(COUNT)]
+    return list(zip(grads, r.integers(1, 4000, COUNT).tolist(), strict=True))
+
+
+def updates_of(kit, order, **choices):
+    tx = funcga.multi_steps(sgd(), COUNT, fold=FOLD, **choices)
+    grads = [(kit.arrays(grad), weight) for grad, weight in gradients()]
+    state = tx.init(grads[0][0])
+    for k in order:
+        updates, state = tx.update(grads[k][0], state, weight=grads[k][1])
+    return updates
+
+
+@pytest.mark.parametrize(("kit", "donate"), [(TORCH, False), (TORCH, True), (JAX, False)])
+def test_any_order_has_the_same_bits_in_both_frameworks(kit, donate):
+    expected = updates_of(TORCH, range(COUNT))
+    for seed in range(3):
+        updates = updates_of(kit, np.random.default_rng(seed).permutation(COUNT), donate=donate)
+        for name, update in updates.items():
+            np.testing.assert_array_equal(update, expected[name])
+
+
+def test_in_jit():
+    expected = updates_of(TORCH, range(COUNT))
+    tx = funcga.multi_steps(sgd(), COUNT, fold=FOLD)
+    grads = [JAX.arrays(grad) for grad, _ in gradients()]
+    weights = jnp.asarray([weight for _, weight in gradients()], jnp.float32)
+
+    @jax.jit
+    def window(grads, weights):
+        state = tx.init(jax.tree.map(lambda leaf: leaf[0], grads))
+
+        def step(state, given):
+            grad, weight = given
+            updates, state = tx.update(grad, state, weight=weight)
+            return state, updates
+
+        return jax.lax.scan(step, state, (grads, weights))[1]
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads)
+    updates = jax.tree.map(lambda leaf: leaf[-1], window(stacked, weights))
+    for name, update in updates.items():
+        np.testing.assert_array_equal(update, expected[name])
+
+
+def test_out_of_range_is_an_error_that_names_the_leaf():
+    tx = funcga.multi_steps(sgd(), 1, fold=funcga.reproducible(funcga.mean(), limit=8))
+    grads = {"w": torch.full((2,), 9.0)}
+    with pytest.raises(funcga.FuncgaError, match=r"the result of grads\['w'\] is not known"):
+        tx.update(grads, tx.init(grads))
+
+
+# -- over processes: saved on two in the middle of a window, and resumed on three
+
+
+def folded(group, numbers, start=None):
+    """(all states, the updates of a flush) after this replica's share of these micro-batches."""
+    tx = funcga.multi_steps(sgd(), COUNT, fold=FOLD, across=group)
+    grads = [(TORCH.arrays(grad), weight) for grad, weight in gradients()]
+    state = tx.init(grads[0][0]) if start is None else start
+    for k in numbers[dist.get_rank(group)]:
+        state = tx.accumulate(grads[k][0], state, weight=grads[k][1])
+    if start is None:
+        states = [None] * dist.get_world_size(group)
+        dist.all_gather_object(states, state, group=group)
+        return tx.merge(states)
+    return tx.flush(state, grads[0][0])[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([[0, 1, 2], [3, 4, 5]], [[6, 7], [8, 9], [10, 11]]),
+        ([[11, 3, 7, 0], [5, 1, 2, 9]], [[8], [4, 6], [10]]),
+        ([[2, 1, 0], [5, 4, 3]], [[11, 10, 9, 8, 7, 6]]),
+    ],
+)
+def test_saved_on_two_processes_and_resumed_on_others(first, second):
+    expected = updates_of(TORCH, range(COUNT))
+    merged = processes().run(folded, first, size=2)[0]
+    for updates in processes().run(folded, second, merged, size=len(second)):
+        for name, update in updates.items():
+            assert torch.equal(update, expected[name])

@@ -1,0 +1,258 @@
+"""A window that leaves micro-batches out, by a test of their gradients.
+
+Only torch has this file: in JAX a loop selects what it carries.
+
+Autograd adds gradients where it computes them, and cannot take them back. So here it adds to nothing: each micro-batch
+leaves its gradients in the leaves, to be looked at and then added, all of them or none. One micro-batch's gradients
+are held at a time. Where only a device knows the answer, nothing waits for it: what is added is selected.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcga._backend import Backend
+from funcga._call import Program
+from funcga._call.arguments import Arguments
+from funcga._call.dropping import DroppingStep
+from funcga._grad import GradientFunction
+from funcga._types import Scalar, Tree
+from funcga.errors import FuncgaError
+from torch_backend import _private, arrays, trees
+from torch_backend.dtensor import is_dtensor, local
+from torch_backend.engine.backward import Backward, autocasting, ran_backward
+from torch_backend.engine.buffers import Buffers
+from torch_backend.engine.layout import Layout, Leaves
+from torch_backend.engine.window import Engine, changed_in_place, tensors_of
+from torch_backend.reduce import Reduction
+
+NAN = float("nan")
+
+
+class DroppingBuffers(Buffers):
+    """Buffers that a micro-batch is added to if it passes a test; `rejected` counts those that do not."""
+
+    def __init__(self, dropping: DroppingStep, layout: Layout):
+        super().__init__(layout)
+        self.dropping, self.tested = dropping, dropping.tested(layout.outputs)
+        self.kept: bool | torch.Tensor = True  # whether the last micro-batch was
+        self.state_before: list[Any] = []  # what is threaded, before the first one
+
+    def add(self, leaves: Sequence[Any], weight: Scalar) -> list[Any]:
+        """Folds the leaves of one micro-batch in, or none of them, and returns those that are threaded."""
+        keep = self.kept = self.keeps(leaves, weight)
+        if keep is True:
+            return super().add(leaves, weight)
+        for index in self.layout.rest:
+            if self.reduced[index] is None:  # it may be the first, and every other may be dropped, too
+                self.reduced[index] = self.folds[index].identity(leaves[self.outputs.reduced[index]])
+        for leaf_index in self.layout.rest_collected:
+            # Only observers collect anything here: of what is dropped, NaN.
+            self.collected[leaf_index].append(selected(keep, leaves[leaf_index], leaves[leaf_index] * NAN))
+        if not isinstance(keep, torch.Tensor):
+            self.rejected += 1
+            return [leaves[leaf_index] for leaf_index in self.outputs.threads]
+        self.rejected = self.rejected + (~keep).to(torch.int64)
+        return self._add_where(keep, leaves, weight)
+
+    def keeps(self, leaves: Sequence[Any], weight: Scalar) -> bool | torch.Tensor:
+        """Whether a micro-batch of these leaves is folded."""
+        return self.dropping.keeps(self.outputs, self.tested, leaves, weight)
+
+    def _add_where(self, keep: torch.Tensor, leaves: Sequence[Any], weight: Scalar) -> list[Any]:
+        """`add`, where only a device knows whether to keep the micro-batch."""
+        # Not to be kept is to be of weight 0: of that not even a NaN is added to weighted sums. All other folds keep
+        # what they had. One leaf at a time, so that one copy is alive.
+        kept_weight, layout = _where(keep, weight, 0), self.layout
+        values = {index: leaves[self.outputs.reduced[index]] for index in layout.rest}
+        self.share(kept_weight)
+        self._add_masked(layout.rest_weighted, values, kept_weight)
+        for index in layout.rest_plain:
+            self._add_sums([index], {index: _where(keep, values[index], 0)}, 1)
+        for index in layout.rest_others:
+            before = self.reduced[index]
+            self._combine(index, values[index], weight)
+            self.reduced[index] = selected(keep, self.reduced[index], before)
+        more = arrays.tally(kept_weight)._replace(steps=keep.to(torch.int64))
+        self.counted = more if self.counted is None else self.counted.merge(more)
+        return [leaves[leaf_index] for leaf_index in self.outputs.threads]
+
+    def result(self, state: list[Any]) -> Tree:
+        """The normalised result; zeros, and the state that came in, if the window is dropped."""
+        keep = self.rejected == 0
+        if self.dropping.scope == "microbatch" or keep is True:
+            return super().result(state)
+        state = [selected(keep, *pair) for pair in zip(state, self.state_before or state, strict=True)]
+        result = super().result(state)
+        # What observers fold stands before the value. What they collect is NaN for every micro-batch.
+        rows = [result[0][leaf_index] for leaf_index in self.outputs.collected] if self.outputs.before else []
+        threaded, collected = {*map(id, state)}, {*map(id, rows)}
+
+        def dropped(leaf: Any) -> Any:
+            if id(leaf) in threaded or not isinstance(leaf, torch.Tensor):
+                return leaf
+            return selected(keep, leaf, leaf * NAN) if id(leaf) in collected else _or_zeros(keep, leaf, self.pure)
+
+        leaves, structure = trees.flatten(result)
+        return trees.unflatten(structure, [*map(dropped, leaves)])
+
+
+def _or_zeros(keep: bool | torch.Tensor, leaf: torch.Tensor, pure: bool) -> torch.Tensor:
+    """A leaf of a result, or zeros in its place; in the same memory, unless it is `pure`."""
+    if pure or torch.compiler.is_compiling():
+        return _where(torch.as_tensor(keep, device=leaf.device), leaf, 0)
+    shard = local(leaf)
+    shard.masked_fill_(~torch.as_tensor(keep, device=shard.device), 0)
+    return leaf
+
+
+def _where(keep: torch.Tensor, value: Any, otherwise: Any) -> torch.Tensor:
+    """The value, or another one, on the devices of the value; a number where the answer is, in 64 bits."""
+    if isinstance(value, torch.Tensor):
+        return torch.where(keep.to(value.device), value, otherwise)
+    wide = torch.float32 if keep.device.type == "mps" else torch.float64
+    number = torch.full((), value, dtype=torch.int64 if isinstance(value, int) else wide, device=keep.device)
+    return torch.where(keep, number, otherwise)
+
+
+def selected(keep: bool | torch.Tensor, after: Any, before: Any) -> Any:
+    """What is left of a value `after` a micro-batch: itself if that is kept, else what it was `before`."""
+    if isinstance(after, tuple):
+        return tuple([selected(keep, *pair) for pair in zip(after, before, strict=True)])
+    if not isinstance(keep, torch.Tensor):
+        return after if keep else before
+    return _where(keep, after, before) if isinstance(after, torch.Tensor) else after
+
+
+class DroppingEngine(Engine):
+    """A window of a gradient that autograd computes, whose micro-batches are looked at before they are added."""
+
+    buffers: DroppingBuffers
+
+    def __init__(
+        self,
+        program: Program,
+        gradient: GradientFunction,
+        backend: Backend,
+        reduction: Reduction | None,
+        module: nn.Module | None = None,
+    ):
+        super().__init__(program, gradient, backend, reduction, module)
+        self.buffers_of = buffers_of(program)
+        self.own: dict[int, Leaves] = {}  # of the arguments that are not split
+        # A test of the user's runs between two micro-batches.
+        self.is_uninterrupted = self.is_uninterrupted and program.dropping is not None and program.dropping.test is None
+        self.looks_ahead = False  # what is folded is known when the window is over, and nothing is sent before
+        if reduction is not None:
+            reduction.buffers_of = self.buffers_of
+
+    def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
+        super()._begin(arguments, args)
+        # The `leaves` of a window are those that autograd adds to. Here these are none.
+        self.own, self.leaves, self.is_whole = self.leaves, dict[int, Leaves](), False
+        self.versions_before = self._versions()
+        self.statistics_before = statistics_of(self.module)
+
+    def _versions(self) -> int:
+        """A number that changes with every write to a parameter."""
+        return sum(map(_private.version, tensors_of(self.own)))
+
+    def _with_those_of(self, args: tuple[Tree, ...]) -> tuple[dict[int, Leaves], list[torch.Tensor]]:
+        """All leaves. Each micro-batch begins without gradients in them."""
+        self._clear()
+        argnums = self._differentiated(len(args))
+        leaves = {
+            argnum: self.own[argnum] if argnum in self.own else self._leaves_of(args[argnum], argnum)
+            for argnum in argnums
+        }
+        return leaves, tensors_of(leaves)
+
+    def _clear(self) -> None:
+        for leaf in tensors_of(self.own):
+            leaf.grad = None
+
+    def fold(
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
+    ) -> list[Any]:
+        """Folds one micro-batch in, or nothing of it, and returns the state that it threads to the next."""
+        statistics = statistics_of(self.module)
+        state = super().fold(arguments, args, kwargs, weight, last)
+        put_back(statistics, self.buffers.kept)
+        return state
+
+    def _evaluate(self, *args: Any) -> tuple[torch.Tensor, Tree, torch.Tensor]:
+        evaluated = super()._evaluate(*args)
+        if any(leaf.grad is not None for leaf in tensors_of(self.own)):
+            raise ran_backward()
+        return evaluated
+
+    def _listen(self, weight: Scalar, last: bool) -> tuple[None, bool]:
+        heard = super()._listen(weight, last=False)[1]
+        if self.reduction is not None and self.reduction.history.communicates:
+            raise FuncgaError(
+                f"drop={self.buffers.dropping.scope!r} was given together with across=, and the loss itself calls "
+                f"collectives of that group, as a SyncBatchNorm layer does: what one replica drops is a part of what "
+                f"the others have computed. Leave drop out; or compute the loss of each replica's own rows."
+            )
+        return None, heard
+
+    def _bind(
+        self, loss: torch.Tensor, aux: Tree, leaves: dict[int, Leaves], moving: Sequence[torch.Tensor],
+        arguments: Arguments,
+    ) -> Backward:  # fmt: skip
+        backward = super()._bind(loss, aux, leaves, moving, arguments)
+        self.lone_dtype = None  # the loss is added with the gradients
+        backward.autocast = autocasting({leaf.device.type for leaf in moving})
+        if any(map(is_dtensor, moving)):
+            # Partial sums are reduced to the placements of the parameters.
+            output = self.gradient.without_aux(self.layout.outputs.value_of(range(len(self.layout.outputs.folds))))
+            leaf_indices = trees.flatten(output[1] if self.gradient.with_value else output)[0]
+            in_order = [leaf for argument in leaves.values() for leaf in argument.leaves]
+            pairs = zip(leaf_indices, in_order, strict=True)
+            backward.leaves = {leaf_index: leaf for leaf_index, leaf in pairs if leaf is not None}
+        return backward
+
+    def result(self, state: list[Any]) -> Tree:
+        """The normalised result, in the structure of grad_fn's output."""
+        self._clear()
+        if self.module is None and self._versions() != self.versions_before:
+            raise changed_in_place()
+        self.leaves = self.own
+        result = super().result(state)
+        if self.program.dropping is not None and self.program.dropping.scope == "window":
+            put_back(self.statistics_before, self.buffers.rejected == 0)
+        return result
+
+
+def fold_or_drop(window: Any, state: list[Any], *microbatch: Any, last: bool) -> list[Any]:
+    """Folds a micro-batch into a window, and returns the state after it: as it was, if the micro-batch is dropped."""
+    # grad_fn may write to the state, and what a dropped micro-batch has written there does not count.
+    before = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
+    after = window.fold(*microbatch, last=last)
+    if not before:
+        return after  # type: ignore[no-any-return]
+    buffers: DroppingBuffers = window.buffers
+    buffers.state_before = buffers.state_before or before
+    return [selected(buffers.kept, *pair) for pair in zip(after, before, strict=True)]
+
+
+def buffers_of(program: Program) -> Any:
+    """What makes the buffers of a program: those that leave out what it drops, or plain ones."""
+    return Buffers if program.dropping is None else partial(DroppingBuffers, program.dropping)
+
+
+def statistics_of(module: nn.Module | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The buffers of a module, such as running statistics, and copies of them."""
+    buffers = () if module is None else module.buffers()
+    return [(buffer, buffer.detach().clone()) for buffer in buffers]
+
+
+def put_back(before: Iterable[tuple[torch.Tensor, torch.Tensor]], keep: bool | torch.Tensor) -> None:
+    """Gives tensors the values that they had before what is not kept; `before` has each tensor and these."""
+    if keep is not True:
+        with torch.no_grad():
+            for tensor, values in before:
+                tensor.copy_(selected(keep, tensor, values))

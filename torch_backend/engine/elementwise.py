@@ -1,0 +1,93 @@
+"""Folds that work element by element, in place and a piece at a time.
+
+Only torch has this file: XLA makes one loop of such a fold, and has no arrays in between.
+
+Between a value and its accumulator such a fold has a dozen arrays. For a large leaf they would take several times its
+memory, and every operation would wait for that memory. Pieces of this size stay in the cache, and are large enough for
+torch to use all cores.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from funcga._exact import Finish, Lift
+from funcga._fold import LeafFold, Tally, parts_of
+from funcga._types import Reduced, Scalar
+from torch_backend.engine import exact
+
+# Elements. A device has no such cache, and each operation costs a launch.
+_PIECE, _PIECE_ON_DEVICE = 2**17, 2**22
+
+
+def fits(fold: LeafFold, value: object) -> bool:
+    """Whether a value is folded here: a plain tensor, by a fold that looks at one element at a time."""
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and fold.fold.is_per_element and not torch.compiler.is_compiling()
+
+
+def begun(fold: LeafFold, value: torch.Tensor) -> Reduced:
+    """What is reduced of nothing, in memory of its own."""
+    if isinstance(fold.fold.reducer.lift, Lift) and fold.accumulator_dtype.is_floating_point:
+        return exact.zeros(value, fold.accumulator_dtype)
+    one = fold.identity(value.new_zeros([1] * value.ndim))
+    parts = [torch.empty_like(value, dtype=part.dtype, requires_grad=False).copy_(part) for part in parts_of(one)]
+    return tuple(parts) if isinstance(one, tuple) else parts[0]
+
+
+def combine(fold: LeafFold, reduced: Reduced, value: torch.Tensor, weight: Scalar, donate: bool) -> None:
+    """Folds a value into what is reduced, in its memory; `donate`: the value may be written to."""
+    parts, lift = parts_of(reduced), fold.fold.reducer.lift
+    on_host = isinstance(reduced, tuple) and _is_on_host(value, weight)
+    for *before, piece in _pieces([*parts, _like(value, parts[0])]):
+        if isinstance(lift, Lift) and on_host:
+            factor = float(weight) if lift.is_weighted else 1.0
+            if exact.add(before, piece, factor, lift.limit, donate):
+                continue
+        after = fold.combine(tuple(before) if isinstance(reduced, tuple) else before[0], fold.lift(piece, weight))
+        for target, part in zip(before, parts_of(after), strict=True):
+            target.copy_(part)
+
+
+def normalized(fold: LeafFold, reduced: Reduced, tally: Tally) -> torch.Tensor:
+    """The result, in the memory of the first array that is reduced if that has its dtype."""
+    parts, finish = parts_of(reduced), fold.fold.normalizer.apply
+    on_host = isinstance(reduced, tuple) and _is_on_host(parts[0], tally.total)
+    result = parts[0] if parts[0].dtype == fold.result_dtype else torch.empty_like(parts[0], dtype=fold.result_dtype)
+    for *piece, target in _pieces([*parts, result]):
+        number = exact.finish(piece, tally, finish) if isinstance(finish, Finish) and on_host else None
+        if number is None:
+            number = fold.normalize(tuple(piece) if isinstance(reduced, tuple) else piece[0], tally)
+        if number is not piece[0] or target.data_ptr() != number.data_ptr():
+            target.copy_(number)
+    return result
+
+
+def _is_on_host(array: torch.Tensor, scalar: Scalar) -> bool:
+    """Whether the numbers of an array may be looked at without waiting for a device, and the scalar is a number."""
+    return array.is_cpu and bool(array.numel()) and not isinstance(scalar, torch.Tensor)
+
+
+def _like(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The value in the strides of an array that is accumulated."""
+    return value if value.stride() == part.stride() else torch.empty_like(part, dtype=value.dtype).copy_(value)
+
+
+def _pieces(arrays: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The same pieces of arrays of one shape, as views of their memory."""
+    length, size = arrays[0].numel(), _PIECE if arrays[0].is_cpu else _PIECE_ON_DEVICE
+    if length <= size:
+        yield [*arrays]
+        return
+    # Arrays without gaps are one row of numbers, if all of them have it in one order.
+    if _is_dense(arrays[0]) and len({array.stride() for array in arrays}) == 1:
+        rows = [array.as_strided((length,), (1,)) for array in arrays]
+        for start in range(0, length, size):
+            yield [row[start : start + size] for row in rows]
+    else:
+        yield [*arrays]
+
+
+def _is_dense(array: torch.Tensor) -> bool:
+    sizes = zip(array.shape, array.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sizes) == array.numel()

@@ -1,0 +1,317 @@
+"""One window of a pipeline: its micro-batches run through the schedule, their values told to every process.
+
+Only torch has this file: in JAX stages are axes of a mesh in one program.
+
+The weight of a micro-batch is its cotangent: the last stage returns to the schedule the loss times the weight, so that
+every stage's `.grad`s are weighted sums, and are divided once, at the end. Every process knows the weights, because it
+is given the same batch. Values and aux are known to the last stage, which tells them at the end of the window.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from funcga._backend import Backend
+from funcga._call import Program
+from funcga._call.arguments import Arguments
+from funcga._fold.outputs import Outputs
+from funcga._types import Array, Scalar, Tree
+from funcga.errors import FuncgaError
+from torch_backend.dtensor import as_dtensor, local_tensors
+from torch_backend.engine.buffers import Buffers
+from torch_backend.engine.layout import Kept, Leaves
+from torch_backend.engine.others import left_alone
+from torch_backend.engine.window import detached
+from torch_backend.modules import trainable
+from torch_backend.modules.checks import check_no_params
+from torch_backend.pipeline.schedule import Pipeline
+from torch_backend.pipeline.told import Told, agreed, told_by_last
+from torch_backend.reduce import Reduction
+from torch_backend.reduce.agreement import Progress
+from torch_backend.reduce.header import nothing_to_fold
+from torch_backend.replicas import channel_of
+from torch_backend.wrapped.ddp import DDP, Wrapper
+from torch_backend.wrapped.gradient import ModuleGradient
+from torch_backend.wrapped.window import check_folds, rescaled, taken, with_a_blank_row
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The inputs of the first stage and the target of the loss; the weight is None for one that only fills up."""
+
+    inputs: tuple[torch.Tensor, ...]
+    target: Tree
+    kwargs: dict[str, Tree]
+    weight: Scalar | None
+
+    @property
+    def rows(self) -> int:
+        """How many rows the first stage gets."""
+        return len(self.inputs[0])
+
+
+class PipelineWindow:
+    """One window of a PipelineGradient: `fold` each micro-batch, and say which is the last; then take the `result`.
+
+    A context, in which the parameters' `.grad`s are the window's.
+    """
+
+    records = looks_ahead = may_be_short = True
+
+    def __init__(
+        self, program: Program, gradient: ModuleGradient, backend: Backend, pipeline: Pipeline, count: int | None,
+        wrapper: Wrapper | None,
+    ):  # fmt: skip
+        self.program, self.gradient, self.backend = program, gradient, backend
+        self.pipeline, self.wrapper, self.parts = pipeline, wrapper, gradient.parts
+        self.count = count or program.n  # micro-batches of a step of the schedule; None if all of the window are one
+        across = gradient.merged_over(program.across)
+        several = across if isinstance(across, list) else [] if across is None else [program.replicas(backend)]
+        progress = program.memory.keep(Progress, program.memory.step)
+        self.reductions = [Reduction(progress, replicas) for replicas in several]
+        self.stack = ExitStack()
+        self.waiting: list[Microbatch] = []  # for the next step of the schedule
+        self.weights: list[Scalar] = []  # of all that are folded
+        self.values: list[tuple[torch.Tensor, Tree]] = []  # the loss and aux of each, on the last stage
+        self.error: Exception | None = None  # the first one of the loss
+        self.steps = 0  # of the schedule
+        self.has_begun = False
+        self.arguments: Arguments | None = None  # of the first micro-batch
+        self.buffers: Buffers | None = None
+
+    def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
+        """The arguments without graphs."""
+        check_no_params(args, self.gradient.module)
+        return tuple([detached(arg, recorded=True) for arg in args])
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+            if self.wrapper is not None:
+                stack.enter_context(self.wrapper.window())
+            self.params: dict[str, torch.Tensor] = {**trainable(self.gradient.module)}
+            inner = [] if self.wrapper is None else self.wrapper.leaves()
+            # The user's `.grad`s are put aside, and come back when the stack closes.
+            stack.enter_context(left_alone([*self.params.values(), *inner]))
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self.stack:
+            if error[0] is not None:
+                for reduction in self.reductions:
+                    reduction.give_up()
+                if self.has_begun:
+                    self.pipeline.forget()
+                    if self.wrapper is not None:
+                        self.wrapper.recover()
+
+    # --- micro-batches
+
+    def fold(
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
+    ) -> list[Array]:
+        """Keeps a micro-batch until a step of the schedule is full, and then runs it. No state is threaded."""
+        if arguments.state:
+            raise FuncgaError(
+                "an argument is CARRY, and grad_fn is that of a pipeline, where the next micro-batch begins before the "
+                "last one has ended: no state can be threaded. Pass it whole, in_axes=(0, None, 0), or close over it."
+            )
+        self.arguments = self.arguments or arguments
+        self.waiting.append(self._microbatch(args, kwargs, weight))
+        self.weights.append(weight)
+        if last or len(self.waiting) == self.count:
+            self._run()
+        if last and self.wrapper is not None and self.program.n is not None:
+            # Replicas with more rows have more micro-batches, and these stages reduce in every step.
+            for _ in range(-(-self.program.n // (self.count or 1)) - self.steps):
+                self.waiting = [self._microbatch(args, kwargs, None)]
+                self._run()
+        return []
+
+    def _microbatch(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None) -> Microbatch:
+        *inputs, target = args
+        if not inputs or any(not isinstance(part, torch.Tensor) or not part.ndim for part in inputs):
+            raise FuncgaError(
+                f"a micro-batch has {len(args)} arguments, and those of a pipeline are the inputs of the first stage, "
+                f"each a tensor with rows, and one target. Write step(x, y); several targets are one tree: "
+                f'step(x, {{"labels": y, "mask": mask}}).'
+            )
+        return Microbatch(tuple(inputs), target, kwargs, weight)
+
+    def _run(self) -> None:
+        """A step of the schedule with the micro-batches that wait, filled up."""
+        self.has_begun = True
+        # A window that does not say how many it has is not shorter than the last one, for which a schedule is built.
+        at_least = max(self.pipeline.count, self.pipeline.stages[0].num_stages)
+        missing = (self.count or max(len(self.waiting), at_least)) - len(self.waiting)
+        inputs = [microbatch.inputs for microbatch in self.waiting]
+        inputs += [inputs[0]] * missing
+        # The loss of the first micro-batch may be computed once more than the others, to learn shapes.
+        values: dict[int, tuple[torch.Tensor, Tree]] = {}
+        with self._reducing():
+            self.pipeline.run(inputs, lambda output, index: self._loss(output, index, values), self._together)
+        self.values += [values[index] for index in sorted(values)]
+        self.steps, self.waiting = self.steps + 1, []
+
+    def _together(self, needed: bool) -> bool:
+        """Whether a new schedule is built: with FSDP, whose forward passes communicate, if any replica needs one.
+
+        In its first step a schedule runs one pass more than otherwise, to learn shapes.
+        """
+        if self.wrapper is None or not self.wrapper.in_step:
+            return needed
+        for group in self.wrapper.groups()[0]:
+            channel = channel_of(group)
+            channel.settle()
+            needed = any(channel.gathered(needed))
+        return needed
+
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        """The context of a step. Raises FuncgaError if the schedule leaves out the reduction of what wraps the stages.
+
+        The schedule itself prepares DDP for the last backward pass. The forward pass in which it learns shapes must
+        not: the first backward pass would be taken for the last.
+        """
+        with ExitStack() as stack:
+            if self.wrapper is not None:
+                stack.enter_context(self.wrapper.synchronising("every", self.params))
+            if isinstance(self.wrapper, DDP):
+                stack.enter_context(self.wrapper.waiting("last"))
+            yield
+
+    def _loss(self, output: Tree, index: int, values: dict[int, tuple[torch.Tensor, Tree]]) -> torch.Tensor:
+        """What is differentiated of a micro-batch: its loss times its weight.
+
+        An error of it is kept. Were it raised here, the other stages would wait for gradients.
+        """
+        if index < len(self.waiting) and self.error is None:
+            try:
+                return self._weighed(output, self.waiting[index], index, values)
+            except Exception as error:
+                self.error = error
+        return _zero(self._tensors(output))
+
+    def _weighed(
+        self, output: Tree, microbatch: Microbatch, index: int, values: dict[int, tuple[torch.Tensor, Tree]]
+    ) -> torch.Tensor:
+        weight, rows = microbatch.weight, self.pipeline.rows
+        leaves, structure = self.backend.trees.flatten(output)
+        if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
+            raise FuncgaError(
+                f"the last stage returned {', '.join(map(self.backend.arrays.describe, leaves))} for {rows} rows, of "
+                f"which {microbatch.rows} count: rows are axis 0 of every output. Reduce over rows in loss_fn, "
+                f"which does not see the rows that a micro-batch is filled up with."
+            )
+        leaves = [leaf if microbatch.rows == rows else leaf[: microbatch.rows] for leaf in leaves]
+        # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing gets no gradient. The host cannot
+        # see whether a weight on a device is 0.
+        if isinstance(weight, torch.Tensor):
+            leaves = [torch.where(weight.to(leaf.device) != 0, leaf, 0) for leaf in leaves]
+        visible = self.backend.trees.unflatten(structure, leaves if weight else [leaf.detach() for leaf in leaves])
+        value = self.gradient.loss_fn(visible, microbatch.target, **microbatch.kwargs)
+        loss, aux = self.parts.split(value, self.backend)
+        values[index] = loss.detach(), detached(aux, recorded=True)
+        self._make_room(loss.detach(), aux)
+        if weight is None or (not isinstance(weight, torch.Tensor) and not weight):
+            return _zero(self._tensors(output))
+        wide: torch.Tensor = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        return wide.mul(weight) if self.is_weighted else wide
+
+    def _tensors(self, output: Tree) -> list[torch.Tensor]:
+        return [leaf for leaf in self.backend.trees.flatten(output)[0] if leaf.requires_grad]
+
+    # --- the result
+
+    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> Tree:
+        """The result where other replicas have rows and this one has none: passes over a row of zeros, not folded."""
+        self.arguments = with_a_blank_row(arguments)
+        args = self.arguments.cut(0, 1, state)
+        steps = 1 if self.wrapper is None else -(-(self.program.n or 1) // (self.count or 1))
+        for _ in range(steps):
+            self.waiting = [self._microbatch(args, kwargs, None)]
+            self._run()
+        return self.result(state)
+
+    def result(self, state: list[Array]) -> Tree:
+        """The normalised result, in the structure of grad_fn's output: the value is the same in every process."""
+        values = self._told()
+        self._make_room(*values[0])
+        buffers = self.buffers
+        assert buffers is not None
+        with torch.no_grad():
+            for (loss, aux), weight in zip(values, self.weights, strict=False):
+                buffers.add(self._leaves(loss, aux), weight)
+            gradients = [taken(p, self.wrapper is not None and self.wrapper.fresh) for p in self.params.values()]
+            sums = local_tensors(gradients)  # of a DTensor only the local shard is divided
+            self._put(buffers, sums)
+            for reduction in self.reductions:
+                beside = [None] * len(sums) if self.wrapper is not None else gradients
+                reduction.begin(buffers, [*self._leaves(*values[0])[: -len(sums) or None], *beside])
+                reduction.finish([])
+            if self.reductions and not buffers.steps:
+                raise nothing_to_fold()
+            value, folded = buffers.result(state)
+        named = zip(self.params, gradients, sums, strict=True)
+        grads = {
+            name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
+            for name, gradient, shard in named
+        }
+        return value, grads
+
+    def _told(self) -> list[tuple[torch.Tensor, Tree]]:
+        """The loss and the aux of every micro-batch, from the last stage. Raises FuncgaError if that has failed."""
+        mine = Told(agreed(self.weights), self.values if self.pipeline.has_last else None, self.error)
+        device = next((p.device for p in self.params.values()), torch.device("cpu"))
+        return told_by_last(mine, self.pipeline.group, device)
+
+    def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Any]:
+        """The leaves of what grad_fn returns, None for the gradients, which are where autograd adds them."""
+        head = self.layout.head.leaves(self.parts.compose(loss, aux, [()]), "a micro-batch")
+        return [*head, *[None] * len(self.params)]
+
+    def _make_room(self, loss: torch.Tensor, aux: Tree) -> None:
+        """Makes room for an output with this loss, once. Raises FuncgaError for folds that a pipeline cannot do."""
+        if self.buffers is not None:
+            return
+        arguments = self.arguments
+        assert arguments is not None
+        structure = self.backend.trees.flatten(self.params)[1]
+        leaves = {0: Leaves(self.params, [*self.params.values()], structure, [])}
+        bind = lambda value: self.program.bind(value, arguments)
+        self.layout = self.program.memory.keep(Kept).layout_of(
+            self.parts, (loss, aux), leaves, leaves, bind, self._check, False
+        )
+        folds = [self.layout.outputs.folds[leaf_index] for leaf_index in self.layout.in_backward[:1]]
+        self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
+        self.buffers = Buffers(self.layout)
+
+    def _check(self, outputs: Outputs) -> None:
+        wrapper = self.wrapper
+        dtypes = [p.dtype if wrapper is None else wrapper.sums_in(p, "every") for p in self.params.values()]
+        name, remedy = "a pipeline", "Keep parameters in float32, and let stages compute under torch.autocast."
+        check_folds(outputs, self.params, dtypes, name, remedy)
+
+    def _put(self, buffers: Buffers, sums: list[torch.Tensor]) -> None:
+        """Puts the sums of the gradients into the buffers, in units of 1."""
+        if self.wrapper is not None:
+            # The wrapper has divided the sums, usually by the number of replicas.
+            scale = rescaled(sums, self.wrapper.scales(self.params.values()))
+            if sums and scale != 1:
+                torch._foreach_mul_(sums, scale)
+        buffers.hold_in(1.0)
+        for leaf_index, gradient in zip(self.layout.in_backward, sums, strict=True):
+            index = self.layout.index_of[leaf_index]
+            dtype = gradient.dtype if self.layout.kinds[index] else self.layout.folds[index].accumulator_dtype
+            buffers.reduced[index] = gradient.to(dtype)
+
+
+def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """A zero whose gradient is zero in every one of these, even where they are not finite."""
+    terms = [torch.where(torch.zeros_like(leaf, dtype=torch.bool), leaf, 0).sum() for leaf in leaves]
+    return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
