@@ -1,24 +1,18 @@
-"""One suite for both backends: `kit` runs a test in torch and in JAX, `precise` also in float32 and float64."""
+"""What pytest does before any test: options, the order of the files, and how quickly XLA compiles.
 
-import functools
-import gc
+The process that only hands files to the workers imports no framework: what does is in `tests/fixtures.py`.
+"""
+
+import importlib
+import importlib.util
+import mmap
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
+from pathlib import Path
 
 # Several processes run at a time, so one thread each: those of OpenMP would wait for each other by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import jax
-import pytest
-import torch
-
-from tests.kits import JAX, TORCH
-
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
@@ -31,10 +25,6 @@ LONGEST = (
     "verify_coupled", "fuzz_mesh", "mappings", "replicated", "fuzz_replicas", "multi_steps", "benchmarks_jax",
 )  # fmt: skip
 
-# The files that compare to the bit what several programs have rounded. In all others LLVM does not optimise what XLA has
-# made of a program, which is the same and takes as much memory: that would be a third of the time to compile it.
-OPTIMISED = ("accumulator", "exact", "optax_adapter", "laws", "reproducible_jax", "tally")
-
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, metavar="N", help="generate N cases of each kind, in place of some hundred")
@@ -46,48 +36,42 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # xdist would start the files with the most tests first
     # a process that reads what another is still writing compiles it for itself
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
-    if not hasattr(config, "workerinput"):
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker:
         compile_quickly()
         share_what_is_compiled()
-    lower_in_one_context()
-    gc.set_threshold(300_000)  # to collect tests and to trace makes so much, of which hardly anything lies in cycles
+    if is_worker or config.getoption("dist", "no") == "no":
+        config.pluginmanager.register(importlib.import_module("tests.fixtures"))
 
 
 # With the older of its two ways to write fusions XLA compiles in half the time, and in 4/5 of it where LLVM gets a program
 # whole. It is no promise that there are two ways.
-QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+QUICK = {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
 
 
 def compile_quickly():
-    """XLA takes as little time as it can, in this process, in every worker, and in every process that a test starts."""
+    """XLA takes as little time as it can, in every worker, and in every process that a test starts."""
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"}
-    # A process with a flag that XLA does not know is aborted.
-    known = subprocess.run(
-        [sys.executable, "-c", "import jax; jax.devices()"], env=environment, capture_output=True, check=False
+    known = known_to_xla(QUICK)  # a process with a flag that XLA does not know is aborted
+    os.environ["XLA_FLAGS"] = " ".join(
+        [os.environ.get("XLA_FLAGS", ""), *(f"--{name}={QUICK[name]}" for name in known)]
     )
-    if known.returncode == 0:
-        os.environ["XLA_FLAGS"] = environment["XLA_FLAGS"]
+
+
+def known_to_xla(names):
+    """Those of the flags whose names stand in the library."""
+    known = set()
+    for path in Path(importlib.util.find_spec("jaxlib").origin).parent.glob("*.so"):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+            known |= {name for name in names if library.find(name.encode()) >= 0}
+    return sorted(known)
 
 
 def share_what_is_compiled():
     """Every worker, and every process that a test starts, finds what XLA has compiled in this run, and no other run."""
-    settings = {
-        "jax_compilation_cache_dir": tempfile.mkdtemp(prefix="compiled-"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    for name, value in settings.items():
-        jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)
-
-
-def lower_in_one_context():
-    """JAX would make a context of MLIR for every program, which takes half of the time to lower a small one."""
-    from jax._src.interpreters import mlir  # private: without it nothing but time is lost
-
-    if hasattr(mlir, "make_ir_context"):
-        mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_collection_modifyitems(items):
@@ -98,41 +82,3 @@ def pytest_collection_modifyitems(items):
 def pytest_unconfigure(config):
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-
-
-@pytest.fixture(params=[TORCH, JAX], ids=lambda kit: kit.name)
-def kit(request):
-    return request.param
-
-
-@pytest.fixture(params=["float32", "float64"])
-def dtype(request):
-    with jax.enable_x64(request.param == "float64"):
-        yield request.param
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Arrays this small are only slowed down by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiles_as_the_file_wants_it(request):
-    optimised = request.path.stem.removeprefix("test_") in OPTIMISED
-    jax.config.update("jax_disable_most_optimizations", not optimised)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def collects_its_own_garbage():
-    """What other files have left, imports and caches, is not searched again at every collection."""
-    gc.freeze()
