@@ -33,6 +33,8 @@ def as_array(leaf: object) -> torch.Tensor:
     """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
     if isinstance(leaf, torch.Tensor):
         return leaf
+    if type(leaf) is bool:
+        return torch.full((), leaf)
     if isinstance(leaf, int | float | complex):
         return torch.as_tensor(leaf)
     raise TypeError(type(leaf).__name__)
@@ -177,8 +179,9 @@ def tally(weight: Scalar, steps: int = 1) -> Tally:
 def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
     if not isinstance(weight, torch.Tensor):
-        high = torch.tensor(weight, dtype=torch.float64 if wide else torch.float32)
-        return (high,) if wide else (high, torch.tensor(weight - high.item(), dtype=torch.float32))
+        # `full` takes half the time of `tensor`, which can read any sequence.
+        high = torch.full((), weight, dtype=torch.float64 if wide else torch.float32)
+        return (high,) if wide else (high, torch.full((), weight - high.item(), dtype=torch.float32))
     if wide:
         return (weight.to(torch.float64),)
     high = weight.to(torch.float32)
@@ -192,7 +195,9 @@ def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
 
 def integer(number: Scalar) -> torch.Tensor:
     """A count as a 0-d int32 array."""
-    return torch.as_tensor(number, dtype=torch.int32)
+    if isinstance(number, torch.Tensor):
+        return number.to(torch.int32)
+    return torch.full((), number, dtype=torch.int32)
 
 
 def stored(array: torch.Tensor) -> torch.Tensor:

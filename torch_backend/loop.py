@@ -142,7 +142,12 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             arguments = program.read(args, backend)
             cuts, devices = cut(program, arguments, window.may_be_short)
             microbatches = iter([(arguments, start, count) for start, count in cuts])
-            return folded(program, window, microbatches, lambda: arguments, kwargs, devices)
+            views = None
+            if devices == 1 and not (program.is_exact or arguments.state):
+                # Views take no memory. Between two backward passes, where nothing of this is in the caches, each would
+                # take three times as long.
+                views = iter([arguments.cut(start, count, []) for start, count in cuts])
+            return folded(program, window, microbatches, lambda: arguments, kwargs, devices, views)
 
     return untraced(fold) if program.across is not None or runs_as_it_is(program) else fold
 
@@ -295,23 +300,25 @@ def folded(
     without: Callable[[], Arguments],
     kwargs: dict[str, Tree],
     devices: int = 1,
+    views: Iterator[tuple[Tree, ...]] | None = None,
 ) -> Tree:
-    """The result of a window of these micro-batches; `without()` are the arguments where there is none."""
-    state: list[Any] | None = None
+    """The result of a window of these micro-batches; `without()` are the arguments where there is none.
+
+    `views` are what each micro-batch is called with, where that is cut already.
+    """
     take = local_rows if devices != 1 else _copied_rows if program.is_exact else None
     microbatch = next(microbatches, None)
     if microbatch is None:
         arguments = without()
         result = window.result_without_microbatches(arguments, kwargs, _initial(arguments))
         return result if program.observers is None else program.observed(result, kwargs, arguments)
+    state = _initial(microbatch[0]) if microbatch[0].state else []
     while microbatch is not None:
         arguments, start, size = microbatch
         # A window that looks ahead must know whether this is the last one before it folds. It pays with the memory of a
         # second micro-batch.
         microbatch = next(microbatches, None) if window.looks_ahead else None
-        if state is None:
-            state = _initial(arguments) if arguments.state else []
-        args = arguments.cut(start, size, state, take)
+        args = next(views) if views is not None else arguments.cut(start, size, state, take)
         weight = program.weigh(arguments, args, None if size is None else size * devices)
         is_last = window.looks_ahead and microbatch is None
         fold = window.fold if program.dropping is None else partial(fold_or_drop, window, state)
@@ -320,7 +327,6 @@ def folded(
             # This one is freed before the next one is read, so that one lives at a time.
             del arguments, args
             microbatch = next(microbatches, None)
-    assert state is not None
     result = window.result(state)
     return result if program.observers is None else program.observed(result, kwargs)
 

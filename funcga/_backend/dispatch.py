@@ -71,6 +71,9 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
     """
     loaded = [_LOADED[framework] for framework in _imported_frameworks()]
+    # Of one framework nothing can be mixed with another's, so the first array tells.
+    if len(loaded) == 1 and any(map(loaded[0].arrays.owns, trees)):
+        return loaded[0]
     # First what only one framework can have made; then what it takes as it is, as JAX does NumPy's arrays.
     for takes_as_it_is in (False, True):
         for backend in loaded:

@@ -14,7 +14,7 @@ from funcga.errors import FuncgaError, check_callable
 def check_gradient(gradient: GradFn) -> None:
     """Raises FuncgaError unless this is a gradient function whose first argument is the params."""
     check_callable(gradient, "gradient", "funcga.value_and_grad(loss_fn)")
-    if owner_of(gradient) is not None:
+    if not isinstance(gradient, GradientFunction) and owner_of(gradient) is not None:
         raise FuncgaError(
             "gradient is that of a module's own parameters, and accumulate_from gives a gradient function the params. "
             "Write gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)); or call it yourself: "

@@ -181,8 +181,9 @@ class Adding(Engine):
             self._refresh()
             self.versions, backward.since = sum(map(_private.version, backward.inputs)), self.since
             backward.settle()
-            backward.autocast = autocasting({leaf.device.type for leaf in backward.inputs})
-            self.buffers.note_writes()
+            is_any = _private.is_any_autocast_enabled()
+            backward.autocast = autocasting({leaf.device.type for leaf in backward.inputs}) if is_any else []
+            self.buffers.writes = backward.writes  # of the same memory
             return
         for leaf in backward.inputs:
             leaf.grad = None

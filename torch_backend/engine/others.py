@@ -135,17 +135,19 @@ class GradsWatch:
     def __init__(self, tensors: Iterable[object]):
         self.leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
         self.grads = [*map(_GRAD, self.leaves)]
-        self.versions = [*map(_version_of, self.grads)]
+        # Usually there are none, as after zero_grad().
+        self.present = [gradient for gradient in self.grads if gradient is not None]
+        self.writes = sum(map(_private.version, self.present))
 
     def changed(self) -> bool:
         """Whether a `.grad` was replaced, which is undone, or written to, which cannot be."""
-        grads = [*map(_GRAD, self.leaves)]
-        changed = any(map(operator.is_not, grads, self.grads)) or [*map(_version_of, grads)] != self.versions
+        is_replaced = any(map(operator.is_not, map(_GRAD, self.leaves), self.grads))
+        changed = is_replaced or sum(map(_private.version, self.present)) != self.writes
         for leaf, gradient in zip(self.leaves, self.grads, strict=True) if changed else ():
             if leaf.grad is not gradient:
                 leaf.grad = gradient
         # The answer is final, and the gradients need not be kept alive for another one.
-        self.leaves, self.grads, self.versions = [], [], []
+        self.leaves, self.grads, self.present, self.writes = [], [], [], 0
         return changed
 
     def check(self) -> None:
@@ -156,10 +158,6 @@ class GradsWatch:
                 "module's own parameters. Return the loss without calling .backward(), and use the parameters that "
                 "loss_fn is given: functional_call(module, params, ...), or torch_backend.pure_loss(module, loss_fn)."
             )
-
-
-def _version_of(gradient: torch.Tensor | None) -> int | None:
-    return None if gradient is None else _private.version(gradient)
 
 
 class Surroundings:

@@ -5,8 +5,9 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import chain
 
 import torch
@@ -61,7 +62,7 @@ class Visit:
         self.guard = ExitStack()  # of the embeddings
         self.watch: Watch | None = None
 
-    def __enter__(self) -> "Visit":
+    def __enter__(self) -> Callable[..., Output]:
         self.reserve()
         # The module may have new tensors since the last time, and has to get those back. A part that is used in two
         # places has its table here twice, so all tables are read before one is replaced.
@@ -71,7 +72,9 @@ class Visit:
             space[PARAMETERS] = stand_in.copy()
         if self.embeddings:
             self.guard.enter_context(within_norm(self.embeddings))
-        return self
+        # Around the loss of a module without buffers there is nothing to do.
+        acts = self.buffers or self.loss.buffers or self.watch is not None
+        return self if acts else partial(called, self.loss.loss_fn, self.loss.module)
 
     def __exit__(self, *error: object) -> None:
         if self.embeddings:
