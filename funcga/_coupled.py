@@ -20,7 +20,7 @@ from funcga._call.totals import check_no_totals
 from funcga._fold import LeafFold, Tally, bind, parts_of
 from funcga._fold.outputs import Outputs, broadcast_folds
 from funcga._grad import GradientFunction, value_and_grad
-from funcga._replicas import Memory, step_of
+from funcga._replicas import Memory, check_one_for_all, step_of
 from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments, refuses_arguments
 from funcga.folds import Fold, FoldTree, concat
@@ -111,6 +111,12 @@ def coupled(
         with _in_its_words():
             if totals is not None:
                 check_no_totals(kwargs)
+            if across is not None:
+                check_one_for_all(
+                    job.program.replicas(backend),
+                    "`coupled` takes the gradient of one loss over all rows",
+                    "Name the replicas of all leaves at once, across=group.",
+                )
             try:
                 return backend.passes.coupled(job, backend)(args, kwargs)
             except TypeError as error:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from funcga._backend.dispatch import backend_of
 from funcga._types import Across, Tree
+from funcga.errors import FuncgaError
 
 Kept = TypeVar("Kept")
 
@@ -21,7 +22,7 @@ def check_replicas(params: Tree, across: Across) -> None:
 
     Args:
         params: A tree of arrays.
-        across: As in `accumulate`. Every replica has to call it.
+        across: As in `accumulate`; a tree prefix is one over params. Every replica has to call it.
 
     Raises:
         FuncgaError: An array differs. The text names the leaf and the replicas.
@@ -30,6 +31,12 @@ def check_replicas(params: Tree, across: Across) -> None:
         >>> funcga.check_replicas({"w": torch.ones(3)}, dist.group.WORLD)
     """
     backend_of([params], lambda: ["params"]).replicas.check_replicas(params, across)
+
+
+def check_one_for_all(replicas: Any, found: str, instead: str) -> None:
+    """Raises FuncgaError if some leaves are merged over fewer of these replicas, where that cannot be."""
+    if replicas is not None and replicas.leaves is not None:
+        raise FuncgaError(f"across= names fewer replicas for some leaves, and {found}. {instead}")
 
 
 class Step(NamedTuple):

@@ -23,8 +23,8 @@ from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
-from jax_backend.merge import Dropped, Folded, merge
-from jax_backend.replicas import REPLICATED, Across, Replicas, merging, varying
+from jax_backend.merge import Dropped, Folded, check_unmixed, merge
+from jax_backend.replicas import REPLICATED, Replicas, merging, read_across, varying
 from jax_backend.scan_layers import Gradient, Into, gradient_of, leaves_to_fold
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, split
@@ -59,11 +59,12 @@ def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Cal
     return lambda settings, *args: function(*settings, *args) if is_tracing() else outside(settings, *args)
 
 
-def _over_replicas(fold: Callable[..., R], across: Across | None, *operands: Tree) -> R:
+def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) -> R:
     """`fold(replicas, *operands)`, with the replicas that `across=` names, over which the operands may differ."""
-    if across is None and REPLICATED.get() is None:
+    if program.across is None and REPLICATED.get() is None:
         return fold(None, *operands)
-    with merging(across) as replicas:
+    with merging(program.across) as replicas:
+        program.check_leaves_of(replicas)
         return fold(replicas, *varying(operands, replicas))
 
 
@@ -141,6 +142,9 @@ def _step(
     the end.
     """
     program = microbatch.program
+    replicas = None if program.across is None else read_across(program.across)
+    if replicas is not None and replicas.leaves is not None and program.weight is not None:
+        check_unmixed(outputs, traced, replicas)
     readings = None if program.observers is None else program.readings(value[1], microbatch.arguments)
     if program.dropping is None:
         weights = None
@@ -326,7 +330,7 @@ class Accumulate:
 
     def folded(self, spread: Spread, args: Args, kwargs: Kwargs) -> tuple[Outputs, Folded, Spread]:
         """What is folded, before it is normalised, and how the rows of the batch were spread over the devices."""
-        return _over_replicas(partial(self._fold, spread), self.program.across, args, kwargs)
+        return _over_replicas(partial(self._fold, spread), self.program, args, kwargs)
 
     def _fold(
         self, spread: Spread, replicas: Replicas | None, args: Args, kwargs: Kwargs
@@ -437,7 +441,7 @@ class _Stream:
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches, each taken, folded and let go."""
-        return _over_replicas(partial(self._fold, microbatches), self.program.across, leading, kwargs)
+        return _over_replicas(partial(self._fold, microbatches), self.program, leading, kwargs)
 
     def _fold(self, microbatches: Iterator[Args], replicas: Replicas | None, leading: Args, kwargs: Kwargs) -> Tree:
         outputs: Outputs | None = None

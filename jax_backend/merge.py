@@ -5,22 +5,26 @@ few large ones are parts of one sum, of which XLA makes one all-reduce for each 
 other travels in it as well, if it is small: as an array that has a row for each replica, where each fills its own.
 """
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcga._backend.prefixes import PrefixError, broadcast, outline
+from funcga._backend.prefixes import PrefixError, broadcast, named_by_leaf, outline
 from funcga._fold import LeafFold, Tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Dtype, Tree
 from funcga.errors import FuncgaError
-from jax_backend import arrays, sharding, trees
+from jax_backend import _private, arrays, sharding, trees
 from jax_backend.arrays import as_varying
-from jax_backend.replicas import Replicas
+from jax_backend.replicas import WRITE_LEAVES, Replicas, is_names, listed, names_of, spelled
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 class Folded(NamedTuple):
@@ -46,10 +50,16 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     Raises FuncgaError for a leaf that cannot be scattered.
     """
     # First everything is handed to the collectives, then they run, and then each result is made of what they return.
-    collectives = _Collectives(replicas.names)
-    scatter = _scatter_axes(outputs, folded.reduced, replicas)
+    of_axes = {replicas.names: _Collectives(replicas.names)}
+    collectives, names = of_axes[replicas.names], _names_of_leaves(outputs, replicas)
+    scatter = _scatter_axes(outputs, folded.reduced, replicas, names)
+    for own in names:
+        if own and own not in of_axes:
+            of_axes[own] = _Collectives(own)
     reduced = [
-        _merge_leaf(collectives, fold, lifted, scatter.get(leaf_index))
+        _merge_leaf(of_axes[names[leaf_index]], fold, lifted, scatter.get(leaf_index))
+        if names[leaf_index]
+        else partial(_itself, lifted)
         for leaf_index, fold, lifted in zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)
     ]
     total = _merge_tally(collectives, folded.total)
@@ -57,13 +67,73 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     state = [collectives.last(leaf) for leaf in folded.state]
     collected = [collectives.gather(leaf) for leaf in folded.collected]
     dropped = None if folded.dropped is None else _merge_dropped(collectives, folded.dropped, folded.total)
-    collectives.run()
+    for each in of_axes.values():
+        each.run()
     rows = [
         sharding.joined_along(later(), fold.fold.reducer.monoid.axis or 0)
         for fold, later in zip(outputs.collected_folds, collected, strict=True)
     ]
     merged = Folded([later() for later in reduced], total(), [later() for later in state], rows)
     return merged if dropped is None else merged._replace(dropped=dropped())
+
+
+def _names_of_leaves(outputs: Outputs, replicas: Replicas) -> list[tuple[str, ...]]:
+    """The axes that each leaf is merged over; () for one that is not merged."""
+    if replicas.leaves is None:
+        return [replicas.names] * len(outputs.folds)
+    value = outputs.value_of(range(len(outputs.folds)))
+    named = named_by_leaf(replicas.leaves, value, is_names, trees, "output", WRITE_LEAVES)
+    names = [replicas.names] * outputs.before + [*map(names_of, named)]
+    for leaf_index, own in enumerate(names):
+        replicas.check_part(own)
+        if leaf_index not in outputs.reduced and {*own} != {*replicas.names}:
+            raise FuncgaError(
+                f"across= names fewer axes than all for `{outputs.paths()[leaf_index]}`, whose fold collects rows or "
+                f"threads state: that is one for the whole window. Write {spelled(replicas.names)} there."
+            )
+    # The same axes in another order are the same replicas.
+    return [replicas.names if {*own} == {*replicas.names} else own for own in names]
+
+
+# Collectives, through which the gradient of another device's loss may come.
+_COLLECTIVES = {
+    "psum",
+    "psum_invariant",
+    "all_gather",
+    "all_gather_invariant",
+    "reduce_scatter",
+    "all_to_all",
+    "ppermute",
+}
+
+
+def check_unmixed(outputs: Outputs, traced: "ClosedJaxpr", replicas: Replicas) -> None:
+    """Raises FuncgaError where grad_fn, the program `traced`, brings the gradients of other devices' losses unweighed.
+
+    A leaf that is merged over fewer axes than the window has them from along the others. A mean over micro-batches of
+    different weights cannot be had of them any more.
+    """
+    names = _names_of_leaves(outputs, replicas)
+    for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True):
+        others = {*replicas.names} - {*names[leaf_index]}
+        if others and fold.adds == "weighted" and others & {*_axes_of_collectives(traced.jaxpr)}:
+            raise FuncgaError(
+                f"weight= was given, and `{outputs.paths()[leaf_index]}` has from grad_fn what the losses of other "
+                f"devices along {listed(sorted(others))} add to it, each as if it weighed 1. Return sums, and let "
+                f"funcga divide them: a loss that is summed over what weight counts, and fold=funcga.per_weight()."
+            )
+
+
+def _axes_of_collectives(jaxpr: "Jaxpr") -> Iterator[str]:
+    """The axes that a program communicates over."""
+    for equation in _private.equations(jaxpr):
+        if equation.primitive.name in _COLLECTIVES:
+            axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+            yield from axes if isinstance(axes, tuple) else (axes,)
+
+
+def _itself(lifted: Tree) -> Tree:
+    return lifted
 
 
 def _merge_leaf(collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatter: int | None) -> Callable[[], Tree]:
@@ -124,7 +194,9 @@ def _in_order(combine: Callable[[Tree, Tree], Tree], gathered: Tree) -> Tree:
 # -- which leaves are left scattered
 
 
-def _scatter_axes(outputs: Outputs, reduced: list[Tree], replicas: Replicas) -> dict[int, int]:
+def _scatter_axes(
+    outputs: Outputs, reduced: list[Tree], replicas: Replicas, names: list[tuple[str, ...]]
+) -> dict[int, int]:
     """For every leaf that is to be scattered, the axis that it is cut along."""
     if replicas.scatter is None:
         return {}
@@ -141,7 +213,7 @@ def _scatter_axes(outputs: Outputs, reduced: list[Tree], replicas: Replicas) -> 
         ) from error
     lifted = dict(zip(outputs.reduced, reduced, strict=True))
     return {
-        leaf_index: _check_scatter(outputs, leaf_index, axis, lifted.get(leaf_index), replicas)
+        leaf_index: _check_scatter(outputs, leaf_index, axis, lifted.get(leaf_index), names[leaf_index])
         for leaf_index, (axis, _) in enumerate(leaf_axes)
         if axis is not None
     }
@@ -151,9 +223,13 @@ def _is_axis(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
-def _check_scatter(outputs: Outputs, leaf_index: int, axis: int, lifted: Tree, replicas: Replicas) -> int:
+def _check_scatter(outputs: Outputs, leaf_index: int, axis: int, lifted: Tree, names: tuple[str, ...]) -> int:
     """The axis, counted from the first. Raises FuncgaError, which names the leaf, if it cannot be cut along it."""
-    fold, path, count = outputs.folds[leaf_index], outputs.paths()[leaf_index], int(lax.axis_size(replicas.names))
+    fold, path, count = (
+        outputs.folds[leaf_index],
+        outputs.paths()[leaf_index],
+        int(lax.axis_size(names)) if names else 1,
+    )
     if lifted is None or fold is None or fold.fold.reducer.monoid.collective != "sum":
         raise FuncgaError(
             f"scatter={axis} for {path}, and its fold is no sum: only what is summed over the replicas can be "

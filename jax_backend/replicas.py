@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TypeAlias, Union
 
@@ -14,13 +14,17 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from funcga._backend.prefixes import leaf_paths
+from funcga._backend.prefixes import leaf_paths, named_by_leaf
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 
-Across: TypeAlias = Union[str, tuple[str, ...], "Replicas"]
-"""What `across=` may be in JAX."""
+Across: TypeAlias = Union[str, tuple[str, ...], "Replicas", Tree]
+"""What `across=` may be in JAX: the names of axes, Replicas, or a tree or a function that names axes for each leaf."""
+
+WRITE_LEAVES = (
+    'across=["data", {"dense": ("data", "expert"), "experts": "data"}] for a grad_fn that returns (loss, grads)'
+)
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,13 @@ class Replicas:
         scatter: A tree prefix over grad_fn's output. Where it has an int, the merged leaf is left in equal parts, one
             a replica, along that axis of the leaf: a reduce-scatter in place of the all-reduce. Where it has None,
             every replica gets the whole leaf.
+        leaves: Where leaves of grad_fn's output are merged over fewer axes: a tree prefix of names, and of tuples of
+            names, over that output, or a function of a leaf's dotted path, such as `"1.experts.weight"`, that returns
+            them; `()` for a leaf that is not merged. Weights are counted over all of `axis`. An `across=` that is such
+            a tree itself counts them over all axes that it names, and one that is a function over all of shard_map.
 
     Raises:
-        FuncgaError: The axis is no name, or is named twice.
+        FuncgaError: The axis is no name, or is named twice, or `leaves` name one that is not among them.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -50,12 +58,25 @@ class Replicas:
 
     axis: str | tuple[str, ...]
     scatter: Tree = None
+    leaves: Tree = None
 
     def __post_init__(self) -> None:
         if not self.names or not all(isinstance(name, str) for name in self.names):
             raise _no_axis(self.axis)
         if len({*self.names}) < len(self.names):
             raise FuncgaError(f"across={self.axis!r} names an axis twice. Name each once.")
+        for named in () if self.leaves is None or callable(self.leaves) else _names_in(self.leaves):
+            self.check_part(named)
+
+    def check_part(self, names: tuple[str, ...]) -> None:
+        """Raises FuncgaError if a leaf is merged over an axis along which weights are not counted."""
+        beyond = [name for name in names if name not in self.names]
+        if beyond:
+            raise FuncgaError(
+                f"a leaf is to be merged over {listed(names)}, and the window over {listed(self.names)}: what lies "
+                f"along {listed(beyond)} would be summed, and its weights not counted. Name all axes along which "
+                f"micro-batches differ: across=jax_backend.Replicas((...), leaves=...)."
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,7 +141,7 @@ def replicas_of(across: Across | None) -> Replicas | None:
         step.merges = True
     if across is None or across == ():
         return None
-    replicas = across if isinstance(across, Replicas) else Replicas(across)
+    replicas = read_across(across)
     for name in replicas.names:
         # JAX knows the axis only inside of a shard_map or a vmap that names it.
         try:
@@ -128,6 +149,43 @@ def replicas_of(across: Across | None) -> Replicas | None:
         except NameError:
             raise _unbound(name) from None
     return replicas
+
+
+def is_names(value: object) -> bool:
+    """Whether this names axes: a name, or a tuple of names alone."""
+    return isinstance(value, str) or (type(value) is tuple and all(isinstance(name, str) for name in value))
+
+
+def names_of(named: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The names of axes as a tuple."""
+    return named if isinstance(named, tuple) else (named,)
+
+
+def _names_in(leaves: Tree) -> list[tuple[str, ...]]:
+    """All that a tree names."""
+    return [names_of(named) if is_names(named) else () for named in jax.tree.leaves(leaves, is_leaf=is_names)]
+
+
+def read_across(across: Across) -> Replicas:
+    """The replicas that `across=` names, wherever it is asked; FuncgaError for what names none."""
+    if isinstance(across, Replicas) or not names_leaves(across):
+        return across if isinstance(across, Replicas) else Replicas(across)
+    if callable(across):
+        return Replicas(jax.sharding.get_abstract_mesh().manual_axes, leaves=across)
+    names = dict.fromkeys(name for named in _names_in(across) for name in named)
+    return Replicas(tuple(names), leaves=across)
+
+
+def of_window(across: Across) -> Across:
+    """`across=` without what it says of single leaves: what the weights of a window are counted over."""
+    return replace(read_across(across), leaves=None) if names_leaves(across) else across
+
+
+def names_leaves(across: Across | None) -> bool:
+    """Whether `across=` says what single leaves are merged over."""
+    if isinstance(across, Replicas):
+        return across.leaves is not None
+    return across is not None and not is_names(across) and (callable(across) or bool(trees.children(across)))
 
 
 def _unbound(name: str) -> FuncgaError:
@@ -193,7 +251,7 @@ Difference: TypeAlias = tuple[jax.Device, jax.Device]  # on which two copies dif
 
 def check_replicas(params: Tree, across: Across) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
-    replicas = across if isinstance(across, Replicas) else Replicas(across)
+    replicas = read_across(across)
     leaves, _ = trees.flatten(params)
     paths = leaf_paths(params, trees, "params")
     if any(_private.is_traced(leaf) for leaf in leaves):
@@ -206,7 +264,13 @@ def check_replicas(params: Tree, across: Across) -> None:
             f"none of the arrays in params lies on a mesh, so there is nothing to compare along "
             f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, NamedSharding(mesh, P()))."
         )
-    differences = _differences(leaves, paths, replicas.names)
+    named: list[tuple[str, ...]] = [replicas.names] * len(leaves)
+    if replicas.leaves is not None:
+        named = [*map(names_of, named_by_leaf(replicas.leaves, params, is_names, trees, "params", WRITE_LEAVES))]
+    differences = []
+    for names in dict.fromkeys(named):
+        own = [index for index, of_leaf in enumerate(named) if of_leaf == names]
+        differences += _differences([leaves[index] for index in own], [paths[index] for index in own], names)
     if differences:
         path, (one, other) = differences[0]
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""

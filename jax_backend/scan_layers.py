@@ -178,18 +178,9 @@ _MARK, _BETWEEN = re.compile("folded in place<(.*?)>"), "; "
 
 def _marks(jaxpr: "Jaxpr") -> Iterator[str]:
     """The names of scopes that `_scan` has left in a program."""
-    for equation in jaxpr.eqns:
+    for equation in _private.equations(jaxpr):
         if equation.primitive.name == "scan":
             yield from _MARK.findall(_private.scope_of(equation))
-        # Programs inside of it, such as the body of a loop, are among its parameters: closed ones have one within.
-        for value in jax.tree.leaves(equation.params, is_leaf=_is_program):
-            if _is_program(value):
-                program: Any = getattr(value, "jaxpr", value)
-                yield from _marks(program)
-
-
-def _is_program(value: object) -> bool:
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
 # -- which outputs a scan stacks

@@ -21,7 +21,7 @@ from jax_backend import _private, arrays, trees
 from jax_backend.arrays import as_varying, typed_axes, varying_axes
 from jax_backend.gradients import apply_updates
 from jax_backend.merge import Folded, merge
-from jax_backend.replicas import Replicas, check_step_merges, listed, spelled
+from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
 
 # -- the sums of a window. Nothing is ever written to.
 
@@ -345,7 +345,7 @@ def state_specs(tx: MultiSteps) -> MultiStepsState:
             "state_specs is for funcga.multi_steps(..., across=): only there a state differs between replicas. "
             "Without across= it is the same on every device: jax.sharding.PartitionSpec()."
         )
-    replicas = tx.across if isinstance(tx.across, Replicas) else Replicas(tx.across)
+    replicas = read_across(tx.across)
     spec: Callable[..., Tree] = PartitionSpec
     whole, window = spec(), spec(replicas.names)
     return MultiStepsState(whole, window, whole, whole, whole, Dropped(whole, whole), whole)

@@ -22,6 +22,7 @@ PRINTS = {  # what the output has to hold, and how often
     "elastic_torch": (r"^exact sums: .*: the same bits: True$|^plain sums: .*: the same bits: False$", 2),
     "ddp_torch": (r"weights \[0\.2117, 0\.3172\], effective batch size 16|what is left, effective batch size 7", 4),
     "fsdp_torch": (r"fsdp[12], rank \d: loss [\d.]+, norm 3\.8750, weights \[0\.2117, 0\.3172\]", 4),
+    "experts_torch": (r"^rank \d: after 5 updates the parameters are those of one process: True$", 4),
     "pipeline_torch": (r"^stage [01]: .* (?:gradients to 1e-12|by more than 10 %): True$", 4),
     "replicas_jax": (r"each update: one all-reduce of [\d,]+ bytes, in 0 loops", 1),
     "batchnorm_torch": (r"^merged: .*to 1e-6: True$|^(?:threaded|frozen): .*: False$", 3),
@@ -103,6 +104,7 @@ APART = {"elastic_torch", "replicas_jax"}  # it says how many devices JAX has, w
 FORKED = {
     "ddp_torch",
     "fsdp_torch",
+    "experts_torch",
     "pipeline_torch",
 }  # as torchrun starts them, which `replicas_torch` shows that it does
 

@@ -31,6 +31,7 @@ from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, begun_by_others, detached, reductions_of
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.reduce import Reduction
+from torch_backend.replicas import Listener
 from torch_backend.wrapped.gradient import ModuleGradient, calling
 from torch_backend.wrapped.window import with_a_blank_row
 
@@ -366,6 +367,7 @@ class Calls:
         self.buffers: Buffers | None = None
         for reduction in reductions:
             reduction.buffers_of = buffers_of(program)
+        self.listener = Listener() if reductions else None
         self.may_be_short = bool(reductions)
         # Whether nobody has said that the first argument is passed whole.
         no_axes = program.in_axes is None and program.default_in_axes is None
@@ -427,6 +429,8 @@ class Calls:
                 # Only totals are merged more than once, and their sums are like the leaves.
                 reduction.begin(buffers, buffers.reduced)
             state = reduction.finish(state)
+            if self.listener is not None and self.listener.heard:
+                reduction.check_unmixed()
         return buffers.result(state)
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:

@@ -12,7 +12,7 @@ import hashlib
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from funcga._backend.prefixes import leaf_paths
+from funcga._backend.prefixes import leaf_paths, named_by_leaf
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor, local, ranks_with_other_shards
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
+WRITE_LEAVES = "across=(WORLD, {'dense': WORLD, 'experts': mesh['edp']}) for a grad_fn that returns (loss, grads)"
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,14 @@ class Replicas:
         wire_dtype: What gradients are sent as, such as torch.bfloat16, which halves the traffic and rounds what each
             replica contributes to 8 bits. By default they are sent as they are accumulated. Counts, weights and
             scalars, such as losses, are never rounded.
+        leaves: Where leaves of grad_fn's output are merged over fewer processes than the window: a tree prefix of
+            process groups and 1-D meshes over that output, or a function of a leaf's dotted path, such as
+            `"1.experts.weight"`, that returns one. Each is part of `group`, which still counts the weights. An
+            `across=` that is such a tree itself counts them over the group that has all others, and one that is a
+            function over all processes.
 
     Raises:
-        FuncgaError: If `group` is no group of which this process is a member.
+        FuncgaError: If `group` is no group of which this process is a member, or does not have all that `leaves` name.
 
     Example:
         >>> across = torch_backend.Replicas(dist.group.WORLD, wire_dtype=torch.bfloat16)
@@ -53,9 +59,13 @@ class Replicas:
     group: Any
     bucket_bytes: int = 4 * 2**20
     wire_dtype: torch.dtype | None = None
+    leaves: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", _group(self.group))
+        if self.leaves is not None and not callable(self.leaves):
+            for group in _groups_in(self.leaves):
+                self.check_part(group)
         if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
             raise FuncgaError(f"bucket_bytes is {self.bucket_bytes!r}: it must be an int >= 1, such as 4 * 2**20.")
         if self.wire_dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
@@ -68,6 +78,21 @@ class Replicas:
     def channel(self) -> "Channel":
         """What the replicas exchange messages over. Making it is a collective, so all must first ask together."""
         return channel_of(self.group)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks of the replicas, in their order."""
+        return dist.get_process_group_ranks(self.group)
+
+    def check_part(self, group: dist.ProcessGroup) -> None:
+        """Raises FuncgaError if a group that a leaf is merged over has a process whose weights are not counted."""
+        ranks = dist.get_process_group_ranks(group)
+        if not {*ranks} <= {*self.ranks}:
+            raise FuncgaError(
+                f"a leaf is to be merged over the ranks {ranks}, and the window is one of the ranks {self.ranks}: what "
+                f"some of them fold would be summed, and their weights not counted. Name the group of all processes "
+                f"that fold: across=torch_backend.Replicas(group, leaves=...)."
+            )
 
     @property
     def count(self) -> int:
@@ -102,9 +127,42 @@ def _group(across: Any) -> dist.ProcessGroup:
     return across
 
 
+def is_group(value: object) -> bool:
+    """Whether this names processes."""
+    return isinstance(value, dist.ProcessGroup | DeviceMesh | int)
+
+
 def replicas_of(across: Any) -> Replicas:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
-    return across if isinstance(across, Replicas) else Replicas(across)
+    if isinstance(across, Replicas) or not names_leaves(across):
+        return across if isinstance(across, Replicas) else Replicas(across)
+    if callable(across):
+        return Replicas(dist.group.WORLD, leaves=across)
+    # The group that has all others counts the weights.
+    return Replicas(max(_groups_in(across), key=dist.get_world_size), leaves=across)
+
+
+def _groups_in(leaves: Tree) -> list[dist.ProcessGroup]:
+    """All groups that a tree names."""
+    named = trees.flatten(leaves, is_group)[0]
+    for each in named:
+        if not is_group(each):
+            raise FuncgaError(f"across= has {each!r} for some leaves. Name the replicas of every leaf, {WRITE_LEAVES}.")
+    return [*map(_group, named)]
+
+
+def of_window(across: Any) -> Any:
+    """`across=` without what it says of single leaves: what the weights of a window are counted over."""
+    return replace(replicas_of(across), leaves=None) if names_leaves(across) else across
+
+
+def names_leaves(across: Any) -> bool:
+    """Whether `across=` says what single leaves are merged over."""
+    if isinstance(across, Replicas):
+        return across.leaves is not None
+    # What a wrapper of a module merges over, one after the other, is a list of Replicas.
+    is_of_all = across is None or is_group(across) or (isinstance(across, list) and isinstance(across[0], Replicas))
+    return not is_of_all and (callable(across) or bool(trees.children(across)))
 
 
 # ---------------------------------------------------------------------------------------------------------- the channel
@@ -230,8 +288,22 @@ def check_replicas(params: Tree, across: Any) -> None:
     kinds = {path: arrays.describe(leaf) if arrays.is_array(leaf) else repr(leaf) for path, leaf in leaves.items()}
     check_alike(replicas.channel.gathered(kinds), "have different parameters")
     whole = {path: leaf for path, leaf in leaves.items() if arrays.is_array(leaf) and not _is_cut(leaf, replicas.group)}
-    if whole:
-        _check_same(whole, replicas)
+    for group, own in _by_group(params, replicas).items():
+        here = {path: whole[path] for path in own if path in whole}
+        if here:
+            _check_same(here, Replicas(group))
+
+
+def _by_group(params: Tree, replicas: Replicas) -> dict[dist.ProcessGroup, list[str]]:
+    """The paths of the leaves that are to be the same in each group."""
+    paths = leaf_paths(params, trees, "params")
+    if replicas.leaves is None:
+        return {replicas.group: paths}
+    groups: dict[dist.ProcessGroup, list[str]] = {}
+    named = named_by_leaf(replicas.leaves, params, is_group, trees, "params", WRITE_LEAVES)
+    for path, group in zip(paths, map(_group, named), strict=True):
+        groups.setdefault(group, []).append(path)
+    return groups
 
 
 def _is_cut(leaf: torch.Tensor, group: dist.ProcessGroup) -> bool:

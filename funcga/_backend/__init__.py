@@ -246,6 +246,14 @@ class Replicas(Protocol):
         """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
         ...
 
+    def names_leaves(self, across: Any) -> bool:
+        """Whether `across=` says what single leaves are merged over."""
+        ...
+
+    def of_window(self, across: Any) -> Any:
+        """`across=` without what it says of single leaves: what the weights of a window are counted over."""
+        ...
+
     def check_replicas(self, params: Tree, across: Any) -> None:
         """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
         ...

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from funcga._backend import Trees
 from funcga._types import Array, Tree
-from funcga.errors import listed
+from funcga.errors import FuncgaError, listed
 
 Children = Callable[[Tree], list[tuple[str, Tree]] | None]
 """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
@@ -123,6 +123,35 @@ def broadcast(
             raise PrefixError(path, prefix, tree)
         values += broadcast(matched[key], child, len(trees.flatten(child)[0]), is_value, trees, path + key)
     return values
+
+
+def named_by_leaf(
+    named: Tree, tree: Tree, is_name: Callable[[Any], bool], trees: Trees, path: str, write: str
+) -> list[Any]:
+    """What `across=`, a prefix or a function of a leaf's dotted path, names for every leaf of a tree at this path.
+
+    `write` is how it can be written. Raises FuncgaError for a leaf that nothing is named for.
+    """
+    paths, (leaves, structure) = leaf_paths(tree, trees, path), trees.flatten(tree)
+    if callable(named):
+        # Of numbers: JAX has paths for a None, too, which is no leaf.
+        numbered = paths_and_leaves(trees.unflatten(structure, range(len(leaves))), trees.children)
+        names = [named(dotted) for dotted, number in numbered if number is not None]
+    else:
+        try:
+            names = [each for each, _ in broadcast(named, tree, len(leaves), is_name, trees, path)]
+        except PrefixError as error:
+            asked, there = outline(error.prefix, trees, repr), outline(error.tree, trees, lambda leaf: "...")
+            raise FuncgaError(
+                f"across= does not fit: at {error.path} it has {asked}, and there is {there}. Name the replicas of "
+                f"every leaf, {write}."
+            ) from error
+    for leaf_path, each in zip(paths, names, strict=True):
+        if not is_name(each):
+            raise FuncgaError(
+                f"across= names no replicas for `{leaf_path}`: it is {each!r} there. Name those of every leaf, {write}."
+            )
+    return names
 
 
 def _children_like(

@@ -15,7 +15,7 @@ from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._observe import Observers
 from funcga._observe.readings import Readings, locate
-from funcga._replicas import Memory, step_of
+from funcga._replicas import Memory, check_one_for_all, step_of
 from funcga._types import Across, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, refuses_arguments
 from funcga.folds import Fold, FoldTree
@@ -79,7 +79,20 @@ class Program:
 
     def replicas(self, backend: Backend) -> Any:
         """What `across=` names, as the backend takes it; None without it. FuncgaError for what names none."""
-        return None if self.across is None else backend.replicas.replicas_of(self.across)
+        replicas = None if self.across is None else backend.replicas.replicas_of(self.across)
+        self.check_leaves_of(replicas)
+        return replicas
+
+    def check_leaves_of(self, replicas: Any) -> None:
+        """Raises FuncgaError if leaves are merged over fewer of these replicas, and replicas may differ in more."""
+        if self.observers is not None or self.dropping is not None:
+            what = "observe=" if self.observers is not None else "drop="
+            check_one_for_all(
+                replicas,
+                f"{what} was given: the gradient of such a leaf has what the micro-batches of several replicas add to "
+                f"it, and cannot be told apart",
+                f"Leave {what} out, and look at the gradient that the step returns.",
+            )
 
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, with what in_axes says of them."""
@@ -201,7 +214,7 @@ class _Counting:
             weight=None if program.n or program.microbatch_size else lambda *_: 1,
             in_axes=in_axes,
             device=None,
-            across=program.across if owner is None else owner.merged_over(program.across),
+            across=backend.replicas.of_window(program.across if owner is None else owner.merged_over(program.across)),
             memory=Memory(totals.step),
             totals=None,
             observers=None,

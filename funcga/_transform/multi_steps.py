@@ -15,7 +15,7 @@ from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._grad import is_uninitialised, uninitialised
 from funcga._observe import Observers, ObserverTree
-from funcga._replicas import Memory, step_of
+from funcga._replicas import Memory, check_one_for_all, step_of
 from funcga._transform import (
     DonatingTransform,
     Transform,
@@ -483,7 +483,7 @@ class MultiStepsUpdate(UpdateFunction):
                 backend.transforms.check_merged(leaves, partial(window.outputs.paths, "grads"), replicas)
                 return value, leaves
 
-            weight = _checked_weight(weight, window)
+            weight = _checked_weight(weight, window, replicas)
             value, window = backend.transforms.add_from(
                 gradient, args, kwargs, window, read, weight, self.donate, self.binding.adding
             )
@@ -536,6 +536,11 @@ class MultiStepsUpdate(UpdateFunction):
                 f"the states to merge are not of one moment: they have been given so many micro-batches: {listed}. "
                 f"Save them after the same call on every replica."
             )
+        if backend.replicas.names_leaves(self.across):
+            raise FuncgaError(
+                "across= names fewer replicas for some leaves, so the states are of different experts: they have no "
+                "sum. Save the state of each replica, and go on with as many; or save between windows."
+            )
         # One replica goes on from all that was folded, and the others from empty windows: the sum is the same.
         parts = backend.transforms.in_order([state.window for state in states])
         whole = reduce(Accumulation.merge, [self._read(part, backend) for part in parts])
@@ -544,7 +549,15 @@ class MultiStepsUpdate(UpdateFunction):
         return first._replace(window=window)
 
     def _replicas(self, backend: Backend) -> Any:
-        return None if self.across is None else backend.replicas.replicas_of(self.across)
+        replicas = None if self.across is None else backend.replicas.replicas_of(self.across)
+        if self.observing is not None or self.dropping.scope is not None:
+            check_one_for_all(
+                replicas,
+                "the transform has observe=, drop= or drop_if=: the gradient of such a leaf has what the micro-batches "
+                "of several replicas add to it, and cannot be told apart",
+                "Leave them out.",
+            )
+        return replicas
 
     def _bound(self, leaves: Sequence[Array], structure: Structure, backend: Backend) -> Outputs:
         """The fold bound to gradients with such leaves; that of the last call, if its leaves were alike.
@@ -603,7 +616,7 @@ class MultiStepsUpdate(UpdateFunction):
         of_value = window if self.observing is None else window.of_value()
         leaves = matched_grads(grads, of_value)
         backend.transforms.check_merged(leaves, partial(of_value.outputs.paths, "grads"), replicas)
-        weight = _checked_weight(weight, window)
+        weight = _checked_weight(weight, window, replicas)
         drops = self.dropping.scope is not None
         keep = not drops or self.dropping.is_kept(grads, leaves, backend)
         if self.observing is not None:
@@ -703,13 +716,14 @@ class MultiStepsUpdate(UpdateFunction):
             if self.observing is not None:
                 before, fold = window.outputs.before, self.observing.folds
                 likes[:before] = self.observing.readings.placeholders(likes[before])
-            pair = window.outputs.structure_of(likes), window.rejected
-            binding.counted, _ = bind_outputs((fold, sum()), pair, backend)
-        accumulators = [*window.accumulators, window.rejected]
+            pair = window.rejected, window.outputs.structure_of(likes)
+            counted, _ = bind_outputs((sum(), fold), pair, backend)
+            binding.counted = replace(counted, before=1)
+        accumulators = [window.rejected, *window.accumulators]
         accumulators, total = backend.transforms.merged(
             binding.counted, accumulators, window.tally, replicas, binding.merging
         )
-        return window._replace(accumulators=accumulators[:-1], rejected=accumulators[-1], tally=total)
+        return window._replace(accumulators=accumulators[1:], rejected=accumulators[0], tally=total)
 
     def _run(self, backend: Backend, inner: Tree, operands: tuple[Tree, Tree, dict[str, Any]]) -> tuple[Tree, Tree]:
         """(updates, state) of one update of the wrapped transform."""
@@ -733,8 +747,15 @@ def _offered(state: MultiStepsState, dropped: Dropped, backend: Backend) -> Mult
     return state._replace(offered=state.offered + 1, updated=backend.arrays.as_array(False), dropped=dropped)
 
 
-def _checked_weight(weight: Scalar, window: Accumulation) -> Scalar:
+def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scalar:
     """The weight of a micro-batch, as a number where the host sees it. FuncgaError for one that cannot be counted."""
+    is_mean = any(fold.adds == "weighted" for fold in window.outputs.folds if fold is not None)
+    if replicas is not None and replicas.leaves is not None and is_mean and not (type(weight) is int and weight == 1):
+        raise FuncgaError(
+            f"weight is {weight}, and across= names fewer replicas for some leaves: their gradients have what the "
+            f"losses of other replicas add to them, each as if it weighed 1. Give gradients of sums, and let funcga "
+            f"divide them: fold=funcga.per_weight(), and a loss that is summed over what the weight counts."
+        )
     weight = check_weight(weight, window.outputs.backend.arrays)
     if len(window.tally.weight) == 2:
         check_narrow(weight)

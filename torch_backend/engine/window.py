@@ -361,7 +361,7 @@ class Engine:
 
     def _begin_reduction(self, reduction: Reduction, value: Tree) -> None:
         """Lets the sums of outputs like this value begin in the memory that will be sent."""
-        if self.any_group is not None and self.any_group.heard:
+        if self.any_group is not None and (self.any_group.heard or reduction.replicas.leaves is not None):
             # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
             self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
         self.likes = trees.flatten(value)[0]

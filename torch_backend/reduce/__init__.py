@@ -114,8 +114,12 @@ class Reduction:
 
     @property
     def _wire(self) -> Wire:
-        device, channel = self.agreement.plan.device, self.replicas.channel
-        return Wire(channel.carrier(device, self.replicas.group), device, channel)
+        return self._wire_among(0)
+
+    def _wire_among(self, group: int, device: torch.device | None = None) -> Wire:
+        """What travels over the group of replicas of this number; if not from a device, from that of the plan."""
+        replicas, device = self.agreement.groups[group], device or self.agreement.plan.device
+        return Wire(replicas.channel.carrier(device, replicas.group), device, replicas.channel)
 
     def announce(self, weight: Scalar = 0, steps: int = 0) -> None:
         """Sends the header: what this replica will have folded after a last micro-batch of this weight, if any.
@@ -216,6 +220,26 @@ class Reduction:
         assert self.header is not None
         return sum(bool(report.steps) for report in self.header.reports())
 
+    def check_unmixed(self) -> None:
+        """Raises FuncgaError if a mean over micro-batches of different weights cannot be had any more.
+
+        To be asked after the end of a window of a grad_fn that calls collectives: a leaf that is merged over fewer
+        replicas than the window has from the others what their losses add to it, unweighed.
+        """
+        assert self.header is not None
+        reports = [report for report in self.header.reports() if report.steps]
+        are_equal = len({report.unit for report in reports}) <= 1 and all(
+            report.weight == report.steps * report.unit and not report.on_device for report in reports
+        )
+        mixed = [leaf for leaf in self.agreement.plan.among if leaf in self.weighted]
+        if mixed and not are_equal:
+            raise FuncgaError(
+                f"`{self.buffers.outputs.paths()[self.buffers.outputs.reduced[mixed[0]]]}` has from grad_fn what the "
+                f"losses of other replicas add to it, each as if it weighed 1, and micro-batches have different "
+                f"weights. Give accumulate the gradient function itself, funcga.value_and_grad(loss_fn), which weighs "
+                f"the losses; or return sums, with fold=funcga.per_weight()."
+            )
+
     def give_up(self) -> None:
         """Sends what the others still wait for, with the mark of an error; owes it if they are not ready yet."""
         if self.is_over or isinstance(self.problem, FuncgaError):
@@ -254,16 +278,21 @@ class Reduction:
         plan = self.agreement.plan
         if plan.converted and not self.converted:
             self.converted = True
-            add_converted(self.buffers, plan, self._wire)
+            add_converted(self.buffers, plan, self._wire_among)
         if self.combine is None and plan.gathered and not self.buffers.outputs.collected:
-            self.combine = gather(self.buffers, plan, self._wire)
+            self.combine = self._gather()
 
     def _send(self) -> None:
         # From the unit of this replica to that of all.
         factor = (self.buffers.unit or self.unit) / self.unit
-        # Not that of the plan: a count on the host may be beside gradients, or totals, on a device.
-        carrier = self.replicas.channel.carrier(self.sums.next_device, self.replicas.group)
+        # Not the device of the plan: a count on the host may be beside gradients, or totals, on a device.
+        bucket = self.sums.next_bucket
+        carrier = self._wire_among(bucket.among, bucket.device).carrier
         self.sums.send(carrier, self.buffers.reduced, self.weighted, factor)
+
+    def _gather(self) -> Callable[[], None]:
+        members = [[*map(self.replicas.ranks.index, group.ranks)] for group in self.agreement.groups]
+        return gather(self.buffers, self.agreement.plan, self._wire, members)
 
     def _count_on_device(self) -> tuple[dist.Work, torch.Tensor]:
         """Begins to add up what the devices have counted: the weight, and micro-batches that the host cannot see."""
@@ -296,7 +325,7 @@ class Reduction:
             if leaf in self.sums.views and self.sums.views[leaf].nbytes <= _SMALL:
                 buffers.reduced[leaf] = self.sums.views[leaf].clone()
         if buffers.outputs.collected:
-            self.combine = gather(buffers, self.agreement.plan, self._wire)
+            self.combine = self._gather()
         if self.combine is not None:
             self.combine()
         folded = [rank for rank, report in enumerate(reports) if report.steps]

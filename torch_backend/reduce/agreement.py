@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from funcga._backend.prefixes import named_by_leaf
 from funcga._fold import LeafFold, Tally
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
 from funcga._types import Structure
 from funcga.errors import FuncgaError
-from torch_backend import arrays
+from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.engine.layout import Layout
 from torch_backend.reduce.header import Report, digest_of
 from torch_backend.reduce.wire import Plan, planned
-from torch_backend.replicas import Replicas, check_alike
+from torch_backend.replicas import WRITE_LEAVES, Replicas, check_alike, is_group
 
 # Makes what the others fold of a tree's structure: the Outputs, and leaves like theirs.
 Rebuild = Callable[[Structure], tuple[Outputs, list[Any]]]
@@ -34,8 +35,9 @@ class Agreement:
 
     `key` tells it from other structures of the same step on this replica, `digest` on all of them: it is one of
     `description`, which has a text for each path. `likes` are leaves of the outputs as this process holds them, without
-    memory; `specs` are those of the reduced leaves that are DTensors. `steps` are digests of the Steps that the
-    replicas take, in their order; empty until all of them have agreed.
+    memory; `specs` are those of the reduced leaves that are DTensors. `groups` are the replicas of the window, and
+    then those that some leaves are merged over instead. `steps` are digests of the Steps that the replicas take, in
+    their order; empty until all of them have agreed.
     """
 
     key: tuple[object, ...]
@@ -43,6 +45,7 @@ class Agreement:
     likes: list[torch.Tensor | None]
     plan: Plan
     specs: dict[int, Spec]
+    groups: list[Replicas]
     description: dict[str, str]
     digest: int
     steps: list[float] = field(default_factory=list)
@@ -143,21 +146,54 @@ def _proposal(
     # From here on leaves are counted by their index in `Buffers.reduced`.
     reduced = {index: like for index, leaf in enumerate(outputs.reduced) if (like := likes[leaf]) is not None}
     specs = {index: spec_of(like) for index, like in reduced.items() if is_dtensor(like)}
-    for spec in specs.values():
-        _check_copies(spec, replicas)
+    groups, among = _groups_of_leaves(outputs, replicas)
+    for index, spec in specs.items():
+        _check_copies(spec, groups[among.get(index, 0)])
     shards = {index: local(like) for index, like in reduced.items()}
     added = {*layout.weighted, *layout.plain}
     sums = [index for index, like in shards.items() if index in added or _is_sum(layout.folds[index], like)]
-    description = _description(outputs, likes, replicas)
+    description = _description(outputs, likes, replicas) | {
+        outputs.paths()[outputs.reduced[index]] + " across": f"replicas {group} of {groups[group].count}"
+        for index, group in among.items()
+    }
     return Agreement(
         key=key,
         outputs=outputs,
         likes=[None if like is None else local(like).detach().to("meta") for like in likes],
-        plan=planned(layout.folds, shards, sums, replicas.bucket_bytes, replicas.wire_dtype),
+        plan=planned(layout.folds, shards, sums, replicas.bucket_bytes, replicas.wire_dtype, among),
         specs=specs,
+        groups=groups,
         description=description,
         digest=digest_of([*description.items()]),
     )
+
+
+def _groups_of_leaves(outputs: Outputs, replicas: Replicas) -> tuple[list[Replicas], dict[int, int]]:
+    """The groups of an Agreement; and which of them a reduced leaf is merged over that is not over all replicas."""
+    groups, among = [replicas], dict[int, int]()
+    if replicas.leaves is None:
+        return groups, among
+    named = [None] * outputs.before + named_by_leaf(
+        replicas.leaves, outputs.value_of(range(len(outputs.folds))), is_group, trees, "output", WRITE_LEAVES
+    )
+    for leaf_index in (*outputs.collected, *outputs.threads):
+        if named[leaf_index] is not None and Replicas(named[leaf_index]).ranks != replicas.ranks:
+            raise FuncgaError(
+                f"across= names fewer replicas than all for `{outputs.paths()[leaf_index]}`, whose fold collects rows "
+                f"or threads state: that is one for the whole window. Name {replicas.ranks} there."
+            )
+    for index, leaf_index in enumerate(outputs.reduced):
+        if named[leaf_index] is None:
+            continue
+        own = Replicas(named[leaf_index])
+        replicas.check_part(own.group)
+        # Two groups of the same processes are one.
+        known = [group.ranks for group in groups]
+        if own.ranks not in known:
+            groups.append(own)
+        if own.ranks != replicas.ranks:
+            among[index] = known.index(own.ranks) if own.ranks in known else len(known)
+    return groups, among
 
 
 def _check_copies(spec: Spec, replicas: Replicas) -> None:

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +45,13 @@ class Segment(NamedTuple):
 class Bucket(NamedTuple):
     """Leaves of one dtype on one device, which are added over the replicas together; `wire` is what they are sent as.
 
-    `length` counts elements.
+    `length` counts elements. `among` is which of the groups of replicas they are added over, as in a Plan.
     """
 
     dtype: torch.dtype
     device: torch.device
     wire: torch.dtype
+    among: int
     segments: tuple[Segment, ...]
     length: int
 
@@ -58,12 +60,14 @@ class Plan(NamedTuple):
     """How each reduced leaf travels. It follows from what is folded, so it is the same on every replica.
 
     `converted` has the shapes of leaves that are added as what their monoid makes of them for that, in groups that
-    travel together; `gathered` has those of all others that are in no bucket.
+    travel together; `gathered` has those of all others that are in no bucket. `among` has the leaves that are merged
+    over fewer replicas than the window: over the group of this number, from 1 on.
     """
 
     buckets: tuple[Bucket, ...]
     gathered: dict[int, tuple[int, ...]]
     converted: tuple[dict[int, tuple[int, ...]], ...] = ()
+    among: Mapping[int, int] = MappingProxyType({})
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +81,7 @@ class Plan(NamedTuple):
         if (
             self.gathered
             or self.converted
+            or self.among
             or len(segments) > most
             or not on_host
             or any(segment.shape for segment in segments)
@@ -85,59 +90,65 @@ class Plan(NamedTuple):
         return tuple([segment.leaf for segment in segments])
 
 
-# The dtype and the device of accumulators, and the dtype that they are sent as.
-_Group = tuple[torch.dtype, torch.device, torch.dtype]
+# The dtype and the device of accumulators, the dtype that they are sent as, and the number of the group of replicas.
+_Group = tuple[torch.dtype, torch.device, torch.dtype, int]
 
 
 def planned(
     folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], sums: Collection[int], bucket_bytes: int,
-    wire_dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None, among: Mapping[int, int] = MappingProxyType({}),
 ) -> Plan:  # fmt: skip
-    """The Plan for leaves like these, of which `sums` are merged by adding them."""
-    groups = _groups(folds, likes, sums, wire_dtype)
+    """The Plan for leaves like these, of which `sums` are merged by adding them; `among` as in a Plan."""
+    groups = _groups(folds, likes, sums, wire_dtype, among)
     if len(sums) < len(likes):
         # A few counts in a dtype of their own go with what is gathered anyway: a bucket is one collective more.
         groups = {group: leaves for group, leaves in groups.items() if not _are_few_counts(leaves, folds, likes)}
     buckets: list[Bucket] = []
-    for (dtype, device, wire), leaves in groups.items():
+    for group, leaves in groups.items():
+        dtype, *_ = group
         segments: list[Segment] = []
         end = 0
         for leaf in leaves:
             segment = _segment(leaf, end, likes[leaf], folds[leaf].accumulator_dtype.is_complex)
             # A leaf that does not fit begins a new bucket, however large it is.
             if segments and segment.end * dtype.itemsize > bucket_bytes:
-                buckets.append(Bucket(dtype, device, wire, tuple(segments), end))
+                buckets.append(Bucket(*group, tuple(segments), end))
                 segments, segment = [], segment._replace(start=0)
             segments.append(segment)
             end = segment.end
-        buckets.append(Bucket(dtype, device, wire, tuple(segments), end))
-    if not buckets:  # an empty one, for the mark of an error
+        buckets.append(Bucket(*group, tuple(segments), end))
+    if among:
+        # The backward pass completes buckets of several groups in turn: first those whose first leaf is the last one.
+        buckets.sort(key=lambda bucket: -min(segment.leaf for segment in bucket.segments))
+    if not buckets or buckets[-1].among:  # an empty one, for the mark of an error, which all replicas see
         device = next((like.device for like in likes.values()), torch.device("cpu"))
-        buckets = [Bucket(torch.float32, device, torch.float32, (), 0)]
-    return Plan(tuple(buckets), *_others(folds, likes, buckets, bucket_bytes))
+        buckets.append(Bucket(torch.float32, device, torch.float32, 0, (), 0))
+    return Plan(tuple(buckets), *_others(folds, likes, buckets, bucket_bytes, among), among)
 
 
 def _others(
-    folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], buckets: Sequence[Bucket], bucket_bytes: int
-) -> tuple[dict[int, tuple[int, ...]], tuple[dict[int, tuple[int, ...]], ...]]:
+    folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], buckets: Sequence[Bucket], bucket_bytes: int,
+    among: Mapping[int, int],
+) -> tuple[dict[int, tuple[int, ...]], tuple[dict[int, tuple[int, ...]], ...]]:  # fmt: skip
     """The leaves that are in no bucket: those that are gathered, and the groups of those that are converted."""
     in_buckets = {segment.leaf for bucket in buckets for segment in bucket.segments}
     shapes = {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in in_buckets}
     converted = {leaf: shape for leaf, shape in shapes.items() if folds[leaf].fold.reducer.monoid.sent is not None}
     gathered = {leaf: shape for leaf, shape in shapes.items() if leaf not in converted}
-    return gathered, _grouped(converted, likes, bucket_bytes)
+    return gathered, _grouped(converted, likes, bucket_bytes, among)
 
 
 def _grouped(
-    shapes: Mapping[int, tuple[int, ...]], likes: Mapping[int, torch.Tensor], bucket_bytes: int
-) -> tuple[dict[int, tuple[int, ...]], ...]:
-    """The leaves in groups that travel together, about as large as a bucket."""
+    shapes: Mapping[int, tuple[int, ...]], likes: Mapping[int, torch.Tensor], bucket_bytes: int,
+    among: Mapping[int, int],
+) -> tuple[dict[int, tuple[int, ...]], ...]:  # fmt: skip
+    """The leaves in groups that travel together, over the same replicas, about as large as a bucket."""
     groups: list[dict[int, tuple[int, ...]]] = []
-    room = 0
-    for leaf, shape in shapes.items():
-        if not groups or likes[leaf].nbytes > room:
+    room, last = 0, 0
+    for leaf, shape in sorted(shapes.items(), key=lambda item: among.get(item[0], 0)):
+        if not groups or likes[leaf].nbytes > room or among.get(leaf, 0) != last:
             groups.append({})
-            room = bucket_bytes
+            room, last = bucket_bytes, among.get(leaf, 0)
         groups[-1][leaf] = shape
         room -= likes[leaf].nbytes
     return tuple(groups)
@@ -152,8 +163,9 @@ def _segment(leaf: int, end: int, like: torch.Tensor, is_complex: bool) -> Segme
 
 
 def _groups(
-    folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], sums: Collection[int], wire_dtype: torch.dtype | None
-) -> dict[_Group, list[int]]:
+    folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], sums: Collection[int],
+    wire_dtype: torch.dtype | None, among: Mapping[int, int],
+) -> dict[_Group, list[int]]:  # fmt: skip
     """The leaves that can share a bucket, in the order in which they are sent.
 
     Autograd has the gradients of the last layer first, so that is the order. Scalars, such as the loss, come last: no
@@ -165,7 +177,7 @@ def _groups(
         dtype = dtype.to_real() if dtype.is_complex else dtype
         is_exact = likes[leaf].ndim == 0 or not dtype.is_floating_point
         wire = dtype if wire_dtype is None or is_exact else wire_dtype
-        groups.setdefault((dtype, likes[leaf].device, wire), []).append(leaf)
+        groups.setdefault((dtype, likes[leaf].device, wire, among.get(leaf, 0)), []).append(leaf)
     return groups
 
 
@@ -223,9 +235,9 @@ class Sums:
         return self.left > 1 and not self._incomplete[self.sent]
 
     @property
-    def next_device(self) -> torch.device:
-        """Where the next bucket lies."""
-        return self.buckets[self.sent].device
+    def next_bucket(self) -> Bucket:
+        """The one that is sent next."""
+        return self.buckets[self.sent]
 
     def send(self, carrier: dist.ProcessGroup, reduced: list[object], weighted: Collection[int], factor: float) -> None:
         """Sends the next bucket with the sums of its leaves. Those that are `weighted` are multiplied by the factor.
@@ -272,14 +284,15 @@ class Wire(NamedTuple):
     channel: Channel
 
 
-def add_converted(buffers: Buffers, plan: Plan, wire: Wire) -> None:
+def add_converted(buffers: Buffers, plan: Plan, wire_among: Callable[[int], Wire]) -> None:
     """Adds over the replicas the leaves that are added as what their monoid makes of them.
 
     Two groups are under way at a time, so that what is made takes little memory.
     """
     under_way: deque[Callable[[], None]] = deque()
     for group in plan.converted:
-        under_way.append(_converted(buffers, group, wire))
+        number = plan.among.get(next(iter(group)), 0)
+        under_way.append(_converted(buffers, group, wire_among(number)))
         if len(under_way) > 2:
             under_way.popleft()()
     for receive in under_way:
@@ -326,10 +339,11 @@ def _sent(buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.dev
 # -------------------------------------------------------------------------------------------------- what is gathered
 
 
-def gather(buffers: Buffers, plan: Plan, wire: Wire) -> Callable[[], None]:
+def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[int]]) -> Callable[[], None]:
     """Begins to gather the leaves that are in no bucket, and collected rows.
 
-    The function that it returns waits for them, and combines and joins them in the order of the replicas.
+    The function that it returns waits for them, and combines and joins them in the order of the replicas. `members` has
+    for each group of replicas which of those of the window they are: it takes the leaves of these alone.
     """
     lifted = [_lifted(buffers, leaf, shape, wire.device) for leaf, shape in plan.gathered.items()]
     rows = [_rows(buffers, leaf_index, wire.device) for leaf_index in buffers.outputs.collected]
@@ -340,7 +354,8 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire) -> Callable[[], None]:
     def combine() -> None:
         of_ranks = [trees.unflatten(structure, arrays) for arrays in received()]
         for position, leaf in enumerate(plan.gathered):
-            buffers.reduced[leaf] = reduce(buffers.folds[leaf].combine, [lifted[position] for lifted, _ in of_ranks])
+            lifted = [of_ranks[replica][0][position] for replica in members[plan.among.get(leaf, 0)]]
+            buffers.reduced[leaf] = reduce(buffers.folds[leaf].combine, lifted)
         for position, leaf_index in enumerate(buffers.outputs.collected):
             buffers.collected[leaf_index] = [rows[position] for _, rows in of_ranks]
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from funcga._replicas import check_one_for_all
 from funcga._types import Array
 from funcga.errors import FuncgaError
 from torch_backend import _private
@@ -49,11 +50,20 @@ class Wrapper:
         """For every wrapped part the process groups that its gradients are reduced over, the inner one first."""
         raise NotImplementedError
 
+    def widest(self) -> list[dist.ProcessGroup]:
+        """Those of the part that is reduced over most replicas: the weights of a window are counted over these."""
+        return max(self.groups(), key=lambda groups: prod(group.size() for group in groups))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether parts are reduced over some of the replicas of the widest alone, as experts are."""
+        return False
+
     def check(self, sync: str) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
         groups = self.groups()
         replicas = list(dict.fromkeys(" x ".join(map(str, map(_ranks, groups_of_part))) for groups_of_part in groups))
-        if len(replicas) > 1:
+        if len(replicas) > 1 and not self.has_experts:
             raise FuncgaError(
                 f"parts of the module are wrapped by {self.name} over different replicas, the ranks {replicas[0]} and "
                 f"{replicas[1]}, so there is no one set of replicas to weigh micro-batches over. Give every part the "
@@ -68,10 +78,16 @@ class Wrapper:
         """What a window is merged over, the inner group first. Raises FuncgaError if `across=` names anything else."""
         # On a mesh of two dimensions a process sees only its own row, the inner group, and its own column, the outer
         # one. All other ranks follow from these, because the rows are the same row shifted along the column.
-        groups = self.groups()[0]  # the same for all parts
+        groups = self.widest()
         inner, *outer = map(_ranks, groups)
         this_rank = dist.get_rank()
         ranks = sorted(rank + other - this_rank for rank in inner for other in (outer[0] if outer else [this_rank]))
+        if across is not None:
+            check_one_for_all(
+                replicas_of(across),
+                f"the module is wrapped by {self.name}, which reduces all gradients itself",
+                "Leave across= out; or let funcga reduce the module that was wrapped.",
+            )
         if across is not None and _ranks(across) != ranks:
             raise FuncgaError(
                 f"across= names the ranks {_ranks(across)}, and the module is wrapped by {self.name}, which reduces "

@@ -6,6 +6,7 @@ Only torch has this file: in JAX nothing synchronises but what the program says.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -60,18 +61,22 @@ class FSDP2(Wrapper):
         """The group of the mesh, or for a mesh of two dimensions the one that shards, then the one that replicates."""
         return [_private.process_groups_of(group) for group in self._param_groups()]
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether parts are sharded over some of the replicas of the widest alone, as experts are."""
+        ranks = [{*dist.get_process_group_ranks(inner)} for inner, *outer in self.groups() if not outer]
+        widest = max(ranks, key=len, default=set())
+        return len(ranks) == len(self.groups()) and any(map(widest.__gt__, ranks)) and all(map(widest.__ge__, ranks))
+
     def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
         """FSDP2 averages, or divides by set_gradient_divide_factor, which each part may have of its own."""
-        params = [*params]
-        # Some parts have a factor of their own. All others average.
-        factors = {
-            id(param): factor
-            for group in self._param_groups()
-            if (factor := _private.divide_factor(group)) is not None
-            for param in _private.sharded_params(group)
-        }
-        averages = zip(params, super().scales(params), strict=True)
-        return [factors.get(id(param), scale) for param, scale in averages]
+        factors: dict[int, float] = {}
+        for group in self._param_groups():
+            factor = _private.divide_factor(group)
+            if factor is None:  # this part averages over its own replicas
+                factor = float(prod(each.size() for each in _private.process_groups_of(group)))
+            factors.update({id(param): factor for param in _private.sharded_params(group)})
+        return [factors[id(param)] for param in params]
 
     def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
         """Waiting passes sum in reduce_dtype. Passes that synchronise sum shards in the parameter's own dtype."""

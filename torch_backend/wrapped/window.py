@@ -66,6 +66,13 @@ class WrappedGradient(ModuleGradient):
     def window(self, program: Program, backend: Backend, alone: bool = False) -> "ModuleWindow":
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
+        if self.wrapper.has_experts and (program.dropping is not None or program.observers is not None):
+            what = "drop=" if program.dropping is not None else "observe="
+            raise FuncgaError(
+                f"{what} was given, and parts of the module are wrapped by {self.wrapper.name} over fewer replicas "
+                f"than others: their gradients have what the micro-batches of several replicas add to them, and cannot "
+                f"be told apart. Leave {what} out, and look at the gradient that the step returns."
+            )
         if program.dropping is not None:
             check_droppable(program.dropping, self.wrapper.name)
         return ModuleWindow(program, self, backend, alone)
