@@ -1,4 +1,4 @@
-"""A mixture of experts on 4 processes as 2 x 2, trained as on one: each process has the dense layers and 2 of 4 experts.
+"""A mixture of experts on 4 processes as 2 x 2, trained as on one: each has the dense layers and 2 of 4 experts.
 
     torchrun --nproc-per-node 4 examples/experts_torch.py
 
@@ -52,7 +52,7 @@ class Model(nn.Module):
         self.experts = experts
 
     def forward(self, tokens):
-        """[tokens, WIDTH]"""
+        """What it makes of the tokens: [tokens, WIDTH]."""
         hidden = torch.tanh(tokens @ self.dense)
         weights, which = (hidden @ self.router).softmax(-1).max(-1)
         return self.experts(hidden, which) * weights[:, None]
@@ -70,7 +70,7 @@ def trained(model, batches, **options):
     step = funcga.accumulate(gradient, n=4, fold=funcga.per_weight(), weight=weight, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     for batch in batches:
-        loss, grads = step(*batch)
+        _, grads = step(*batch)
         torch_backend.assign_grads(model, grads)
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
