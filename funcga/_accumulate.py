@@ -114,9 +114,9 @@ def accumulate(
             that shows what it wraps: a functools.partial, a decorator by functools.wraps, a step. Keyword arguments are
             passed whole.
         across: The replicas to merge over, once, at the end, by what was folded on all of them. A torch.distributed
-            process group or 1-D device mesh; or, inside shard_map, the name of a JAX mesh axis or a tuple of names. Or a
-            tree prefix of these over grad_fn's output, or a function of a leaf's dotted path that returns one: then each
-            leaf is merged over its own replicas, as those of an expert, and the weights are those of the whole window.
+            process group or 1-D device mesh; or, inside shard_map, the name of a JAX mesh axis or a tuple of names. A
+            tree prefix of these over grad_fn's output, or a function of a leaf's dotted path that returns one, merges
+            each leaf over its own replicas, as those of an expert; the weights are those of the whole window.
             Every replica gets the same result. What carry() threads is that of the last replica that folded anything.
             In torch the replicas may have different numbers of rows, fewer than n, or none. In JAX parameters have to
             be arguments, and the loss is that of a replica's own rows, without psum or pmean.
