@@ -117,7 +117,8 @@ def plan(
 
     The arguments may be real arrays or shapes alone: tensors on `torch.device("meta")`, `jax.ShapeDtypeStruct`. Meta
     tensors are planned as on torch's default device. A loss that asks for numbers, such as `.item()`, cannot be
-    planned, nor can steps over replicas.
+    planned, nor can a module that is wrapped, or `across=` in JAX. In torch a step with `across=` is planned as if all
+    replicas had the rows of this one.
 
     Args:
         grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of its options. Its n

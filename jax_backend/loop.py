@@ -24,7 +24,7 @@ from funcga.errors import FuncgaError
 from jax_backend import arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.merge import Dropped, Folded, check_unmixed, merge
-from jax_backend.replicas import REPLICATED, Replicas, merging, read_across, varying
+from jax_backend.replicas import REPLICATED, Replicas, merging, names_leaves, read_across, varying
 from jax_backend.scan_layers import Gradient, Into, gradient_of, leaves_to_fold
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, split
@@ -142,9 +142,8 @@ def _step(
     the end.
     """
     program = microbatch.program
-    replicas = None if program.across is None else read_across(program.across)
-    if replicas is not None and replicas.leaves is not None and program.weight is not None:
-        check_unmixed(outputs, traced, replicas)
+    if program.weight is not None and names_leaves(program.across):
+        check_unmixed(outputs, traced, read_across(program.across))
     readings = None if program.observers is None else program.readings(value[1], microbatch.arguments)
     if program.dropping is None:
         weights = None

@@ -163,7 +163,11 @@ def names_of(named: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _names_in(leaves: Tree) -> list[tuple[str, ...]]:
     """All that a tree names."""
-    return [names_of(named) if is_names(named) else () for named in jax.tree.leaves(leaves, is_leaf=is_names)]
+    named = jax.tree.leaves(leaves, is_leaf=is_names)
+    for each in named:
+        if not is_names(each):
+            raise FuncgaError(f"across= has {each!r} for some leaves. Name the axes of every leaf, {WRITE_LEAVES}.")
+    return [*map(names_of, named)]
 
 
 def read_across(across: Across) -> Replicas:
@@ -173,6 +177,8 @@ def read_across(across: Across) -> Replicas:
     if callable(across):
         return Replicas(jax.sharding.get_abstract_mesh().manual_axes, leaves=across)
     names = dict.fromkeys(name for named in _names_in(across) for name in named)
+    if not names:
+        raise _no_axis(across)
     return Replicas(tuple(names), leaves=across)
 
 
@@ -185,7 +191,8 @@ def names_leaves(across: Across | None) -> bool:
     """Whether `across=` says what single leaves are merged over."""
     if isinstance(across, Replicas):
         return across.leaves is not None
-    return across is not None and not is_names(across) and (callable(across) or bool(trees.children(across)))
+    is_function = callable(across) and not isinstance(across, type | Mesh | AbstractMesh)
+    return across is not None and not is_names(across) and (is_function or bool(trees.children(across)))
 
 
 def _unbound(name: str) -> FuncgaError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcga._backend import Backend
@@ -26,6 +27,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, trees
 from torch_backend.modules.checks import ModuleLoss
+from torch_backend.replicas import PLANNED, Channel
 from torch_backend.wrapped.gradient import ModuleGradient
 
 _CUDA_BLOCK = 512  # bytes, of which torch's allocator gives whole blocks
@@ -77,9 +79,9 @@ def peak(
         params = _sizes(trees.flatten(([part.value for part in arguments.parts if not part.axes], kwargs))[0])
         args, n = _first(program, args, backend)
         follower = _Follower({**params, **batch})
-        step = window(replace(program, n=n, microbatch_size=None, memory=Memory()))
+        step = window(replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step)))
         try:
-            with torch.random.fork_rng(devices=[]), mode, follower:
+            with torch.random.fork_rng(devices=[]), _nothing_sent(), mode, follower:
                 result = step(args, kwargs)
         except RuntimeError as error:
             if not _private.is_for_lack_of_numbers(error):
@@ -98,10 +100,11 @@ def peak(
 def _mode(program: Program) -> Any:
     """A mode in which tensors have no numbers. Raises FuncgaError for what cannot be planned."""
     owner = owner_of(program.grad_fn)
-    if program.across is not None or (owner is not None and not isinstance(owner, ModuleGradient)):
+    # Those of modules that are wrapped, and of pipelines, are other classes.
+    if owner is not None and type(owner) is not ModuleGradient:
         raise FuncgaError(
-            "the plan of a step that is merged over replicas was asked for, and a plan runs in one process, where "
-            "nobody answers. Plan the step of one replica: without across=, and with the module that was wrapped."
+            "the plan of a step that a wrapper of the module merges over replicas was asked for, and a plan runs in "
+            "one process, where nobody answers. Plan the step with the module that was wrapped, and across=group."
         )
     mode = _private.fake_mode()
     if mode is None:
@@ -110,6 +113,66 @@ def _mode(program: Program) -> Any:
             'sizes when it runs: n="auto".'
         )
     return mode
+
+
+@contextmanager
+def _nothing_sent() -> Iterator[None]:
+    """A context in which all replicas are as this one, and nothing travels between them."""
+    token = PLANNED.set(_Echo)
+    try:
+        yield
+    finally:
+        PLANNED.reset(token)
+
+
+class _Echo(Channel):
+    """A channel on which every replica says what this one says. It is the carrier of arrays, too."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(group, [])
+
+    def carrier(self, device: torch.device, group: dist.ProcessGroup) -> Any:
+        """What arrays travel over."""
+        return self
+
+    def exchange(self, mine: list[float]) -> Any:
+        """The numbers of all."""
+        return _Told([mine] * self.count)
+
+    def gathered(self, mine: object) -> list[Any]:
+        """What each replica says."""
+        return [mine] * self.count
+
+    def is_marked(self, mark: torch.Tensor) -> bool:
+        """Whether a replica has failed: none does."""
+        return False
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> "_Told":
+        """A sum, of numbers that mean nothing."""
+        return _Told([])
+
+    def allgather(self, received: list[list[torch.Tensor]], sent: list[torch.Tensor]) -> "_Told":
+        """What all have, which stays empty here."""
+        return _Told([])
+
+    def broadcast(self, data: torch.Tensor, source: int) -> "_Told":
+        """What one has, which stays empty here."""
+        return _Told([])
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What is over as soon as it begins."""
+
+    of_all: list[list[float]]
+    done = True
+
+    def rows(self) -> list[list[float]]:
+        """The numbers of all."""
+        return self.of_all
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
 
 def _modules(program: Program) -> list[torch.nn.Module]:

@@ -10,8 +10,9 @@ import atexit
 import ctypes
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -162,7 +163,8 @@ def names_leaves(across: Any) -> bool:
         return across.leaves is not None
     # What a wrapper of a module merges over, one after the other, is a list of Replicas.
     is_of_all = across is None or is_group(across) or (isinstance(across, list) and isinstance(across[0], Replicas))
-    return not is_of_all and (callable(across) or bool(trees.children(across)))
+    is_function = callable(across) and not isinstance(across, type)
+    return not is_of_all and (is_function or bool(trees.children(across)))
 
 
 # ---------------------------------------------------------------------------------------------------------- the channel
@@ -174,6 +176,28 @@ class Owed(Protocol):
     def settle(self) -> None:
         """Sends it, without waiting for anybody."""
         ...
+
+
+class Exchange:
+    """The numbers of all processes, under way: one small all_gather."""
+
+    def __init__(self, group: dist.ProcessGroup, mine: list[float]):
+        # The collective reads and writes these tensors until it is done, so they are kept until then.
+        self._sent = torch.tensor(mine, dtype=torch.float64)
+        self._rows = torch.zeros(group.size(), len(mine), dtype=torch.float64)
+        self._work = group.allgather([[*self._rows]], [self._sent])
+
+    @property
+    def done(self) -> bool:
+        """Whether they are here."""
+        return bool(self._work.is_completed())
+
+    def rows(self) -> list[list[float]]:
+        """Those of each process, in their order; waits for them."""
+        with explained():
+            self._work.wait()
+        rows: list[list[float]] = self._rows.tolist()
+        return rows
 
 
 class Channel:
@@ -192,6 +216,14 @@ class Channel:
         """Sends what is owed to the others, before anything new."""
         while self.owed:
             self.owed.pop(0).settle()
+
+    def exchange(self, mine: list[float]) -> Exchange:
+        """Begins to tell all processes these numbers, as many as they tell."""
+        return Exchange(self.group, mine)
+
+    def is_marked(self, mark: torch.Tensor) -> bool:
+        """Whether the mark of an error that came is not 0. Reading it from a device makes the host wait."""
+        return bool(mark != 0)
 
     def gathered(self, mine: object) -> list[Any]:
         """What each replica says, in their order: any objects that can be pickled."""
@@ -226,8 +258,15 @@ def owed_to(group: dist.ProcessGroup) -> list[Owed]:
     return _OWED.setdefault(group, [])
 
 
+# Makes the channel of a group while a step is planned, when nothing is sent.
+PLANNED: ContextVar[Callable[[dist.ProcessGroup], Channel] | None] = ContextVar("PLANNED", default=None)
+
+
 def channel_of(group: dist.ProcessGroup) -> Channel:
     """The channel of a process group. When it is first asked for, every process of the group has to ask."""
+    planned = PLANNED.get()
+    if planned is not None:
+        return planned(group)
     channel = _CHANNELS.get(group)
     if channel is None:
         with explained():

@@ -1,12 +1,14 @@
 """`plan`: what it predicts is what a real window takes, counted storage by storage; and nothing runs meanwhile."""
 
 import random
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +18,8 @@ from benchmarks.torch_measure import Watch
 from funcga._call import step_program
 from funcga._plan import read_memory, size_of, smallest_that_fits
 from funcga._replicas import Memory
-from torch_backend import BACKEND, module_value_and_grad, pure_loss
+from tests.processes import processes
+from torch_backend import BACKEND, Replicas, module_value_and_grad, pure_loss, trainable
 from torch_backend import _private as torch_private
 
 MEMORY = 400_000  # of which the transformer below needs more for n = 1
@@ -261,17 +264,56 @@ def test_bytes_for_people():
     assert [size_of(n) for n in (0, 1023, 1536, 5 * 2**30, 3 * 2**50)] == ["0 B", "1023 B", "1.50 KiB", "5.00 GiB", "3072.00 TiB"]  # fmt: skip
 
 
-def test_what_cannot_be_planned():
+@contextmanager
+def replica_of_one(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_cannot_be_planned(tmp_path):
     model, batch = mlp()
     reads = lambda module, x, y: mean_loss(module, x, y) * x.sum().item()
     with pytest.raises(funcga.FuncgaError, match="asks for numbers that are computed"):
         funcga.plan(module_value_and_grad(model, reads), *batch)
-    step = funcga.accumulate(module_value_and_grad(model, mean_loss), 2, across="no group")
-    with pytest.raises(funcga.FuncgaError, match="merged over replicas"):
-        funcga.plan(step, *batch)
+    with replica_of_one(tmp_path):
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(funcga.FuncgaError, match="a wrapper of the module merges over replicas"):
+            funcga.plan(module_value_and_grad(wrapped, mean_loss), *batch)
     step = funcga.accumulate(funcga.value_and_grad(loss), 2, across="replicas")
     with pytest.raises(funcga.FuncgaError, match="inside of shard_map alone"):
         funcga.plan(step, {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}, jnp.ones((4, 2)))
+
+
+def over_replicas(group, make, n, how):
+    """(what was predicted, what the first window and the next ones took), and what was sent while planning."""
+    model, batch = make()
+    across = group if how == "plain" else Replicas(group, wire_dtype=torch.bfloat16, leaves=lambda path: group)
+    gradient, params = funcga.value_and_grad(pure_loss(model, mean_loss)), trainable(model)
+    step = funcga.accumulate(gradient, n, fold=(funcga.max(), funcga.mean()) if how == "max" else funcga.mean(),
+                             weight=counts, across=across)  # fmt: skip
+    with Watch() as planning:
+        plan = funcga.plan(step, params, *batch, memory=10**12)
+        parts = BACKEND.planner.peak(replace(step_program(step), n=n), lambda p: BACKEND.loop.accumulate(p, BACKEND), (params, *batch), {}, BACKEND)  # fmt: skip
+    assert plan.n == 1
+    taken = []
+    for _ in range(2):
+        with Watch() as watch:
+            result = step(params, *batch)
+        taken.append(watch.bytes)
+        del result
+    return sum(parts.values()) - parts["parameters"] - parts["batch"], taken, planning.collectives
+
+
+@pytest.mark.parametrize("how", ["plain", "wire", "max"])
+@pytest.mark.parametrize("n", [1, 4])
+def test_over_replicas(n, how):
+    """The plan is that of the first window, in which the sums of all leaves begin before the first gradient."""
+    for predicted, taken, sent in processes().run(over_replicas, transformer, n, how, size=2):
+        assert predicted == max(taken)
+        assert sent == []
 
 
 def test_errors_of_the_loss_pass():

@@ -171,6 +171,9 @@ def test_refusals():
     assert "is no axis of the mesh" in refusal([BOTH, {"dense": BOTH, "experts": "dta"}])
     assert "Leave observe= out" in refusal(HOWS["prefix"], observe=funcga.gradient_norms())
     assert "Leave drop= out" in refusal(HOWS["prefix"], drop="window")
+    assert "across= has 1 for some leaves. Name the axes of every leaf" in refusal(
+        (BOTH, {"dense": BOTH, "experts": 1})
+    )
     with pytest.raises(funcga.FuncgaError, match="its weights not counted"):
         Replicas("data", leaves={"a": "expert"})
     assert "collects rows or threads state" in refusal(

@@ -473,8 +473,7 @@ def step_across(across):
     ("across", "found"),
     [
         (3, "across is 3,"),
-        (("data", 1), "across is ('data', 1),"),
-        (["data"], "across is ['data'],"),
+        ({}, "across is {},"),
         (object, "across is of type type,"),
     ],
 )

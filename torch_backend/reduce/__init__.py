@@ -312,7 +312,8 @@ class Reduction:
         # Reading the mark from a device would make the host wait. Instead `_count` makes the weight NaN there. But
         # before another exchange between hosts the mark has to be read: a replica that has given up would not answer.
         exchanges_more = bool(buffers.outputs.collected or state)
-        if (self.sums.mark.is_cpu or exchanges_more) and self.sums.mark != 0:
+        may_wait = self.sums.mark.is_cpu or exchanges_more
+        if may_wait and self.replicas.channel.is_marked(self.sums.mark):
             raise FuncgaError(
                 "another replica has raised an error, or was interrupted, when the others had begun to merge this "
                 "window: nothing of it can be used. See what that process says, and let the error end all of them; or "

@@ -3,10 +3,8 @@
 import hashlib
 from typing import NamedTuple
 
-import torch
-
 from funcga.errors import FuncgaError
-from torch_backend.replicas import Channel, explained
+from torch_backend.replicas import Channel
 
 
 class Report(NamedTuple):
@@ -42,24 +40,19 @@ class Header:
     """
 
     def __init__(self, channel: Channel, mine: Report):
-        # The collective reads and writes these tensors until it is done, so they are kept until then.
         *counts, numbers = mine
-        self._sent = torch.tensor([*counts, *numbers, *[0.0] * (ROOM - len(numbers))], dtype=torch.float64)
-        self._rows = torch.zeros(channel.count, len(self._sent), dtype=torch.float64)
-        self._work = channel.group.allgather([[*self._rows]], [self._sent])
+        self._exchange = channel.exchange([*counts, *numbers, *[0.0] * (ROOM - len(numbers))])
         self._reports: list[Report] = []
 
     @property
     def done(self) -> bool:
         """Whether the reports of all replicas are here."""
-        return bool(self._reports or self._work.is_completed())
+        return bool(self._reports or self._exchange.done)
 
     def reports(self) -> list[Report]:
         """Those of all replicas, in their order; waits for them."""
         if not self._reports:
-            with explained():
-                self._work.wait()
-            self._reports = [Report._make([*row[:-ROOM], tuple(row[-ROOM:])]) for row in self._rows.tolist()]
+            self._reports = [Report._make([*row[:-ROOM], tuple(row[-ROOM:])]) for row in self._exchange.rows()]
         return self._reports
 
 

@@ -59,17 +59,26 @@ class Wrapper:
         """Whether parts are reduced over some of the replicas of the widest alone, as experts are."""
         return False
 
+    def group_of(self, param: torch.Tensor) -> dist.ProcessGroup:
+        """Where there are experts: what the gradient of a parameter is reduced over."""
+        raise NotImplementedError
+
+    def over_different(self) -> FuncgaError:
+        """The error for parts that are reduced over different ranks."""
+        groups = self.groups()
+        ranks = list(dict.fromkeys(" x ".join(map(str, map(_ranks, groups_of_part))) for groups_of_part in groups))
+        return FuncgaError(
+            f"parts of the module are wrapped by {self.name} over different replicas, the ranks {ranks[0]} and "
+            f"{ranks[1]}, so there is no one set of replicas to weigh micro-batches over. Give every part the "
+            f"same process group or mesh; or let funcga reduce: accumulate(funcga.value_and_grad("
+            f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
+        )
+
     def check(self, sync: str) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
         groups = self.groups()
-        replicas = list(dict.fromkeys(" x ".join(map(str, map(_ranks, groups_of_part))) for groups_of_part in groups))
-        if len(replicas) > 1 and not self.has_experts:
-            raise FuncgaError(
-                f"parts of the module are wrapped by {self.name} over different replicas, the ranks {replicas[0]} and "
-                f"{replicas[1]}, so there is no one set of replicas to weigh micro-batches over. Give every part the "
-                f"same process group or mesh; or let funcga reduce: accumulate(funcga.value_and_grad("
-                f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
-            )
+        if len({tuple(map(tuple, map(_ranks, of_part))) for of_part in groups}) > 1 and not self.has_experts:
+            raise self.over_different()
         has_outer = self.knows_outer and all(len(groups_of_part) == 2 for groups_of_part in groups)
         if sync == "outer" and not has_outer:
             raise no_outer_mesh(self.name)

@@ -133,9 +133,9 @@ def of_module(group, wrapped, reduction):
     if wrapped:
         fully_shard(model.experts, mesh=grid.mesh["edp"])
         fully_shard(model, mesh=dist.DeviceMesh.from_group(group, "cpu"))
-        across = None
         if wrapped == "factor":
             model.experts.set_gradient_divide_factor(4.0)
+            across = (grid.all, {"w": grid.all, "experts.w": grid.edp, "experts.b": grid.edp})
 
     def loss_fn(model, tokens, which, targets, counts):
         errors = (model(tokens, which) - targets).square().sum(-1) * counts
@@ -365,6 +365,16 @@ def refusals(group):
     with pytest.raises(funcga.FuncgaError) as error:
         funcga.accumulate(of_ddp, 2, across=(grid.all, grid.edp))(rows[0].float())
     found["ddp"] = str(error.value)
+    from torch.distributed.fsdp import fully_shard
+
+    model = Model(own, grid.ep)
+    fully_shard(model.experts, mesh=grid.mesh["edp"])
+    fully_shard(model, mesh=dist.DeviceMesh.from_group(group, "cpu"))
+    for name, across in {"fsdp": None, "fsdp other": lambda path: grid.ep if "experts" in path else grid.all}.items():
+        of_fsdp = torch_backend.module_value_and_grad(model, lambda model, x, which: model(x, which).sum())
+        with pytest.raises(funcga.FuncgaError) as error:
+            funcga.accumulate(of_fsdp, 2, across=across)(*rows[:2])
+        found[name] = str(error.value)
     return found
 
 
@@ -382,6 +392,8 @@ def test_refusals():
         "rows": "collects rows or threads state",
         "coupled": "across=group",
         "ddp": "which reduces all gradients itself",
+        "fsdp": "are wrapped by fully_shard over different replicas",
+        "fsdp other": "Name those, or shard it over the mesh that across= names",
     }
     for found in processes().run(refusals):
         assert {name: text for name, text in found.items() if words[name] not in text} == {}
