@@ -161,7 +161,7 @@ def scalar(weight: Scalar) -> Scalar:
     """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
     if type(weight) is not torch.Tensor and is_dtensor(weight):
         weight = weight.full_tensor()
-    plain = type(weight) is torch.Tensor and weight.device.type == "cpu"
+    plain = type(weight) is torch.Tensor and weight.is_cpu
     if not plain or torch.compiler.is_compiling() or in_transform():
         return _private.stand_in(weight) if type(weight) is _private.FAKE else weight
     return weight.item()

@@ -130,10 +130,10 @@ _GRAD, _DTYPE = operator.attrgetter("grad"), operator.attrgetter("dtype")
 
 
 class GradsWatch:
-    """The `.grad`s of some tensors, which a call must leave alone."""
+    """The `.grad`s of some tensors that require grad, which a call must leave alone."""
 
-    def __init__(self, tensors: Iterable[object]):
-        self.leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        self.leaves = [tensor for tensor in tensors if tensor.is_leaf]
         self.grads = [*map(_GRAD, self.leaves)]
         # Usually there are none, as after zero_grad().
         self.present = [gradient for gradient in self.grads if gradient is not None]

@@ -15,8 +15,15 @@ NAME, SOURCE, AGAINST = "funcga, `.backward()`, `multi_steps`: `apply(donate=Tru
 def make(problem: Problem) -> Step:
     """`apply` for every micro-batch, of which the last makes the update, in place."""
     tx = multi_steps(from_optimizer(torch.optim.AdamW, fused=True, **OPTIONS), problem.n, donate=True)
-    params: Any = dict(problem.module.named_parameters())
+    parameters = dict(problem.module.named_parameters())  # looked up once, as an optimizer does
+    params: Any = parameters
     state = tx.init(params)
+
+    def taken() -> Any:
+        grads = {name: p.grad for name, p in parameters.items()}
+        for p in parameters.values():
+            p.grad = None
+        return grads
 
     def step(batch: torch.Tensor) -> Any:
         nonlocal params, state
@@ -24,7 +31,7 @@ def make(problem: Problem) -> Step:
         for rows in problem.microbatches(batch):
             loss = problem.loss(problem.module, rows)
             loss.backward()
-            params, state = apply(tx, problem.taken(), state, params, donate=True)
+            params, state = apply(tx, taken(), state, params, donate=True)
             total = total + loss.detach()
         return total / problem.n, params
 
