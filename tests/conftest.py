@@ -50,7 +50,11 @@ QUICK = {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split
 
 
 def compile_quickly():
-    """XLA takes as little time as it can, in every worker, and in every process that a test starts."""
+    """XLA and inductor take as little time as they can, in every worker, and in every process that a test starts."""
+    # Inductor writes the same code without a pool of processes that import torch, and without a program (which imports torch)
+    # for each instruction set of the processor, to see whether it runs.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     known = known_to_xla(QUICK)  # a process with a flag that XLA does not know is aborted
     os.environ["XLA_FLAGS"] = " ".join(
