@@ -77,7 +77,8 @@ def _serve(pipe, rank, world, port, backend):
 
 def _context():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.kits", "torch.distributed.fsdp"])
+    # the last is what every optimizer imports when it is made, in 2 seconds
+    context.set_forkserver_preload(["tests.kits", "torch.distributed.fsdp", "torch._dynamo"])
     return context
 
 
@@ -152,17 +153,19 @@ def launched(function, *args, count, limit=120):
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(rank) for rank in range(count)]
         started = [
-            _context().Process(target=_launch, args=(file, rank, count, port, function, args), daemon=True)
+            _context().Process(target=_launch, args=(file, rank, count, port, function, args))
             for rank, file in enumerate(files)
         ]
         for process in started:
             process.start()
         until = time.monotonic() + limit
-        for process in started:
-            process.join(max(0, until - time.monotonic()))
-        codes = [process.exitcode for process in started]
-        for process in started:
-            process.kill()
+        try:
+            for process in started:
+                process.join(max(0, until - time.monotonic()))
+            codes = [process.exitcode for process in started]
+        finally:
+            for process in started:
+                process.kill()
         printed = "".join(file.read_text() for file in files if file.exists())
         assert codes == [0] * count, printed
         return printed

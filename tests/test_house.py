@@ -6,9 +6,10 @@ them enters no function more. `across=` for each leaf, and plans over replicas, 
 """
 
 import ast
+import subprocess
+import sys
 
 from tests import house
-from tests.processes import launched
 
 MOST = {"files": 151, "code": 21_750, "Any / 1000": 40, "getattr / 1000": 4.5}
 # Functions entered, calls of them, and files that they are in.
@@ -29,13 +30,11 @@ def test_no_module_imports_what_imports_it():
     assert house.cycles(house.imports()) == []
 
 
-def print_traces():
-    print({name: house.trace(make()) for name, make in house.TRACES.items()})
-
-
 def test_a_call_runs_through_few_functions():
     """In a process of its own: what other tests have imported and configured adds to what a call looks at."""
-    entered = ast.literal_eval(launched(print_traces, count=1))
+    program = "from tests import house; print({name: house.trace(make()) for name, make in house.TRACES.items()})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=house.ROOT)
+    entered = ast.literal_eval(done.stdout)
     beyond = {
         name: counts for name, counts in entered.items() if any(a > b for a, b in zip(counts, CALLS[name], strict=True))
     }
