@@ -300,7 +300,7 @@ def test_integers_are_not_averaged(kit):
     check_refused(
         "and integers are not averaged silently.", funcga.accumulate(count, 2, in_axes=0, fold=funcga.per_weight()), x
     )
-    check_refused("output is complex64[2], and this fold is not defined for complex values.",
+    check_refused("output is complex64[2], and the fold `max, identity` is not defined for complex values.",
             funcga.accumulate(lambda x: kit.cast(x[0], "complex64"), 2, in_axes=0, fold=funcga.max()), x)  # fmt: skip
 
 

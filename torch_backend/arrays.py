@@ -127,25 +127,22 @@ def squared_norms(arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     """The sum of the squared absolute values of all elements of each array, [arrays], without a copy of them."""
     if any(map(is_dtensor, arrays)):
         return torch.stack(measured(lambda shard: squared_norms([shard], dtype)[0], arrays))
-    return squares([norm(array) for array in arrays], dtype)
+    return torch.stack([squared_norm(array, dtype).to(arrays[0].device) for array in arrays])
 
 
-def norm(array: torch.Tensor) -> torch.Tensor:
-    """The root of the sum of the squared absolute values of all elements."""
+def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the squared absolute values of all elements, in this dtype."""
+    is_long = array.is_cpu and array.numel() > _LONG
+    if array.is_cpu and array.dtype is dtype and not is_long and array.is_contiguous():
+        # The fastest of all.
+        row = array.view(-1)
+        return torch.dot(row, row)
     wide = None if array.dtype.itemsize >= 4 else torch.float32
-    if array.is_cpu and array.numel() > _LONG and array.ndim > 1:
+    if is_long and array.ndim > 1:
         # Row by row: rounding errors of long sums in float32 add up on the host.
         array = torch.linalg.vector_norm(array, dim=tuple(range(1, array.ndim)), dtype=wide)
-        wide = None
     root: torch.Tensor = torch.linalg.vector_norm(array, dtype=wide)
-    return root
-
-
-def squares(norms: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The squares of norms, [norms], on the device of the first."""
-    if len({(each.device, each.dtype) for each in norms}) > 1:
-        norms = [each.to(norms[0].device, dtype) for each in norms]
-    return torch.stack([*norms]).to(dtype).square_()
+    return root.to(dtype).square_()
 
 
 def measured(measure: Callable[[torch.Tensor], torch.Tensor], arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -247,7 +247,7 @@ def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree
     # Both must be defined for values of this kind: a mean of integers would have to be rounded.
     kind = arrays.kind(accumulator_dtype)
     if kind not in reducer.kinds or kind not in normalizer.kinds:
-        raise _unfit(where(), like, kind, arrays, tree)
+        raise _unfit(where(), like, kind, arrays, tree, fold.name)
     # A dtype that the caller asks for is taken as it is; else sums get at least 32 bits, and a maximum keeps its own.
     if reducer.dtype is None and reducer.monoid.widens:
         accumulator_dtype = arrays.accumulator_dtype(like.dtype)
@@ -305,7 +305,7 @@ def _named(dtype: Dtype, arrays: Arrays) -> Dtype:
         ) from error
 
 
-def _unfit(path: str, like: Array, kind: str, arrays: Arrays, tree: str) -> FuncgaError:
+def _unfit(path: str, like: Array, kind: str, arrays: Arrays, tree: str, name: str) -> FuncgaError:
     if kind in ("bool", "int") and tree == "params":
         why, instead = (
             "its gradients are to be averaged, as only floats are",
@@ -326,7 +326,7 @@ def _unfit(path: str, like: Array, kind: str, arrays: Arrays, tree: str) -> Func
         )
     else:
         why, instead = (
-            f"this fold is not defined for {kind} values",
+            f"the fold `{name}` is not defined for {kind} values",
             "Fold it with funcga.sum() or funcga.mean(), or cast it",
         )
     return FuncgaError(f"{path} is {arrays.describe(like)}, and {why}. {instead}.")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from funcga._backend import Arrays, Backend
+from funcga._fold import as_number
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 
@@ -41,7 +42,12 @@ class Dropping:
         # One answer for all leaves. Where the host sees it, it is a bool, and nothing is computed for a dropped one.
         if self.test is None:
             return backend.arrays.scalar(backend.transforms.finite(leaves))
-        drop = _as_bool(self.test(value), backend.arrays)
+        try:
+            answer = self.test(value)
+        except Exception as error:
+            error.add_note("It was raised in drop_if. In JAX that is traced: return an array, without `if` or `not`.")
+            raise
+        drop = _as_bool(answer, backend.arrays)
         return backend.arrays.xp.logical_not(drop) if backend.arrays.is_array(drop) else not drop
 
 
@@ -50,15 +56,13 @@ def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
 
     Raises FuncgaError for anything that is not one answer.
     """
-    # A norm, say, is true unless it is 0, as in Python.
-    if arrays.is_array(drop) and drop.shape == ():
-        return arrays.scalar(drop if arrays.kind(drop.dtype) == "bool" else drop != 0)
+    if arrays.is_array(drop) and drop.shape == () and arrays.kind(drop.dtype) == "bool":
+        return arrays.scalar(drop)
     # What the user computed from a number on the host may be NumPy's: np.isnan(float(loss)) is no bool of Python's.
-    if type(drop).__module__ == "numpy" and getattr(drop, "shape", None) == ():
-        drop = drop.item()
-    if isinstance(drop, bool | int | float):
+    if isinstance(as_number(drop), bool):
         return bool(drop)
+    # A loss, say, is no answer, although in Python it is true unless it is 0.
     raise FuncgaError(
         f"drop_if returned {arrays.describe(drop)}: it is asked of a whole micro-batch, for one bool, or a 0-d array "
-        f"of one. Reduce it: drop_if=lambda grads: ... .any()."
+        f"of one. Compare a number, drop_if=lambda output: norm(output) > 100, and reduce bools by .any()."
     )

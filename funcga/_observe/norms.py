@@ -13,6 +13,7 @@ class GradientNorms(NamedTuple):
 
     Attributes:
         microbatches: The norm of each micro-batch's gradient, [n], in order; over replicas one replica after the other.
+            0 for a micro-batch of weight 0, whatever its gradient, and NaN for one that is dropped.
         mean: The norm of the gradient that the step returns, before anything clips it.
 
     Example:

@@ -36,6 +36,8 @@ class Readings:
         bits = [leaves[i].dtype.itemsize * (4 if self._is_complex(leaves[i]) else 8) for i in self.in_value]
         self.dtype = backend.arrays.as_dtype("float64" if 64 in bits else "float32")
         self.groups = [_groups(observer, located) for observer in observers.all]
+        # Whether no observer asks for a part of the gradient.
+        self.is_one_group = all([*map(len, groups.values())] == [len(self.in_value)] for groups in self.groups)
         self.count = 1 + len(observers.all)  # how many leaves stand before those of the value
 
     def _is_complex(self, leaf: Array) -> bool:
@@ -78,16 +80,22 @@ class Readings:
         return xp.stack(arrays.measured(measured, leaves))
 
     def leaves_for(self, measures: Array, weight: Scalar, seed: Scalar = 1.0) -> list[Array]:
-        """What observers fold of a micro-batch, from the measures of its gradient, in the order of `in_value`.
+        """What observers fold of a micro-batch, from the measures of its gradient.
 
-        `seed` is what the gradient was multiplied by.
+        These are in the order of `in_value`. If all is one group, several leaves may be measured as one. `seed` is what
+        the gradient was multiplied by.
         """
         xp = self.arrays.xp
+        # What weighs nothing is nothing to observers, as no backward pass may be run for it.
+        is_array = self.arrays.is_array(weight)
+        if is_array:
+            measures = xp.where(weight != 0, measures, 0)
+        elif not weight:
+            measures = xp.zeros_like(measures)
         vectors = self._vectors(measures)
         scales: list[Scalar] = [] if isinstance(seed, float) and seed == 1 else [seed]
         if not self.is_weighted:
-            # The sum over a micro-batch becomes its mean; one that weighs nothing has none, and is not counted.
-            is_array = self.arrays.is_array(weight)
+            # The sum over a micro-batch becomes its mean.
             weight = self.arrays.cast(weight, self.dtype) if is_array else float(weight)
             scales.append(xp.where(weight != 0, weight, 1) if is_array else weight or 1.0)
         for scale in scales:
@@ -102,11 +110,7 @@ class Readings:
 
     def told(self, leaves: Sequence[Array], weight: Scalar) -> list[Array]:
         """What the observers fold of a micro-batch whose value has these leaves."""
-        return self.leaves_for(self._measures_in(leaves), weight)
-
-    def _measures_in(self, leaves: Sequence[Array]) -> Array:
-        """The measures of the gradient in these leaves of a value."""
-        return self.measures_of([leaves[i] for i in self.in_value])
+        return self.leaves_for(self.measures_of([leaves[i] for i in self.in_value]), weight)
 
     def _vectors(self, measures: Array) -> list[Array]:
         """For each observer the measures of its groups."""
@@ -126,7 +130,7 @@ class Readings:
     def observation(self, folded: Sequence[Tree], value: Tree, loss_scale: Scalar = 1.0) -> Tree:
         """What the observers say, from what was folded of the leaves before the value, and the value."""
         leaves = self.trees.flatten(value)[0]
-        return self.finish(folded, self._measures_in(leaves), loss_scale)
+        return self.finish(folded, self.measures_of([leaves[i] for i in self.in_value]), loss_scale)
 
     def finish(self, folded: Sequence[Tree], of_result: Array, loss_scale: Scalar) -> Tree:
         """The same from the measures of the gradient in the value."""

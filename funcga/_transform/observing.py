@@ -23,9 +23,9 @@ class ObservingUpdates:
     def __post_init__(self) -> None:
         if any(fold.reducer.monoid.axis is not None for fold in self.observers.folds):
             raise FuncgaError(
-                "an observer collects a value of every micro-batch, as gradient_norms() does, and the state of "
-                "multi_steps cannot grow. Observe what is summed, as gradient_noise() does; or fold the window in one "
-                "call: funcga.accumulate(grad_fn, n, observe=funcga.gradient_norms())."
+                "an observer collects a value of every micro-batch, as dropped() and gradient_norms() do, and the "
+                "state of multi_steps cannot grow. How many were dropped it counts anyway: read state.dropped. Observe "
+                "what is summed, as gradient_noise() does; or fold the window in one call, by funcga.accumulate."
             )
 
     @property

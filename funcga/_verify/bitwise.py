@@ -8,6 +8,7 @@ import numpy as np
 
 from funcga._accumulate import accumulate
 from funcga._call import Program
+from funcga._exact import Lift
 from funcga._fold.outputs import broadcast_folds
 from funcga._types import Tree
 from funcga._verify.causes import Cause, cause, note
@@ -28,8 +29,8 @@ def of_bits(probe: Probe, program: Program, n: int, random: np.random.Generator)
     )
     first, again = (_bits(probe, step, blocks) for _ in range(2))
     paths = probe.paths
+    line = "torch.use_deterministic_algorithms(True)" if probe.backend.name == "torch" else "deterministic kernels"
     if (place := _other(first, again)) is not None:
-        line = "torch.use_deterministic_algorithms(True)" if probe.backend.name == "torch" else "deterministic kernels"
         return [cause("bits not repeatable", where=paths[place], line=line)], []
     # What keeps the order, such as concat(), is to have another result in another one.
     output = probe.output
@@ -40,7 +41,8 @@ def of_bits(probe: Probe, program: Program, n: int, random: np.random.Generator)
         other = _bits(probe, step, order)
         if (place := _other(first, other, ordered)) is not None:
             differ = np.asarray(first[place] != other[place])
-            return [cause("order of sums", where=paths[place], differ=int(differ.sum()), size=differ.size)], []
+            key = "order of kernels" if isinstance(leaf_folds[place][0].reducer.lift, Lift) else "order of sums"
+            return [cause(key, where=paths[place], differ=int(differ.sum()), size=differ.size, line=line)], []
     return [], []
 
 

@@ -283,8 +283,36 @@ def test_what_cannot_be_dropped_is_refused(kit):
     refused(lambda: step(w, x), "output collects rows", "drop='microbatch'")
     step = funcga.accumulate(gradient, 2, drop="microbatch", drop_if=lambda output: output)
     refused(lambda: step(w, x), "drop_if returned", ".any()")
+    for answer in (lambda output: output[0], lambda output: 1.5, lambda output: 1, lambda output: np.float32(0)):
+        step = funcga.accumulate(gradient, 2, drop="microbatch", drop_if=answer)
+        refused(lambda step=step: step(w, x), "drop_if returned", "Compare a number", "norm(output) > 100")
     summary = lambda w, x: w * x
     refused(lambda: funcga.coupled(summary, lambda w, s: s.mean(), 2, drop="microbatch"), "drop")
+
+
+def test_what_a_test_of_ones_own_raises_says_where(kit):
+    w, x = kit.arrays((np.ones((), "float32"), np.ones(4, "float32")))
+    branches = lambda output: True if output[0] > 3 else output[2]
+    error = IndexError if kit.name == "torch" else jax.errors.TracerBoolConversionError
+    with pytest.raises(error) as caught:
+        funcga.accumulate(funcga.value_and_grad(lambda w, x: (w * x).mean()), 2, drop="window", drop_if=branches)(w, x)
+    assert any("raised in drop_if" in note and "return an array" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("drop", [None, "microbatch", "window"])
+def test_complex_gradients_are_observed_and_dropped_without_a_warning(kit, drop):
+    w, x = np.array([1 + 2j, -1j], "complex64"), np.array([1, 2j, 3, np.nan], "complex64")
+    loss = lambda w, x: (abs(w * x.sum()) ** 2).sum()
+    step = funcga.accumulate(funcga.grad(loss), 4, drop=drop, observe=[funcga.dropped(), funcga.gradient_norms()])
+    grads, (count, norms) = step(*kit.arrays((w, x)))
+    assert int(count) == {None: 0, "microbatch": 1, "window": 4}[drop]
+    # The derivative of |w x|^2 is 2 |x|^2 w, or its conjugate.
+    sizes = 2 * abs(x) ** 2
+    if drop != "window":
+        expected = np.sqrt((abs(np.outer(sizes, w)) ** 2).sum(1))
+        np.testing.assert_allclose(kit.numpy(norms.microbatches), expected, rtol=1e-6)
+    if drop == "microbatch":
+        np.testing.assert_allclose(abs(kit.numpy(grads)), sizes[:3].mean() * abs(w), rtol=1e-6)
 
 
 def test_a_window_with_totals(kit):

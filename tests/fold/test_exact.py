@@ -12,6 +12,7 @@ import funcga
 import torch_backend
 from funcga import _exact
 from tests.kits import JAX, TORCH
+from torch_backend.engine import exact as in_place
 
 LIMIT = 2.0**20
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -156,6 +157,23 @@ def test_what_is_not_finite_comes_through(kit, dtype):
         np.testing.assert_array_equal(np.asarray(result), [nan, inf, -inf, nan, inf, nan, nan, nan, nan, inf])
     assert bool(_exact.is_beyond(xp, total))
     assert not bool(_exact.is_beyond(xp, tuple(part[:6] for part in total)))
+
+
+@DTYPES
+@pytest.mark.parametrize("weight", [1, 0.3, 4])
+def test_torch_adds_in_place_what_the_formulas_say(dtype, weight):
+    """Terms of one size at a time: those below the unit have no leading number, and none is added."""
+    r = np.random.default_rng(0)
+    unit = float(parts_of(dtype)[1])
+    near = np.array([np.nextafter(unit, 0), -unit, unit * (1 - 2**-21), unit / 2, 3 * unit / 2], dtype)
+    drawn_terms = [[r.uniform(-1, 1, (2, 5)) * 2.0**power for _ in range(3)] for power in range(-75, 18)]
+    for terms in [*drawn_terms, [near[None] / weight, -near[None] / weight, near[None]]]:
+        terms = [term.astype(dtype) for term in terms]
+        total = in_place.zeros(TORCH.arrays(terms[0]), getattr(torch, dtype))
+        for term in terms:
+            assert in_place.add(total, TORCH.arrays(term), weight, LIMIT, donate=False)
+        expected = summed(TORCH, [term * np.array(weight, dtype) for term in terms])
+        assert all(map(torch.equal, total, expected))
 
 
 # -- the fold
@@ -317,6 +335,17 @@ def test_more_micro_batches_than_there_is_room_for():
 def test_refusals(make, message):
     with pytest.raises(funcga.FuncgaError, match=message):
         make()
+
+
+def test_complex_gradients_are_refused(kit):
+    z = kit.arrays(np.array([1 + 2j, 3j], "complex64"))
+    with pytest.raises(funcga.FuncgaError, match=r"the fold `exact weighted .* is not defined for complex"):
+        funcga.accumulate(lambda x: x.sum(0), 2, in_axes=0, fold=funcga.reproducible(funcga.mean()))(z)
+    # As the text says: a fold for each leaf.
+    folds = (funcga.reproducible(funcga.sum()), funcga.sum())
+    real, summed = funcga.accumulate(lambda x: (abs(x).sum(), x.sum(0)), 2, in_axes=0, fold=folds)(z)
+    assert np.isclose(float(real), 3 + 5**0.5)
+    assert kit.numpy(summed) == 1 + 5j
 
 
 def test_a_step_that_is_differentiated_is_an_error():

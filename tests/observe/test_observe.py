@@ -113,6 +113,48 @@ def test_weights_are_counted_and_a_weight_of_0_says_nothing(kit):
     close(kit, noise.norm_squared, norm_squared)
 
 
+@pytest.mark.parametrize("name", ["mean", "grad", "aux", "sums", "others"])
+def test_the_norm_of_what_weighs_nothing_is_0(kit, name):
+    params, (x, y), loss = problem(kit)
+    sizes, weights = [3, 3, 3, 2], [0.0, 3.0, 0.0, 2.0]
+    items = loaded((x, y), sizes)
+    items[0], items[2] = (items[0][0], items[0][1] + 1000), (items[2][0] * float("nan"), items[2][1] + 1000)
+    weight = lambda x, y: kit.xp.where(y.max() < 500, len(y), 0)
+    grad_fn, fold = spellings(kit, loss)[name]
+    options = {"fold": fold, "weight": weight, "observe": funcga.gradient_norms()}
+    norms, mean = oracle.norms(gradients(kit, loss, params, (x, y), sizes), weights)
+    observed = funcga.stream(grad_fn, **options)(params, items)[1]
+    expected = norms * (np.asarray(weights) > 0)
+    if name != "sums":  # whose sum has them in it, whatever they weigh
+        close(kit, observed.mean, mean)
+    assert np.allclose(kit.numpy(observed.microbatches), expected, rtol=LIMIT, atol=0)
+
+
+def test_short_leaves_and_long_ones_in_groups():
+    torch.manual_seed(0)
+    # By turns long and short: short ones wait for the end of a pass, and are measured together.
+    shapes = {"a.w": (50, 100), "a.b": (100,), "b.w": (90, 100), "b.scale": (), "b.b": (2, 50), "a.last": (70, 1000)}
+    params = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    factors = {name: torch.randn(4, *shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def loss(params, factors):
+        terms = [(params[name] * factor.mean(0)).square().sum() for name, factor in factors.items()]
+        return sum(terms[:-1], terms[-1])
+
+    by_part = funcga.gradient_norms(groups=lambda path: path.split(".")[0])
+    without_scale = funcga.gradient_norms(groups=lambda path: None if path == "b.scale" else "the rest")
+    observers = [funcga.gradient_norms(), by_part, without_scale]
+    _, (whole, parts, rest) = funcga.accumulate(funcga.grad(loss), 4, observe=observers)(params, factors)
+    for index in range(4):
+        rows = {name: factor[index : index + 1] for name, factor in factors.items()}
+        gradient = torch.func.grad(loss)(params, rows)
+        norm = lambda names, gradient=gradient: oracle.norms([oracle.flat([gradient[name] for name in names])], [1])[1]
+        close(TORCH, whole.microbatches[index], norm(shapes))
+        close(TORCH, parts["a"].microbatches[index], norm(["a.w", "a.b", "a.last"]))
+        close(TORCH, parts["b"].microbatches[index], norm(["b.w", "b.scale", "b.b"]))
+        close(TORCH, rest["the rest"].microbatches[index], norm([name for name in shapes if name != "b.scale"]))
+
+
 @pytest.mark.parametrize("drop", ["microbatch", "window"])
 def test_what_is_dropped_is_not_observed(kit, drop):
     params, (x, y), loss = problem(kit)

@@ -141,6 +141,7 @@ def test_a_state_goes_on_in_another_program(kit):
 
 
 def test_what_grows_is_refused(kit):
+    check_refused("read state.dropped", funcga.multi_steps, optimizer(kit), 2, observe=[funcga.dropped()])
     check_refused("cannot grow", funcga.multi_steps, optimizer(kit), 2, observe=funcga.gradient_norms())
     tx = funcga.multi_steps(optimizer(kit), 2, fold=funcga.max(), observe=OBSERVE)
     check_refused("funcga.mean(), per_weight() or sum()", tx.init, params(kit))

@@ -434,18 +434,20 @@ def test_weights_that_a_float32_cannot_hold(kit, weight):
     refused(kit, lambda: tx.accumulate(tree(kit, 2), tx.init(params), weight=weight), "a float32 cannot hold")
 
 
-@pytest.mark.parametrize("choice", [(True, ()), None, "yes"])
+@pytest.mark.parametrize("choice", [(True, ()), None, "yes", 2.5, 1])
 def test_a_test_that_says_no_yes_or_no(kit, choice):
     tx = funcga.multi_steps(counting(kit), 2, drop="microbatch", drop_if=lambda grads: choice)
     params = tree(kit, 1)
     refused(kit, lambda: tx.accumulate(tree(kit, 2), tx.init(params)), "drop_if returned", ".any()")
     tx = funcga.multi_steps(counting(kit), 2, drop="microbatch", drop_if=lambda grads: grads["b"] > 0)
     refused(kit, lambda: tx.accumulate(tree(kit, 2), tx.init(params)), "drop_if returned bool[2]")
+    tx = funcga.multi_steps(counting(kit), 2, drop="microbatch", drop_if=lambda grads: grads["w"].sum())
+    refused(kit, lambda: tx.accumulate(tree(kit, 2), tx.init(params)), "drop_if returned float32[]", "Compare a number")
 
 
 def test_a_test_that_counts():
     """As a number of what is not finite: any is too many."""
-    count = lambda grads: (~jnp.isfinite(grads["w"])).sum()
+    count = lambda grads: (~jnp.isfinite(grads["w"])).sum() > 0
     tx, params = funcga.multi_steps(counting(JAX), 2, drop="microbatch", drop_if=count), tree(JAX, 1)
     for update in (tx.update, jax.jit(tx.update)):
         state = tx.init(params)

@@ -32,6 +32,18 @@ def test_exact_sums_are_diagnosed_as_plain_ones_are(kit):
     assert [cause.name for cause in verdict.causes] == ["mean under sum"]
 
 
+def test_exact_sums_of_gradients_that_depend_on_the_order():
+    numbers = iter(range(1000))
+    x = TORCH.arrays(problems.rng(0).normal(size=(8, 3)).astype("float32"))
+    # Two calls are the same, and each micro-batch has another gradient in another place.
+    gradient = lambda x: x.sum(0) * (1 + 1e-6 * (next(numbers) % 4) * (str(x.dtype) == "torch.float32"))
+    exact = funcga.reproducible(funcga.sum())
+    verdict = funcga.verify(gradient, x, n=4, in_axes=0, fold=exact, bitwise=True)
+    assert [cause.name for cause in verdict.causes] == ["order of kernels"]
+    assert "although its sums are exact" in verdict.causes[0].what
+    assert "reproducible" not in verdict.causes[0].fix
+
+
 def test_what_is_not_repeatable():
     numbers = iter(range(1000))
     kit = TORCH

@@ -103,15 +103,16 @@ class Buffers:
 
     def add_value(self, value: torch.Tensor, weight: Scalar, share: float) -> None:
         """`add` where one weighted sum is all that is added: usually the loss, beside gradients that autograd adds."""
+        index = self.layout.loss_index
         # A weight of 0 adds nothing, not even a NaN.
-        if self.reduced[0] is not None:
+        if self.reduced[index] is not None:
             if share:
-                self.reduced[0].add_(value, alpha=share)
+                self.reduced[index].add_(value, alpha=share)
         elif share:
-            begun = value.to(self.folds[0].accumulator_dtype, copy=True)
-            self.reduced[0] = begun if share == 1 else begun.mul_(share)
+            begun = value.to(self.folds[index].accumulator_dtype, copy=True)
+            self.reduced[index] = begun if share == 1 else begun.mul_(share)
         else:
-            self.reduced[0] = torch.zeros_like(value, dtype=self.folds[0].accumulator_dtype)
+            self.reduced[index] = torch.zeros_like(value, dtype=self.folds[index].accumulator_dtype)
         self.weight += weight
         self.steps += 1
 
@@ -211,6 +212,9 @@ class Buffers:
             if self.reduced[index] is None:
                 product = torch.where(counts, local(value).to(dtype), 0).mul_(factor)
                 self.reduced[index] = as_dtensor(product, value)
+            elif torch.compiler.is_compiling():
+                product = torch.where(counts, local(value).to(dtype), 0) * factor
+                self._add_sums([index], {index: as_dtensor(product, value)}, 1)  # the sum may be borrowed
             else:
                 accumulator, more = local_tensors([self.reduced[index], redistributed(value, self.reduced[index])])
                 accumulator.addcmul_(torch.where(counts, more.to(dtype), 0), factor)

@@ -17,7 +17,7 @@ from funcga._types import Reduced, Scalar
 from torch_backend.engine import exact
 
 # Elements. A device has no such cache, and each operation costs a launch.
-_PIECE, _PIECE_ON_DEVICE = 2**17, 2**22
+_PIECE, _PIECE_ON_DEVICE = 2**16, 2**22
 
 
 def fits(fold: LeafFold, value: object) -> bool:

@@ -33,31 +33,30 @@ def add(total: Sequence[torch.Tensor], value: torch.Tensor, weight: float, limit
     leading, *digits = total
     form = format_of(torch, leading.dtype)
     unit, bound = unit_of(leading.ndim, limit, form), 2.0**form.mantissa / MOST * _ALMOST
-    # The product is rounded before it is scaled, unless neither rounds. What is written to is looked at before.
-    is_exact = math.frexp(weight)[0] == 0.5
-    least, most = torch.aminmax(value)
-    if not (-bound < least.item() * weight / unit and most.item() * weight / unit < bound):  # NaN is neither
+    # What is written to is looked at before.
+    lowest, highest = (number.item() * weight / unit for number in torch.aminmax(value))
+    if not (-bound < lowest and highest < bound):  # NaN is neither
         return False
+    # Usually all terms are below the unit, and begin with their first digit.
+    has_leading = max(-lowest, highest) >= _ALMOST
+    scale = (1.0 if has_leading else 2.0**form.digit) / unit
     rest = value if donate and value.dtype is form.floats else value.to(form.floats, copy=True)
-    rest.mul_(weight / unit if is_exact else weight)
-    if not is_exact:
-        rest.mul_(1 / unit)
-    whole = torch.round(rest)
-    leading.add_(whole)
+    # The product is rounded before it is scaled, unless neither rounds.
+    for factor in [weight * scale] if math.frexp(weight)[0] == 0.5 else [weight, scale]:
+        rest.mul_(factor)
+    if has_leading:
+        leading.add_(torch.trunc(rest))
+        rest.frac_().mul_(2.0**form.digit)
+    # Each digit has room for one number of either sign: what is carried comes later.
+    carry = torch.empty_like(digits[0])
     for digit in digits[:-1]:
-        rest.sub_(whole).mul_(2.0**form.digit)
-        torch.round(rest, out=whole)
-        # It has room for one number of either sign: what is carried comes later.
-        digit.add_(whole.to(form.integers))
-    rest.sub_(whole).mul_(2.0**form.digit).round_()
-    digits[-1].add_(carry := whole.view(form.integers).copy_(rest))
-    for digit, above in zip(digits[:0:-1], digits[-2::-1], strict=True):
+        digit.add_(carry.copy_(rest))  # as an integer it is truncated
+        rest.frac_().mul_(2.0**form.digit)
+    digits[-1].add_(carry.copy_(rest.round_()))
+    for digit, above in zip(digits[::-1], (*digits[-2::-1], leading), strict=True):
         torch.bitwise_right_shift(digit, form.digit, out=carry)
         digit.bitwise_and_((1 << form.digit) - 1)
         above.add_(carry)
-    torch.bitwise_right_shift(digits[0], form.digit, out=carry)
-    digits[0].bitwise_and_((1 << form.digit) - 1)
-    leading.add_(carry)
     return True
 
 

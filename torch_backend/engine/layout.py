@@ -114,8 +114,10 @@ class Layout:
             [index for index in self.rest if self.kinds[index] == kind] for kind in ("weighted", "plain", None)
         )
         self.rest_collected = [leaf_index for leaf_index in self.outputs.collected if leaf_index not in in_backward]
-        # Usually a weighted sum is all the rest: that of the loss.
-        self.is_loss_alone = self.rest_leaves == [0] and self.rest_weighted == [0] and not self.outputs.threads
+        # Usually a weighted sum is all the rest, beside what observers are told: that of the loss.
+        self.loss_index = self.index_of.get(self.outputs.before, -1)
+        is_last = self.rest_leaves[self.outputs.before :] == [self.outputs.before]
+        self.is_loss_alone = is_last and self.loss_index in self.rest_weighted and not self.outputs.threads
 
     def _plan_end(self) -> None:
         """Groups the sums by what divides them, as one kernel divides a whole group; and the results that are cast."""

@@ -28,37 +28,37 @@ class Observing:
 
     def __init__(self, readings: Readings, leaves: Mapping[int, torch.Tensor], nothing: torch.Tensor):
         """`leaves` are those of backward passes, by their leaf indices in the output; `nothing` is a 0."""
-        self.readings, self.measured = readings, dict[int, torch.Tensor]()
-        # The measures of a leaf that no gradient comes to.
-        self.short = list[int]()
-        # Norms are squared together, when all are there.
+        self.readings = readings
+        # Measures of micro-batches, each with its weight and what the gradients were multiplied by.
+        self.notes: list[tuple[torch.Tensor, Scalar, Scalar]] = []
         self.takes_norms = readings.are_norms and not any(map(is_dtensor, leaves.values()))
+        # The measures of a leaf that no gradient comes to.
         self.nothing = nothing if self.takes_norms else nothing.repeat(len(readings.observers.measures))
-        in_value = {readings.count + in_value: in_value for in_value in readings.in_value}
-        self.handles = [
-            leaf.register_hook(partial(self._measure, in_value.pop(leaf_index)))  # type: ignore[no-untyped-call]
-            for leaf_index, leaf in leaves.items()
-            if leaf_index in in_value
-        ]
+        hooked = {
+            index: leaves[readings.count + index] for index in readings.in_value if readings.count + index in leaves
+        }
         # These are no leaves of the window: a micro-batch leaves their gradients to be added.
-        self.left = [*in_value.values()]
+        self.left = [index for index in readings.in_value if index not in hooked]
+        # If there are no groups, short gradients, which are many, wait for the end of the pass: one operation measures
+        # all of them, as one leaf. They only have to be put into a list, and its own method is the cheapest hook.
+        self.short = dict.fromkeys(index for index, leaf in hooked.items() if self._waits(leaf))
+        self.measured_leaves = [*[*self.short][:1], *(index for index in readings.in_value if index not in self.short)]
+        # What has come to each leaf in the last pass: the measures of its gradient, or that itself.
+        self.arrived: dict[int, list[torch.Tensor]] = {index: [] for index in readings.in_value}
+        hook = lambda index: self.arrived[index].append if index in self.short else partial(self._measure, index)
+        self.handles = [leaf.register_hook(hook(index)) for index, leaf in hooked.items()]  # type: ignore[no-untyped-call]
+
+    def _waits(self, leaf: torch.Tensor) -> bool:
+        is_short = leaf.numel() <= _SHORT and leaf.dtype.itemsize >= 4 and leaf.device == self.nothing.device
+        return self.takes_norms and self.readings.is_one_group and is_short
 
     def _measure(self, in_value: int, gradient: torch.Tensor) -> None:
-        if in_value in self.measured:
-            raise FuncgaError(
-                "observe= was given, and a parameter gets its gradient in several pieces, as where two reentrant "
-                "checkpoints use it: the norm of the whole cannot be told from them. Checkpoint with "
-                "use_reentrant=False."
-            )
         # Autograd records nothing here. The usual case is one operation a leaf.
         if self.takes_norms:
-            is_short = gradient.numel() <= _SHORT and gradient.dtype.itemsize >= 4
-            # Short ones, which are many, wait for the end of the pass: one operation takes all of their norms.
-            if is_short:
-                self.short.append(in_value)
-            self.measured[in_value] = gradient if is_short else arrays.norm(gradient)
+            measures = arrays.squared_norm(gradient, self.readings.dtype).to(self.nothing.device)
         else:
-            self.measured[in_value] = self.readings.measures_of([gradient])[0]
+            measures = self.readings.measures_of([gradient])[0]
+        self.arrived[in_value].append(measures)
 
     def told(self, to_add: Sequence[Any], weight: Scalar, seed: Scalar | None) -> list[Array]:
         """What the observers are told of the last micro-batch, whose gradients came times `seed`.
@@ -68,23 +68,39 @@ class Observing:
         with torch.no_grad():
             for in_value in self.left:
                 self._measure(in_value, to_add[self.readings.count + in_value])
-            if self.short:
-                norms = torch._foreach_norm([self.measured[in_value] for in_value in self.short])
-                self.measured.update(zip(self.short, norms, strict=True))
-                self.short.clear()
-            measured, self.measured = self.measured, {}
-            if not isinstance(seed, torch.Tensor) and not seed:
-                # A pass without a weight measures nothing, and the micro-batch counts for nothing.
-                measured, seed = {}, 1.0
-            rows = [measured.get(in_value, self.nothing) for in_value in self.readings.in_value]
-            dtype = self.readings.dtype
-            measures = arrays.squares(rows, dtype)[:, None] if self.takes_norms else torch.stack(rows)
-            return self.readings.leaves_for(measures, weight, seed)
+        self.note(weight, seed)
+        return self.noted()[0][0]
+
+    @torch.no_grad()
+    def note(self, weight: Scalar, seed: Scalar | None) -> None:
+        """Keeps the measures of the last micro-batch, where autograd has added all of its gradients."""
+        if max(map(len, self.arrived.values())) > 1:
+            raise FuncgaError(
+                "observe= was given, and a parameter gets its gradient in several pieces, as in reentrant checkpoints, "
+                "which do not tell the norm of the whole. Checkpoint with use_reentrant=False."
+            )
+        waiting = [gradient.reshape(-1) for index in self.short for gradient in self.arrived[index]]
+        if waiting:
+            self.arrived[self.measured_leaves[0]].clear()
+            self._measure(self.measured_leaves[0], torch.cat(waiting))
+        measures = torch.stack([next(iter(self.arrived[index]), self.nothing) for index in self.measured_leaves])
+        self.forget()
+        # A pass without a weight measures nothing, and the micro-batch counts for nothing.
+        seed = seed if isinstance(seed, torch.Tensor) else seed or 1.0
+        self.notes.append((measures[:, None] if self.takes_norms else measures, weight, seed))
+
+    @torch.no_grad()
+    def noted(self) -> list[tuple[list[Array], Scalar]]:
+        """(what the observers are told, its weight) of each micro-batch that is noted, of which nothing is kept."""
+        # All at once: after a backward pass every operation is slow, as nothing of it is in the cache.
+        notes, self.notes = self.notes, []
+        leaves_for = self.readings.leaves_for
+        return [(leaves_for(measures, weight, seed), weight) for measures, weight, seed in notes]
 
     def forget(self) -> None:
-        """Takes back what the last pass has measured: it was none of a micro-batch."""
-        self.measured.clear()
-        self.short.clear()
+        """Takes back what the last pass has measured."""
+        for arrived in self.arrived.values():
+            arrived.clear()
 
     def end(self) -> None:
         """Takes the hooks off: the leaves may be the parameters of a module."""

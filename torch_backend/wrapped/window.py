@@ -355,17 +355,16 @@ class ModuleWindow:
         """Folds the loss and its aux in, and returns the state that is threaded to the next micro-batch."""
         buffers, layout = self.buffers, self.layout
         assert buffers is not None
-        if not layout.is_loss_alone or loss.dtype != layout.head.dtypes[0] or self.kept is not None:
-            leaves = self._leaves(loss, aux)
-            if self.observing is not None:
-                told = self.observing.told(leaves, weight, self.seed)
-                leaves[: len(told)] = told
-            return buffers.add(leaves, weight)
-        share = buffers.share(weight)
-        if share is None:
-            return buffers.add(self._leaves(loss, aux), weight)
-        buffers.add_value(loss, weight, share)  # the usual case
-        return []
+        is_lone = layout.is_loss_alone and loss.dtype == layout.head.dtypes[0] and not (self.observing or self.kept)
+        share = buffers.share(weight) if is_lone else None
+        if share is not None:
+            buffers.add_value(loss, weight, share)  # the usual case
+            return []
+        leaves = self._leaves(loss, aux)
+        if self.observing is not None:
+            told = self.observing.told(leaves, weight, self.seed)
+            leaves[: len(told)] = told
+        return buffers.add(leaves, weight)
 
     def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""

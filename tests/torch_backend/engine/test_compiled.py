@@ -205,3 +205,16 @@ def test_a_loss_that_breaks_the_graph():
     step = traced(funcga.accumulate(funcga.value_and_grad(logged), 2))
     check(step(W, X), whole_batch(W, X))
     assert seen == pytest.approx([float(rows.sum()) for rows in X.split(4)])
+
+
+def test_a_weight_on_a_device_after_one_on_the_host_writes_to_no_argument():
+    """What grad_fn returns is its argument, which is the first sum, and may not be added to."""
+
+    def whole(x, y, weight):
+        step = funcga.stream(lambda p, x, weight: x, weight=lambda x, weight: weight)
+        return step(torch.zeros(3), [(x, 1.0), (y, weight), (y, weight)])
+
+    x, y = torch.ones(3), torch.full((3,), 5.0)
+    step = torch.compile(whole, backend="eager", fullgraph=True)
+    assert torch.equal(step(x, y, torch.tensor(2.0)), torch.full((3,), (1 + 2 * 10.0) / 5))
+    assert torch.equal(x, torch.ones(3))
