@@ -94,8 +94,7 @@ class Observing:
         """(what the observers are told, its weight) of each micro-batch that is noted, of which nothing is kept."""
         # All at once: after a backward pass every operation is slow, as nothing of it is in the cache.
         notes, self.notes = self.notes, []
-        leaves_for = self.readings.leaves_for
-        return [(leaves_for(measures, weight, seed), weight) for measures, weight, seed in notes]
+        return [(self.readings.leaves_for(measures, weight, seed), weight) for measures, weight, seed in notes]
 
     def forget(self) -> None:
         """Takes back what the last pass has measured."""
