@@ -214,7 +214,8 @@ class Buffers:
                 self.reduced[index] = as_dtensor(product, value)
             elif torch.compiler.is_compiling():
                 # The sum may be borrowed.
-                self._add_sums([index], {index: as_dtensor(torch.where(counts, local(value), 0) * factor, value)}, 1)
+                product = torch.where(counts, local(value).to(dtype), 0) * factor
+                self._add_sums([index], {index: as_dtensor(product, value)}, 1)
             else:
                 accumulator, more = local_tensors([self.reduced[index], redistributed(value, self.reduced[index])])
                 accumulator.addcmul_(torch.where(counts, more.to(dtype), 0), factor)

@@ -204,7 +204,7 @@ class DroppingEngine(Engine):
         arguments: Arguments,
     ) -> Backward:  # fmt: skip
         backward = super()._bind(loss, aux, leaves, moving, arguments)
-        self.lone_dtype = None  # the loss is added with the gradients
+        self.lone_dtype = self.noted_dtype = None  # the loss is added with the gradients
         backward.autocast = autocasting({leaf.device.type for leaf in moving})
         if any(map(is_dtensor, moving)):
             # Partial sums are reduced to the placements of the parameters.

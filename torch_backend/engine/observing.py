@@ -76,8 +76,7 @@ class Observing:
         """Keeps the measures of the last micro-batch, where autograd has added all of its gradients."""
         if max(map(len, self.arrived.values())) > 1:
             raise FuncgaError(
-                "observe= was given, and a parameter gets its gradient in several pieces, as in reentrant checkpoints, "
-                "which do not tell the norm of the whole. Checkpoint with use_reentrant=False."
+                "a parameter gets its gradient in several pieces, and observe= needs it whole: use_reentrant=False."
             )
         waiting = [gradient.reshape(-1) for index in self.short for gradient in self.arrived[index]]
         if waiting:

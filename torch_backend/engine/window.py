@@ -175,21 +175,23 @@ class Engine:
 
         if arrivals is not None:
             self.unreached |= arrivals.are_missed(loss, weight, alone=self.reduction is None)
-        state = self._add_beside(self.backward, loss.detach(), aux, leaves, weight, share)
+        loss, state = loss.detach(), list[Any]()
+        if share is not None and loss.dtype == self.lone_dtype:
+            self.buffers.add_value(loss, weight, share)
+        else:
+            state = self._add_beside(self.backward, loss, aux, leaves, weight)
         if self.reduction is not None:
             # In a bucket all sums are views of one memory. Adding the loss has raised the version of every one of them.
             self.backward.settle()
         return state
 
     def _add_beside(
-        self, backward: Backward, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]", weight: Scalar,
-        share: float | None,
-    ) -> list[Any]:  # fmt: skip
+        self, backward: Backward, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]", weight: Scalar
+    ) -> list[Any]:
         """Folds in what stands beside the gradients that autograd has added, and returns the state that is threaded."""
-        if share is not None and loss.dtype == self.lone_dtype:
+        if self.observing and loss.dtype == self.noted_dtype and (share := self.buffers.share(weight)) is not None:
             self.buffers.add_value(loss, weight, share)
-            if self.observing is not None:
-                self.observing.note(weight, backward.seed)
+            self.observing.note(weight, backward.seed)
             return []
         to_add = self._leaves_to_add(loss, aux, leaves)
         self._add_noted()
@@ -353,7 +355,8 @@ class Engine:
         self.layout, self.buffers = layout, self.buffers_of(layout)
         # The dtype of the loss, if it is all that is added beside the gradients, and None otherwise.
         is_lone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
-        self.lone_dtype = layout.outputs.dtypes[layout.outputs.before] if is_lone else None
+        dtype = layout.outputs.dtypes[layout.outputs.before] if is_lone else None
+        self.lone_dtype, self.noted_dtype = (dtype, None) if self.program.observers is None else (None, dtype)
         if self.reduction is not None:
             value = self.folded.compose(loss, aux, [argument.tree for argument in leaves.values()])
             self._begin_reduction(self.reduction, value)
@@ -408,7 +411,8 @@ class Engine:
         # A module may write to parameters of its own, as an embedding with max_norm does.
         if self.module is None and sum(map(_private.version, self.backward.inputs)) != self.versions:
             raise changed_in_place()
-        self._add_noted()
+        if self.observing is not None:
+            self._add_noted()
         # The leaves give the accumulators back: from here on only the buffers hold them.
         self.backward.release()
         if self.watch is not None:
