@@ -132,13 +132,12 @@ def squared_norms(arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
 
 def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum of the squared absolute values of all elements, in this dtype."""
-    is_long = array.is_cpu and array.numel() > _LONG
-    if array.is_cpu and array.dtype is dtype and not is_long and array.is_contiguous():
+    if array.is_cpu and array.dtype is dtype and array.numel() <= _LONG and array.is_contiguous():
         # The fastest of all.
         row = array.view(-1)
         return torch.dot(row, row)
     wide = None if array.dtype.itemsize >= 4 else torch.float32
-    if is_long and array.ndim > 1:
+    if array.is_cpu and array.numel() > _LONG and array.ndim > 1:
         # Row by row: rounding errors of long sums in float32 add up on the host.
         array = torch.linalg.vector_norm(array, dim=tuple(range(1, array.ndim)), dtype=wide)
     root: torch.Tensor = torch.linalg.vector_norm(array, dtype=wide)

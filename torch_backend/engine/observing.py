@@ -49,16 +49,14 @@ class Observing:
         self.handles = [leaf.register_hook(hook(index)) for index, leaf in hooked.items()]  # type: ignore[no-untyped-call]
 
     def _waits(self, leaf: torch.Tensor) -> bool:
-        is_short = leaf.numel() <= _SHORT and leaf.dtype.itemsize >= 4 and leaf.device == self.nothing.device
-        return self.takes_norms and self.readings.is_one_group and is_short
+        is_whole = self.takes_norms and self.readings.is_one_group
+        return is_whole and leaf.numel() <= _SHORT and leaf.dtype.itemsize >= 4
 
     def _measure(self, in_value: int, gradient: torch.Tensor) -> None:
         # Autograd records nothing here. The usual case is one operation a leaf.
-        if self.takes_norms:
-            measures = arrays.squared_norm(gradient, self.readings.dtype).to(self.nothing.device)
-        else:
-            measures = self.readings.measures_of([gradient])[0]
-        self.arrived[in_value].append(measures)
+        readings = self.readings
+        row = arrays.squared_norm(gradient, readings.dtype) if self.takes_norms else readings.measures_of([gradient])[0]
+        self.arrived[in_value].append(row.to(self.nothing.device))
 
     def told(self, to_add: Sequence[Any], weight: Scalar, seed: Scalar | None) -> list[Array]:
         """What the observers are told of the last micro-batch, whose gradients came times `seed`.
@@ -71,14 +69,13 @@ class Observing:
         self.note(weight, seed)
         return self.noted()[0][0]
 
-    @torch.no_grad()
     def note(self, weight: Scalar, seed: Scalar | None) -> None:
         """Keeps the measures of the last micro-batch, where autograd has added all of its gradients."""
         if max(map(len, self.arrived.values())) > 1:
             raise FuncgaError(
-                "a parameter gets its gradient in several pieces, and observe= needs it whole: use_reentrant=False."
+                "observe= was given, and a parameter gets its gradient in several pieces. Use use_reentrant=False."
             )
-        waiting = [gradient.reshape(-1) for index in self.short for gradient in self.arrived[index]]
+        waiting = [g.reshape(-1).to(self.nothing.device) for index in self.short for g in self.arrived[index]]
         if waiting:
             self.arrived[self.measured_leaves[0]].clear()
             self._measure(self.measured_leaves[0], torch.cat(waiting))

@@ -355,8 +355,8 @@ class Engine:
         self.layout, self.buffers = layout, self.buffers_of(layout)
         # The dtype of the loss, if it is all that is added beside the gradients, and None otherwise.
         is_lone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
-        dtype = layout.outputs.dtypes[layout.outputs.before] if is_lone else None
-        self.lone_dtype, self.noted_dtype = (dtype, None) if self.program.observers is None else (None, dtype)
+        self.noted_dtype = layout.outputs.dtypes[layout.outputs.before] if is_lone else None
+        self.lone_dtype = self.noted_dtype if self.program.observers is None else None
         if self.reduction is not None:
             value = self.folded.compose(loss, aux, [argument.tree for argument in leaves.values()])
             self._begin_reduction(self.reduction, value)
