@@ -34,9 +34,9 @@ def check_replicas(params: Tree, across: Across) -> None:
 
 
 def check_one_for_all(replicas: Any, found: str, instead: str) -> None:
-    """Raises FuncgaError if some leaves are merged over fewer of these replicas, where that cannot be."""
+    """Raises FuncgaError if leaves have replicas of their own, where that cannot be."""
     if replicas is not None and replicas.leaves is not None:
-        raise FuncgaError(f"across= names fewer replicas for some leaves, and {found}. {instead}")
+        raise FuncgaError(f"across= names the replicas of each leaf, and {found}. {instead}")
 
 
 class Step(NamedTuple):

@@ -86,10 +86,12 @@ def _names_of_leaves(outputs: Outputs, replicas: Replicas) -> list[tuple[str, ..
     names = [replicas.names] * outputs.before + [*map(names_of, named)]
     for leaf_index, own in enumerate(names):
         replicas.check_part(own)
-        if leaf_index not in outputs.reduced and {*own} != {*replicas.names}:
+        fold = outputs.folds[leaf_index]
+        is_of_window = leaf_index not in outputs.reduced or (fold is not None and fold.is_of_window)
+        if is_of_window and {*own} != {*replicas.names}:
             raise FuncgaError(
-                f"across= names fewer axes than all for `{outputs.paths()[leaf_index]}`, whose fold collects rows or "
-                f"threads state: that is one for the whole window. Write {spelled(replicas.names)} there."
+                f"across= names fewer axes than all for `{outputs.paths()[leaf_index]}`, whose fold "
+                f"({fold and fold.fold.name}) is of the whole window. Write {spelled(replicas.names)} there."
             )
     # The same axes in another order are the same replicas.
     return [replicas.names if {*own} == {*replicas.names} else own for own in names]
@@ -97,13 +99,9 @@ def _names_of_leaves(outputs: Outputs, replicas: Replicas) -> list[tuple[str, ..
 
 # Collectives, through which the gradient of another device's loss may come.
 _COLLECTIVES = {
-    "psum",
-    "psum_invariant",
-    "all_gather",
-    "all_gather_invariant",
-    "reduce_scatter",
-    "all_to_all",
-    "ppermute",
+    *("psum", "psum_invariant", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter", "preduced"),
+    *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "ragged_all_to_all", "ppermute"),
+    *("pbroadcast", "psend", "precv"),
 }
 
 

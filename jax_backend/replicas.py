@@ -175,11 +175,17 @@ def read_across(across: Across) -> Replicas:
     if isinstance(across, Replicas) or not names_leaves(across):
         return across if isinstance(across, Replicas) else Replicas(across)
     if callable(across):
-        return Replicas(jax.sharding.get_abstract_mesh().manual_axes, leaves=across)
-    names = dict.fromkeys(name for named in _names_in(across) for name in named)
-    if not names:
+        names = jax.sharding.get_abstract_mesh().manual_axes
+        if not names:
+            raise FuncgaError(
+                "across= is a function, and outside of jax.shard_map nobody knows over which axes weights are counted. "
+                'Name them: across=jax_backend.Replicas(("data", "expert"), leaves=function).'
+            )
+        return Replicas(names, leaves=across)
+    all_names = dict.fromkeys(name for named in _names_in(across) for name in named)
+    if not all_names:
         raise _no_axis(across)
-    return Replicas(tuple(names), leaves=across)
+    return Replicas(tuple(all_names), leaves=across)
 
 
 def of_window(across: Across) -> Across:

@@ -256,13 +256,14 @@ def check_merged(leaves: Sequence[Array], paths: Callable[[], list[str]], replic
     if replicas is None:
         check_step_merges()
         return
-    axes = typed_axes(replicas.names)
     for leaf_index, leaf in enumerate(leaves):
-        if leaf is not None and not axes <= varying_axes(jax.typeof(leaf)):
+        varying = None if leaf is None else varying_axes(jax.typeof(leaf))
+        missing = () if varying is None else tuple(n for n in replicas.names if not typed_axes((n,)) <= varying)
+        if missing:
             raise FuncgaError(
-                f"`{paths()[leaf_index]}` is the same on all devices along {listed(replicas.names)}, so it is merged "
+                f"`{paths()[leaf_index]}` is the same on all devices along {listed(missing)}, so it is merged "
                 f"already: JAX sums the gradient of what does not differ between devices. Take the gradient of the "
-                f'device\'s own copy, jax.grad(loss)(jax.lax.pcast(params, {spelled(replicas.names)}, to="varying"), '
+                f'device\'s own copy, jax.grad(loss)(jax.lax.pcast(params, {spelled(missing)}, to="varying"), '
                 f"...); or leave across= out, if it is merged as you want it."
             )
 

@@ -32,15 +32,6 @@ def through_experts(experts, tokens, which):
     return torch.einsum("ti,tij->tj", tokens, experts["w"][which]) + experts["b"][which]
 
 
-def exchanged(rows, sends, receives, ep):
-    """The rows after `sends` of them have gone to each process of the group, and `receives` have come."""
-    return (
-        all_to_all_single_autograd(rows, receives, sends, ep).wait()
-        if hasattr(rows, "wait")
-        else all_to_all_single_autograd(rows, receives, sends, ep)
-    )
-
-
 def through_travel(experts, tokens, which, ep):
     """The same where each process of the group has equally many of the experts."""
     count, own = dist.get_world_size(ep), EXPERTS // dist.get_world_size(ep)
@@ -80,7 +71,7 @@ def count_of(tokens, which, targets, counts):
 
 def truth(params, batch):
     """(the mean loss over all tokens that count, its gradient), on one process."""
-    leaves = torch.utils._pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), params)
+    leaves = torch.utils._pytree.tree_map(lambda leaf: leaf.detach().clone().requires_grad_(), params)
     loss = loss_of()(leaves, *batch)
     loss.backward()
     return loss.detach(), torch.utils._pytree.tree_map(lambda leaf: leaf.grad, leaves)

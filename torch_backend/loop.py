@@ -428,9 +428,8 @@ class Calls:
             if index:
                 # Only totals are merged more than once, and their sums are like the leaves.
                 reduction.begin(buffers, buffers.reduced)
+            reduction.unweighed = self.listener is not None and self.listener.heard
             state = reduction.finish(state)
-            if self.listener is not None and self.listener.heard:
-                reduction.check_unmixed()
         return buffers.result(state)
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:

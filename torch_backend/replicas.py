@@ -128,6 +128,10 @@ def _group(across: Any) -> dist.ProcessGroup:
     return across
 
 
+class InTurn(list[Replicas]):
+    """What a wrapper of a module merges over: its groups, one after the other."""
+
+
 def is_group(value: object) -> bool:
     """Whether this names processes."""
     return isinstance(value, dist.ProcessGroup | DeviceMesh | int)
@@ -161,9 +165,8 @@ def names_leaves(across: Any) -> bool:
     """Whether `across=` says what single leaves are merged over."""
     if isinstance(across, Replicas):
         return across.leaves is not None
-    # What a wrapper of a module merges over, one after the other, is a list of Replicas.
-    is_of_all = across is None or is_group(across) or (isinstance(across, list) and isinstance(across[0], Replicas))
     is_function = callable(across) and not isinstance(across, type)
+    is_of_all = across is None or is_group(across) or isinstance(across, InTurn)
     return not is_of_all and (is_function or bool(trees.children(across)))
 
 
@@ -327,10 +330,14 @@ def check_replicas(params: Tree, across: Any) -> None:
     kinds = {path: arrays.describe(leaf) if arrays.is_array(leaf) else repr(leaf) for path, leaf in leaves.items()}
     check_alike(replicas.channel.gathered(kinds), "have different parameters")
     whole = {path: leaf for path, leaf in leaves.items() if arrays.is_array(leaf) and not _is_cut(leaf, replicas.group)}
+    found = []
     for group, own in _by_group(params, replicas).items():
         here = {path: whole[path] for path in own if path in whole}
-        if here:
-            _check_same(here, Replicas(group))
+        found += [_difference(here, Replicas(group))] if here else []
+    # Those of a group see what differs in it, and all raise it.
+    said = found if replicas.leaves is None else [text for texts in replicas.channel.gathered(found) for text in texts]
+    if any(said):
+        raise FuncgaError(next(filter(None, said)))
 
 
 def _by_group(params: Tree, replicas: Replicas) -> dict[dist.ProcessGroup, list[str]]:
@@ -350,21 +357,23 @@ def _is_cut(leaf: torch.Tensor, group: dist.ProcessGroup) -> bool:
     return is_dtensor(leaf) and bool(ranks_with_other_shards(leaf, dist.get_process_group_ranks(group)))
 
 
-def _check_same(leaves: dict[str, torch.Tensor], replicas: Replicas) -> None:
+def _difference(leaves: dict[str, torch.Tensor], replicas: Replicas) -> str:
+    """How the leaves differ between the replicas, and what to do about it; "" if they do not."""
     # Only hashes travel, however large the arrays are.
     digests_of_ranks = replicas.channel.gathered([_digest(leaf) for leaf in leaves.values()])
     differing = []
     for path, digests in zip(leaves, zip(*digests_of_ranks, strict=True), strict=True):
-        ranks = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+        ranks = [str(rank) for rank, digest in zip(replicas.ranks, digests, strict=True) if digest != digests[0]]
         if ranks:
             differing.append(f"`{path}` of rank {', '.join(ranks[:8])}{', ...' if ranks[8:] else ''}")
-    if differing:
-        more = f"; and {len(differing) - 4} more" if differing[4:] else ""
-        raise FuncgaError(
-            f"the replicas start from different parameters: not as on rank 0 {'are' if differing[1:] else 'is'} "
-            f"{'; '.join(differing[:4])}{more}. Send them around once before training: "
-            f"for p in params.values(): torch.distributed.broadcast(p, src=0, group=group)."
-        )
+    if not differing:
+        return ""
+    first, more = replicas.ranks[0], f"; and {len(differing) - 4} more" if differing[4:] else ""
+    return (
+        f"the replicas start from different parameters: not as on rank {first} {'are' if differing[1:] else 'is'} "
+        f"{'; '.join(differing[:4])}{more}. Send them around once before training: "
+        f"for p in params.values(): torch.distributed.broadcast(p, src={first}, group=group)."
+    )
 
 
 # So many bytes are copied to the host at a time, so that it needs no room for a whole array.

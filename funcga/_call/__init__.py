@@ -84,7 +84,7 @@ class Program:
         return replicas
 
     def check_leaves_of(self, replicas: Any) -> None:
-        """Raises FuncgaError if leaves are merged over fewer of these replicas, and replicas may differ in more."""
+        """Raises FuncgaError if leaves have replicas of their own, and single micro-batches are to be looked at."""
         if self.observers is not None or self.dropping is not None:
             what = "observe=" if self.observers is not None else "drop="
             check_one_for_all(

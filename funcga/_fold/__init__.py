@@ -159,6 +159,18 @@ class LeafFold:
     is_narrow: bool = False
     is_wide: bool = False
 
+    @property
+    def weighs(self) -> bool:
+        """Whether the weight of a micro-batch counts for what is folded of it."""
+        reducer = self.fold.reducer
+        return getattr(reducer.lift, "is_weighted", not reducer.unweighted)  # as exact sums say themselves
+
+    @property
+    def is_of_window(self) -> bool:
+        """Whether it is one for the whole window, and none of some replicas: moments() counts weights of its own."""
+        monoid = self.fold.reducer.monoid
+        return monoid.collective is None and monoid.sent is None
+
     def identity(self, like: Array) -> Reduced:
         """The reduced value of no micro-batch at all; `like` gives the shape."""
         xp = self.arrays.xp

@@ -537,10 +537,7 @@ class MultiStepsUpdate(UpdateFunction):
                 f"Save them after the same call on every replica."
             )
         if backend.replicas.names_leaves(self.across):
-            raise FuncgaError(
-                "across= names fewer replicas for some leaves, so the states are of different experts: they have no "
-                "sum. Save the state of each replica, and go on with as many; or save between windows."
-            )
+            raise _of_different_experts()
         # One replica goes on from all that was folded, and the others from empty windows: the sum is the same.
         parts = backend.transforms.in_order([state.window for state in states])
         whole = reduce(Accumulation.merge, [self._read(part, backend) for part in parts])
@@ -590,6 +587,8 @@ class MultiStepsUpdate(UpdateFunction):
         if replicas is None and isinstance(window.part, tuple):
             return self._read(window, backend)
         parts = [self._read(part, backend) for part in backend.transforms.parts(window, replicas)]
+        if len(parts) > 1 and replicas.leaves is not None:
+            raise _of_different_experts()
         # Saved on another number of replicas, the window may have several parts for one, or none.
         return reduce(Accumulation.merge, parts) if parts else _emptied(self._read(window, backend), False, None)
 
@@ -749,10 +748,11 @@ def _offered(state: MultiStepsState, dropped: Dropped, backend: Backend) -> Mult
 
 def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scalar:
     """The weight of a micro-batch, as a number where the host sees it. FuncgaError for one that cannot be counted."""
-    is_mean = any(fold.adds == "weighted" for fold in window.outputs.folds if fold is not None)
-    if replicas is not None and replicas.leaves is not None and is_mean and not (type(weight) is int and weight == 1):
+    is_mean = any(fold.weighs for fold in window.outputs.folds if fold is not None)
+    is_one = isinstance(weight, int | float) and weight == 1
+    if replicas is not None and replicas.leaves is not None and is_mean and not is_one:
         raise FuncgaError(
-            f"weight is {weight}, and across= names fewer replicas for some leaves: their gradients have what the "
+            f"weight is {weight}, and across= names the replicas of each leaf: gradients may have what the "
             f"losses of other replicas add to them, each as if it weighed 1. Give gradients of sums, and let funcga "
             f"divide them: fold=funcga.per_weight(), and a loss that is summed over what the weight counts."
         )
@@ -760,6 +760,13 @@ def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scal
     if len(window.tally.weight) == 2:
         check_narrow(weight)
     return weight
+
+
+def _of_different_experts() -> FuncgaError:
+    return FuncgaError(
+        "across= names the replicas of each leaf, so the states of replicas are of different experts: they have no sum. "
+        "Save the state of each replica, and go on with as many; or save between windows."
+    )
 
 
 def _is_parts(node: object) -> bool:

@@ -176,7 +176,7 @@ def test_refusals():
     )
     with pytest.raises(funcga.FuncgaError, match="its weights not counted"):
         Replicas("data", leaves={"a": "expert"})
-    assert "collects rows or threads state" in refusal(
+    assert "is of the whole window" in refusal(
         [BOTH, {"dense": BOTH, "experts": "data"}],
         fold=(funcga.mean(), {"dense": funcga.mean(), "experts": funcga.concat()}),
     )

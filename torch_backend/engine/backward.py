@@ -47,16 +47,19 @@ class Pass:
     autocast: list[str]
     on_host: bool
 
-    def run(self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...]) -> None:
+    def run(self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
         """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
         with ExitStack() as outside:
             for device in self.autocast:
                 outside.enter_context(torch.autocast(device, enabled=False))
-            cotangent = torch.full_like(loss, seed, requires_grad=False)
-            _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
+            _private.run_backward(loss, _cotangent(loss, seed), inputs, self.on_host and loss.is_cpu)
 
     def run_by_hand(
-        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], others: list[torch.Tensor]
+        self,
+        loss: torch.Tensor,
+        seed: float | torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+        others: list[torch.Tensor],
     ) -> None:
         """`torch.autograd.backward(loss, seed)`, and no leaf but the inputs has another `.grad` afterwards."""
         around = self.around()
@@ -71,6 +74,12 @@ class Pass:
         around.check(written)
 
 
+def _cotangent(loss: torch.Tensor, seed: float | torch.Tensor) -> torch.Tensor:
+    if isinstance(seed, torch.Tensor):
+        return seed.to(loss.device, loss.dtype).expand_as(loss)
+    return torch.full_like(loss, seed, requires_grad=False)
+
+
 class Backward(Pass):
     """Folds the gradients of a window's leaves into its buffers; `leaves` are by their leaf indices in the output.
 
@@ -79,15 +88,17 @@ class Backward(Pass):
     a hook scales the gradients in the accumulator's dtype.
 
     `around`: what a function's own backward pass may write to; `since`: what was `applied.last` before the window.
-    `seeds`: whether the cotangent may be a weight.
+    `seeds`: whether the cotangent may be a weight. `mixes`: whether leaves are merged over fewer replicas than the
+    window, so that they have what the losses of the others add to them.
     """
 
     def __init__(
         self, buffers: Buffers, leaves: dict[int, torch.Tensor], around: Callable[[], Surroundings], since: object,
-        seeds: bool = True,
+        seeds: bool = True, mixes: bool = False,
     ):  # fmt: skip
         self.buffers, self.layout, self.leaves, self.inputs = buffers, buffers.layout, leaves, tuple(leaves.values())
         self.around, self.since, self.seeds = around, since, seeds and self.layout.takes_seeds
+        self.mixes = mixes
         # The leaves that autograd adds to sums: as a rule all.
         added = self.layout.added
         self.adding = self.inputs if len(added) == len(self.inputs) else tuple(self.inputs[at.position] for at in added)
@@ -95,7 +106,9 @@ class Backward(Pass):
         reduced = buffers.reduced
         if self.layout.widens or {*map(type, reduced)} != {type(None)}:
             self._attach_begun(reduced)
-        self.seed: float | None = 1.0  # the cotangent of the last pass
+        self.seed: float | torch.Tensor | None = 1.0  # the cotangent of the last pass
+        # Whether gradients of other processes' losses came to a pass that does not weigh them, and the weights so far.
+        self.unweighed, self.weights = False, set[Scalar]()
         self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
         self.autocast = (
             autocasting({leaf.device.type for leaf in self.inputs}) if _private.is_any_autocast_enabled() else []
@@ -153,11 +166,14 @@ class Backward(Pass):
         # Nothing was added since the last pass, unless loss_fn itself has called .backward().
         if self._count_writes() != self.writes:
             raise ran_backward()
-        ready = None if announce is None else announce()
         share = self.buffers.share(weight)
         # The cotangent, None for no pass at all; and whether it gives the gradients their weight.
-        seed, has_weight = (1.0, True) if share == 1.0 else self._seed(loss, share, bool(moving), communicates)
+        seed, has_weight = (1.0, True) if share == 1.0 else self._seed(loss, weight, share, bool(moving), communicates)
         self.seed = seed
+        if self.mixes:
+            self.unweighed |= communicates and not has_weight
+            self.weights.add(weight)
+        ready = None if announce is None else announce()
         if seed is not None:
             if has_weight != self.attached:
                 self._attach(has_weight)
@@ -168,19 +184,21 @@ class Backward(Pass):
                 self._run_with_care(loss, seed, inputs, weight, has_weight, ready)
             else:
                 # The usual case, and the cheapest: nothing needs a hook.
-                cotangent = torch.full_like(loss, seed, requires_grad=False)
-                _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
+                _private.run_backward(loss, _cotangent(loss, seed), inputs, self.on_host and loss.is_cpu)
             if not self.begun:
                 self._adopt()
         self.writes = self._count_writes()
         return share
 
     def _seed(
-        self, loss: torch.Tensor, share: float | None, moves: bool, communicates: bool
-    ) -> tuple[float | None, bool]:
+        self, loss: torch.Tensor, weight: Scalar, share: float | None, moves: bool, communicates: bool
+    ) -> "tuple[float | torch.Tensor | None, bool]":
         """The cotangent for a share that is not 1, and whether autograd is to add what comes of it to weighted sums."""
         if share is None:
-            return 1.0, False
+            # What other processes add to a gradient has to have its weight before it travels. Otherwise a mask is
+            # better, which keeps the NaN of a weight of 0 out.
+            may_weigh = self.mixes and communicates and self.seeds and not moves and loss.dtype.itemsize >= 4
+            return (weight, True) if may_weigh else (1.0, False)
         # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate in its backward
         # pass, and other processes wait for that. The gradients that they send here have their weights, so they are
         # added.
@@ -203,7 +221,8 @@ class Backward(Pass):
         self._survey()
 
     def _run_with_care(
-        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], weight: Scalar, has_weight: bool,
+        self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...], weight: Scalar,
+        has_weight: bool,
         ready: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
         """A pass outside of autocast, or with hooks, or in which functions written in Python may run their own."""
@@ -230,7 +249,8 @@ class Backward(Pass):
             self._add_zeros(waiting.intersection(layout.others), weight)
 
     def _run_hooked(
-        self, loss: torch.Tensor, seed: float, inputs: tuple[torch.Tensor, ...], weight: Scalar, waiting: set[int],
+        self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...], weight: Scalar,
+        waiting: set[int],
         ready: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
         """The pass, with a hook on each leaf `waiting` that takes its gradient."""

@@ -43,7 +43,7 @@ from torch_backend.modules.layers import Walk, called
 from torch_backend.modules.visits import own_parameters
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
-from torch_backend.replicas import Listener
+from torch_backend.replicas import InTurn, Listener
 
 _NOTHING = nullcontext()
 _OWN = -1  # in place of the index of an argument: the module's own parameters
@@ -309,6 +309,8 @@ class Engine:
         return announce, self.any_group.heard
 
     def _announce(self, reduction: Reduction, weight: Scalar) -> Callable[[int], None]:
+        assert self.backward is not None
+        reduction.unweighed, reduction.weights = self.backward.unweighed, self.backward.weights
         reduction.announce(weight, steps=1)
         return reduction.ready
 
@@ -321,7 +323,11 @@ class Engine:
 
     def _note_collectives(self) -> None:
         """Remembers a loss that calls collectives of the group that gradients may travel over."""
-        if self.reduction is not None and self.given_group is not None and self.given_group.heard:
+        if self.reduction is None:
+            return
+        # Leaves may be merged over other groups, too, which the loss may use.
+        heard = self.given_group if self.reduction.replicas.leaves is None else self.any_group
+        if heard is not None and heard.heard:
             self.reduction.history.communicates = True
 
     def _leaves_to_add(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]") -> list[Any]:
@@ -369,7 +375,8 @@ class Engine:
         itself = weakref.ref(self)
         around = lambda: itself().around  # type: ignore[union-attr]
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
-        return Backward(self.buffers, leaves_in_backward, around, self.since, seeds=not self.hooked)
+        mixes = self.reduction is not None and self.reduction.replicas.leaves is not None
+        return Backward(self.buffers, leaves_in_backward, around, self.since, not self.hooked, mixes)
 
     def _begin_reduction(self, reduction: Reduction, value: Tree) -> None:
         """Lets the sums of outputs like this value begin in the memory that will be sent."""
@@ -423,6 +430,7 @@ class Engine:
         if self.merges_shards:
             self.buffers.reduced = [*map(local, self.buffers.reduced)]
             self.reduction.begin(self.buffers, [*map(local, self.likes)])
+        self.reduction.unweighed, self.reduction.weights = self.backward.unweighed, self.backward.weights
         if not self.reduction.sums.sent:
             self._note_collectives()  # those of the last backward pass, too
         state = self.reduction.finish(state)
@@ -458,7 +466,7 @@ def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
     """What merges a window over the replicas of `across=`, one after the other; usually one."""
     across = program.across
     # A wrapped module, whose totals are counted, says itself what it is merged over.
-    several = across if isinstance(across, list) else [program.replicas(backend)]
+    several = across if isinstance(across, InTurn) else [program.replicas(backend)]
     progress = program.memory.keep(Progress, program.memory.step)
     return [Reduction(progress, replicas) for replicas in several]
 

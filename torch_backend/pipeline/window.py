@@ -32,7 +32,7 @@ from torch_backend.pipeline.told import Told, agreed, told_by_last
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replicas import channel_of
+from torch_backend.replicas import InTurn, channel_of
 from torch_backend.wrapped.ddp import DDP, Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import check_folds, rescaled, taken, with_a_blank_row
@@ -69,7 +69,7 @@ class PipelineWindow:
         self.pipeline, self.wrapper, self.parts = pipeline, wrapper, gradient.parts
         self.count = count or program.n  # micro-batches of a step of the schedule; None if all of the window are one
         across = gradient.merged_over(program.across)
-        several = across if isinstance(across, list) else [] if across is None else [program.replicas(backend)]
+        several = across if isinstance(across, InTurn) else [] if across is None else [program.replicas(backend)]
         progress = program.memory.keep(Progress, program.memory.step)
         self.reductions = [Reduction(progress, replicas) for replicas in several]
         self.stack = ExitStack()

@@ -21,7 +21,7 @@ from torch_backend import trees
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
 from torch_backend.engine.buffers import Buffers, power_below
 from torch_backend.engine.layout import Layout
-from torch_backend.reduce.agreement import Agreement, Progress, Rebuild, agreed, proposed
+from torch_backend.reduce.agreement import Agreement, Progress, Rebuild, agreed, check_weighed, proposed
 from torch_backend.reduce.header import ROOM, Header, Report, check_in_step, digest_of
 from torch_backend.reduce.wire import Sums, Wire, add_converted, carried, gather
 from torch_backend.replicas import Replicas, explained, owed_to
@@ -53,6 +53,9 @@ class Reduction:
         # An error that is seen inside of a backward pass is kept here, and raised after it.
         self.problem: Exception | None = None
         self.rebuild: Rebuild | None = None
+        # Whether gradients of other replicas' losses came in, and nothing had weighed them; and the weights of the
+        # micro-batches, if their unit does not tell whether they differ.
+        self.unweighed, self.weights = False, set[Scalar]()
         self.is_over = False
         self.counted: tuple[dist.Work, torch.Tensor] | None = None
         self.buffers_of: Callable[[Layout], Buffers] = Buffers  # for a replica without any micro-batch
@@ -133,14 +136,17 @@ class Reduction:
             buffers, on_device = self.buffers, isinstance(weight, torch.Tensor)
             if steps:
                 buffers.share(weight)  # the first weight chooses the unit
+            unit, weights = buffers.unit or 0.0, float(buffers.weight + (0 if on_device else weight))
             report = Report(
                 *self._counts,
                 digest=self.agreement.digest,
                 agreed=bool(self.agreement.steps),
                 on_device=on_device or buffers.counted is not None,
                 steps=buffers.steps + steps,
-                weight=float(buffers.weight + (0 if on_device else weight)),
-                unit=buffers.unit or 0.0,
+                weight=weights,
+                unit=unit,
+                unweighed=self.unweighed,
+                uneven=len(self.weights) > 1 or not (self.weights or weights == (buffers.steps + steps) * unit),
                 rejected=0 if isinstance(buffers.rejected, torch.Tensor) else buffers.rejected,
                 numbers=tuple([float(buffers.reduced[leaf] or 0.0) for leaf in self.numbers]),
             )
@@ -178,6 +184,7 @@ class Reduction:
             check_in_step(reports)
             mine = None if self.rebuild is not None else self.agreement
             agreement = agreed(self.history, mine, self.rebuild, reports, self.replicas)
+            check_weighed(agreement, reports)
         except (FuncgaError, RuntimeError) as problem:
             self.problem = problem
             raise
@@ -219,26 +226,6 @@ class Reduction:
         """How many replicas have something to fold, once it is known what all of them have."""
         assert self.header is not None
         return sum(bool(report.steps) for report in self.header.reports())
-
-    def check_unmixed(self) -> None:
-        """Raises FuncgaError if a mean over micro-batches of different weights cannot be had any more.
-
-        To be asked after the end of a window of a grad_fn that calls collectives: a leaf that is merged over fewer
-        replicas than the window has from the others what their losses add to it, unweighed.
-        """
-        assert self.header is not None
-        reports = [report for report in self.header.reports() if report.steps]
-        are_equal = len({report.unit for report in reports}) <= 1 and all(
-            report.weight == report.steps * report.unit and not report.on_device for report in reports
-        )
-        mixed = [leaf for leaf in self.agreement.plan.among if leaf in self.weighted]
-        if mixed and not are_equal:
-            raise FuncgaError(
-                f"`{self.buffers.outputs.paths()[self.buffers.outputs.reduced[mixed[0]]]}` has from grad_fn what the "
-                f"losses of other replicas add to it, each as if it weighed 1, and micro-batches have different "
-                f"weights. Give accumulate the gradient function itself, funcga.value_and_grad(loss_fn), which weighs "
-                f"the losses; or return sums, with fold=funcga.per_weight()."
-            )
 
     def give_up(self) -> None:
         """Sends what the others still wait for, with the mark of an error; owes it if they are not ready yet."""

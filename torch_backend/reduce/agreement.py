@@ -176,11 +176,13 @@ def _groups_of_leaves(outputs: Outputs, replicas: Replicas) -> tuple[list[Replic
     named = [None] * outputs.before + named_by_leaf(
         replicas.leaves, outputs.value_of(range(len(outputs.folds))), is_group, trees, "output", WRITE_LEAVES
     )
-    for leaf_index in (*outputs.collected, *outputs.threads):
+    whole = {leaf for leaf, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True) if fold.is_of_window}
+    for leaf_index in (*outputs.collected, *outputs.threads, *whole):
+        fold = outputs.folds[leaf_index]
         if named[leaf_index] is not None and Replicas(named[leaf_index]).ranks != replicas.ranks:
             raise FuncgaError(
-                f"across= names fewer replicas than all for `{outputs.paths()[leaf_index]}`, whose fold collects rows "
-                f"or threads state: that is one for the whole window. Name {replicas.ranks} there."
+                f"across= names fewer replicas than all for `{outputs.paths()[leaf_index]}`, whose fold "
+                f"({fold and fold.fold.name}) is of the whole window. Name {replicas.ranks} there."
             )
     for index, leaf_index in enumerate(outputs.reduced):
         if named[leaf_index] is None:
@@ -253,6 +255,7 @@ class _Said(NamedTuple):
     steps_made: dict[str, int]
     description: dict[str, str] | None
     structure: bytes | str | None
+    groups: list[list[int]]
 
 
 def agreed(
@@ -277,12 +280,36 @@ def agreed(
             f"same. Make and call the steps in one order on every rank, from a list rather than a set."
         )
     check_alike([each.description for each in said], "fold different structures")
+    _check_groups(said, replicas)
     structure = next((each.structure for each in said if each.structure is not None), None)
     if structure is not None:
         mine = _adopted(history, mine, structure, rebuild, replicas)
     assert mine is not None
     mine.steps = steps
     return mine
+
+
+def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
+    """Raises FuncgaError, on all replicas, if a mean over micro-batches of different weights cannot be had any more.
+
+    A leaf that is merged over fewer replicas than the window has what the losses of the others add to it: it has to be
+    weighed before it travels.
+    """
+    if not (agreement.plan.among and any(report.unweighed for report in reports)):
+        return
+    folded = [report for report in reports if report.steps]
+    are_equal = len({report.weight / report.steps for report in folded}) <= 1 and not any(
+        report.uneven or report.on_device for report in folded
+    )
+    outputs = agreement.outputs
+    mixed = [index for index in agreement.plan.among if outputs.reduced_folds[index].weighs]
+    if mixed and not are_equal:
+        raise FuncgaError(
+            f"`{outputs.paths()[outputs.reduced[mixed[0]]]}` is merged over fewer replicas than the window, "
+            f"micro-batches have different weights, and collectives were called where their gradients were computed. "
+            f"So it may have what the losses of other replicas add to it, and nothing has weighed that. Return sums, "
+            f"and let funcga divide them: fold=funcga.per_weight(), and a loss that is summed over what weight counts."
+        )
 
 
 def _earlier(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:
@@ -297,11 +324,24 @@ def _earlier(history: History, mine: Agreement | None, reports: list[Report]) ->
 def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
     digests = {report.digest for report in reports}
     if mine is None:
-        return _Said(step, steps_made(), None, None)
+        return _Said(step, steps_made(), None, None, [])
     # Descriptions are long, so they are sent only where digests differ. The structure is sent only where a replica has
     # nothing to fold, and so cannot know it.
     description = mine.description if len(digests - {0}) > 1 else None
-    return _Said(step, steps_made(), description, _pickled(mine) if 0 in digests else None)
+    groups = [group.ranks for group in mine.groups]
+    return _Said(step, steps_made(), description, _pickled(mine) if 0 in digests else None, groups)
+
+
+def _check_groups(said: list[_Said], replicas: Replicas) -> None:
+    """Raises FuncgaError if two replicas name different processes for the same leaf, and would wait for each other."""
+    for rank, mine in zip(replicas.ranks, said, strict=True):
+        for number, group in enumerate(mine.groups):
+            for other, theirs in zip(replicas.ranks, said, strict=True):
+                if other in group and theirs.groups and theirs.groups[number] != group:
+                    raise FuncgaError(
+                        f"across= names the ranks {group} for a leaf on rank {rank}, and {theirs.groups[number]} on "
+                        f"rank {other}, which is one of them. Name the same group on all of its ranks."
+                    )
 
 
 def _are_mixed_up(said: list[_Said]) -> bool:

@@ -20,7 +20,7 @@ from funcga._types import Array
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.engine.backward import is_alone
-from torch_backend.replicas import Listener, Replicas, replicas_of
+from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
 
 
 class Wrapper:
@@ -83,7 +83,7 @@ class Wrapper:
         if sync == "outer" and not has_outer:
             raise no_outer_mesh(self.name)
 
-    def replicas(self, across: Array) -> list[Replicas]:
+    def replicas(self, across: Array) -> InTurn:
         """What a window is merged over, the inner group first. Raises FuncgaError if `across=` names anything else."""
         # On a mesh of two dimensions a process sees only its own row, the inner group, and its own column, the outer
         # one. All other ranks follow from these, because the rows are the same row shifted along the column.
@@ -102,7 +102,7 @@ class Wrapper:
                 f"across= names the ranks {_ranks(across)}, and the module is wrapped by {self.name}, which reduces "
                 f"over the ranks {ranks}. Leave across= out: the wrapper knows its replicas."
             )
-        return [Replicas(group) for group in groups]
+        return InTurn([Replicas(group) for group in groups])
 
     def leaves(self) -> list[torch.Tensor]:
         """Leaves of a loss's graph beside the parameters, or in their place."""

@@ -203,7 +203,7 @@ def weighed(group):
     with pytest.raises(funcga.FuncgaError, match="per_weight"):
         tx.update(own, tx.init(own), own, weight=3)
     state = tx.accumulate(own, tx.init(own))
-    with pytest.raises(funcga.FuncgaError, match="of different experts"):
+    with pytest.raises(funcga.FuncgaError, match="are of different experts"):
         tx.merge([state, state, state, state])
 
 
@@ -233,7 +233,109 @@ def test_a_function_around_the_gradient():
     # The losses of other processes came with the weight 1: what cannot be had any more is refused, on all of them.
     with pytest.raises(Failed) as failed:
         processes().run(of_any, "mean", False)
-    assert all("Give accumulate the gradient function itself" in text for _, text in failed.value.errors)
+    assert all("nothing has weighed that" in text for _, text in failed.value.errors)
+
+
+WAYS = ["device weight", "exact", "wide", "hook", "half", "beside", "split", "bfloat16 loss", "scaled"]
+
+
+def weighed_late(group, how, equal):
+    """What autograd cannot weigh while it adds: the gradients of other processes' losses come with the weight 1."""
+    grid = Grid(group)
+    params, batch = problem()
+    if equal:
+        batch = (*batch[:3], torch.ones_like(batch[3]))
+    kind = {"half": torch.float16, "wide": torch.float32}.get(how, torch.float64)
+    as_kind = lambda tree: torch.utils._pytree.tree_map(lambda x: x.to(kind) if x.is_floating_point() else x, tree)
+    own, rows = as_kind(own_experts(params, grid.ep)), as_kind(grid.rows(batch, [6] * 4 if equal else SIZES))
+    base, options, kwargs = loss_of(grid.ep, "mean"), {}, {}
+    loss_fn = (lambda *args: base(*args).bfloat16()) if how == "bfloat16 loss" else base
+    folds = {
+        "exact": funcga.reproducible(funcga.mean()),
+        "wide": funcga.mean(dtype="float64"),
+        "beside": (funcga.mean(), {"dense": funcga.sum(), "experts": funcga.mean()}),
+    }
+    weight = (lambda *batch: count_of(*batch) / 7) if how == "bfloat16 loss" else count_of
+    if how == "hook":
+        own["dense"]["w"].requires_grad_().register_hook(lambda grad: grad)
+    if how == "scaled":
+        options["scaled"], kwargs["loss_scale"] = True, 2.0
+    argnums = (0, 1) if how == "split" else 0
+    across = grid.across()
+    if how == "split":
+        across = (grid.all, (across[1], grid.all))
+    folds["split"] = (funcga.mean(), (funcga.mean(), funcga.concat()))
+    step = funcga.accumulate(
+        funcga.value_and_grad(loss_fn, argnums, **options),
+        3,
+        fold=folds.get(how, funcga.mean()),
+        weight=weight,
+        across=across,
+    )
+    _, grads = step(own, *rows, **kwargs)
+    grads = grads[0] if how == "split" else grads
+    expected = own_experts(truth(params, batch)[1], grid.ep)
+    scale = 2.0 if how == "scaled" else 1.0
+    return max(
+        float((grads["experts"][name].double() / scale - expected["experts"][name]).abs().max()) for name in "wb"
+    )
+
+
+@pytest.mark.parametrize("how", WAYS[1:])
+def test_what_cannot_be_weighed_before_it_travels_is_refused(how):
+    with pytest.raises(Failed) as failed:
+        processes().run(weighed_late, how, False)
+    assert all("nothing has weighed that" in text for _, text in failed.value.errors)
+    limit = {"half": 1e-2, "bfloat16 loss": 1e-2, "wide": 1e-5, "exact": 1e-6}.get(how, 1e-12)
+    assert max(processes().run(weighed_late, how, True)) <= limit
+
+
+def hidden(group):
+    """Weights that only a device knows, as where it is no CPU: they are the cotangents, too."""
+    seen = torch_backend.arrays.scalar
+    with pytest.MonkeyPatch.context() as patch:
+        hides = lambda weight: (
+            weight if isinstance(weight, torch.Tensor) and weight.dtype == torch.int64 else seen(weight)
+        )
+        patch.setattr("torch_backend.arrays.scalar", hides)
+        grid = Grid(group)
+        params, batch = problem()
+        step = funcga.accumulate(
+            funcga.value_and_grad(loss_of(grid.ep, "mean")),
+            3,
+            weight=lambda *batch: batch[-1].sum(),
+            across=grid.across(),
+        )
+        return error_of(grid, params, batch, step(own_experts(params, grid.ep), *grid.rows(batch)))
+
+
+def test_weights_on_a_device():
+    assert max(processes().run(hidden)) <= 1e-12
+
+
+def disagreed(group, what):
+    grid = Grid(group)
+    own, rows = own_experts(problem()[0], grid.ep), grid.rows(problem()[1])
+    if what == "group":
+        experts = grid.ep if grid.rank == 0 else grid.edp
+        across = (grid.all, {"dense": grid.all, "experts": experts})
+        funcga.accumulate(funcga.value_and_grad(loss_of(grid.ep, "sum")), 3, fold=funcga.sum(), across=across)(
+            own, *rows
+        )
+    else:
+        own["experts"]["b"] += grid.rank == 3
+        funcga.check_replicas(own, {"dense": grid.all, "experts": grid.edp})
+
+
+@pytest.mark.parametrize("what", ["group", "parameters"])
+def test_what_one_process_has_otherwise_is_refused_by_all(what):
+    with pytest.raises(Failed) as failed:
+        processes().run(disagreed, what)
+    says = {
+        "group": "Name the same group on all of its ranks",
+        "parameters": "not as on rank 1 is `params['experts']['b']` of rank 3",
+    }
+    assert all(kind == "FuncgaError" and says[what] in text for kind, text in failed.value.errors)
 
 
 def without_collectives(group):
@@ -348,6 +450,7 @@ def refusals(group):
     refused("cover", (grid.edp, {"dense": grid.edp, "experts": grid.ep}))
     refused("beyond", Replicas(grid.edp, leaves=lambda path: grid.all))
     refused("empty", ())
+    refused("list", [])
     refused("name", (grid.all, {"dense": grid.all, "experts": "edp"}))
     refused("observe", grid.across(), observe=funcga.gradient_norms())
     refused("drop", grid.across(), drop="microbatch")
@@ -357,6 +460,11 @@ def refusals(group):
             own, rows[0]
         )
     found["rows"] = str(error.value)
+    with pytest.raises(funcga.FuncgaError) as error:
+        funcga.accumulate(lambda w, x: x.mean(), 1, fold=funcga.moments(), across=Replicas(grid.all, leaves=rows_of))(
+            own, rows[0]
+        )
+    found["moments"] = str(error.value)
     with pytest.raises(funcga.FuncgaError) as error:
         funcga.coupled(lambda p, x: x, lambda p, x: x.sum(), 2, across=grid.across())(own["dense"], rows[0])
     found["coupled"] = str(error.value)
@@ -386,10 +494,12 @@ def test_refusals():
         "cover": "Name the group of all processes that fold: across=torch_backend.Replicas(group, leaves=...)",
         "beyond": "their weights not counted",
         "empty": "across= is ()",
+        "list": "across= is []",
+        "moments": "is of the whole window",
         "name": "across= has 'edp' for some leaves",
         "observe": "Leave observe= out",
         "drop": "Leave drop= out",
-        "rows": "collects rows or threads state",
+        "rows": "is of the whole window",
         "coupled": "across=group",
         "ddp": "which reduces all gradients itself",
         "fsdp": "are wrapped by fully_shard over different replicas",
