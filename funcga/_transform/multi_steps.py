@@ -752,8 +752,8 @@ def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scal
     is_one = isinstance(weight, int | float) and weight == 1
     if replicas is not None and replicas.leaves is not None and is_mean and not is_one:
         raise FuncgaError(
-            f"weight is {weight}, and across= names the replicas of each leaf: gradients may have what the "
-            f"losses of other replicas add to them, each as if it weighed 1. Give gradients of sums, and let funcga "
+            f"weight is {weight}, and across= names the replicas of each leaf: gradients may have what the losses of "
+            f"other replicas add to them, each as if it weighed 1. Give gradients of sums, and let funcga "
             f"divide them: fold=funcga.per_weight(), and a loss that is summed over what the weight counts."
         )
     weight = check_weight(weight, window.outputs.backend.arrays)
@@ -764,8 +764,8 @@ def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scal
 
 def _of_different_experts() -> FuncgaError:
     return FuncgaError(
-        "across= names the replicas of each leaf, so the states of replicas are of different experts: they have no sum. "
-        "Save the state of each replica, and go on with as many; or save between windows."
+        "across= names the replicas of each leaf, so the states of replicas are of different experts: they have no "
+        "sum. Save the state of each replica, and go on with as many; or save between windows."
     )
 
 
