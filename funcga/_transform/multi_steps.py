@@ -748,14 +748,8 @@ def _offered(state: MultiStepsState, dropped: Dropped, backend: Backend) -> Mult
 
 def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scalar:
     """The weight of a micro-batch, as a number where the host sees it. FuncgaError for one that cannot be counted."""
-    is_mean = any(fold.weighs for fold in window.outputs.folds if fold is not None)
-    is_one = isinstance(weight, int | float) and weight == 1
-    if replicas is not None and replicas.leaves is not None and is_mean and not is_one:
-        raise FuncgaError(
-            f"weight is {weight}, and across= names the replicas of each leaf: gradients may have what the losses of "
-            f"other replicas add to them, each as if it weighed 1. Give gradients of sums, and let funcga "
-            f"divide them: fold=funcga.per_weight(), and a loss that is summed over what the weight counts."
-        )
+    if replicas is not None and replicas.leaves is not None and not (isinstance(weight, int | float) and weight == 1):
+        _check_unweighed(weight, window)
     weight = check_weight(weight, window.outputs.backend.arrays)
     if len(window.tally.weight) == 2:
         check_narrow(weight)
@@ -767,6 +761,16 @@ def _of_different_experts() -> FuncgaError:
         "across= names the replicas of each leaf, so the states of replicas are of different experts: they have no "
         "sum. Save the state of each replica, and go on with as many; or save between windows."
     )
+
+
+def _check_unweighed(weight: Scalar, window: Accumulation) -> None:
+    """Raises FuncgaError for the weight of a mean, where leaves have replicas of their own."""
+    if any(fold.weighs for fold in window.outputs.folds if fold is not None):
+        raise FuncgaError(
+            f"weight is {weight}, and across= names the replicas of each leaf: gradients may have what the losses of "
+            f"other replicas add to them, each as if it weighed 1. Give gradients of sums, and let funcga "
+            f"divide them: fold=funcga.per_weight(), and a loss that is summed over what the weight counts."
+        )
 
 
 def _is_parts(node: object) -> bool:

@@ -137,7 +137,7 @@ class Backward(Pass):
         accumulators = [*map(self.buffers.reduced.__getitem__, self.layout.added_sums)]
         # Whether every sum has an accumulator.
         self.begun = type(None) not in {*map(type, accumulators)}
-        self.hooked = bool(not self.attached or self.layout.others or self.layout.dtensors)
+        self.hooked = bool(not self.attached or self.layout.others or self.layout.dtensors or self.mixes)
         # All accumulators, where every leaf has one as its `.grad`, and no hook.
         self.accumulators: list[torch.Tensor] = accumulators if self.begun and not self.hooked else []
 
@@ -171,24 +171,29 @@ class Backward(Pass):
         seed, has_weight = (1.0, True) if share == 1.0 else self._seed(loss, weight, share, bool(moving), communicates)
         self.seed = seed
         if self.mixes:
-            self.unweighed |= communicates and not has_weight
-            self.weights.add(weight)
+            self._note(weight, communicates, has_weight)
         ready = None if announce is None else announce()
         if seed is not None:
             if has_weight != self.attached:
                 self._attach(has_weight)
-            inputs = (*self.inputs, *moving) if moving else self.inputs
+            inputs = (*self.inputs, *moving)
             if not (loss.requires_grad and inputs):
                 self._add_zeros(self.layout.others, weight)
             elif self.hooked or ready or self.autocast or applied.last is not self.since:
                 self._run_with_care(loss, seed, inputs, weight, has_weight, ready)
             else:
                 # The usual case, and the cheapest: nothing needs a hook.
-                _private.run_backward(loss, _cotangent(loss, seed), inputs, self.on_host and loss.is_cpu)
+                cotangent = torch.full_like(loss, seed, requires_grad=False)  # type: ignore[arg-type]  # a number
+                _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
             if not self.begun:
                 self._adopt()
         self.writes = self._count_writes()
         return share
+
+    def _note(self, weight: Scalar, communicates: bool, has_weight: bool) -> None:
+        """Notes the weight of a pass, and whether what other processes' losses add came to it unweighed."""
+        self.weights.add(weight)
+        self.unweighed |= communicates and not has_weight
 
     def _seed(
         self, loss: torch.Tensor, weight: Scalar, share: float | None, moves: bool, communicates: bool
