@@ -199,11 +199,12 @@ class Backward(Pass):
         self, loss: torch.Tensor, weight: Scalar, share: float | None, moves: bool, communicates: bool
     ) -> "tuple[float | torch.Tensor | None, bool]":
         """The cotangent for a share that is not 1, and whether autograd is to add what comes of it to weighted sums."""
+        may_seed = self.seeds and not moves and (communicates or not self.autocast)
         if share is None:
             # What other processes add to a gradient has to have its weight before it travels. Otherwise a mask is
             # better, which keeps the NaN of a weight of 0 out.
-            may_weigh = self.mixes and communicates and self.seeds and not moves and loss.dtype.itemsize >= 4
-            return (weight, True) if may_weigh else (1.0, False)
+            is_cotangent = self.mixes and may_seed and loss.dtype.itemsize >= 4
+            return (weight, True) if is_cotangent else (1.0, False)
         # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate in its backward
         # pass, and other processes wait for that. The gradients that they send here have their weights, so they are
         # added.
@@ -211,7 +212,6 @@ class Backward(Pass):
             if not (dist.is_available() and dist.is_initialized()):
                 return None, True
             return 0.0, communicates
-        may_seed = self.seeds and not moves and (communicates or not self.autocast)
         if may_seed and holds(loss.dtype, share):
             return share, True
         return 1.0, False
