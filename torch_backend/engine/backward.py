@@ -203,7 +203,7 @@ class Backward(Pass):
         if share is None:
             # What other processes add to a gradient has to have its weight before it travels. Otherwise a mask is
             # better, which keeps the NaN of a weight of 0 out.
-            is_cotangent = self.mixes and may_seed and loss.dtype.itemsize >= 4
+            is_cotangent = communicates and self.mixes and may_seed and loss.dtype.itemsize >= 4
             return (weight, True) if is_cotangent else (1.0, False)
         # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate in its backward
         # pass, and other processes wait for that. The gradients that they send here have their weights, so they are

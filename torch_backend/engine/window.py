@@ -73,6 +73,8 @@ class Engine:
         self.buffers_of: Callable[[Layout], Buffers] = Buffers
         self.module = module
         self.looks_ahead = self.may_be_short = reduction is not None
+        # Whether leaves may have what the losses of other replicas add to them.
+        self.mixes = reduction is not None and reduction.replicas.leaves is not None
         self.kept = program.memory.keep(Kept)
         # Which arguments are differentiated; None before the arguments are read.
         self.argnums: tuple[int, ...] | None = None if module is None else (_OWN,)
@@ -326,7 +328,7 @@ class Engine:
         if self.reduction is None:
             return
         # Leaves may be merged over other groups, too, which the loss may use.
-        heard = self.given_group if self.reduction.replicas.leaves is None else self.any_group
+        heard = self.any_group if self.mixes else self.given_group
         if heard is not None and heard.heard:
             self.reduction.history.communicates = True
 
@@ -375,12 +377,11 @@ class Engine:
         itself = weakref.ref(self)
         around = lambda: itself().around  # type: ignore[union-attr]
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
-        mixes = self.reduction is not None and self.reduction.replicas.leaves is not None
-        return Backward(self.buffers, leaves_in_backward, around, self.since, not self.hooked, mixes)
+        return Backward(self.buffers, leaves_in_backward, around, self.since, not self.hooked, self.mixes)
 
     def _begin_reduction(self, reduction: Reduction, value: Tree) -> None:
         """Lets the sums of outputs like this value begin in the memory that will be sent."""
-        if self.any_group is not None and (self.any_group.heard or reduction.replicas.leaves is not None):
+        if self.any_group is not None and (self.any_group.heard or self.mixes):
             # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
             self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
         self.likes = trees.flatten(value)[0]
