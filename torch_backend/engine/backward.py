@@ -203,15 +203,14 @@ class Backward(Pass):
         if share is None:
             # What other processes add to a gradient has to have its weight before it travels. Otherwise a mask is
             # better, which keeps the NaN of a weight of 0 out.
-            is_cotangent = communicates and self.mixes and may_seed and loss.dtype.itemsize >= 4
-            return (weight, True) if is_cotangent else (1.0, False)
+            conditions = communicates, self.mixes, may_seed, loss.dtype.itemsize >= 4
+            return (weight, True) if all(conditions) else (1.0, False)
         # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate in its backward
         # pass, and other processes wait for that. The gradients that they send here have their weights, so they are
         # added.
         if self.layout.only_weighted and not moves and share == 0:
-            if not (dist.is_available() and dist.is_initialized()):
-                return None, True
-            return 0.0, communicates
+            is_alone = not (dist.is_available() and dist.is_initialized())
+            return (None, True) if is_alone else (0.0, communicates)
         if may_seed and holds(loss.dtype, share):
             return share, True
         return 1.0, False
