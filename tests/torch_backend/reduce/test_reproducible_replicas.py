@@ -63,10 +63,11 @@ def shares_of(size, seeds):
     return shares
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_any_number_of_replicas_has_the_same_bits(size):
     expected = window(range(COUNT))
-    for results in processes().run(windows, shares_of(size, range(6)), size=size):
+    pool = processes(4 if size <= 4 else 8)
+    for results in pool.run(windows, shares_of(size, range(6)), size=size):
         for result in results:
             assert all(map(torch.equal, result, expected))
 
