@@ -180,9 +180,9 @@ def verify(
         totals: As for `accumulate`.
         seed: Of the order of rows, and of the groups that are looked at.
         bitwise: Whether to ask as well that the same micro-batches, of rows // n rows each, give the same bits in any
-            order, as `reproducible` promises. The causes are then also "order of sums", where they do not, "order of
-            kernels", where they do not although the sums are exact, and "bits not repeatable", where not even two calls
-            with the same arguments do.
+            order, as `reproducible` promises. The causes are then also "order of sums", where they do not;
+            "order of kernels", where they do not although the sums are exact; and "bits not repeatable", where not even
+            two calls with the same arguments do.
         **kwargs: Keyword arguments of grad_fn, passed whole.
 
     Returns:
