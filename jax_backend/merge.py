@@ -114,7 +114,7 @@ def check_unmixed(outputs: Outputs, traced: "ClosedJaxpr", replicas: Replicas) -
     names = _names_of_leaves(outputs, replicas)
     for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True):
         others = {*replicas.names} - {*names[leaf_index]}
-        if others and fold.adds == "weighted" and others & {*_axes_of_collectives(traced.jaxpr)}:
+        if others and fold.weighs and others & {*_axes_of_collectives(traced.jaxpr)}:
             raise FuncgaError(
                 f"weight= was given, and `{outputs.paths()[leaf_index]}` has from grad_fn what the losses of other "
                 f"devices along {listed(sorted(others))} add to it, each as if it weighed 1. Return sums, and let "

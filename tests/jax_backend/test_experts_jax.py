@@ -190,6 +190,9 @@ def test_gradients_that_come_unweighed_from_other_devices():
     # Means of micro-batches that have different weights, whose gradients are mixed on the way, have no mean any more.
     text = refusal(HOWS["prefix"], fold=funcga.mean(), reduction="mean")
     assert "`output[1]['experts']['w']` has from grad_fn what the losses of other devices along \"expert\"" in text
+    assert "each as if it weighed 1" in refusal(
+        HOWS["prefix"], fold=funcga.reproducible(funcga.mean()), reduction="mean"
+    )
     # Where all have one weight it is the mean.
     params, batch = problem()
     batch = (*batch[:3], jnp.ones_like(batch[3]))

@@ -328,20 +328,23 @@ def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -
     # Descriptions are long, so they are sent only where digests differ. The structure is sent only where a replica has
     # nothing to fold, and so cannot know it.
     description = mine.description if len(digests - {0}) > 1 else None
-    groups = [group.ranks for group in mine.groups]
+    groups = [group.ranks for group in mine.groups[1:]]  # all replicas know the window's
     return _Said(step, steps_made(), description, _pickled(mine) if 0 in digests else None, groups)
 
 
 def _check_groups(said: list[_Said], replicas: Replicas) -> None:
     """Raises FuncgaError if two replicas name different processes for the same leaf, and would wait for each other."""
-    for rank, mine in zip(replicas.ranks, said, strict=True):
-        for number, group in enumerate(mine.groups):
-            for other, theirs in zip(replicas.ranks, said, strict=True):
-                if other in group and theirs.groups and theirs.groups[number] != group:
-                    raise FuncgaError(
-                        f"across= names the ranks {group} for a leaf on rank {rank}, and {theirs.groups[number]} on "
-                        f"rank {other}, which is one of them. Name the same group on all of its ranks."
-                    )
+    spoke = {rank: each.groups for rank, each in zip(replicas.ranks, said, strict=True) if each.groups}
+    named = {(number, tuple(group)): rank for rank, groups in spoke.items() for number, group in enumerate(groups)}
+    # Each group is looked at once, however many replicas name it.
+    for (number, group), rank in named.items():
+        for other in group:
+            theirs = tuple(spoke[other][number]) if other in spoke else group
+            if theirs != group:
+                raise FuncgaError(
+                    f"across= names the ranks {[*group]} for a leaf on rank {rank}, and {[*theirs]} on rank {other}, "
+                    f"which is one of them. Name the same group on all of its ranks."
+                )
 
 
 def _are_mixed_up(said: list[_Said]) -> bool:
