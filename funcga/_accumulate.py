@@ -228,8 +228,8 @@ def _check_search(grad_fn: GradFn, across: Across) -> None:
     if across is not None:
         raise FuncgaError(
             'n="auto" was given together with across=: a replica that runs out of memory would begin anew while the '
-            "others wait for it. Find n without across= first, on the replica with the most rows, and give the number: "
-            "n=8."
+            "others wait for it. Plan n first, on the replica with the most rows, and give the number: n=8 of "
+            "funcga.plan(step, params, batch)."
         )
     owner = owner_of(grad_fn)
     if owner is not None:

@@ -117,12 +117,13 @@ def plan(
 
     The arguments may be real arrays or shapes alone: tensors on `torch.device("meta")`, `jax.ShapeDtypeStruct`. Meta
     tensors are planned as on torch's default device. A loss that asks for numbers, such as `.item()`, cannot be
-    planned, nor can a module that is wrapped, or `across=` in JAX. In torch a step with `across=` is planned as if all
-    replicas had the rows of this one.
+    planned, nor can a module that is wrapped. In torch a step with `across=` is planned as if all replicas had the rows
+    of this one. In JAX it is planned in `jax_backend.replicated(step, mesh)`: the bytes and the rows are those of one
+    device.
 
     Args:
-        grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of its options. Its n
-            is ignored.
+        grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of its options, in
+            JAX also one that is replicated. Its n is ignored.
         *args: What the step is called with: parameters and a whole batch.
         memory: The bytes that there are for all of it, the arguments included: a number, or a string such as
             "14 GiB" or "800 MB". By default those that are free on the device of the arguments.
@@ -149,9 +150,17 @@ def plan(
         >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), plan.n)
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
-    job = getattr(grad_fn, "coupled", None)  # of a step of `coupled`, which has its program
-    program = step_program(grad_fn) if job is None else job.program
-    program = program or read_program(grad_fn, fold, weight, in_axes, None, totals)
+    on_each = getattr(grad_fn, "on_each", None)  # of a step in `jax_backend.replicated`, which says what it wraps
+    step = grad_fn if on_each is None else grad_fn.step  # type: ignore[attr-defined]
+    job = getattr(step, "coupled", None)  # of a step of `coupled`, which has its program
+    program = step_program(step) if job is None else job.program
+    if on_each is not None and program is None:
+        raise FuncgaError(
+            "the plan of a replicated function was asked for, and what runs on every device is no step of accumulate "
+            "or coupled, so nothing says what its n is. Plan such a step alone, replicated(funcga.accumulate(grad_fn, "
+            '1, across="data"), mesh), and count the state of an optimizer in: plan(..., state=tx.init(params)).'
+        )
+    program = replace(program or read_program(grad_fn, fold, weight, in_axes, None, totals), on_each=on_each)
     backend = _backend(program, args, kwargs, state)
     return planned(program, backend, args, kwargs, None if memory is None else read_memory(memory), state, job)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,9 +22,14 @@ def is_shape(leaf: Any) -> bool:
 
 
 def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """How many rows the arguments of a call have."""
+    """How many rows the arguments of a call have; on one device, if it runs on several."""
     found: list[int] = []
-    _Call(args, {}).shapes(lambda args, kwargs: found.append(program.read(args, backend).rows()))
+
+    def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+        found.append(program.read(args, backend).rows())
+
+    on_each = program.on_each
+    _Call(args, {}).shapes(count if on_each is None else partial(on_each, count, out_specs=None))
     return found[0]
 
 
@@ -32,8 +38,11 @@ def nbytes(tree: Tree) -> int:
     return sum({id(leaf): _size(leaf) for leaf in _Call((tree,), {}).arrays}.values())
 
 
-def _size(leaf: Any) -> int:
-    return int(math.prod(leaf.shape)) * int(leaf.dtype.itemsize)
+def _size(leaf: Any, sharding: Any = None) -> int:
+    """The bytes of an array, or of its part on one device if it is cut among several."""
+    sharding = sharding or getattr(leaf, "sharding", None)
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    return int(math.prod(shape)) * int(leaf.dtype.itemsize)
 
 
 def free_memory(tree: Tree) -> int | None:
@@ -52,29 +61,33 @@ def peak(
     backend: Backend,
 ) -> dict[str, int]:
     """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it is."""
-    if program.across is not None:
+    if program.across is not None and program.on_each is None:
         raise FuncgaError(
             "the plan of a step with across= was asked for, whose axis has a meaning inside of shard_map alone. Plan "
-            "the step of one replica: without across=, and with its own rows."
+            "it as it runs on a mesh: funcga.plan(jax_backend.replicated(step, mesh), params, batch)."
         )
-    call, whole = _Call(args, kwargs), dict[int, int]()
+    call, step = _Call(args, kwargs), window(replace(program, memory=Memory()))
+    is_batch: list[bool] = []
 
     def run(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        parts = program.read(args, backend).parts
-        traced = [part.value for part in parts if not part.axes], kwargs
-        whole.update({id(leaf): _size(leaf) for leaf in trees.flatten(traced)[0] if isinstance(leaf, jax.Array)})
-        return window(replace(program, memory=Memory()))(args, kwargs)
+        for part in program.read(args, backend).parts:
+            is_batch.extend(bool(part.axes) for leaf in trees.flatten(part.value)[0] if hasattr(leaf, "shape"))
+        return step(args, kwargs)
 
-    sizes = call.lowered(run).compile().memory_analysis()
+    program_of_device = call.lowered(run if program.on_each is None else partial(program.on_each, run)).compile()
+    sizes = program_of_device.memory_analysis()
     if sizes is None:
         raise FuncgaError(
             "XLA does not say on this platform how much memory a compiled program takes. Let the step try sizes when "
             'it runs: n="auto".'
         )
-    parameters = min(sum(whole.values()), sizes.argument_size_in_bytes)
+    (shardings,), _ = program_of_device.input_shardings
+    # The leaves of keyword arguments, which are passed whole, are the last.
+    triples = zip(call.arrays, shardings, is_batch, strict=False)
+    batch = sum(_size(leaf, sharding) for leaf, sharding, is_cut in triples if is_cut)
     return {
-        "parameters": parameters,
-        "batch": sizes.argument_size_in_bytes - parameters,
+        "parameters": sizes.argument_size_in_bytes - batch,
+        "batch": batch,
         "results": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
         "temporaries": sizes.temp_size_in_bytes,
     }

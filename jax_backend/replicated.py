@@ -4,6 +4,7 @@ Only JAX has this file: in torch every replica is a process of its own.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import TypeAlias
 
@@ -68,7 +69,10 @@ def replicated(
     """
     names = _names(mesh, axis)
 
-    def call(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+    def on_each(
+        function: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree], out_specs: Tree = out_specs
+    ) -> Tree:
+        """`function(args, kwargs)` on every device, with its own part of what step is called with."""
         specs = _specs(args, in_specs, names, step)
         _check_rows(args, specs, mesh, step)
         # Only arrays go through shard_map. All else is closed over, as it is the same on every device.
@@ -80,7 +84,7 @@ def replicated(
         def on_each_device(local_arrays: list[Tree]) -> Tree:
             args, kwargs = static.tree(local_arrays)
             with unmerged(names):
-                return step(*args, **kwargs)
+                return function(args, kwargs)
 
         mapped = jax.shard_map(
             on_each_device,
@@ -93,12 +97,14 @@ def replicated(
         placed = [_placed(*pair, mesh, names) for pair in zip(whole_arrays, array_specs, strict=True)]
         return _explained(mapped, placed, names)
 
-    run = compiled(call)
+    run = compiled(partial(on_each, lambda args, kwargs: step(*args, **kwargs)))
 
     def everywhere(*args: Tree, **kwargs: Tree) -> Tree:
         """The result of step on every device along the axis, each with its own rows."""
         return run((), args, kwargs)
 
+    # For a plan, which runs the step with other numbers of micro-batches.
+    everywhere.step, everywhere.on_each = step, on_each  # type: ignore[attr-defined]
     return everywhere
 
 

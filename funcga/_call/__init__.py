@@ -72,6 +72,7 @@ class Program:
     observers: Observers | None = None
     dropping: DroppingStep | None = None
     is_exact: bool = False  # whether some sums are exact, and the bits of every micro-batch count
+    on_each: Callable[..., Tree] | None = None  # of a plan: what runs a function on every device of a mesh
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""

@@ -282,9 +282,6 @@ def test_what_cannot_be_planned(tmp_path):
         wrapped = nn.parallel.DistributedDataParallel(model)
         with pytest.raises(funcga.FuncgaError, match="a wrapper of the module merges over replicas"):
             funcga.plan(module_value_and_grad(wrapped, mean_loss), *batch)
-    step = funcga.accumulate(funcga.value_and_grad(loss), 2, across="replicas")
-    with pytest.raises(funcga.FuncgaError, match="inside of shard_map alone"):
-        funcga.plan(step, {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}, jnp.ones((4, 2)))
 
 
 def over_replicas(group, make, n, how):
