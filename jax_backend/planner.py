@@ -22,13 +22,13 @@ def is_shape(leaf: Any) -> bool:
 
 
 def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """How many rows the arguments of a call have; on one device, if it runs on several."""
+    """How many rows the arguments of a call have."""
     found: list[int] = []
 
     def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         found.append(program.read(args, backend).rows())
 
-    on_each = program.on_each
+    on_each = program.on_each  # then they are those of one device
     _Call(args, {}).shapes(count if on_each is None else partial(on_each, count, out_specs=None))
     return found[0]
 
