@@ -45,6 +45,11 @@ class UpdateFunction:
         """Whether nothing that it returns, a state included, can lie in the memory of the gradients."""
         return False
 
+    @property
+    def takes_weight(self) -> bool:
+        """Whether it is to be told the weight of a window, `weight=`."""
+        return False
+
     def applied(self, donate: bool, /, grads: Tree, state: Tree, params: Tree, **extra: Any) -> tuple[Tree, Any]:
         """(params, state) after the update. If `donate`, all that is given may be written to, and come back."""
         raise NotImplementedError
@@ -64,6 +69,18 @@ def leaves_gradients(tx: Transform) -> bool:
     """Whether nothing that a transform returns, a state included, can lie in the memory of its gradients."""
     update: object = tx.update
     return isinstance(update, UpdateFunction) and update.leaves_gradients
+
+
+def takes_weight(function: Callable[..., object]) -> bool:
+    """Whether a function, such as the update of a transform, is to be told the weight of a window, `weight=`."""
+    update: object = function
+    if isinstance(update, UpdateFunction):
+        return update.takes_weight
+    try:
+        # By its name alone: what takes any argument may hand it on to what does not take this one.
+        return "weight" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
 
 
 class DonatingTransform(Transform):

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._fold import LEAST32, check_quantity, is_quantity
-from funcga._transform import DonatingTransform, Transform, UpdateFunction, leaves_gradients, wrapped_transform
+from funcga._transform import (
+    DonatingTransform,
+    Transform,
+    UpdateFunction,
+    leaves_gradients,
+    takes_weight,
+    wrapped_transform,
+)
 from funcga._transform.apply import applied, check_donates
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
@@ -123,6 +130,11 @@ class _ScaledUpdate(UpdateFunction):
     def leaves_gradients(self) -> bool:
         """Whether nothing that it returns can lie in the memory of the gradients."""
         return leaves_gradients(self.tx)
+
+    @property
+    def takes_weight(self) -> bool:
+        """Whether it is to be told the weight of a window, `weight=`."""
+        return takes_weight(self.tx.update)
 
     def init(self, params: Tree) -> LossScaledState:
         """The state before the first update."""

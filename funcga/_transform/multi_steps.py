@@ -23,6 +23,7 @@ from funcga._transform import (
     is_scaled,
     leaves_gradients,
     libraries,
+    takes_weight,
     wrapped_transform,
 )
 from funcga._transform.apply import applied, check_donates
@@ -249,7 +250,8 @@ def multi_steps(
     as float32, and so have its state and the updates.
 
     Args:
-        tx: Any pair of functions (init, update): optax's transforms, torch_backend.from_optimizer, your own.
+        tx: Any pair of functions (init, update): optax's transforms, torch_backend.from_optimizer, your own. If its
+            update has a parameter named weight, it gets the weight of the window, of all replicas.
         n: The micro-batches of a window, at least 1; a schedule, a function of the number of updates so far (an int, in
             JAX a 0-d array); or funcga.TargetWeight(w): as many as weigh w.
         fold: A Fold, or a tree prefix of Folds over the gradients. The weight of a micro-batch is 1 unless it is given,
@@ -304,7 +306,7 @@ def multi_steps(
             f"scale would never back off, and no window be an update. Leave drop out: it skips such windows itself."
         )
     observing = None if observe is None else ObservingUpdates(Observers(observe), fold)
-    binding = _Binding(Memory(None if across is None else step_of(read.update)))
+    binding = _Binding(Memory(None if across is None else step_of(read.update)), takes_weight(read.update))
     dropping = DroppingUpdates(drop, drop_if)
     update = MultiStepsUpdate(read, check_target(n), fold, dropping, across, donate, binding, observing)
     # Out in the type that the library's own combinators take, as it came in.
@@ -320,10 +322,12 @@ class _Binding:
 
     `outputs` is its fold bound to gradients in a `structure`, with dtypes and shapes, their `kinds`. `counted` is the
     same with the number of rejected micro-batches as one more leaf, for `merging` over replicas. `adding` is what a
-    backend keeps that adds gradients where they are computed.
+    backend keeps that adds gradients where they are computed. `tells_weight`: whether the wrapped transform gets the
+    weight of a window.
     """
 
     merging: Memory
+    tells_weight: bool
     adding: WindowMemory = field(default_factory=WindowMemory)
     kinds: list[tuple[Dtype, object]] | None = None
     structure: Structure = None
@@ -351,7 +355,7 @@ class MultiStepsUpdate(UpdateFunction):
 
     def __reduce__(self) -> Any:
         """How it is pickled: what is kept between calls can be worked out again."""
-        binding = _Binding(Memory(self.binding.merging.step))
+        binding = _Binding(Memory(self.binding.merging.step), self.binding.tells_weight)
         observing = None if self.observing is None else ObservingUpdates(self.observing.observers, self.fold)
         choices = self.tx, self.n, self.fold, self.dropping, self.across, self.donate, binding, observing
         return MultiStepsUpdate, choices
@@ -643,7 +647,10 @@ class MultiStepsUpdate(UpdateFunction):
         """
         params, extra = operands
         run = partial(self._run, backend)
-        update = lambda keep, grads: backend.transforms.when(keep, run, state.inner, (grads, params, extra), grads)
+        tells = self.binding.tells_weight
+        update = lambda keep, grads, total: backend.transforms.when(
+            keep, run, state.inner, (grads, params, {**extra, "weight": total.total} if tells else extra), grads
+        )
         return self._ended(backend, param_leaves, owned, has_any, state, update)
 
     def _emitted_into(
@@ -654,17 +661,18 @@ class MultiStepsUpdate(UpdateFunction):
         params, state = carried
         run = partial(self._run_into, backend, donate)
 
-        def update(keep: bool | Array, grads: Tree) -> tuple[Tree, Tree, Scalar]:
-            _, (after, inner), updated = backend.transforms.when(keep, run, (params, state.inner), (grads, extra), ())
+        def update(keep: bool | Array, grads: Tree, total: Tally) -> tuple[Tree, Tree, Scalar]:
+            told = {**extra, "weight": total.total} if self.binding.tells_weight else extra
+            _, (after, inner), updated = backend.transforms.when(keep, run, (params, state.inner), (grads, told), ())
             return after, inner, updated
 
         return (), self._ended(backend, param_leaves, owned, has_any, state, update)
 
     def _ended(
         self, backend: Backend, param_leaves: Sequence[Array], owned: bool, has_any: bool | Array,
-        state: MultiStepsState, update: Callable[[bool | Array, Tree], tuple[Tree, Tree, Scalar]],
+        state: MultiStepsState, update: Callable[[bool | Array, Tree, Tally], tuple[Tree, Tree, Scalar]],
     ) -> tuple[Tree, MultiStepsState]:  # fmt: skip
-        """What an update returned, and the state with empty windows; `update(keep, grads)` makes it, and a state."""
+        """What an update returned, and the state with empty windows; `update(keep, grads, total)` makes both."""
         self.binding.adding.open.clear()
         # First the windows of all replicas become one.
         arrays, replicas = backend.arrays, self._replicas(backend)
@@ -690,7 +698,7 @@ class MultiStepsUpdate(UpdateFunction):
             observed = self.observing.said(window.outputs.structure_of(gradients), scale)
         try:
             whole = window.outputs.structure_of(gradients)
-            result, inner, updated = update(keep, whole if self.observing is None else whole[1])
+            result, inner, updated = update(keep, whole if self.observing is None else whole[1], total)
         # With donate the sums were divided in place; after an error the caller's state is to hold them again.
         except Exception:
             if self.donate and replicas is None:

@@ -205,7 +205,8 @@ def beta_for_half_life(tokens: _Size, half_life: float) -> _Size | float:
     """`2 ** (-tokens / half_life)`: the beta of a moving average that forgets half of what it has after so many tokens.
 
     With it Adam's second moment remembers equally many tokens for every batch size, so that a batch of another size
-    trains alike without accumulation. Give it to the optimizer as beta2.
+    trains alike without accumulation. Give it to the optimizer as beta2; in torch also as an option that follows the
+    window's tokens, `betas=lambda count, weight: (0.9, funcga.beta_for_half_life(weight, half_life))`.
 
     Source: Marek et al. (2025), "Small batch size training for language models: when vanilla SGD works, and why
     gradient accumulation is wasteful", arXiv 2507.07101.

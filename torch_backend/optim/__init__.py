@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from funcga._transform import DonatingTransform, UpdateFunction
+from funcga._transform import DonatingTransform, UpdateFunction, takes_weight
 from funcga._types import Tree
 from funcga.errors import FuncgaError, check_callable
 from torch_backend import trees
@@ -64,7 +64,11 @@ def from_optimizer(
         scheduler: Makes a scheduler of torch.optim.lr_scheduler, which is stepped once an update, such as
             `functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=100)`.
         **options: The optimizer's own: lr, betas, fused, foreach, maximize ... One that is a function is a schedule of
-            the count of updates, from 0 on: `lr=lambda count: 1e-3 * 0.9**count`.
+            the count of updates, from 0 on: `lr=lambda count: 1e-3 * 0.9**count`. With a second parameter named weight
+            it gets the weight of the window, too, such as its tokens: `betas=lambda count, weight: (0.9,
+            funcga.beta_for_half_life(weight, 10_000_000))`. multi_steps gives its total; else it is an argument,
+            `tx.update(grads, state, params, weight=tokens)`, a number or a 0-d tensor, for which the host waits if it
+            lies on a device. init calls such functions with a weight of 1.
 
     Returns:
         The transform.
@@ -134,6 +138,13 @@ class _Update(UpdateFunction):
         """Whether nothing that it returns can lie in the memory of the gradients, as those of torch copy them."""
         return self.is_stock
 
+    @property
+    def takes_weight(self) -> bool:
+        """Whether it is to be told the weight of a window, `weight=`."""
+        # What groups(name) returns is not known here.
+        functions = filter(callable, self.options.options.values())
+        return self.options.groups is not None or any(map(takes_weight, functions))
+
     @cached_property
     def is_stock(self) -> bool:
         """Whether the optimizer is torch's own, of which it is known what they write to."""
@@ -151,8 +162,13 @@ class _Update(UpdateFunction):
         check_not_differentiated("an optimizer of torch", params)
         leaves = trees.flatten(params)[0]
         check_parameters(leaves, params)
-        singles = self.options.singles([leaf.detach() for leaf in leaves if leaf is not None], params)
-        return initial_state(params, [{} if leaf is None else self._zeros(*next(singles)) for leaf in leaves])
+        tensors = [leaf.detach() for leaf in leaves if leaf is not None]
+        if not tensors:
+            return initial_state(params, [{} for _ in leaves], False)
+        optimizer, functions = self.options.build(tensors, params, 0, 1.0)
+        singles = self.options.singles(tensors, optimizer)
+        slots = [{} if leaf is None else self._zeros(*next(singles)) for leaf in leaves]
+        return initial_state(params, slots, any(map(takes_weight, functions)))
 
     def _zeros(self, copy: torch.Tensor, optimizer: Optimizer) -> Slot:
         """Zeros for what the optimizer of a copy keeps for it, as one step shows."""
@@ -192,7 +208,7 @@ class _Update(UpdateFunction):
                 stepped = without_overlap([parameter.detach() for parameter in arguments.parameters])
             else:
                 stepped = [parameter.detach().clone() for parameter in arguments.parameters]
-            after = self._step(arguments, stepped, extra.get("closure"), donate)
+            after = self._step(arguments, stepped, extra, donate)
             return arguments.tree(without_grads(stepped)), after
 
     def _updated(
@@ -202,23 +218,24 @@ class _Update(UpdateFunction):
         with torch.no_grad():
             # The caller's parameters are never written to.
             copies = [parameter.detach().clone() for parameter in arguments.parameters]
-            after = self._step(arguments, copies, extra.get("closure"), owned)
+            after = self._step(arguments, copies, extra, owned)
             return arguments.tree(arguments.differences(copies)), after
 
     def _step(
-        self, arguments: UpdateArguments, copies: list[torch.Tensor], function: object, owned: bool
+        self, arguments: UpdateArguments, copies: list[torch.Tensor], extra: dict[str, object], owned: bool
     ) -> OptimizerState:
         """The state after a step that the optimizer takes on copies of the parameters.
 
         If the state is `owned`, it lies in its memory, and the gradients may be written to.
         """
+        function, weight = extra.get("closure"), extra.get("weight")
         if not copies:
-            return arguments.state_after([], [], owned)
+            return arguments.state_after([], [], owned, weight)
         if not self.is_stock:
             for copy in copies:
                 copy.requires_grad_()  # as optimizers of others may ask for
         count = int(arguments.state.count)
-        with self.builder.built(copies, arguments, count) as optimizer:
+        with self.builder.built(copies, arguments, count, weight) as optimizer:
             if isinstance(optimizer, torch.optim.SparseAdam):
                 _check_sparse(arguments)
             # The gradients come before the step: a closure, if there is one, replaces them inside of it.
@@ -233,7 +250,7 @@ class _Update(UpdateFunction):
                     optimizer.state[copy] = slot
             # It steps, and what it has changed is read from the copies and its state.
             slots = self._stepped(arguments, optimizer, copies, closure)
-        return arguments.state_after(copies, slots, owned)
+        return arguments.state_after(copies, slots, owned, weight)
 
     def _stepped(
         self,

@@ -25,7 +25,7 @@ class Built:
     """An optimizer, to which group each of its tensors belongs, and the options that the groups began with.
 
     kinds: the dtypes, devices and shapes of the parameters of this structure.
-    varies: whether these are others after another count of updates.
+    varies: whether these are others in another update.
     """
 
     optimizer: Optimizer
@@ -48,11 +48,13 @@ class Builder:
         self.kept: list[Built] = []
 
     @contextmanager
-    def built(self, tensors: Sequence[torch.Tensor], arguments: UpdateArguments, count: int) -> Iterator[Optimizer]:
+    def built(
+        self, tensors: Sequence[torch.Tensor], arguments: UpdateArguments, count: int, weight: object
+    ) -> Iterator[Optimizer]:
         """The optimizer of the tensors that stand for the parameters after `count` updates, its state empty."""
         kept = self._taken(arguments)
         if kept is None:
-            kept = self._new(tensors, arguments, count)
+            kept = self._new(tensors, arguments, count, weight)
         else:
             for group, members in zip(kept.optimizer.param_groups, kept.members, strict=True):
                 group["params"] = [tensors[index] for index in members]
@@ -74,18 +76,19 @@ class Builder:
         is_alike = kept.kinds == arguments.kinds and kept.structure == arguments.structure
         return kept if is_alike else None
 
-    def _new(self, tensors: Sequence[torch.Tensor], arguments: UpdateArguments, count: int) -> Built:
-        optimizer, varies = self.options.build(tensors, arguments.params, count)
+    def _new(self, tensors: Sequence[torch.Tensor], arguments: UpdateArguments, count: int, weight: object) -> Built:
+        optimizer, functions = self.options.build(tensors, arguments.params, count, weight)
         index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
         members = [[index_of[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
         options = [*map(without_params, optimizer.param_groups)]
-        return Built(optimizer, arguments.kinds, arguments.structure, members, options, varies)
+        return Built(optimizer, arguments.kinds, arguments.structure, members, options, bool(functions))
 
 
 def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dict[str, Any]]:
     """Reads the options that the last update was done with, such as its learning rate, in order to log them.
 
-    They follow from the count of updates in the state, so that they are those of a state that was just loaded, too.
+    They follow from what the state has, the count of updates and the weight of the last window, so that they are those
+    of a state that was just loaded, too.
 
     Args:
         tx: What from_optimizer returned.
@@ -94,7 +97,7 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
 
     Returns:
         A dict of options for each group, as in `optimizer.param_groups`, in the order of their first parameters; one
-        dict without `groups`. Functions of the count have been called, and the scheduler has set what it sets.
+        dict without `groups`. Functions have been called, and the scheduler has set what it sets.
 
     Raises:
         FuncgaError: tx is not of from_optimizer, the state is another one's, or there was no update yet.
@@ -129,6 +132,7 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
     # An optimizer may make memory as large as its tensors, so it is built for tensors without elements.
     leaves = [leaf for leaf in trees.flatten(params)[0] if leaf is not None]
     empty = [torch.empty((0,) * leaf.ndim, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
-    optimizer, _ = options.build(empty, params, last)
+    weight = state.weight if isinstance(state.weight, torch.Tensor) else None
+    optimizer, _ = options.build(empty, params, last, weight)
     options.schedule_groups(optimizer, [*map(without_params, optimizer.param_groups)], last)
     return [*map(without_params, optimizer.param_groups)]

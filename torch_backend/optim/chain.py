@@ -10,7 +10,15 @@ import torch
 from torch.nn import utils
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._transform import DonatingTransform, Transform, UpdateFunction, is_scaled, leaves_gradients, read_transform
+from funcga._transform import (
+    DonatingTransform,
+    Transform,
+    UpdateFunction,
+    is_scaled,
+    leaves_gradients,
+    read_transform,
+    takes_weight,
+)
 from funcga._transform.apply import applied
 from funcga._types import Tree
 from funcga.errors import FuncgaError
@@ -82,6 +90,11 @@ class _Chain(UpdateFunction):
         # Before the last link there may be clipping too, whose state is a number in memory of its own.
         *first, last = self.links
         return leaves_gradients(last) and all(leaves_gradients(link) or _is_clipping(link) for link in first)
+
+    @property
+    def takes_weight(self) -> bool:
+        """Whether it is to be told the weight of a window, `weight=`."""
+        return any(takes_weight(link.update) for link in self.links)
 
     def init(self, params: Tree) -> tuple[Tree, ...]:
         """The state before the first update."""

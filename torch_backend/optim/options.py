@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from funcga._backend.prefixes import paths_and_leaves
+from funcga._transform import takes_weight
 from funcga._types import Tree
 from funcga.errors import FuncgaError, similar
 from torch_backend import _private, trees
@@ -29,16 +30,18 @@ class Options:
     groups: Callable[[str], Mapping[str, object]] | None
     schedule: "Schedule | None"
 
-    def build(self, tensors: Sequence[torch.Tensor], params: Tree, count: int) -> tuple[Optimizer, bool]:
+    def build(
+        self, tensors: Sequence[torch.Tensor], params: Tree, count: int, weight: object
+    ) -> tuple[Optimizer, list[Callable[..., object]]]:
         """The optimizer of the tensors that stand for these parameters after `count` updates, its state empty.
 
-        And whether one of its options varies with the count.
+        weight: that of the window, None if it is not known. And those of its options that are functions.
         """
         # A group of one's own options overrides the options for all, as torch's param_groups do.
         groups = [] if self.groups is None else self._grouped(tensors, params)
-        varies = any(callable(value) for options in (self.options, *groups) for value in options.values())
-        grouped = tensors if self.groups is None else [_at(group, count) for group in groups]
-        return self.optimizer(grouped, **_at(self.options, count)), varies
+        functions = [value for options in (self.options, *groups) for value in options.values() if callable(value)]
+        grouped = tensors if self.groups is None else [_at(group, count, weight) for group in groups]
+        return self.optimizer(grouped, **_at(self.options, count, weight)), functions
 
     def schedule_groups(self, optimizer: Optimizer, began_with: list[Group], count: int) -> None:
         """Gives each group of an optimizer the options that the scheduler has for it after `count` updates."""
@@ -49,15 +52,16 @@ class Options:
             for group, options in zip(optimizer.param_groups, self.schedule(optimizer, count), strict=True):
                 group.update(options)
 
-    def singles(self, tensors: Sequence[torch.Tensor], params: Tree) -> Iterator[tuple[torch.Tensor, Optimizer]]:
-        """A copy of each tensor, and the optimizer of it alone before its first update, one after the other."""
-        optimizer, _ = self.build(tensors, params, 0)
+    def singles(
+        self, tensors: Sequence[torch.Tensor], optimizer: Optimizer
+    ) -> Iterator[tuple[torch.Tensor, Optimizer]]:
+        """A copy of each tensor, and the optimizer of it alone, one after the other, by an optimizer of all of them."""
         self.schedule_groups(optimizer, [*map(without_params, optimizer.param_groups)], 0)
         group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
         for tensor in tensors:
             # Only one copy is there at a time.
             copy = tensor.clone().requires_grad_()
-            yield copy, self.optimizer([{**group_of[id(tensor)], "params": [copy]}], **_at(self.options, 0))
+            yield copy, self.optimizer([{**group_of[id(tensor)], "params": [copy]}], **_at(self.options, 0, 1.0))
 
     def _grouped(self, tensors: Sequence[torch.Tensor], params: Tree) -> list[Group]:
         """A group for all tensors of the same options, in the order of their first ones."""
@@ -84,8 +88,20 @@ class Options:
         check_names(self.optimizer, options, f"groups({name!r}) gives an option `{{}}`, which")
 
 
-def _at(options: Mapping[str, object], count: int) -> Group:
-    return {name: value(count) if callable(value) else value for name, value in options.items()}
+def _at(options: Mapping[str, object], count: int, weight: object) -> Group:
+    return {name: _called(value, name, count, weight) if callable(value) else value for name, value in options.items()}
+
+
+def _called(function: Callable[..., object], name: str, count: int, weight: object) -> object:
+    if not takes_weight(function):
+        return function(count)
+    if weight is None:
+        raise FuncgaError(
+            f"the option {name} is a function of the window's weight, and the update was given none. Say it, "
+            f"tx.update(grads, state, params, weight=tokens), or let funcga.multi_steps(tx, n) add up the weights of "
+            f"its micro-batches."
+        )
+    return function(count, weight=weight.item() if isinstance(weight, torch.Tensor) else weight)
 
 
 def check_names(optimizer: type[Optimizer], options: Mapping[str, object], says: str = "`{}`") -> None:

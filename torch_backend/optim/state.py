@@ -27,11 +27,14 @@ class OptimizerState(NamedTuple):
     slots: what the optimizer keeps for each parameter: the tree of the parameters with a dict for each leaf,
         `state.slots["w"]["exp_avg"]`. Zeros before a parameter's first update. A Python number is a Number there.
     started: whether each parameter has had its first update, in the order of their paths; bool[parameters], on the CPU.
+    weight: that of the window of the last update, where options are functions of it, NaN before the first; float64[],
+        on the CPU. Else (), which has no leaves.
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # a tuple's own method
     slots: Tree
     started: torch.Tensor
+    weight: torch.Tensor | tuple[()] = ()
 
 
 class Number(NamedTuple):
@@ -120,10 +123,11 @@ def _mapped(function: Callable[[object], object], value: object) -> object:
     return function(value)
 
 
-def initial_state(params: Tree, slots: Sequence[Slot]) -> OptimizerState:
-    """The state before the first update, with these slots."""
+def initial_state(params: Tree, slots: Sequence[Slot], has_weight: bool) -> OptimizerState:
+    """The state before the first update, with these slots, and room for the weight of a window if it has one."""
     count, started = torch.zeros((), dtype=torch.int32), torch.zeros(len(slots), dtype=torch.bool)
-    return OptimizerState(count, trees.unflatten(trees.flatten(params)[1], slots), started)
+    weight = torch.tensor(torch.nan, dtype=torch.float64) if has_weight else ()
+    return OptimizerState(count, trees.unflatten(trees.flatten(params)[1], slots), started, weight)
 
 
 class UpdateArguments:
@@ -189,7 +193,7 @@ class UpdateArguments:
                     f"of another optimizer, or of other options. Begin with state = tx.init(params)."
                 )
 
-    def state_after(self, copies: list[torch.Tensor], slots: list[Slot], owned: bool) -> OptimizerState:
+    def state_after(self, copies: list[torch.Tensor], slots: list[Slot], owned: bool, weight: object) -> OptimizerState:
         """The state with these slots, after a step on copies of the parameters with their gradients."""
         # A parameter without a gradient is skipped. Until it has had one, its slot is that of init.
         started = [True] * len(self.leaves)
@@ -200,7 +204,9 @@ class UpdateArguments:
                 slots[position] = slot if owned else on_tensors(torch.clone, slot)
         # Flags are kept in the order of the paths: a file may return dicts in another order.
         flags = torch.tensor(_by_path(started, self.params), dtype=torch.bool)
-        return OptimizerState(self.state.count + 1, self.tree(slots, {}), flags)
+        has_weight = isinstance(self.state.weight, torch.Tensor) and weight is not None
+        kept = torch.tensor(float(weight), dtype=torch.float64) if has_weight else self.state.weight  # type: ignore[arg-type]
+        return OptimizerState(self.state.count + 1, self.tree(slots, {}), flags, kept)
 
     def differences(self, copies: list[torch.Tensor]) -> list[torch.Tensor]:
         """What a step has added to copies of the parameters, in the memory of the copies."""
