@@ -156,6 +156,15 @@ def acts_on_grad(tensor: object) -> bool:
     return bool(_attribute(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def forget_hooks(tensor: torch.Tensor) -> None:
+    """Takes away what hooks leave in a tensor after they are removed: every backward pass would still look for them.
+
+    Every version keeps them there. Without this a backward pass takes a few percent longer.
+    """
+    if hooks_of(tensor) is not None and not hooks_of(tensor):
+        tensor._backward_hooks = None
+
+
 # Whether a tensor has such hooks, at a glance: None for one that never had a hook, as most are. Without these each
 # tensor is looked at.
 has_hooks: Callable[[torch.Tensor], object] = _reader("_backward_hooks", otherwise=True)

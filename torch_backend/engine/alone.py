@@ -106,6 +106,9 @@ class Alone(Engine):
                 except RuntimeError as error:
                     explain(error, self.leaves)
                     raise
+                finally:
+                    if arrivals is not None:
+                        arrivals.end()
 
     def _gradients(self, loss: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor] | None:
         """The gradients of the leaves; None where torch.func has to find them."""

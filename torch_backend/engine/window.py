@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
@@ -174,6 +175,9 @@ class Engine:
                 except RuntimeError as error:
                     explain(error, leaves)
                     raise
+                finally:
+                    if arrivals is not None:
+                        arrivals.end()
 
         if arrivals is not None:
             self.unreached |= arrivals.are_missed(loss, weight, alone=self.reduction is None)
@@ -531,11 +535,19 @@ class Arrivals:
 
     def __init__(self, gradient: GradientFunction):
         self.gradient, self.evaluations = gradient, evaluations()
+        self.hooks: list[tuple[torch.Tensor, RemovableHandle]] = []
 
     def watch(self, leaves: Sequence[torch.Tensor]) -> None:
         """Puts hooks on the leaves."""
         note = lambda _: self.gradient.reached.add(True)
-        self.hooks = [leaf.register_hook(note) for leaf in leaves]  # type: ignore[no-untyped-call]
+        for leaf in leaves:
+            self.hooks.append((leaf, leaf.register_hook(note)))  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Takes the hooks away again. They may be on the parameters of a module."""
+        for leaf, hook in self.hooks:
+            hook.remove()
+            _private.forget_hooks(leaf)
 
     def are_missed(self, loss: torch.Tensor, weight: Scalar, alone: bool) -> bool:
         """Whether a loss that reached no leaf is an error: it has a graph, or is a constant that nothing explains.
@@ -543,8 +555,6 @@ class Arrivals:
         Three things explain a constant: it is 0, as where all is masked; it has another gradient inside, such as that
         of a linear function; or other replicas have more micro-batches, so that this one is not `alone`.
         """
-        for hook in self.hooks:
-            hook.remove()
         if self.gradient.reached or not self.hooks or not float(weight):
             return False
         return loss.requires_grad or (alone and evaluations() == self.evaluations and is_constant(loss))

@@ -1,5 +1,7 @@
 """Hooks on parameters: called for the gradient of every micro-batch, whichever way the gradient is taken."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -117,6 +119,33 @@ def test_a_hook_is_gone_when_its_handle_is_removed():
     assert not step(params_of(module), x)["0.weight"].any()
     handle.remove()
     assert step(params_of(module), x)["0.weight"].any()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_module_is_left_without_a_trace_of_hooks(fails):
+    """Even an empty table of hooks is called from every later backward pass, those of others too."""
+    module, x = net()
+    handle = module[0].weight.register_hook(HOOKS["linear"])
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("no gradient")
+
+    loss_fn = (lambda module, x: Failing.apply(mse(module, x))) if fails else mse
+    with pytest.raises(RuntimeError, match="no gradient") if fails else nullcontext():
+        funcga.accumulate(module_value_and_grad(module, loss_fn), 2)(x)
+    weight, *others = module.parameters()
+    assert [*weight._backward_hooks.values()] == [HOOKS["linear"]]
+    assert {p._backward_hooks for p in others} == {None}
+    handle.remove()
+    _, grads = funcga.accumulate(module_value_and_grad(module, mse), 2)(x)
+    for name, gradient in by_hand(module, x, 2).items():
+        torch.testing.assert_close(grads[name], gradient, rtol=1e-12, atol=1e-15)
 
 
 def test_hooks_that_act_on_grad_are_refused():
