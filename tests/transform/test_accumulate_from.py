@@ -389,6 +389,28 @@ def swap_data(module, params):
     params["0.weight"].data = torch.randn(8, 8, dtype=torch.float64)
 
 
+def transpose_data(module, params):
+    """In the same memory, with the same shape."""
+    params["0.weight"].data = params["0.weight"].data.t()
+
+
+def tie(module, params):
+    module[2].weight = module[0].weight
+
+
+def rename(module, params):
+    for name in [*module._modules]:
+        module._modules[f"layer{name}"] = module._modules.pop(name)
+
+
+def add_layer(module, params):
+    module.append(nn.Linear(8, 8, dtype=torch.float64))
+
+
+def parametrize(module, params):
+    nn.utils.parametrizations.weight_norm(module[2])
+
+
 def write_in_place(module, params):
     params["0.weight"].detach().mul_(2)
 
@@ -411,9 +433,12 @@ def evaluate(module, params):
 
 @pytest.mark.parametrize(
     "change",
-    [replace_layer, replace_parameter, swap_data, write_in_place, freeze, another_tensor, hook, evaluate],
+    [
+        replace_layer, replace_parameter, swap_data, transpose_data, tie, rename, add_layer, parametrize,
+        write_in_place, freeze, another_tensor, hook, evaluate,
+    ],
     ids=lambda change: change.__name__,
-)
+)  # fmt: skip
 def test_what_changes_between_two_micro_batches_counts(change):
     """A window goes on with the leaves of the last micro-batch only where they are what this one would make."""
 

@@ -28,7 +28,7 @@ from torch_backend.engine.others import GradsWatch, applied
 from torch_backend.engine.window import Engine, are_plain, changed_in_place, detached
 from torch_backend.modules.visits import Visit
 
-_ADDRESS, _REQUIRES_GRAD = torch.Tensor.data_ptr, operator.attrgetter("requires_grad")
+_ADDRESS, _STRIDES, _REQUIRES_GRAD = torch.Tensor.data_ptr, torch.Tensor.stride, operator.attrgetter("requires_grad")
 
 
 def adds(window: Accumulation, gradient: GradientFunction, args: tuple[Tree, ...]) -> bool:
@@ -48,7 +48,10 @@ def _adds(leaf: Any, fold: Any, accumulator: Reduced) -> bool:
         return False
     is_alike = leaf.shape == accumulator.shape and leaf.device == accumulator.device
     in_place = fold.adds is not None and kind_in_place(fold, leaf.dtype) is not None
-    return is_alike and in_place and accumulator.dtype == fold.accumulator_dtype
+    if not (is_alike and in_place and accumulator.dtype == fold.accumulator_dtype):
+        return False
+    # To a sum in other strides autograd adds as well, and warns that it takes longer.
+    return leaf.layout is not torch.strided or leaf.stride() == accumulator.stride()
 
 
 @dataclass(eq=False)
@@ -223,14 +226,14 @@ class Adding(Engine):
         first = self.leaves[0]
         if structure != first.structure or not all(map(operator.is_, leaves, first.originals)):
             return False
-        return are_plain(leaves) and self.seen == self._look()
+        if not are_plain(leaves) or self.seen != self._look():
+            return False
+        return not isinstance(self.visit, Visit) or self.visit.fits_still()
 
     def _look(self) -> "_Seen":
         present = [original for original in self.leaves[0].originals if original is not None]
-        objects, flags = self.visit.contents() if isinstance(self.visit, Visit) else ([], [])
-        return _Seen(
-            threading.get_ident(), [*map(_ADDRESS, present)], [*map(_REQUIRES_GRAD, present)], _Same(objects), flags
-        )
+        looks = _ADDRESS, _STRIDES, _REQUIRES_GRAD
+        return _Seen(threading.get_ident(), *([*map(look, present)] for look in looks))
 
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
         if self.seen is None:
@@ -246,28 +249,9 @@ class Adding(Engine):
 
 
 class _Seen(NamedTuple):
-    """What must stay as it is for a window to go on.
-
-    The thread, where the parameters lie and whether they require grad; the parts and the parameters of the module, and
-    which of these require grad.
-    """
+    """What must stay as it is for a window to go on: the thread, where the parameters lie, and which require grad."""
 
     thread: int
     addresses: list[int]
+    strides: list[tuple[int, ...]]
     require_grad: list[bool]
-    contents: "_Same"
-    contents_require_grad: list[bool]
-
-
-class _Same:
-    """Objects that are compared by identity. They are kept alive, so that no other has the place of one."""
-
-    def __init__(self, objects: list[object]):
-        self.objects = objects
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same) or len(other.objects) != len(self.objects):
-            return False
-        return all(map(operator.is_, self.objects, other.objects))
-
-    __hash__ = None  # type: ignore[assignment]

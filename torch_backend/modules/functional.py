@@ -7,11 +7,11 @@ long as the module does. What a plan was made of is compared at every call, by i
 changed gets a new one. What is unusual is left to torch.
 """
 
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,9 +47,9 @@ class Plan:
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str], ties: bool):
-        self.spaces = _spaces(module)
-        tables = _tables(self.spaces)
-        self.ids = [*map(id, _tensors(tables))]
+        spaces = _spaces(module)
+        tables = _tables(spaces)
+        self.ids = _ids(spaces, tables)
         places = _by_name(module)
         # Where each tensor is, as (index of the table, key): a part that is used twice has its table here twice.
         at: dict[int, dict[tuple[int, str], tuple[int, str]]] = {}
@@ -72,10 +72,8 @@ class Plan:
     def places(self, module: nn.Module) -> list[Place] | None:
         """The places, one for each of `names`; None if the module is no longer what the plan was made of."""
         spaces = _spaces(module)
-        if len(spaces) != len(self.spaces) or not all(map(operator.is_, spaces, self.spaces)):
-            return None
         tables = _tables(spaces)
-        if [*map(id, _tensors(tables))] != self.ids:
+        if _ids(spaces, tables) != self.ids:
             return None
         return [(tables[index], key) for index, key in self.slots]
 
@@ -95,8 +93,9 @@ def _tables(spaces: list[Space]) -> list[Table]:
     return [space[kind] for space in spaces for kind in (PARAMETERS, BUFFERS) if space[kind]]
 
 
-def _tensors(tables: list[Table]) -> list[torch.Tensor | None]:
-    return [tensor for table in tables for tensor in table.values()]
+def _ids(spaces: list[Space], tables: list[Table]) -> list[int]:
+    """Numbers that stay the same for as long as a module has these parts and tensors."""
+    return [*map(id, spaces), *map(id, chain.from_iterable(map(dict.values, tables)))]
 
 
 def _by_name(module: nn.Module) -> dict[str, Place]:
@@ -111,7 +110,8 @@ def _by_name(module: nn.Module) -> dict[str, Place]:
     return places
 
 
-# By the module and what is asked for; a plan holds no module, so that a module lives no longer for its plans.
+# By the module and what is asked for. A plan holds nothing of the module, whose parts may lead back to it, as a hook
+# that is its own method does: so a module lives no longer for its plans.
 _PLANS: "weakref.WeakKeyDictionary[nn.Module, dict[object, Plan]]" = weakref.WeakKeyDictionary()
 _ENOUGH = 8  # plans of one module
 

@@ -4,11 +4,11 @@ Only torch has this file: layers of torch keep their state in themselves, in JAX
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -34,36 +34,71 @@ def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         ]
 
 
-class Own(NamedTuple):
-    """The parameters that a module has now, in the order of its owners: under which names, and which require grad."""
+class Entries(NamedTuple):
+    """What stands in the tables of some modules, one after the other: how many each has, the names, and the values."""
 
-    owners: Owners  # the same list for as long as these are the same
+    counts: list[int]
     names: list[str]
-    tensors: list[torch.Tensor | None]
+    values: list[Any]
+
+    def are(self, before: "Entries") -> bool:
+        """Whether these are the same objects as before, under the same names."""
+        if before.counts != self.counts or before.names != self.names:
+            return False
+        return all(map(operator.is_, before.values, self.values))
+
+
+def _entries(tables: Sequence[dict[str, Any]]) -> Entries:
+    names, values = chain.from_iterable(tables), chain.from_iterable(map(dict.values, tables))
+    return Entries([*map(len, tables)], [*names], [*values])
+
+
+class Parts:
+    """A module and those inside, as they were when it was walked through: its `owners`, and their `__dict__`s."""
+
+    def __init__(self, module: nn.Module):
+        self.owners = [*owners(module)]
+        self.ids = frozenset([id(owner) for _, owner in self.owners])
+        self.spaces = [owner.__dict__ for _, owner in self.owners]
+        self.inside = _entries(self.tables(_private.PARTS))
+
+    def tables(self, kind: str) -> list[dict[str, Any]]:
+        """The tables of this kind that they have now: `PARAMETERS`, `BUFFERS` or `PARTS`."""
+        return [space[kind] for space in self.spaces]
+
+    def are_those_of(self, module: nn.Module) -> bool:
+        """Whether they are this module's still: none was put in, taken out or renamed."""
+        return self.owners[0][1] is module and _entries(self.tables(_private.PARTS)).are(self.inside)
+
+
+class Own(NamedTuple):
+    """The parameters that a module has now, in the order of its owners, and which of them require grad."""
+
+    parts: Parts  # the same object for as long as these are the same
+    entries: Entries
     require_grad: list[bool]
 
     def is_as(self, before: "Own | None") -> bool:
         """Whether these are the same tensors as before, under the same names, and all that is said of them holds."""
-        if before is None or before.owners is not self.owners or before.require_grad != self.require_grad:
+        if before is None or before.parts is not self.parts or before.require_grad != self.require_grad:
             return False
-        return before.names == self.names and all(map(operator.is_, before.tensors, self.tensors))
+        return self.entries.are(before.entries)
 
 
-def own_of(owners: Owners) -> Own:
-    """The parameters of a module with these owners."""
-    tables = [owner.__dict__[_private.PARAMETERS] for _, owner in owners]
-    names, tensors = [*chain.from_iterable(tables)], [*chain.from_iterable(map(dict.values, tables))]
-    return Own(owners, names, tensors, [p is not None and p.requires_grad for p in tensors])
+def own_of(parts: Parts) -> Own:
+    """The parameters of a module with these parts."""
+    entries = _entries(parts.tables(_private.PARAMETERS))
+    return Own(parts, entries, [p is not None and p.requires_grad for p in entries.values])
 
 
 class Walk:
-    """What is known of a module for as long as no part of it is put in, taken out or renamed: its owners.
+    """What is known of a module for as long as no part of it is put in, taken out or renamed: its parts.
 
     And for as long as its parameters stay the same: those that are trained, and what others replace.
     """
 
     def __init__(self) -> None:
-        self.known: tuple[Owners, frozenset[int], object] | None = None
+        self.known: Parts | None = None
         self.trained: tuple[Own, dict[str, nn.Parameter]] | None = None
         # The names and shapes of given parameters, the module's own, and where the given ones stand among these.
         self.places: tuple[list[str], list[torch.Size], Own, list[int | None]] | None = None
@@ -71,29 +106,27 @@ class Walk:
     def __reduce__(self) -> tuple[type["Walk"], tuple[()]]:
         return Walk, ()  # a copy of the module has other parts
 
-    def through(self, module: nn.Module) -> tuple[Owners, frozenset[int]]:
-        """The owners, and their ids."""
-        if self.known is None or self.known[0][0][1] is not module or _parts(self.known[0]) != self.known[2]:
-            found = [*owners(module)]
-            self.known = found, frozenset([id(owner) for _, owner in found]), _parts(found)
-        return self.known[:2]
+    def through(self, module: nn.Module) -> Parts:
+        """The parts: the same object for as long as they are the same."""
+        if self.known is None or not self.known.are_those_of(module):
+            self.known = Parts(module)
+        return self.known
 
     def trainable(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """`{name: parameter}` of those that require grad; the same dict for as long as they stay the same."""
         try:
-            own = own_of(self.through(module)[0])
+            own = own_of(self.through(module))
         except KeyError:  # a part of TorchScript has other tables, which are no dicts
             return trainable(module)
         if self.trained is None or not own.is_as(self.trained[0]):
             self.trained = own, trainable(module)
         return self.trained[1]
 
-    def places_of(self, params: Tensors, owners: Owners) -> list[int | None]:
+    def places_of(self, params: Tensors, own: Own) -> list[int | None]:
         """For each of the module's own parameters the one of `params` that stands in for it; None for one that stays.
 
         Raises FuncgaError for what the module does not have, or has frozen.
         """
-        own = own_of(owners)
         if self.places is not None and isinstance(params, dict):
             names, shapes, before, places = self.places
             values = params.values()
@@ -101,23 +134,16 @@ class Walk:
             # Pair by pair: lists of shapes would be thousands of objects for the garbage collector to go through.
             if is_known and all(map(operator.eq, map(_SHAPE, values), shapes)):
                 return places
-        parameters = named(owners, _private.PARAMETERS)
+        parameters = named(own.parts.owners, _private.PARAMETERS)
         chosen = by_what_they_replace(params, parameters, "parameters")
         check_none_frozen(params, parameters)
         place_of = {key: place for place, key in enumerate(chosen)}
-        places = [place_of.get(id(tensor)) for tensor in own.tensors]
+        places = [place_of.get(id(tensor)) for tensor in own.entries.values]
         self.places = [*params], [*map(_SHAPE, params.values())], own, places
         return places
 
 
 _TENSORS, _SHAPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("shape")
-
-
-def _parts(owners: Owners) -> object:
-    """How many parts each owner has, and the names and the ids of all."""
-    tables = [owner.__dict__[_private.PARTS] for _, owner in owners]
-    ids = [*map(id, chain.from_iterable([table.values() for table in tables]))]
-    return [*map(len, tables)], [*chain.from_iterable(tables)], ids
 
 
 def named(owners: Owners, table: str) -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from torch_backend.modules.checks import (
     check_hooks_called,
     check_not_wrapped,
 )
-from torch_backend.modules.layers import Walk, Watch, called, embeddings_with_max_norm, named, own_of, within_norm
+from torch_backend.modules.layers import Own, Walk, Watch, called, embeddings_with_max_norm, named, own_of, within_norm
 
 Table = dict[str, torch.Tensor | None]
 Space = dict[str, Table]  # the `__dict__` of a part
@@ -47,7 +46,8 @@ class Visit:
     def __init__(self, loss: ModuleLoss, params: Tensors, recorded: bool, walk: Walk):
         check_not_wrapped(loss.module)
         self.loss, self.params, self.recorded, self.walk = loss, params, recorded, walk
-        self.owners, self.modules = walk.through(loss.module)  # the parts of the module, and their ids
+        self.parts = walk.through(loss.module)
+        self.own: Own | None = None  # the module's own parameters, once this is prepared
         self.thread = 0  # which one is in the module
         # The `__dict__`s of the parts that have parameters, what stands in for each table there, and the module's own
         # tables during a visit; then the same of buffers.
@@ -107,25 +107,25 @@ class Visit:
 
     def _prepare(self) -> None:
         """Works out what stands in for the parameters: the same whenever the visit begins again."""
-        spaces = [owner.__dict__ for _, owner in self.owners]
+        spaces = self.parts.spaces
         # Read here, where no other thread is in the module: one that looks up a row takes `max_norm` away meanwhile.
-        self.embeddings = embeddings_with_max_norm(self.owners)
+        self.embeddings = embeddings_with_max_norm(self.parts.owners)
         self.in_transform = arrays.in_transform()
-        places = self.walk.places_of(self.params, self.owners)
+        self.own = own_of(self.parts)
+        places = self.walk.places_of(self.params, self.own)
         # The engine puts the hooks of a parameter on its leaf, and autograd calls them there. torch.func calls none.
         if _private.transforms():
-            check_hooks_called(self.params, named(self.owners, PARAMETERS))
+            check_hooks_called(self.params, named(self.parts.owners, PARAMETERS))
         # Whole tables are exchanged, in the `__dict__` of each part: the module's own are not written to.
         self.with_parameters = [space for space in spaces if space[PARAMETERS]]
-        tables = [space[PARAMETERS] for space in self.with_parameters]
-        own, given = chain.from_iterable(map(dict.values, tables)), [*self.params.values()]
+        given = [*self.params.values()]
         stand_ins = iter(
             [
                 self._stand_in(tensor, None if place is None else given[place])
-                for tensor, place in zip(own, places, strict=True)
+                for tensor, place in zip(self.own.entries.values, places, strict=True)
             ]
         )
-        self.stand_ins = [dict(zip(table, stand_ins, strict=False)) for table in tables]
+        self.stand_ins = [dict(zip(space[PARAMETERS], stand_ins, strict=False)) for space in self.with_parameters]
         self.with_buffers = [space for space in spaces if space[BUFFERS]]
         # Where there are no buffers, no table is exchanged. Buffers that the loss registers there are removed
         # afterwards.
@@ -134,10 +134,9 @@ class Visit:
             self.watch = Watch(self.loss.module)
         self.is_prepared = True
 
-    def contents(self) -> tuple[list[object], list[bool]]:
-        """The parameters of the module as it is now, with what tells that its parts are the same, and the flags."""
-        own = own_of(self.walk.through(self.loss.module)[0])
-        return [own.owners, *own.tensors], own.require_grad
+    def fits_still(self) -> bool:
+        """Whether the module has the parts and the parameters that it had when this was prepared."""
+        return own_of(self.walk.through(self.loss.module)).is_as(self.own)
 
     def __call__(self, *args: object, **kwargs: object) -> Output:
         """The loss of a batch, on copies of the module's own buffers, or of those that are threaded."""
@@ -145,7 +144,7 @@ class Visit:
         if loss.buffers:
             threaded, args = args[0], args[1:]  # type: ignore[assignment]
         self._put_buffers(
-            by_what_they_replace(threaded, named(self.owners, BUFFERS), "buffers") if loss.buffers else {}
+            by_what_they_replace(threaded, named(self.parts.owners, BUFFERS), "buffers") if loss.buffers else {}
         )
         with _NOTHING if self.watch is None else self.watch.watching():
             output = called(loss.loss_fn, loss.module, *args, **kwargs)
@@ -154,7 +153,7 @@ class Visit:
         if not loss.buffers:
             return output
         # They are copied: a checkpoint runs the forward pass again later, and writes to the buffers once more.
-        after = named(self.owners, BUFFERS)
+        after = named(self.parts.owners, BUFFERS)
         return with_state(output, {name: after[name].detach().clone() for name in threaded})
 
     def _put_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
@@ -309,7 +308,7 @@ class _Register:
         return {
             other.thread
             for other in self.visits
-            if other.thread != visit.thread and not other.modules.isdisjoint(visit.modules)
+            if other.thread != visit.thread and not other.parts.ids.isdisjoint(visit.parts.ids)
         }
 
     def _awaited_by(self, threads: set[int]) -> set[int]:

@@ -257,9 +257,15 @@ def test_a_plan_keeps_no_module_alive():
     import gc
     import weakref
 
-    module = made("plain")
+    class Hooked(nn.Sequential):
+        def note(self, *_):
+            pass
+
+    module = Hooked(made("plain"))
+    module.register_forward_hook(module.note)  # now the module leads to itself
     with recording_loss():
         functional_call(module, dict(module.named_parameters()), (X,))
+    assert module in functional._PLANS
     alive = weakref.ref(module)
     del module
     gc.collect()
