@@ -103,12 +103,9 @@ class Alone(Engine):
                     if arrivals is not None:
                         arrivals.watch(leaves)
                     return loss, aux, self._gradients(differentiated, leaves)
-                except RuntimeError as error:
-                    explain(error, self.leaves)
+                except BaseException as error:
+                    explain(error, self.leaves, arrivals)
                     raise
-                finally:
-                    if arrivals is not None:
-                        arrivals.end()
 
     def _gradients(self, loss: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor] | None:
         """The gradients of the leaves; None where torch.func has to find them."""

@@ -172,12 +172,9 @@ class Engine:
                     if arrivals is not None:
                         arrivals.watch(tensors_of(leaves))
                     share = self.backward(differentiated, weight, moving, announce, communicates)
-                except RuntimeError as error:
-                    explain(error, leaves)
+                except BaseException as error:
+                    explain(error, leaves, arrivals)
                     raise
-                finally:
-                    if arrivals is not None:
-                        arrivals.end()
 
         if arrivals is not None:
             self.unreached |= arrivals.are_missed(loss, weight, alone=self.reduction is None)
@@ -495,9 +492,14 @@ def changed_in_place() -> FuncgaError:
     )
 
 
-def explain(error: RuntimeError, leaves: Mapping[int, Leaves]) -> None:
-    """Raises FuncgaError if the error comes of a leaf that was switched off; returns for all others."""
-    if not all(leaf.requires_grad for leaf in tensors_of(leaves)):
+def explain(error: BaseException, leaves: Mapping[int, Leaves], arrivals: "Arrivals | None") -> None:
+    """Raises FuncgaError if an error of a backward pass comes of a leaf that was switched off; returns for all others.
+
+    Nothing is noted any more then.
+    """
+    if arrivals is not None:
+        arrivals.end()
+    if isinstance(error, RuntimeError) and not all(leaf.requires_grad for leaf in tensors_of(leaves)):
         raise switched_off() from error
 
 
@@ -555,6 +557,7 @@ class Arrivals:
         Three things explain a constant: it is 0, as where all is masked; it has another gradient inside, such as that
         of a linear function; or other replicas have more micro-batches, so that this one is not `alone`.
         """
+        self.end()
         if self.gradient.reached or not self.hooks or not float(weight):
             return False
         return loss.requires_grad or (alone and evaluations() == self.evaluations and is_constant(loss))
