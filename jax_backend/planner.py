@@ -40,7 +40,8 @@ def nbytes(tree: Tree) -> int:
 
 def _size(leaf: Any, sharding: Any = None) -> int:
     """The bytes of an array, or of its part on one device if it is cut among several."""
-    sharding = sharding or getattr(leaf, "sharding", None)
+    if sharding is None and isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        sharding = leaf.sharding
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return int(math.prod(shape)) * int(leaf.dtype.itemsize)
 

@@ -299,7 +299,7 @@ def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
 
 def step_program(step: object) -> Program | None:
     """The program of a step that `accumulate` has made."""
-    program = vars(step).get("program") if inspect.isfunction(step) else None
+    program = getattr(step, "program", None)  # of jax.jit(step), too, which takes over what the step has
     return program if isinstance(program, Program) else None
 
 

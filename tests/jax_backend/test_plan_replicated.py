@@ -91,6 +91,23 @@ def test_as_a_user_writes_it():
     assert bytes_of(update, params, *batch, donate_argnums=0) <= plan.peak_bytes - plan.parts["state"]
 
 
+@pytest.mark.parametrize(
+    "jitted",
+    [
+        lambda step: jax.jit(replicated(step, mesh(2)), donate_argnums=0),
+        lambda step: replicated(jax.jit(step), mesh(2)),
+    ],
+)
+def test_a_step_under_jit(jitted):
+    params, batch = problem()
+    plan = funcga.plan(jitted(funcga.accumulate(GRADIENT, 3, across="data")), params, *batch, memory=1)
+    assert plan == funcga.plan(over(2, 1), params, *batch, memory=1)
+    alone = [
+        funcga.plan(step, params, *batch, memory=1) for step in (GRADIENT, jax.jit(funcga.accumulate(GRADIENT, 3)))
+    ]
+    assert alone[0] == alone[1]
+
+
 def test_state_and_parameters_that_are_cut():
     """A device has its part: of parameters as FSDP lays them out, and of the state of their optimizer."""
     on = mesh()
