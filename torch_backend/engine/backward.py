@@ -240,15 +240,17 @@ class Backward(Pass):
         if applied.last is not self.since:
             others, custom = reach(loss, {*map(id, inputs)})
         if custom:
-            self.run_by_hand(loss, seed, inputs, others)
             # A leaf may get several gradients in such a pass, so each is taken when the pass is over, without a hook.
-            arrived = [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]
-            for leaf_index in arrived:
-                self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
+            self.run_by_hand(loss, seed, inputs, others)
         elif not (waiting or ready):
             self.run(loss, seed, inputs)
         else:
             self._run_hooked(loss, seed, inputs, weight, waiting, ready)
+        short = [leaf_index for leaf_index in layout.short if self.leaves[leaf_index].grad is not None]
+        if len(short) > 1:
+            self.buffers.add_short(short, [self._taken(leaf_index, waiting) for leaf_index in short], weight)
+        for leaf_index in [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]:
+            self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
         if layout.others:
             self._add_zeros(waiting.intersection(layout.others), weight)
 
@@ -257,10 +259,11 @@ class Backward(Pass):
         waiting: set[int],
         ready: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
-        """The pass, with a hook on each leaf `waiting` that takes its gradient."""
+        """The pass, with a hook on each leaf `waiting` that takes its gradient, but for the short ones."""
         # The hooks run after autograd has added the gradient to `.grad`, so they find it whole there.
         handles = [
-            _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting)) for leaf_index in waiting
+            _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting))
+            for leaf_index in waiting.difference(self.layout.short)
         ]
         if ready is not None:
             handles += [
@@ -273,13 +276,19 @@ class Backward(Pass):
             for handle in handles:
                 handle.remove()
 
-    def _take(self, leaf_index: int, weight: Scalar, waiting: set[int], leaf: torch.Tensor) -> None:
+    def _take(self, leaf_index: int, weight: Scalar, waiting: set[int], _: torch.Tensor) -> None:
         """Folds in the gradient of a leaf, and frees it."""
+        gradient = self._taken(leaf_index, waiting)
+        is_dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+        self.buffers.add_leaf(leaf_index, gradient, weight, is_dense and is_alone(gradient))
+
+    def _taken(self, leaf_index: int, waiting: set[int]) -> torch.Tensor:
+        """The gradient of a leaf, which does not wait for it any more."""
+        leaf = self.leaves[leaf_index]
         gradient, leaf.grad = leaf.grad, None
         waiting.discard(leaf_index)
         assert gradient is not None
-        is_dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
-        self.buffers.add_leaf(leaf_index, gradient, weight, is_dense and is_alone(gradient))
+        return gradient
 
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""

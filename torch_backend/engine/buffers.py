@@ -138,6 +138,16 @@ class Buffers:
             else:
                 self._add_sums([index], {index: value}, share)
 
+    def add_short(self, leaf_indices: Sequence[int], values: Sequence[torch.Tensor], weight: Scalar) -> None:
+        """`add_leaf` for the leaves that the layout calls short, together."""
+        dense = [_strided(value).contiguous() for value in values]
+        indices = [self.layout.index_of[leaf_index] for leaf_index in leaf_indices]
+        fold = self.folds[indices[0]]
+        for index, value in zip(indices, dense, strict=True):
+            if self.reduced[index] is None:
+                self.reduced[index] = elementwise.begun(fold, value)
+        elementwise.combine_together(fold, [self.reduced[index] for index in indices], dense, weight)
+
     def _count(self, weight: Scalar) -> None:
         self.steps += 1
         if not isinstance(weight, torch.Tensor):
@@ -247,6 +257,10 @@ class Buffers:
                 results[index] = results[index].to(self.folds[index].result_dtype)
         if left:
             folded = self.tally
+            short = [self.layout.index_of[leaf_index] for leaf_index in self.layout.short]
+            if len(short) > 1 and {*short} <= {*left}:
+                self._normalize_short(short, results, folded)
+                left = [index for index in left if index not in short]
             for index in left:
                 results[index] = self._normalized(index, results[index], folded)
         # What belongs to no group is a leaf that was None in every micro-batch.
@@ -260,9 +274,30 @@ class Buffers:
             leaves[leaf_index] = value
         return self.outputs.backend.trees.unflatten(self.outputs.structure, leaves)
 
+    def _normalize_short(self, short: list[int], results: list[Reduced], folded: Tally) -> None:
+        """Puts results in the place of sums, of the leaves that the layout calls short."""
+
+        def where() -> str:
+            for index in short[:-1]:  # the check of all has failed, so that of one does
+                self._check_known(index, results[index], folded)
+            return self.outputs.paths()[self.outputs.reduced[short[-1]]]
+
+        whole = elementwise.joined([results[index] for index in short])
+        self.folds[short[0]].check_known(whole, folded, where)
+        shapes = [largest(results[index]).shape for index in short]
+        result = elementwise.normalized(self.folds[short[0]], whole, folded)
+        rows = torch.split(result, [*map(math.prod, shapes)])
+        # Each in memory of its own: what is kept of one leaf would keep all of them.
+        for index, row, shape in zip(short, rows, shapes, strict=True):
+            results[index] = row.clone().view(shape)
+
+    def _check_known(self, index: int, reduced: Reduced, folded: Tally) -> None:
+        path = lambda: self.outputs.paths()[self.outputs.reduced[index]]
+        self.folds[index].check_known(reduced, folded, path)
+
     def _normalized(self, index: int, reduced: Reduced, folded: Tally) -> Reduced:
         fold = self.folds[index]
-        fold.check_known(reduced, folded, lambda: self.outputs.paths()[self.outputs.reduced[index]])
+        self._check_known(index, reduced, folded)
         if not (self.pure or torch.compiler.is_compiling()) and elementwise.fits(fold, largest(reduced)):
             return elementwise.normalized(fold, reduced, folded)
         return fold.normalize(reduced, folded)

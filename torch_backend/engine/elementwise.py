@@ -49,6 +49,30 @@ def combine(fold: LeafFold, reduced: Reduced, value: torch.Tensor, weight: Scala
             target.copy_(part)
 
 
+def combine_together(
+    fold: LeafFold, reduced: Sequence[Reduced], values: Sequence[torch.Tensor], weight: Scalar
+) -> None:
+    """Folds a value into each of these, whose fold is one, as if all were one leaf: short ones take as long as one."""
+    whole = joined(reduced)
+    combine(fold, whole, torch.cat([value.reshape(-1) for value in values]), weight, donate=True)
+    sizes = [value.numel() for value in values]
+    for part, targets in zip(parts_of(whole), zip(*map(parts_of, reduced), strict=True), strict=True):
+        torch._foreach_copy_([target.view(-1) for target in targets], [*torch.split(part, sizes)])
+
+
+def joined(reduced: Sequence[Reduced]) -> Reduced:
+    """What is reduced of several leaves, as that of one."""
+    parts = [torch.cat([part.reshape(-1) for part in of_all]) for of_all in zip(*map(parts_of, reduced), strict=True)]
+    return tuple(parts) if isinstance(reduced[0], tuple) else parts[0]
+
+
+def settle(fold: LeafFold, reduced: Reduced) -> None:
+    """Gives what is reduced its one form, in its memory, so that it may leave the window."""
+    if isinstance(fold.fold.reducer.lift, Lift) and isinstance(reduced, tuple):
+        for piece in _pieces(reduced):
+            exact.carry(piece)
+
+
 def normalized(fold: LeafFold, reduced: Reduced, tally: Tally) -> torch.Tensor:
     """The result, in the memory of the first array that is reduced if that has its dtype."""
     parts, finish = parts_of(reduced), fold.fold.normalizer.apply

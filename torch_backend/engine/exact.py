@@ -14,18 +14,21 @@ from funcga._fold import Tally
 
 # A product below this part of the limit is not rounded up to the limit.
 _ALMOST = 1 - 2.0**-20
+# MOST terms below this part of the unit, and what was there, leave room in an int64: 2**11 * 2**51 + 2**60 < 2**63.
+_SMALL = 2.0**-9
 
 
 def zeros(like: torch.Tensor, floats: torch.dtype) -> tuple[torch.Tensor, ...]:
     """The sum of nothing, of leaves like this one, in the dtype of the accumulator."""
     form = format_of(torch, floats)
-    dtypes = [floats, *[form.integers] * digits_of(like.ndim)]
+    dtypes = [floats, *[form.digits] * digits_of(like.ndim, form)]
     return tuple([torch.zeros_like(like, dtype=dtype, requires_grad=False) for dtype in dtypes])
 
 
 def add(total: Sequence[torch.Tensor], value: torch.Tensor, weight: float, limit: float, donate: bool) -> bool:
     """Adds weight * value to a sum in its memory; False, and nothing, if a number is not finite or out of range.
 
+    Small terms are not carried from the last digit: `carry` does it, and whatever reads a sum has to.
     `donate`: whether the value may be written to.
     """
     if not weight:
@@ -33,12 +36,15 @@ def add(total: Sequence[torch.Tensor], value: torch.Tensor, weight: float, limit
     leading, *digits = total
     form = format_of(torch, leading.dtype)
     unit, bound = unit_of(leading.ndim, limit, form), 2.0**form.mantissa / MOST * _ALMOST
-    # What is written to is looked at before.
-    lowest, highest = (number.item() * weight / unit for number in torch.aminmax(value))
-    if not (-bound < lowest and highest < bound):  # NaN is neither
-        return False
+    # What is written to is looked at before. No number is larger than the root of the sum of all squares.
+    flat = value.reshape(-1)
+    greatest = torch.dot(flat, flat).item() ** 0.5 * abs(weight) / unit
+    if not greatest < _SMALL:
+        greatest = max(abs(number.item()) for number in torch.aminmax(flat)) * abs(weight) / unit
+        if not greatest < bound:  # NaN is not
+            return False
     # Usually all terms are below the unit, and begin with their first digit.
-    has_leading = max(-lowest, highest) >= _ALMOST
+    has_leading = greatest >= _ALMOST
     scale = (1.0 if has_leading else 2.0**form.digit) / unit
     rest = value if donate and value.dtype is form.floats else value.to(form.floats, copy=True)
     # The product is rounded before it is scaled, unless neither rounds.
@@ -47,17 +53,22 @@ def add(total: Sequence[torch.Tensor], value: torch.Tensor, weight: float, limit
     if has_leading:
         leading.add_(torch.trunc(rest))
         rest.frac_().mul_(2.0**form.digit)
-    # Each digit has room for one number of either sign: what is carried comes later.
-    carry = torch.empty_like(digits[0])
     for digit in digits[:-1]:
-        digit.add_(carry.copy_(rest))  # as an integer it is truncated
+        digit.add_(rest.to(form.digits))  # as an integer it is truncated
         rest.frac_().mul_(2.0**form.digit)
-    digits[-1].add_(carry.copy_(rest.round_()))
-    for digit, above in zip(digits[::-1], (*digits[-2::-1], leading), strict=True):
-        torch.bitwise_right_shift(digit, form.digit, out=carry)
-        digit.bitwise_and_((1 << form.digit) - 1)
-        above.add_(carry)
+    digits[-1].add_(rest.round_().to(form.digits))
+    if greatest >= _SMALL or len(digits) > 1:
+        carry(total)
     return True
+
+
+def carry(total: Sequence[torch.Tensor]) -> None:
+    """Gives a sum its one form, in its memory: all digits in [0, 2**digit)."""
+    leading, *digits = total
+    bits = format_of(torch, leading.dtype).digit
+    for digit, above in zip(digits[::-1], (*digits[-2::-1], leading), strict=True):
+        above.add_(digit >> bits)
+        digit.bitwise_and_((1 << bits) - 1)
 
 
 def finish(total: Sequence[torch.Tensor], tally: Tally, how: Finish) -> torch.Tensor | None:
@@ -67,16 +78,14 @@ def finish(total: Sequence[torch.Tensor], tally: Tally, how: Finish) -> torch.Te
     unit = unit_of(leading.ndim, how.limit, form)
     divisor = torch.tensor({"weight": tally.total, "steps": tally.steps, None: 1}[how.divides_by], dtype=form.floats)
     least = unit * 2.0 ** (-form.digit * len(digits))
-    if not 0 < divisor.item() < least / torch.finfo(form.floats).tiny:
+    if len(digits) > 1 or not 0 < divisor.item() < least / torch.finfo(form.floats).tiny:
         return None
-    # Digits of either sign.
-    half = 1 << (form.digit - 1)
-    for digit, above in zip(digits[::-1], (*digits[-2::-1], leading), strict=True):
-        carry = (digit + half).bitwise_right_shift_(form.digit)
-        above.add_(carry)
-        digit.sub_(carry.bitwise_left_shift_(form.digit))
-    leading.mul_(unit)
-    for digit in digits:
-        unit *= 2.0**-form.digit
-        leading.add_(digit.to(form.floats), alpha=unit)
+    # The halves of the digit, of either sign, and what is above them: half a half is added, and taken away again.
+    (digit,), bits, half = digits, form.narrow, 1 << (form.narrow - 1)
+    digit.add_(half * ((1 << bits) + 1))
+    leading.add_(digit >> form.digit).mul_(unit)
+    high = (digit >> bits).bitwise_and_((1 << bits) - 1).sub_(half)
+    leading.add_(high.to(form.floats), alpha=unit * 2.0**-bits)
+    low = digit.bitwise_and_((1 << bits) - 1).sub_(half)
+    leading.add_(low.to(form.floats), alpha=unit * 2.0 ** (-2 * bits))
     return leading if divisor.item() == 1 else leading.div_(divisor)
