@@ -246,13 +246,18 @@ class Backward(Pass):
             self.run(loss, seed, inputs)
         else:
             self._run_hooked(loss, seed, inputs, weight, waiting, ready)
-        short = [leaf_index for leaf_index in layout.short if self.leaves[leaf_index].grad is not None]
+        if waiting:
+            self._take_rest(waiting, weight)
+
+    def _take_rest(self, waiting: set[int], weight: Scalar) -> None:
+        """Folds in what no hook has taken: short gradients together, and zeros where no gradient came."""
+        arrived = [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]
+        short = [leaf_index for leaf_index in self.layout.short if leaf_index in arrived]
         if len(short) > 1:
             self.buffers.add_short(short, [self._taken(leaf_index, waiting) for leaf_index in short], weight)
-        for leaf_index in [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]:
+        for leaf_index in waiting.intersection(arrived):
             self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
-        if layout.others:
-            self._add_zeros(waiting.intersection(layout.others), weight)
+        self._add_zeros(waiting.intersection(self.layout.others), weight)
 
     def _run_hooked(
         self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...], weight: Scalar,
