@@ -3,7 +3,7 @@
 Only torch has this file: in JAX a measure is one more value of the program.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -39,24 +39,31 @@ class Observing:
         }
         # These are no leaves of the window: a micro-batch leaves their gradients to be added.
         self.left = [index for index in readings.in_value if index not in hooked]
-        # If there are no groups, short gradients, which are many, wait for the end of the pass: one operation measures
-        # all of them, as one leaf. They only have to be put into a list, and its own method is the cheapest hook.
+        # If there are no groups, short gradients, which are many, wait for the end of the pass, to be measured all at
+        # once, as one leaf. They only have to be put into a list, and its own method is the cheapest hook.
         self.short = dict.fromkeys(index for index, leaf in hooked.items() if self._waits(leaf))
         self.measured_leaves = [*[*self.short][:1], *(index for index in readings.in_value if index not in self.short)]
         # What has come to each leaf in the last pass: the measures of its gradient, or that itself.
         self.arrived: dict[int, list[torch.Tensor]] = {index: [] for index in readings.in_value}
-        hook = lambda index: self.arrived[index].append if index in self.short else partial(self._measure, index)
-        self.handles = [leaf.register_hook(hook(index)) for index, leaf in hooked.items()]  # type: ignore[no-untyped-call]
+        self.handles = [leaf.register_hook(self._hook(index, leaf)) for index, leaf in hooked.items()]  # type: ignore[no-untyped-call]
 
     def _waits(self, leaf: torch.Tensor) -> bool:
-        is_whole = self.takes_norms and self.readings.is_one_group
+        is_whole = self.takes_norms and self.readings.is_one_group and leaf.device == self.nothing.device
         return is_whole and leaf.numel() <= _SHORT and leaf.dtype.itemsize >= 4
 
-    def _measure(self, in_value: int, gradient: torch.Tensor) -> None:
-        # Autograd records nothing here. The usual case is one operation a leaf.
+    def _hook(self, index: int, leaf: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """What is called with each gradient of a leaf. Autograd records nothing there."""
+        append, dtype = self.arrived[index].append, self.readings.dtype
+        if index in self.short:
+            return append
+        if self.takes_norms and leaf.device == self.nothing.device:  # the usual case, in as few calls as there can be
+            return lambda gradient: append(arrays.squared_norm(gradient, dtype))
+        return partial(self._measure, index)
+
+    def _measure(self, index: int, gradient: torch.Tensor) -> None:
         readings = self.readings
         row = arrays.squared_norm(gradient, readings.dtype) if self.takes_norms else readings.measures_of([gradient])[0]
-        self.arrived[in_value].append(row.to(self.nothing.device))
+        self.arrived[index].append(row.to(self.nothing.device))
 
     def told(self, to_add: Sequence[Any], weight: Scalar, seed: Scalar | None) -> list[Array]:
         """What the observers are told of the last micro-batch, whose gradients came times `seed`.
@@ -73,12 +80,13 @@ class Observing:
         """Keeps the measures of the last micro-batch, where autograd has added all of its gradients."""
         if max(map(len, self.arrived.values())) > 1:
             raise FuncgaError(
-                "observe= was given, and a parameter gets its gradient in several pieces. Use use_reentrant=False."
+                "observe= was given, and a parameter gets its gradient in several pieces, of which none has the norm "
+                "of the gradient, as reentrant checkpoints make it. Use use_reentrant=False."
             )
-        waiting = [g.reshape(-1).to(self.nothing.device) for index in self.short for g in self.arrived[index]]
+        waiting = [gradient for index in self.short for gradient in self.arrived[index]]
         if waiting:
-            self.arrived[self.measured_leaves[0]].clear()
-            self._measure(self.measured_leaves[0], torch.cat(waiting))
+            norms = torch.stack(torch._foreach_norm(waiting))
+            self.arrived[self.measured_leaves[0]][:] = [norms.to(self.readings.dtype).square_().sum()]
         measures = torch.stack([next(iter(self.arrived[index]), self.nothing) for index in self.measured_leaves])
         self.forget()
         # A pass without a weight measures nothing, and the micro-batch counts for nothing.
