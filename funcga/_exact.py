@@ -96,7 +96,9 @@ def format_of(xp: Namespace, dtype: Dtype) -> Format:
     """The Format for sums in this dtype, float32 or float64."""
     if dtype == xp.float64:
         return Format(xp.float64, xp.int64, 64, 53, 60, xp.int64, 60, 2)
-    digits = (xp.int64, 60, 1) if xp.asarray(0).dtype == xp.int64 else (xp.int32, 30, 2)
+    # JAX has integers of 64 bits only where they are switched on.
+    has_64_bits = hasattr(xp, "Tensor")
+    digits = (xp.int64, 60, 1) if has_64_bits else (xp.int32, 30, 2)
     return Format(xp.float32, xp.int32, 32, 24, 30, *digits)
 
 

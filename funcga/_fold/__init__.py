@@ -213,8 +213,9 @@ class LeafFold:
         if self.fold.normalizer.lost is None:
             return
         for condition, why in self.fold.normalizer.lost(self.arrays.xp, reduced, tally):
-            seen = self.arrays.scalar(condition)
-            if isinstance(seen, bool) and seen:
+            # While planning there are no numbers, and what is asked for is true: here, that it is known.
+            known = self.arrays.scalar(condition ^ True)
+            if isinstance(known, bool) and not known:
                 raise FuncgaError(f"the result of {where()} is not known: {why}.")
 
     def result(self, reduced: Reduced, tally: Tally) -> Reduced:

@@ -102,6 +102,7 @@ STEPS = {
     "autocast": of_module(autocast_loss),
     "dropping": of_params(mean_loss, drop="microbatch"),
     "moments": of_params(mean_loss, fold=(funcga.mean(), funcga.moments())),
+    "exact": of_params(mean_loss, fold=funcga.reproducible(funcga.mean())),
     "noise": of_params(mean_loss, observe=funcga.gradient_noise()),
     "totals": of_params(shared_loss, fold=funcga.sum(), totals=lambda x, y: len(x)),
 }

@@ -284,7 +284,7 @@ class Backward(Pass):
     def _take(self, leaf_index: int, weight: Scalar, waiting: set[int], _: torch.Tensor) -> None:
         """Folds in the gradient of a leaf, and frees it."""
         gradient = self._taken(leaf_index, waiting)
-        is_dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+        is_dense = type(gradient) in (torch.Tensor, _private.FAKE) and gradient.layout is torch.strided
         self.buffers.add_leaf(leaf_index, gradient, weight, is_dense and is_alone(gradient))
 
     def _taken(self, leaf_index: int, waiting: set[int]) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from funcga._exact import Finish, Lift
 from funcga._fold import LeafFold, Tally, parts_of
 from funcga._types import Reduced, Scalar
+from torch_backend import _private
 from torch_backend.engine import exact
 
 # Elements. A device has no such cache, and each operation costs a launch.
@@ -22,7 +23,7 @@ _PIECE, _PIECE_ON_DEVICE = 2**16, 2**22
 
 def fits(fold: LeafFold, value: object) -> bool:
     """Whether a value is folded here: a plain tensor, by a fold that looks at one element at a time."""
-    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter, _private.FAKE)
     return is_plain and fold.fold.is_per_element and not torch.compiler.is_compiling()
 
 
@@ -82,7 +83,7 @@ def normalized(fold: LeafFold, reduced: Reduced, tally: Tally) -> torch.Tensor:
         number = exact.finish(piece, tally, finish) if isinstance(finish, Finish) and on_host else None
         if number is None:
             number = fold.normalize(tuple(piece) if isinstance(reduced, tuple) else piece[0], tally)
-        if number is not piece[0] or target.data_ptr() != number.data_ptr():
+        if number is not piece[0] or result is not parts[0]:
             target.copy_(number)
     return result
 
