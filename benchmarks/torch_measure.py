@@ -1,5 +1,6 @@
 """What one call in torch makes and sends: counted, not sampled."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,15 +24,36 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.bytes = self.allocations = self.ops = self.wire_bytes = self._live = 0
         self.collectives: list[str] = []
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}  # the bytes of each
         self._kept: dict[int, int] = {}
+        self._resize, self._thread = torch.UntypedStorage.resize_, threading.get_ident()
 
     @property
     def kept(self) -> int:
         """What was there before."""
         return sum(self._kept.values())
 
+    def __enter__(self) -> "Watch":
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            before, done = storage.nbytes(), self._resize(storage, size)
+            if (key := storage._cdata) in self._seen:
+                self._count(storage.nbytes() - before)
+                self._seen[key] = storage.nbytes()
+            elif not before:
+                self._follow(storage)
+            return done
+
+        # FSDP frees memory by resizing storages, of which no operator tells.
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if threading.get_ident() != self._thread and not any(t.is_cuda for t in _tensors((args, kwargs))):
+            return op(*args, **(kwargs or {}))  # gloo copies what it sends, in threads of its own
         given = {(s := t.untyped_storage())._cdata: s.nbytes() for t in _tensors((args, kwargs))}
         self._kept |= {key: size for key, size in given.items() if key not in self._seen}
         out = op(*args, **(kwargs or {}))
@@ -50,22 +72,26 @@ class Watch(TorchDispatchMode):
 
     def _created(self, tensor: torch.Tensor, given: dict[int, int]) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or key in given:
-            return
-        self._seen.add(key)
+        if storage._cdata not in self._seen and storage._cdata not in given:
+            self._follow(storage)
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        self._seen[storage._cdata] = storage.nbytes()
         self.allocations += 1
+        self._count(storage.nbytes())
+        weakref.finalize(storage, self._freed, storage._cdata)
+
+    def _count(self, size: int) -> None:
         self._live += size
         self.bytes = max(self.bytes, self._live)
-        weakref.finalize(storage, self._freed, key, size)
 
-    def _freed(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self._live -= size
+    def _freed(self, key: int) -> None:
+        self._count(-self._seen.pop(key))
 
 
 def _tensors(tree: Any) -> list[Any]:
-    return [leaf for leaf in _pytree.tree_leaves(tree) if hasattr(leaf, "untyped_storage")]
+    leaves = [leaf for leaf in _pytree.tree_leaves(tree) if hasattr(leaf, "untyped_storage")]
+    return [leaf._local_tensor if hasattr(leaf, "_local_tensor") else leaf for leaf in leaves]  # of a DTensor the shard
 
 
 def allocator_peak(step: Callable[[], Any]) -> tuple[int, int]:

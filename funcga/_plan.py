@@ -117,9 +117,9 @@ def plan(
 
     The arguments may be real arrays or shapes alone: tensors on `torch.device("meta")`, `jax.ShapeDtypeStruct`. Meta
     tensors are planned as on torch's default device. A loss that asks for numbers, such as `.item()`, cannot be
-    planned, nor can a module that is wrapped. In torch a step with `across=` is planned as if all replicas had the rows
-    of this one. In JAX it is planned in `jax_backend.replicated(step, mesh)`: the bytes and the rows are those of one
-    device.
+    planned, nor can a pipeline. In torch a step with `across=`, or of a module in DDP or FSDP, is planned as if all
+    replicas had the rows of this one; nothing is sent, so that one replica may plan alone. In JAX it is planned in
+    `jax_backend.replicated(step, mesh)`: the bytes and the rows are those of one device.
 
     Args:
         grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of its options, in
@@ -190,7 +190,7 @@ def planned(
 
     rows = backend.planner.rows(program, args, backend)
     if memory is None:
-        own = sum(measure(1).get(name, 0) for name in ("parameters", "batch", "state"))
+        own = sum(measure(1).get(name, 0) for name in ("parameters", "batch", "buckets", "state"))
         memory = available_memory(backend, (args, kwargs, state), own)
     n, fits = smallest_that_fits(measure, rows, memory)
     return _plan(n, fits, rows, memory, measured)

@@ -7,8 +7,9 @@ backward pass too, so that the peak is that of the real window to the byte.
 import bisect
 import itertools
 import math
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,12 +27,14 @@ from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, trees
+from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
 from torch_backend.modules.checks import ModuleLoss
 from torch_backend.replicas import PLANNED, Channel
+from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 
 _CUDA_BLOCK = 512  # bytes, of which torch's allocator gives whole blocks
-_ENOUGH = 2  # micro-batches: the third does what the second did
+_ENOUGH = 2  # micro-batches: the third does what the second did; with a wrapper the fourth what the third, but the last
 
 
 def is_shape(leaf: Any) -> bool:
@@ -73,15 +76,21 @@ def peak(
     mode = _mode(program)
     fakes = _Fakes(mode)
     args, kwargs = fakes.of((args, kwargs))
-    with fakes.in_modules(_modules(program)) as of_modules:
+    wrapper = _wrapper(program)
+    parts = {id(part): part for module in _modules(program) for part in module.modules()}.values()
+    with fakes.in_place_of_tensors([*parts, *wrapper.holders()]):
+        with mode:
+            wrapper.begin_plan()
         arguments = program.read(args, backend)
         batch = _sizes([leaf for leaf, _ in arguments])
         params = _sizes(trees.flatten(([part.value for part in arguments.parts if not part.axes], kwargs))[0])
         args, n = _first(program, args, backend)
-        follower = _Follower({**params, **batch})
+        follower = _Follower({**params, **batch}, wrapper.held)
         step = window(replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step)))
         try:
-            with torch.random.fork_rng(devices=[]), _nothing_sent(), mode, follower:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _nothing_sent(), mode, follower:
+                # FSDP1 compares the addresses of tensors. These have none, and it goes on as if all was the same.
+                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
                 result = step(args, kwargs)
         except RuntimeError as error:
             if not _private.is_for_lack_of_numbers(error):
@@ -90,27 +99,40 @@ def peak(
         at_peak = follower.at_peak()
         del result
         # A module also has parameters that the arguments stand in for. What it uses of its own counts.
-        used = {key: size for key, size in _sizes(of_modules).items() if key in follower.outside}
-        params |= {key: follower.outside.pop(key) for key in used}
+        of_modules = _sizes([fake for _, fake in fakes.made.values()])
+        params |= {key: follower.outside.pop(key) for key in of_modules if key in follower.outside}
+        for name, tensors in wrapper.held().items():  # some of it was there before
+            at_peak[name] += sum([follower.outside.pop(key, 0) for key in _sizes(tensors)])
         closed_over = sum(follower.outside.values())
-    parts = {"parameters": sum(params.values()), "batch": sum(batch.values()), **at_peak}
-    return {**parts, "closed over": closed_over} if closed_over else parts
+    found = {"parameters": sum(params.values()), "batch": sum(batch.values()), **at_peak}
+    return {**found, "closed over": closed_over} if closed_over else found
 
 
 def _mode(program: Program) -> Any:
     """A mode in which tensors have no numbers. Raises FuncgaError for what cannot be planned."""
     owner = owner_of(program.grad_fn)
-    # Those of modules that are wrapped, and of pipelines, are other classes.
-    if owner is not None and type(owner) is not ModuleGradient:
+    # Those of pipelines are another class.
+    if owner is not None and not isinstance(owner, ModuleGradient):
         raise FuncgaError(
-            "the plan of a step that a wrapper of the module merges over replicas was asked for, and a plan runs in "
-            "one process, where nobody answers. Plan the step with the module that was wrapped, and across=group."
+            "the plan of a step of a pipeline was asked for, whose stages wait for each other, and a plan runs in one "
+            "process, where nobody answers. Plan the step of one stage, as a module."
         )
     mode = _private.fake_mode()
     if mode is None:
         raise FuncgaError(
             "this version of torch has no FakeTensorMode, and nothing can be planned without it. Let the step try "
             'sizes when it runs: n="auto".'
+        )
+    wrapper = _wrapper(program)
+    try:
+        wrapper.holders()
+        is_planned = type(wrapper) is Wrapper or _private.sends_no_fakes()
+    except AttributeError:
+        is_planned = False
+    if not is_planned:
+        raise FuncgaError(
+            f"the module is wrapped by {wrapper.name}, which torch {torch.__version__} cannot run without sending "
+            f"anything. Plan the step of the module that was wrapped, with across=group; or use torch 2.11 to 2.13."
         )
     return mode
 
@@ -183,16 +205,29 @@ def _modules(program: Program) -> list[torch.nn.Module]:
     return [*modules, loss.module] if isinstance(loss, ModuleLoss) else modules
 
 
+def _wrapper(program: Program) -> Wrapper:
+    """What wraps the module of a gradient function; one that does nothing where nothing wraps it."""
+    wrapper = getattr(owner_of(program.grad_fn), "wrapper", None)
+    return Wrapper((), "nothing") if wrapper is None else wrapper
+
+
 def _first(program: Program, args: tuple[Tree, ...], backend: Backend) -> tuple[tuple[Tree, ...], int | None]:
-    """The arguments of the first micro-batches, after which every one is like the last; and how many these are."""
+    """The arguments of the first micro-batches, and of the last if that differs; and how many these are.
+
+    Those between are like the second.
+    """
     arguments, n = program.read(args, backend), program.n
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
     # What collects or threads may hold more with each micro-batch.
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
-    if n is None or n <= _ENOUGH or grows or program.totals is not None:
+    is_wrapped = type(_wrapper(program)) is not Wrapper
+    enough = _ENOUGH + 2 * is_wrapped
+    if n is None or n <= enough or grows or program.totals is not None:
         return args, n
     sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
-    return arguments.cut(0, sum(sizes[:_ENOUGH]), []), _ENOUGH
+    # The first micro-batches are the larger ones, so that rows for all of these are cut into the same sizes.
+    sizes = [*sizes[: enough - 1], sizes[-1]] if is_wrapped else sizes[:enough]
+    return arguments.cut(0, sum(sizes), []), enough
 
 
 def _reads_numbers(error: BaseException) -> FuncgaError:
@@ -208,6 +243,7 @@ class _Fakes:
 
     def __init__(self, mode: Any):
         self.mode = mode
+        self.made: dict[int, tuple[Any, Any]] = {}  # each tensor and its stand-in, by the id of the tensor
 
     def of(self, tree: Tree) -> Any:
         """The tree with these in place of its tensors."""
@@ -218,96 +254,157 @@ class _Fakes:
         """The stand-in of a tensor; anything else as it is."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if is_shape(leaf):
+        if id(leaf) not in self.made:
+            self.made[id(leaf)] = leaf, self._new(leaf)
+            if isinstance(leaf, torch.nn.Parameter):
+                self._take_attributes(*self.made[id(leaf)])
+        return self.made[id(leaf)][1]
+
+    def _new(self, leaf: Any) -> Any:
+        if not is_shape(leaf):
+            # A tensor that is computed is detached by `.data`, which asks nothing of its graph.
+            return self.mode.from_tensor(leaf if isinstance(leaf, torch.nn.Parameter) else leaf.data)
+        if is_dtensor(leaf):
+            fake = as_dtensor(self.of_leaf(_private.local_tensor(leaf)), leaf)
+        else:
             with self.mode:
                 fake = torch.empty_strided(
                     leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.get_default_device()
                 )
-            return torch.nn.Parameter(fake, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else fake
-        return self.mode.from_tensor(leaf if leaf.is_leaf else leaf.detach())
+        return torch.nn.Parameter(fake, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else fake
+
+    def _take_attributes(self, param: Any, fake: Any) -> None:
+        """Gives a stand-in what others have set on its parameter, with stand-ins for the tensors among it."""
+        for name, value in vars(param).items():
+            mapped = [*map(self.of_leaf, value)] if type(value) in (list, tuple) else self.of_leaf(value)
+            vars(fake).setdefault(name, mapped)
 
     @contextmanager
-    def in_modules(self, modules: Sequence[torch.nn.Module]) -> Iterator[list[torch.Tensor]]:
-        """A context in which the modules have such parameters and buffers; these."""
-        parts = {id(part): part for module in modules for part in module.modules()}.values()
-        tables = [part.__dict__[kind] for part in parts for kind in (_private.PARAMETERS, _private.BUFFERS)]
-        before = [(table, dict(table)) for table in tables]
-        fakes: dict[int, Any] = {}
+    def in_place_of_tensors(self, holders: Iterable[object]) -> Iterator[None]:
+        """A context in which the attributes of these objects, and their lists and tables, have such tensors.
+
+        Afterwards the attributes, lists and tables are as before, whatever has become of them.
+        """
+        before: dict[int, tuple[Any, Any]] = {}
+        for attributes in map(vars, holders):
+            for table in (attributes, *[each for each in attributes.values() if isinstance(each, dict | list)]):
+                before[id(table)] = table, table.copy()
         try:
-            for table, tensors in before:
-                for name, tensor in tensors.items():
-                    table[name] = fakes[id(tensor)] = fakes.get(id(tensor), self.of_leaf(tensor))
-            yield [fake for fake in fakes.values() if fake is not None]
+            for table, saved in before.values():
+                for key, value in saved.items() if isinstance(table, dict) else enumerate(saved):
+                    if isinstance(value, torch.Tensor):
+                        table[key] = self.of_leaf(value)
+            yield
         finally:
-            for table, tensors in before:
+            for table, saved in before.values():
                 table.clear()
-                table.update(tensors)
+                (table.update if isinstance(table, dict) else table.extend)(saved)
 
 
 @dataclass(eq=False)
 class _Block:
-    """Memory that was allocated: when, and when it was freed."""
+    """Memory that was allocated: when, and when it was freed.
+
+    `names` has the name of what it is, if a wrapper knows it. All blocks that a storage had in turn share it.
+    """
 
     size: int
+    granule: int
     in_backward: bool
     born: int
+    names: list[str]
     died: float = math.inf
 
 
 class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every storage that is made while it is entered, from its allocation to its end."""
+    """Follows every storage that is made while it is entered, from its allocation to its end.
 
-    def __init__(self, known: dict[int, int]):
+    `held()` tells what is held that has a name of its own, by that name.
+    """
+
+    def __init__(self, known: dict[int, int], held: Callable[[], dict[str, list[torch.Tensor]]]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known = {*known}
-        self.live: set[int] = set()
+        self.known, self.held = {*known}, held
+        self.live: dict[int, _Block] = {}  # the last block of every storage
         self.outside: dict[int, int] = {}  # what is used, and was there before
         self.blocks: list[_Block] = []
         self.deltas: list[int] = []  # of every allocation, and of every end
         self.ends: list[int] = []  # when backward passes ended
         self.in_backward = False
+        self.resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> "_Follower":
+        # FSDP frees memory by resizing storages, which no mode is told of.
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            done = self.resize(storage, size)
+            if storage.device.type == "meta" and id(storage) not in self.known and id(storage) not in self.outside:
+                self._follow(storage)
+            return done
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_backward = _private.in_backward()
         if self.in_backward and not in_backward:
-            self.ends.append(len(self.deltas))
+            self._noted()
         self.in_backward = in_backward
         given = _storages(_tensors((args, kwargs)))
         for tensor, storage in given:
             if id(storage) not in self.live and id(storage) not in self.known and id(storage) not in self.outside:
-                self.outside[id(storage)] = _size(storage, tensor)
+                self.outside[id(storage)] = _rounded(storage.nbytes(), _granule(tensor))
                 weakref.finalize(storage, self.outside.pop, id(storage), None).atexit = False
         out = op(*args, **(kwargs or {}))
         for tensor, storage in _storages(_tensors(out)):
             if not any(id(storage) in known for known in (self.live, self.known, self.outside)):
-                self._allocated(storage, _size(storage, tensor))
+                self._follow(storage, _granule(tensor))
         return out
 
-    def _allocated(self, storage: Any, size: int) -> None:
-        block = _Block(size, self.in_backward, len(self.deltas))
-        self.live.add(id(storage))
+    def _follow(self, storage: Any, granule: int = 1) -> None:
+        """Notes the size of a storage that is new, or has another size than before."""
+        last, names = self.live.get(id(storage)), list[str]()
+        if last is None:
+            weakref.finalize(storage, self._ended, id(storage)).atexit = False
+        else:
+            self._freed(last)
+            granule, names = last.granule, last.names
+        size = _rounded(storage.nbytes(), granule)
+        self.live[id(storage)] = block = _Block(size, granule, _private.in_backward(), len(self.deltas), names)
         self.blocks.append(block)
         self.deltas.append(size)
-        weakref.finalize(storage, self._freed, id(storage), block).atexit = False
 
-    def _freed(self, key: int, block: _Block) -> None:
-        self.live.discard(key)
+    def _ended(self, key: int) -> None:
+        self._freed(self.live.pop(key))
+
+    def _freed(self, block: _Block) -> None:
         block.died = len(self.deltas)
         self.deltas.append(-block.size)
+
+    def _noted(self) -> None:
+        """Notes the end of a backward pass, and what is held then."""
+        self.ends.append(len(self.deltas))
+        for name, tensors in self.held().items():
+            for _, storage in _storages(tensors):
+                if id(storage) in self.live:
+                    self.live[id(storage)].names[:] = [name]
 
     def at_peak(self) -> dict[str, int]:
         """The bytes of every kind when most are held."""
         self.ends.append(len(self.deltas))
         totals = [*itertools.accumulate(self.deltas)]
         when = max(range(len(totals)), key=totals.__getitem__, default=0)
-        held = {"sums": 0, "activations": 0, "gradients": 0}
+        bytes_of = dict.fromkeys(("sums", "activations", "gradients", *self.held()), 0)
         for block in self.blocks:
             if block.born <= when < block.died:
                 # What outlives the backward pass is the sums and the results.
                 end = self.ends[bisect.bisect_right(self.ends, block.born)] if block.born < self.ends[-1] else math.inf
                 kind = "sums" if block.died > end else "gradients" if block.in_backward else "activations"
-                held[kind] += block.size
-        return held
+                bytes_of[block.names[0] if block.names else kind] += block.size
+        return bytes_of
 
 
 def _tensors(tree: Any) -> list[Any]:
@@ -315,19 +412,19 @@ def _tensors(tree: Any) -> list[Any]:
 
 
 def _storages(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Any]]:
-    """(tensor, its storage) of every plain tensor among the leaves."""
-    return [
-        (leaf, leaf.untyped_storage())
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    ]
+    """(tensor, its storage) of every plain tensor among the leaves, and of the shards of DTensors."""
+    return [(leaf, leaf.untyped_storage()) for leaf in local_tensors(leaves) if leaf.layout is torch.strided]
 
 
 def _sizes(leaves: Sequence[Any]) -> dict[int, int]:
     """The bytes of every storage that the leaves lie in."""
-    return {id(storage): _size(storage, leaf) for leaf, storage in _storages(leaves)}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return {id(storage): _rounded(storage.nbytes(), _granule(leaf)) for leaf, storage in _storages(tensors)}
 
 
-def _size(storage: Any, tensor: torch.Tensor) -> int:
-    size = int(storage.nbytes())
-    return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if tensor.device.type == "cuda" else size
+def _granule(tensor: torch.Tensor) -> int:
+    return _CUDA_BLOCK if tensor.device.type == "cuda" else 1
+
+
+def _rounded(size: int, granule: int) -> int:
+    return -(-size // granule) * granule

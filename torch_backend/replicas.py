@@ -258,7 +258,7 @@ atexit.register(_CHANNELS.clear)
 
 def owed_to(group: dist.ProcessGroup) -> list[Owed]:
     """The windows that an error has ended here, which a process group still waits for; more may be added."""
-    return _OWED.setdefault(group, [])
+    return _OWED.setdefault(group, []) if PLANNED.get() is None else []  # nobody waits for one that is planned
 
 
 # Makes the channel of a group while a step is planned, when nothing is sent.
@@ -304,17 +304,21 @@ class Listener:
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
-        self.before = _private.collectives_called(group)
+        self.before = self._called()
+
+    def _called(self) -> int | None:
+        # A plan calls none, and knows of none that it would have called.
+        return None if PLANNED.get() is not None else _private.collectives_called(self.group)
 
     @property
     def heard(self) -> bool:
         """Whether there were any; False if torch does not tell."""
-        return _private.collectives_called(self.group) != self.before
+        return self._called() != self.before
 
     @property
     def is_silent(self) -> bool:
         """Whether there were none; False if torch does not tell."""
-        return _private.collectives_called(self.group) == self.before is not None
+        return self._called() == self.before is not None
 
 
 # ----------------------------------------------------------------------------------------------------- what is the same

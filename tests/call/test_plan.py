@@ -1,14 +1,12 @@
 """`plan`: what it predicts is what a real window takes, counted storage by storage; and nothing runs meanwhile."""
 
 import random
-from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -265,24 +263,11 @@ def test_bytes_for_people():
     assert [size_of(n) for n in (0, 1023, 1536, 5 * 2**30, 3 * 2**50)] == ["0 B", "1023 B", "1.50 KiB", "5.00 GiB", "3072.00 TiB"]  # fmt: skip
 
 
-@contextmanager
-def replica_of_one(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def test_what_cannot_be_planned(tmp_path):
+def test_what_cannot_be_planned():
     model, batch = mlp()
     reads = lambda module, x, y: mean_loss(module, x, y) * x.sum().item()
     with pytest.raises(funcga.FuncgaError, match="asks for numbers that are computed"):
         funcga.plan(module_value_and_grad(model, reads), *batch)
-    with replica_of_one(tmp_path):
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        with pytest.raises(funcga.FuncgaError, match="a wrapper of the module merges over replicas"):
-            funcga.plan(module_value_and_grad(wrapped, mean_loss), *batch)
 
 
 def over_replicas(group, make, n, how):

@@ -17,7 +17,7 @@ from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
-from torch_backend import trees
+from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
 from torch_backend.engine.buffers import Buffers, power_below
 from torch_backend.engine.layout import Layout
@@ -136,6 +136,7 @@ class Reduction:
             buffers, on_device = self.buffers, isinstance(weight, torch.Tensor)
             if steps:
                 buffers.share(weight)  # the first weight chooses the unit
+            numbers = [buffers.reduced[leaf] for leaf in self.numbers]
             unit, weights = buffers.unit or 0.0, float(buffers.weight + (0 if on_device else weight))
             report = Report(
                 *self._counts,
@@ -148,7 +149,7 @@ class Reduction:
                 unweighed=self.unweighed,
                 uneven=len(self.weights) > 1 or not (self.weights or weights == (buffers.steps + steps) * unit),
                 rejected=0 if isinstance(buffers.rejected, torch.Tensor) else buffers.rejected,
-                numbers=tuple([float(buffers.reduced[leaf] or 0.0) for leaf in self.numbers]),
+                numbers=tuple([0.0 if n is None else float(arrays.scalar(n)) for n in numbers]),
             )
         self.header = Header(self.replicas.channel, report)
 

@@ -8,7 +8,9 @@ over the replicas as gradients, divided by what `scales` says.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -143,6 +145,20 @@ class Wrapper:
         """Forgets a window that an exception has ended."""
         raise NotImplementedError
 
+    def holders(self) -> list[object]:
+        """What has tensors, and traces of passes, as attributes beside the modules."""
+        return []
+
+    def begin_plan(self) -> None:
+        """Makes ready for a window that is planned: all `holders`, and the modules, have stand-ins for their tensors.
+
+        Nothing is sent in it, and afterwards all of their attributes are as before.
+        """
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """What it holds beside the parameters, and gradients in their shapes here, by the name in a plan."""
+        return {}
+
 
 def no_outer_mesh(what: str) -> FuncgaError:
     """The error for a module, wrapped by this, without an outer dimension of a mesh to all-reduce over."""
@@ -254,6 +270,41 @@ class DDP(Wrapper):
             # The replicas may have stopped in different micro-batches, and must begin with the same flag.
             ddp.require_forward_param_sync = True
 
+    def holders(self) -> list[object]:
+        """The DistributedDataParallel objects, and the modules in them."""
+        return [part for ddp in self.modules() for part in ddp.modules()]
+
+    def begin_plan(self) -> None:
+        """Puts stand-ins in the place of what reduces, which is not written in Python."""
+        for ddp in self.modules():
+            reducer = PlannedReducer(ddp)
+            vars(ddp).update(reducer=reducer, logger=reducer, modules_buffers=[])  # no buffers are broadcast
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """The buckets, which are as large as all gradients."""
+        return {"buckets": [bucket for ddp in self.modules() for bucket in vars(ddp)["reducer"].buckets]}
+
+
+class PlannedReducer:
+    """The reducer of DDP while a window is planned: it has buckets, puts gradients into them, and sends nothing."""
+
+    def __init__(self, ddp: nn.parallel.DistributedDataParallel):
+        ignored = ddp.parameters_to_ignore
+        trained = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+        self.ddp, self.buckets = ddp, [torch.zeros_like(p, requires_grad=False) for p in trained]
+        for p, bucket in zip(trained, self.buckets, strict=True):
+            p.register_post_accumulate_grad_hook(partial(self._reduce, bucket))
+
+    def _reduce(self, bucket: torch.Tensor, p: torch.Tensor) -> None:
+        if self.ddp.require_backward_grad_sync and p.grad is not None:
+            bucket.copy_(p.grad)
+            if self.ddp.gradient_as_bucket_view:
+                p.grad = bucket.view_as(bucket)
+
+    def __getattr__(self, name: str) -> Any:
+        # Whatever else DDP tells its reducer, and its logger.
+        return lambda *args: None
+
 
 class Replicate(DDP):
     """torch.distributed._composable.replicate: DDP in the hooks of a module."""
@@ -317,7 +368,7 @@ def mark(tensor: torch.Tensor) -> tuple[int, int] | None:
     if grad is None:
         return None
     # A sparse tensor has no single address.
-    address = grad.data_ptr() if grad.layout is torch.strided else id(grad)
+    address = _private.storage_key(grad) if grad.layout is torch.strided else id(grad)
     return address, _private.version(grad)
 
 

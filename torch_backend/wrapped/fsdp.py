@@ -124,3 +124,17 @@ class FSDP2(Wrapper):
         """Drops the sums, and lets the next forward pass begin anew."""
         for part in self.parts:
             _private.reset_fsdp2(part)
+
+    def holders(self) -> list[object]:
+        """What FSDP2 keeps for each part, and for its groups of parameters and each of these."""
+        return [holder for part in self.parts for holder in _private.holders_of_fsdp2(part)]
+
+    def begin_plan(self) -> None:
+        """Forgets the whole parameters: the first pass makes new ones."""
+        for group in self._param_groups():
+            _private.forget_unsharded(group)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """The whole parameters, and gradients that were not reduced yet."""
+        sums = [total for group in self._param_groups() for total in _private.unsharded_sums(group)]
+        return {"unsharded parameters": self.leaves(), "unsharded gradients": sums}

@@ -98,3 +98,15 @@ class FSDP1(Wrapper):
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
         _private.reset_fsdp1(self.wrapped, self.parts)
+
+    def holders(self) -> list[object]:
+        """What FSDP1 keeps for each part."""
+        return [holder for part in self.parts for holder in _private.holders_of_fsdp1(part)]
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """The whole parameters, and gradients that were not reduced yet."""
+        sums = [part for part in self.parts if _private.has_unsharded_sum(part)]
+        return {
+            "unsharded parameters": [whole for part in self.parts for whole in _private.whole_of_fsdp1(part)],
+            "unsharded gradients": [_private.flat_param_of(part).grad for part in sums],
+        }
