@@ -32,6 +32,7 @@ from torch_backend.modules.checks import ModuleLoss
 from torch_backend.replicas import PLANNED, Channel
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
+from torch_backend.wrapped.window import WrappedGradient
 
 _CUDA_BLOCK = 512  # bytes, of which torch's allocator gives whole blocks
 _ENOUGH = 2  # micro-batches: the third does what the second did; with a wrapper the fourth what the third, but the last
@@ -207,8 +208,8 @@ def _modules(program: Program) -> list[torch.nn.Module]:
 
 def _wrapper(program: Program) -> Wrapper:
     """What wraps the module of a gradient function; one that does nothing where nothing wraps it."""
-    wrapper = getattr(owner_of(program.grad_fn), "wrapper", None)
-    return Wrapper((), "nothing") if wrapper is None else wrapper
+    owner = owner_of(program.grad_fn)
+    return owner.wrapper if isinstance(owner, WrappedGradient) else Wrapper((), "nothing")
 
 
 def _first(program: Program, args: tuple[Tree, ...], backend: Backend) -> tuple[tuple[Tree, ...], int | None]:
@@ -255,9 +256,12 @@ class _Fakes:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in self.made:
-            self.made[id(leaf)] = leaf, self._new(leaf)
-            if isinstance(leaf, torch.nn.Parameter):
-                self._take_attributes(*self.made[id(leaf)])
+            fake = self._new(leaf)
+            self.made[id(leaf)] = leaf, fake
+            # What others have set on a parameter they look for on its stand-in.
+            for name, value in vars(leaf).items() if isinstance(leaf, torch.nn.Parameter) else ():
+                attribute = [*map(self.of_leaf, value)] if type(value) in (list, tuple) else self.of_leaf(value)
+                vars(fake).setdefault(name, attribute)
         return self.made[id(leaf)][1]
 
     def _new(self, leaf: Any) -> Any:
@@ -272,12 +276,6 @@ class _Fakes:
                     leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.get_default_device()
                 )
         return torch.nn.Parameter(fake, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else fake
-
-    def _take_attributes(self, param: Any, fake: Any) -> None:
-        """Gives a stand-in what others have set on its parameter, with stand-ins for the tensors among it."""
-        for name, value in vars(param).items():
-            mapped = [*map(self.of_leaf, value)] if type(value) in (list, tuple) else self.of_leaf(value)
-            vars(fake).setdefault(name, mapped)
 
     @contextmanager
     def in_place_of_tensors(self, holders: Iterable[object]) -> Iterator[None]:
@@ -337,7 +335,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # FSDP frees memory by resizing storages, which no mode is told of.
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             done = self.resize(storage, size)
-            if storage.device.type == "meta" and id(storage) not in self.known and id(storage) not in self.outside:
+            if storage.device.type == "meta" and (id(storage) in self.live or self._is_new(storage)):
                 self._follow(storage)
             return done
 
@@ -353,16 +351,18 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.in_backward and not in_backward:
             self._noted()
         self.in_backward = in_backward
-        given = _storages(_tensors((args, kwargs)))
-        for tensor, storage in given:
-            if id(storage) not in self.live and id(storage) not in self.known and id(storage) not in self.outside:
+        for tensor, storage in _storages(_tensors((args, kwargs))):
+            if self._is_new(storage):
                 self.outside[id(storage)] = _rounded(storage.nbytes(), _granule(tensor))
                 weakref.finalize(storage, self.outside.pop, id(storage), None).atexit = False
         out = op(*args, **(kwargs or {}))
         for tensor, storage in _storages(_tensors(out)):
-            if not any(id(storage) in known for known in (self.live, self.known, self.outside)):
+            if self._is_new(storage):
                 self._follow(storage, _granule(tensor))
         return out
+
+    def _is_new(self, storage: Any) -> bool:
+        return not any(id(storage) in seen for seen in (self.live, self.known, self.outside))
 
     def _follow(self, storage: Any, granule: int = 1) -> None:
         """Notes the size of a storage that is new, or has another size than before."""
