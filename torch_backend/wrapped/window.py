@@ -127,7 +127,7 @@ class WrappedGradient(ModuleGradient):
         """Raises FuncgaError, as the replicas would have to search together."""
         raise FuncgaError(
             f'n="auto" replays a window when memory runs out, and the module is wrapped by {self.wrapper.name}: '
-            f"the other replicas would wait for ever. Say how many: accumulate(f, n=8), or microbatch_size=4."
+            f"the other replicas would wait for ever. Say how many: accumulate(f, n=8), or plan(f, *batch).n of a rank."
         )
 
     def check_stream(self) -> None:

@@ -16,7 +16,7 @@ from tests.processes import Failed, processes
 from tests.torch_backend.wrapped.test_wrapped import WRAPPERS, made, mean_square, mesh_of, rows_of
 from torch_backend import BACKEND, _private, module_value_and_grad
 
-COUNTS = [1, 2, 3, 4, 6, 8]
+COUNTS = [1, 2, 3, 5, 8]
 MOST_TRIES = 20
 # Bytes that are not predicted: DDP notes which parameters are used; and what the replicas tell each other, which is
 # there at the peak only where that is the end of the window.
@@ -73,8 +73,8 @@ def first_windows(group, kind, problem, n, sync, case):
     options = CASES[case][2] if case else {}
     make = lambda model: funcga.accumulate(module_value_and_grad(KINDS[kind](group, model), mean_loss, sync=sync), n, **options)  # fmt: skip
     model, batch = problem()
-    parts = predicted(make(model), batch)
-    taken = []
+    parts, taken = predicted(make(model), batch), []
+    enough = sum(parts.values()) + (0.01 * sum(parts.values()) if case else SLACK.get(kind, 0))
     for _ in range(MOST_TRIES):
         model, _ = problem()
         with Watch() as seen:  # also of what wrapping makes and the window frees: DDP makes its buckets anew
@@ -83,7 +83,7 @@ def first_windows(group, kind, problem, n, sync, case):
             step(*batch)
         # DDP keeps the parameters that it is given.
         taken.append(seen.bytes + parts["batch"] + ("buckets" in parts) * parts["parameters"])
-        is_least = torch.tensor(min(taken) - sum(parts.values()) <= SLACK.get(kind, 0))
+        is_least = torch.tensor(min(taken) <= enough)
         dist.all_reduce(is_least, dist.ReduceOp.MIN, group=group)
         if is_least:
             break
@@ -92,7 +92,7 @@ def first_windows(group, kind, problem, n, sync, case):
 
 def all_counts(group, kind, problem, sync, case):
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    return [first_windows(group, kind, problem, n, sync, case) for n in COUNTS]
+    return [first_windows(group, kind, problem, n, sync, case) for n in (COUNTS[::2] if case else COUNTS)]
 
 
 @pytest.mark.parametrize("problem", [mlp, transformer])

@@ -1012,7 +1012,7 @@ PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
         (
             "auto",
             'n="auto" replays a window when memory runs out, and the module is wrapped by DistributedDataParallel: the '
-            "other replicas would wait for ever. Say how many: accumulate(f, n=8), or microbatch_size=4.",
+            "other replicas would wait for ever. Say how many: accumulate(f, n=8), or plan(f, *batch).n of a rank.",
         ),
         (
             "empty",
