@@ -83,10 +83,10 @@ class Observing:
                 "observe= was given, and a parameter gets its gradient in several pieces, of which none has the norm "
                 "of the gradient, as reentrant checkpoints make it. Use use_reentrant=False."
             )
-        waiting = [gradient for index in self.short for gradient in self.arrived[index]]
+        waiting = [gradient.reshape(-1) for index in self.short for gradient in self.arrived[index]]
         if waiting:
-            norms = torch.stack(torch._foreach_norm(waiting))
-            self.arrived[self.measured_leaves[0]][:] = [norms.to(self.readings.dtype).square_().sum()]
+            whole = arrays.squared_norm(torch.cat(waiting), self.readings.dtype)
+            self.arrived[self.measured_leaves[0]][:] = [whole]
         measures = torch.stack([next(iter(self.arrived[index]), self.nothing) for index in self.measured_leaves])
         self.forget()
         # A pass without a weight measures nothing, and the micro-batch counts for nothing.
