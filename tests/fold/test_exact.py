@@ -175,6 +175,26 @@ def test_torch_adds_in_place_what_the_formulas_say(dtype, weight):
         assert all(map(torch.equal, total, expected))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_small_terms_have_room_until_they_are_carried(sign):
+    """As many as there may be, of the largest that are not carried one by one, on a sum whose digit is full."""
+    small = np.nextafter(np.float32(2.0**-9 * 2**7), np.float32(0)) * sign
+    first = np.full(3, np.nextafter(np.float32(2.0**7), np.float32(0)), "float32")
+    total = in_place.zeros(torch.zeros(3), torch.float32)
+    assert in_place.add(total, torch.from_numpy(first), 1.0, LIMIT, donate=False)
+    before = total[0].clone()
+    for _ in range(_exact.MOST - 1):
+        assert in_place.add(total, torch.full((3,), small), 1.0, LIMIT, donate=False)
+    exact = [Fraction(float(first[0])) + (_exact.MOST - 1) * Fraction(float(small))] * 3
+    assert torch.equal(total[0], before)  # nothing was carried
+    assert values_of(total, "float32") == exact
+    rounded = _exact.rounded(torch, total, LIMIT)
+    in_place.carry(total)
+    assert values_of(total, "float32") == exact
+    assert 0 <= int(total[1].min()) <= int(total[1].max()) < 2**60
+    assert torch.equal(_exact.rounded(torch, total, LIMIT), rounded)
+
+
 # -- the fold
 
 
