@@ -1,28 +1,27 @@
 """Exact sums: numbers in fixed point, whose sum is the same in any order and any grouping.
 
 A float sum rounds after every addition, so its last bits depend on the order. Integers do not round. A term is
-therefore taken apart once into a leading number and a fraction of 60 bits, in units fixed before the first term:
+therefore taken apart once into a leading number and some digits, in units that are fixed before the first term:
 
-    term = unit * (leading + fraction / 2**60),    |leading| < 2**13,   |fraction| < 2**60
+    term = unit * (leading + digits[0] / 2**30 + digits[1] / 2**60),    |leading| < 2**13,   |digit| < 2**30
 
-and only what is below the last bit is lost: half of `limit * 2**-73` at most, whatever else is in the sum. `leading` is
-a whole number in a float32. The fraction is one digit of 60 bits in an int64; or two of 30, each in an int32, where
-there are no 64-bit types, as in JAX. So an element takes 12 bytes. A float64 is taken apart in the same way, into a
-float64 and two digits of 60 bits.
+and only what is below the last digit is lost: half of `limit * 2**-73` at most, whatever else is in the sum. `leading`
+is a whole number in a float32 and each digit an int32, so an element takes 12 bytes and no 64-bit types. A float64 is
+taken apart in the same way, into a float64 and digits of 60 bits.
 
-- **Adding** adds from the last digit on and carries: digits of a sum are again in [0, 2**60), so one sum has one form.
+- **Adding** adds from the last digit on and carries: digits of a sum are again in [0, 2**30), so one sum has one form.
   The leading numbers are added as floats, which is exact while they stay below 2**24: for up to MOST = 2048 terms.
 - **NaN and infinity** stand in `leading`, where adding floats treats them as it always does.
 - **Out of range.** A term of `limit` or more puts BEYOND into `leading`, a number so large that no sum of others comes
   near it and always positive, so that no two of them cancel. The sum then says that it has left the range.
-- **Replicas** send digits in pieces that leave room: 60 bits as three pieces of 20, of which an int32 adds up 2**11. So
-  any collective that adds, in any order, is exact.
+- **Replicas** send digits in pieces that leave room: two digits of 30 bits as three pieces of 20, of which an int32
+  adds up 2**11. So any collective that adds, in any order, is exact.
 - **The result** is rounded to a float once, to the nearest or the one next to it. A quotient is rounded correctly, by
   integer arithmetic on its remainder: a compiler may divide by multiplying with a reciprocal, or contract a product and
   a sum into one operation, and all frameworks would no longer have the same bits.
 
-A leaf without axes, such as a loss, has twice as many digits, and a limit 2**30 times as large: it may be a sum over a
-million tokens, and costs nothing.
+A leaf without axes, such as a loss, has four digits instead of two, and a limit 2**30 times as large: it may be a sum
+over a million tokens, and costs nothing.
 
 The products of a multiplication by a power of two are exact, and so is `x - trunc(x)`: contracted or not, the bits are
 the same. Only the weighted term `w * v` is rounded, once. What follows reads its bits as an integer, through which no
@@ -48,25 +47,18 @@ BEYOND = 2.0**40
 
 
 class Format(NamedTuple):
-    """How numbers of one dtype are held: the bits of a float and of its mantissa, and those of a digit.
-
-    `integers` have the bits of a float, and `narrow` is how many of them a digit may have there. `digits` are the
-    integers of `digit` bits that a sum is held in, `per_array` of them for a leaf with axes.
-    """
+    """How numbers of one dtype are held: the bits of a float's mantissa, and those of a digit."""
 
     floats: Dtype
     integers: Dtype
     bits: int
     mantissa: int
-    narrow: int
-    digits: Dtype
     digit: int
-    per_array: int
 
     @property
     def piece(self) -> int:
-        """The bits of a piece, three of which are two narrow digits."""
-        return self.narrow * 2 // 3
+        """The bits of a piece, three of which are two digits."""
+        return self.digit * 2 // 3
 
     @property
     def positive(self) -> int:
@@ -94,26 +86,21 @@ class Format(NamedTuple):
 
 def format_of(xp: Namespace, dtype: Dtype) -> Format:
     """The Format for sums in this dtype, float32 or float64."""
-    if dtype == xp.float64:
-        return Format(xp.float64, xp.int64, 64, 53, 60, xp.int64, 60, 2)
-    # JAX has integers of 64 bits only where they are switched on.
-    has_64_bits = hasattr(xp, "Tensor")
-    digits = (xp.int64, 60, 1) if has_64_bits else (xp.int32, 30, 2)
-    return Format(xp.float32, xp.int32, 32, 24, 30, *digits)
+    return Format(xp.float64, xp.int64, 64, 53, 60) if dtype == xp.float64 else Format(xp.float32, xp.int32, 32, 24, 30)
 
 
 def _cast(array: Array, dtype: Dtype) -> Array:
     return array.to(dtype) if hasattr(array, "to") else array.astype(dtype)
 
 
-def digits_of(ndim: int, form: Format) -> int:
+def digits_of(ndim: int) -> int:
     """How many digits a leaf of so many axes has."""
-    return form.per_array if ndim else 2 * form.per_array
+    return 2 if ndim else 4
 
 
 def unit_of(ndim: int, limit: float, form: Format) -> float:
     """What a leading number of 1 stands for."""
-    wider = 2.0 ** (form.narrow if ndim == 0 else 0)
+    wider = 2.0 ** (form.digit if ndim == 0 else 0)
     return limit * wider * MOST / 2.0**form.mantissa
 
 
@@ -131,10 +118,10 @@ def expanded(xp: Namespace, term: Array, limit: float) -> tuple[Array, ...]:
     leading = xp.round(rest)
     digits = []
     rest = rest - leading
-    for left in range(digits_of(term.ndim, form))[::-1]:
+    for left in range(digits_of(term.ndim))[::-1]:
         rest = rest * 2.0**form.digit
         whole = xp.round(rest)
-        digits.append(_cast(whole, form.digits))
+        digits.append(_cast(whole, form.integers))
         if left:
             rest = rest - whole
     outside = (bits & ~below).view(form.floats)
@@ -169,32 +156,9 @@ def added(xp: Namespace, a: Sequence[Array], b: Sequence[Array]) -> tuple[Array,
     return a[0] + b[0] + _cast(carry, form.floats), *digits[::-1]
 
 
-def _narrow(xp: Namespace, total: Sequence[Array]) -> Sequence[Array]:
-    """The same sum in digits that integers of the size of its floats hold, all of them carried."""
-    form = format_of(xp, total[0].dtype)
-    if form.digit == form.narrow:
-        return total
-    mask, digits = (1 << form.narrow) - 1, list[Array]()
-    carry: Array = 0
-    for digit in total[:0:-1]:
-        moved = digit + carry if digits else digit
-        digits += [_cast(moved & mask, form.integers), _cast((moved >> form.narrow) & mask, form.integers)]
-        carry = moved >> form.digit
-    return total[0] + _cast(carry, form.floats), *digits[::-1]
-
-
-def _wide(xp: Namespace, total: Sequence[Array]) -> tuple[Array, ...]:
-    """The sum whose `_narrow` digits these are."""
-    form = format_of(xp, total[0].dtype)
-    if form.digit == form.narrow:
-        return tuple(total)
-    highs, lows = ([_cast(digit, form.digits) for digit in total[first::2]] for first in (1, 2))
-    return total[0], *[(high << form.narrow) | low for high, low in zip(highs, lows, strict=True)]
-
-
 def pieces(xp: Namespace, total: Sequence[Array]) -> tuple[Array, ...]:
     """A sum as numbers to be added up over MOST replicas at most, by any addition of floats and integers."""
-    form, total = format_of(xp, total[0].dtype), _narrow(xp, total)
+    form = format_of(xp, total[0].dtype)
     mask, half = (1 << form.piece) - 1, form.piece // 2
     cut: list[Array] = []
     for high, low in zip(total[1::2], total[2::2], strict=True):
@@ -216,7 +180,7 @@ def joined(xp: Namespace, sums: Sequence[Array]) -> tuple[Array, ...]:
     digits: list[Array] = []
     for low, middle, high in zip(carried[::3], carried[1::3], carried[2::3], strict=True):
         digits += [low | ((middle & ((1 << half) - 1)) << form.piece), (middle >> half) | (high << half)]
-    return _wide(xp, (sums[0] + _cast(carry, form.floats), *digits[::-1]))
+    return sums[0] + _cast(carry, form.floats), *digits[::-1]
 
 
 def is_beyond(xp: Namespace, total: Sequence[Array]) -> Array:
@@ -226,18 +190,18 @@ def is_beyond(xp: Namespace, total: Sequence[Array]) -> Array:
 
 def rounded(xp: Namespace, total: Sequence[Array], limit: float) -> Array:
     """A sum as a float, one of the two next to it; NaN where a term was out of range."""
-    form, total = format_of(xp, total[0].dtype), _narrow(xp, total)
+    form = format_of(xp, total[0].dtype)
     # Digits of either sign, of which the first that is not 0 tells the size: nothing cancels below.
     digits: list[Array] = []
     carry: Array = 0
     for digit in total[:0:-1]:
         moved = digit + carry if digits else digit
-        carry = (moved + (1 << (form.narrow - 1))) >> form.narrow
-        digits.append(moved - (carry << form.narrow))
+        carry = (moved + (1 << (form.digit - 1))) >> form.digit
+        digits.append(moved - (carry << form.digit))
     unit = unit_of(total[0].ndim, limit, form)
     number = (total[0] + _cast(carry, form.floats)) * unit
     for digit in digits[::-1]:
-        unit *= 2.0**-form.narrow
+        unit *= 2.0**-form.digit
         number = number + _cast(digit, form.floats) * unit
     # Infinite where a term was out of range, else 0: of which the difference to itself is NaN, or 0.
     most = 2.0 ** (form.most >> 1)

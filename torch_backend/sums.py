@@ -58,7 +58,6 @@ def _combined(
         return fold.combine(accumulator, fold.lift(leaf, weight))
     if donate and elementwise.fits(fold, leaf):
         elementwise.combine(fold, accumulator, leaf.detach(), weight, donate=False)
-        elementwise.settle(fold, accumulator)
         return accumulator
     return fold.combine(accumulator, fold.lift(leaf.detach(), weight))
 

@@ -8,10 +8,11 @@ torch to use all cores.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from funcga._exact import Finish, Lift
+from funcga._exact import Lift
 from funcga._fold import LeafFold, Tally, parts_of
 from funcga._types import Reduced, Scalar
 from torch_backend import _private
@@ -39,15 +40,24 @@ def begun(fold: LeafFold, value: torch.Tensor) -> Reduced:
 def combine(fold: LeafFold, reduced: Reduced, value: torch.Tensor, weight: Scalar, donate: bool) -> None:
     """Folds a value into what is reduced, in its memory; `donate`: the value may be written to."""
     parts, lift = parts_of(reduced), fold.fold.reducer.lift
-    on_host = isinstance(reduced, tuple) and _is_on_host(value, weight)
+    is_exact = _is_exact(fold, reduced)
     for *before, piece in _pieces([*parts, _like(value, parts[0])]):
-        if isinstance(lift, Lift) and on_host:
-            factor = float(weight) if lift.is_weighted else 1.0
-            if exact.add(before, piece, factor, lift.limit, donate):
-                continue
-        after = fold.combine(tuple(before) if isinstance(reduced, tuple) else before[0], fold.lift(piece, weight))
-        for target, part in zip(before, parts_of(after), strict=True):
-            target.copy_(part)
+        after = _added(before, piece, weight, lift, donate) if is_exact and _is_on_host(value, weight) else None
+        if after is None:
+            held = exact.narrowed(before) if is_exact else before
+            after = fold.combine(tuple(held) if isinstance(reduced, tuple) else held[0], fold.lift(piece, weight))
+            after = exact.widened(after) if is_exact and exact.is_wide(before) else parts_of(after)
+        for target, part in zip(before, after, strict=True):
+            if target is not part:
+                target.copy_(part)
+
+
+def _added(before: exact.Sum, value: torch.Tensor, weight: Scalar, lift: Any, donate: bool) -> exact.Sum | None:
+    """An exact sum with one more value, in the form that it has, in its memory; None if a number is not usual."""
+    total = exact.widened(before)
+    if not exact.add(total, value, float(weight) if lift.is_weighted else 1.0, lift.limit, donate):
+        return None
+    return total if exact.is_wide(before) else exact.narrowed(total)
 
 
 def combine_together(
@@ -67,22 +77,26 @@ def joined(reduced: Sequence[Reduced]) -> Reduced:
     return tuple(parts) if isinstance(reduced[0], tuple) else parts[0]
 
 
-def settle(fold: LeafFold, reduced: Reduced) -> None:
-    """Gives what is reduced its one form, in its memory, so that it may leave the window."""
-    if isinstance(fold.fold.reducer.lift, Lift) and isinstance(reduced, tuple):
-        for piece in _pieces(reduced):
-            exact.carry(piece)
+def settled(fold: LeafFold, reduced: Reduced) -> Reduced:
+    """What is reduced, in the form that all others know: an exact sum has one of its own while its window lasts."""
+    return tuple(exact.narrowed(reduced)) if _is_exact(fold, reduced) else reduced
+
+
+def _is_exact(fold: LeafFold, reduced: Reduced) -> bool:
+    return isinstance(reduced, tuple) and isinstance(fold.fold.reducer.lift, Lift)
 
 
 def normalized(fold: LeafFold, reduced: Reduced, tally: Tally) -> torch.Tensor:
     """The result, in the memory of the first array that is reduced if that has its dtype."""
-    parts, finish = parts_of(reduced), fold.fold.normalizer.apply
-    on_host = isinstance(reduced, tuple) and _is_on_host(parts[0], tally.total)
+    finish: Any = fold.fold.normalizer.apply
+    parts, is_exact = parts_of(reduced), _is_exact(fold, reduced)
+    on_host = is_exact and _is_on_host(parts[0], tally.total)
     result = parts[0] if parts[0].dtype == fold.result_dtype else torch.empty_like(parts[0], dtype=fold.result_dtype)
     for *piece, target in _pieces([*parts, result]):
-        number = exact.finish(piece, tally, finish) if isinstance(finish, Finish) and on_host else None
+        number = exact.finish(exact.widened(piece), tally, finish) if on_host else None
         if number is None:
-            number = fold.normalize(tuple(piece) if isinstance(reduced, tuple) else piece[0], tally)
+            held = exact.narrowed(piece) if is_exact else piece
+            number = fold.normalize(tuple(held) if isinstance(reduced, tuple) else held[0], tally)
         if number is not piece[0] or result is not parts[0]:
             target.copy_(number)
     return result
