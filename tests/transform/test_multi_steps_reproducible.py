@@ -47,6 +47,20 @@ def test_any_order_has_the_same_bits_in_both_frameworks(kit, donate):
             np.testing.assert_array_equal(update, expected[name])
 
 
+@pytest.mark.parametrize(("first", "second"), [(TORCH, JAX), (JAX, TORCH)])
+def test_a_window_that_goes_on_in_the_other_framework_has_the_same_bits(first, second):
+    transforms = [funcga.multi_steps(sgd(), COUNT, fold=FOLD, donate=kit is TORCH) for kit in (first, second)]
+    states = [tx.init(kit.arrays(gradients()[0][0])) for tx, kit in zip(transforms, (first, second), strict=True)]
+    state, updates = states[0], None
+    for k, (grad, weight) in enumerate(gradients()):
+        if k == 5:
+            state = funcga.from_state_dict(states[1], funcga.to_state_dict(state))
+        kit, tx = (first, transforms[0]) if k < 5 else (second, transforms[1])
+        updates, state = tx.update(kit.arrays(grad), state, weight=weight)
+    for name, expected in updates_of(TORCH, range(COUNT)).items():
+        np.testing.assert_array_equal(updates[name], expected)
+
+
 def test_in_jit():
     expected = updates_of(TORCH, range(COUNT))
     tx = funcga.multi_steps(sgd(), COUNT, fold=FOLD)
