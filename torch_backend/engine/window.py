@@ -96,7 +96,8 @@ class Engine:
         self.given_group: Listener | None = None
 
     def __enter__(self) -> Self:
-        self.calls_around = noted.calls  # those of a loss around this window
+        self.noted_around = noted.calls, noted.last  # those of a loss around this window
+        noted.last = () if self.is_uninterrupted else None
         if dist.is_available() and dist.is_initialized():
             self.any_group = Listener()
             if self.reduction is not None:
@@ -108,7 +109,7 @@ class Engine:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        noted.calls = self.calls_around
+        noted.calls, noted.last = self.noted_around
         self.held.__exit__(*error)
         self.inference.__exit__(*error)
         if self.observing is not None:

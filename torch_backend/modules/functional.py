@@ -26,15 +26,23 @@ Space = dict[str, Any]
 Table = dict[str, torch.Tensor | None]
 # A table and the key of a tensor in it.
 Place = tuple[Table, str]
+# The same by the part that has the table, which may have another one in its place: its `__dict__`, and the kind.
+Slot = tuple[Space, str, str]
+# Whether tensors are tied, and the names of those that are given; and the slots of a call, each with its name.
+Asked = tuple[object, ...]
+Planned = tuple[list[str], list[Slot]]
 
 
 class _Noted(threading.local):
-    """The calls of the present loss: the `__dict__` of the module, the places in it, and what they have put there.
+    """What a window of the engine notes of calls.
 
-    None outside of a window of the engine, which asks for them.
+    `calls` are those of the present loss: the `__dict__` of the module, the places in it, and what they have put there;
+    None outside of windows. `last` is the last call of a window in which no code runs between two losses: its module,
+    what it asked for, and its slots, which hold for the window; empty before the first, and None in other windows.
     """
 
     calls: list[tuple[Space, list[Place], list[torch.Tensor]]] | None = None
+    last: tuple[()] | tuple[nn.Module, Asked, Planned] | None = None
 
 
 noted = _Noted()
@@ -48,8 +56,9 @@ class Plan:
 
     def __init__(self, module: nn.Module, names: Sequence[str], ties: bool):
         spaces = _spaces(module)
-        tables = _tables(spaces)
-        self.ids = _ids(spaces, tables)
+        filled = _filled(spaces)
+        tables = [space[kind] for space, kind in filled]
+        self.ids = _ids(spaces, filled)
         places = _by_name(module)
         # Where each tensor is, as (index of the table, key): a part that is used twice has its table here twice.
         at: dict[int, dict[tuple[int, str], tuple[int, str]]] = {}
@@ -58,24 +67,24 @@ class Plan:
                 if tensor is not None:
                     at.setdefault(id(tensor), {}).setdefault((id(table), key), (index, key))
         index_of = {id(table): index for index, table in enumerate(tables)}
-        # The index of the table, and the key in it, for each place, and the name that is given for it.
-        self.slots: list[tuple[int, str]] = []
+        # The index of the table, and the key in it, for each slot, and the name that is given for it.
+        self.indices: list[tuple[int, str]] = []
         self.names: list[str] = []
         for name in names:
             table, key = places[name]
-            slots = at[id(table[key])].values() if ties else [(index_of[id(table)], key)]
-            self.slots += slots
-            self.names += [name] * len(slots)
-        if len({*self.slots}) < len(self.slots):
+            indices = at[id(table[key])].values() if ties else [(index_of[id(table)], key)]
+            self.indices += indices
+            self.names += [name] * len(indices)
+        if len({*self.indices}) < len(self.indices):
             raise LookupError("two names of one tensor")
 
-    def places(self, module: nn.Module) -> list[Place] | None:
-        """The places, one for each of `names`; None if the module is no longer what the plan was made of."""
+    def slots(self, module: nn.Module) -> list[Slot] | None:
+        """The slots, one for each of `names`; None if the module is no longer what the plan was made of."""
         spaces = _spaces(module)
-        tables = _tables(spaces)
-        if _ids(spaces, tables) != self.ids:
+        filled = _filled(spaces)
+        if _ids(spaces, filled) != self.ids:
             return None
-        return [(tables[index], key) for index, key in self.slots]
+        return [(*filled[index], key) for index, key in self.indices]
 
 
 def _spaces(module: nn.Module) -> list[Space]:
@@ -89,13 +98,14 @@ def _spaces(module: nn.Module) -> list[Space]:
     return spaces
 
 
-def _tables(spaces: list[Space]) -> list[Table]:
-    return [space[kind] for space in spaces for kind in (PARAMETERS, BUFFERS) if space[kind]]
+def _filled(spaces: list[Space]) -> list[tuple[Space, str]]:
+    """The tables that are not empty, by the part that has them and their kind."""
+    return [(space, kind) for space in spaces for kind in (PARAMETERS, BUFFERS) if space[kind]]
 
 
-def _ids(spaces: list[Space], tables: list[Table]) -> list[int]:
+def _ids(spaces: list[Space], filled: list[tuple[Space, str]]) -> list[int]:
     """Numbers that stay the same for as long as a module has these parts and tensors."""
-    return [*map(id, spaces), *map(id, chain.from_iterable(map(dict.values, tables)))]
+    return [*map(id, spaces), *map(id, chain.from_iterable([space[kind].values() for space, kind in filled]))]
 
 
 def _by_name(module: nn.Module) -> dict[str, Place]:
@@ -126,7 +136,8 @@ def call(
         planned = _planned(module, tensors, tie_weights)
     if planned is None:
         return plain(module, tensors, args, kwargs, tie_weights=tie_weights, strict=strict)
-    names, places = planned
+    names, slots = planned
+    places = [(space[kind], key) for space, kind, key in slots]
     values = [tensors[name] for name in names]
     if noted.calls is not None and torch.is_grad_enabled():
         noted.calls.append((module.__dict__, places, values))
@@ -148,27 +159,35 @@ def _put(places: list[Place], tensors: Sequence[torch.Tensor | None]) -> list[to
     return before
 
 
-def _planned(module: nn.Module, tensors: dict[str, torch.Tensor], ties: bool) -> tuple[list[str], list[Place]] | None:
-    """The places of a call, and the name of the tensor for each; None for what is left to torch."""
+def _planned(module: nn.Module, tensors: dict[str, torch.Tensor], ties: bool) -> Planned | None:
+    """The slots of a call, and the name of the tensor for each; None for what is left to torch."""
     if type(tensors) is not dict or not {*map(type, tensors.values())} <= {torch.Tensor, nn.Parameter}:
         return None
     if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
         return None
-    plans = _PLANS.get(module)
-    if plans is None:
-        plans = _PLANS[module] = {}
-    asked = (ties, *tensors)
+    asked, last = (ties, *tensors), noted.last
+    if last and last[0] is module and last[1] == asked:
+        return last[2]
+    planned = _looked_up(module, tensors, asked)
+    if last is not None and planned is not None:
+        noted.last = module, asked, planned
+    return planned
+
+
+def _looked_up(module: nn.Module, tensors: dict[str, torch.Tensor], asked: Asked) -> Planned | None:
+    """The same by a plan that fits the module as it is now, made if there is none."""
+    plans = _PLANS.setdefault(module, {})
     plan = plans.get(asked)
-    places = None if plan is None else plan.places(module)
-    if plan is None or places is None:
-        plan = _made(module, tensors, ties)
+    slots = None if plan is None else plan.slots(module)
+    if plan is None or slots is None:
+        plan = _made(module, tensors, bool(asked[0]))
         if plan is None:
             return None
         if len(plans) >= _ENOUGH:
             plans.clear()
         plans[asked] = plan
-        places = plan.places(module)
-    return None if places is None else (plan.names, places)
+        slots = plan.slots(module)
+    return None if slots is None else (plan.names, slots)
 
 
 # The methods that torch asks for the parameters of a module: one that has its own is left to torch.
@@ -193,11 +212,10 @@ def recomputing(puts_back: bool) -> Iterator[None]:
     `puts_back`: False if functions written in Python were applied. They may run backward passes of their own, and that
     these write to the module's own parameters is to be seen.
     """
-    latest: dict[int, tuple[list[Place], Sequence[torch.Tensor | None]] | None] = {}
+    latest: dict[int, tuple[list[Place], list[torch.Tensor]] | None] = {}
     for space, places, tensors in noted.calls if noted.calls and puts_back else ():
-        earlier = latest.get(id(space), (places, tensors))
-        is_same = earlier is not None and [*map(id, earlier[1])] == [*map(id, tensors)]
-        latest[id(space)] = (places, tensors) if is_same else None
+        key = id(space)
+        latest[key] = (places, tensors) if key not in latest or _is_same(latest[key], tensors) else None
     calls = [call for call in latest.values() if call is not None]
     originals = [_put(*call) for call in calls]
     try:
@@ -206,6 +224,11 @@ def recomputing(puts_back: bool) -> Iterator[None]:
     finally:
         for (places, _), before in zip(reversed(calls), reversed(originals), strict=True):
             _put(places, before)
+
+
+def _is_same(call: tuple[list[Place], list[torch.Tensor]] | None, tensors: list[torch.Tensor]) -> bool:
+    """Whether an earlier call was with the same tensors."""
+    return call is not None and [*map(id, call[1])] == [*map(id, tensors)]
 
 
 _private.serve_functional_calls(call)

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import funcga
-from torch_backend import _private
+from torch_backend import _private, pure_loss
 from torch_backend.arrays import recording_loss
 from torch_backend.modules import functional
 
@@ -188,6 +188,116 @@ def test_a_loss_with_the_module_itself_and_with_others(kind, way):
     grads = torch.autograd.grad(value, leaves.values())
     torch.testing.assert_close(got, (value.detach(), dict(zip(leaves, grads, strict=True))))
     assert all(p is before[name][0] and p.equal(before[name][1]) for name, p in module.named_parameters())
+
+
+def replace_part(module):
+    module[0] = nn.Linear(4, 3).double()
+
+
+def replace_parameter(module):
+    module[2].weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
+
+
+def tie(module):
+    module[2].register_parameter("twin", module[2].bias)
+
+
+def add_part(module):
+    module.append(nn.Linear(2, 2).double())
+
+
+def swap_parts(module):
+    module[1], module[2] = module[2], module[1]
+    module.append(nn.Linear(2, 2).double())
+
+
+def parametrize_part(module):
+    parametrize.register_parametrization(module[2], "bias", nn.Tanh())
+
+
+def swap_data(module):
+    module[0].weight.data = torch.ones(3, 4, dtype=torch.float64)
+
+
+def failing(module):
+    step = funcga.accumulate(funcga.grad(lambda p, x: functional_call(module, p, (x[:, :1],)).mean()), 3)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        step(dict(module.named_parameters()), X)
+
+
+CHANGES = [replace_part, replace_parameter, tie, add_part, swap_parts, parametrize_part, swap_data, failing]
+
+
+@pytest.mark.parametrize("way", STEPS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_module_that_changes_between_two_windows(change, way):
+    module = made("plain")
+    loss = lambda params, x: (functional_call(module, params, (x,)) ** 2).mean()
+    step = STEPS[way](funcga.value_and_grad(loss))
+    for _ in range(2):
+        params = {name: 2 * p.detach() for name, p in module.named_parameters()}
+        got = step(params, X)
+        leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+        value = (plain(module, leaves, (X,)) ** 2).mean()
+        grads = torch.autograd.grad(value, leaves.values())
+        torch.testing.assert_close(got, (value.detach(), dict(zip(leaves, grads, strict=True))))
+        change(module)
+
+
+@pytest.mark.parametrize("kind", ["buffers", "plain"])
+def test_a_call_of_a_module_that_a_pure_loss_is_in(kind):
+    """Where a pure_loss has buffers, the tables of its module are others in each micro-batch."""
+    module = made(kind)
+    params = {name: p.detach().clone() for name, p in module.named_parameters()}
+    twice = lambda model, x: functional_call(model, {"0.weight": 2 * model[0].weight}, (x,)).square().mean()
+    got = funcga.accumulate(funcga.value_and_grad(pure_loss(module, twice)), 3)(params, X)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    doubled = {**leaves, "0.weight": 2 * leaves["0.weight"]}
+    value = sum(plain(module, doubled, (rows,)).square().mean() for rows in X.tensor_split(3)) / 3
+    grads = torch.autograd.grad(value, leaves.values())
+    torch.testing.assert_close(got, (value.detach(), dict(zip(leaves, grads, strict=True))))
+
+
+def test_two_modules_and_other_names_in_turn():
+    one, other = made("plain"), made("plain")
+    params = {name: torch.randn_like(p) for name, p in one.named_parameters()}
+
+    def loss(params, x, call=functional_call):
+        some = {name: p for name, p in params.items() if name.startswith("2")}
+        calls = [(one, params), (other, params), (one, some), (one, params)]
+        return sum((i + 1) * call(module, given, (x,)).square().mean() for i, (module, given) in enumerate(calls))
+
+    got = funcga.accumulate(funcga.value_and_grad(loss), 3)(params, X)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    value = loss(leaves, X, plain)
+    grads = torch.autograd.grad(value, leaves.values())
+    torch.testing.assert_close(got, (value.detach(), dict(zip(leaves, grads, strict=True))))
+
+
+def test_what_holds_for_a_window_ends_with_it():
+    module = made("plain")
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    seen = []
+
+    def loss(params, x):
+        seen.append(None if functional.noted.last is None else len(functional.noted.last))
+        return functional_call(module, params, (x,)).mean()
+
+    gradient = funcga.grad(loss)
+    gradient(params, X)
+    # the steps keep nothing for the window, for other code runs between two of its losses
+    funcga.stream(gradient)(params, [X, X])
+    funcga.accumulate(gradient, 2, weight=len)(params, X)
+    assert seen == [None] * 5
+    funcga.accumulate(gradient, 3)(params, X)
+    assert seen[5:] == [0, 3, 3]
+    outer = funcga.accumulate(
+        funcga.grad(lambda p, x: loss(p, x) + funcga.accumulate(gradient, 2)(p, x)["2.bias"].sum()), 2
+    )
+    outer(params, X)
+    assert functional.noted.last is None
+    failing(module)
+    assert functional.noted.last is None
 
 
 @pytest.mark.parametrize("way", STEPS)
