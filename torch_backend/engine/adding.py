@@ -7,7 +7,7 @@ import operator
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ from torch_backend.engine.others import GradsWatch, applied
 from torch_backend.engine.window import Engine, are_plain, changed_in_place, detached
 from torch_backend.modules.visits import Visit
 
-_ADDRESS, _STRIDES, _REQUIRES_GRAD = torch.Tensor.data_ptr, torch.Tensor.stride, operator.attrgetter("requires_grad")
+_ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
+_GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 
 
 def adds(window: Accumulation, gradient: GradientFunction, args: tuple[Tree, ...]) -> bool:
@@ -171,7 +172,7 @@ class Adding(Engine):
             return sums
         if sum(map(_private.version, backward.inputs)) != self.versions:
             raise changed_in_place()
-        if any(leaf.grad is not sum_ for leaf, sum_ in zip(backward.inputs, backward.accumulators, strict=True)):
+        if any(map(operator.is_not, map(_GRAD, backward.inputs), backward.accumulators)):
             backward.check_grads()
         if self.watch is not None:
             self.watch.check()
@@ -207,7 +208,7 @@ class Adding(Engine):
 
     # --- the next micro-batch
 
-    seen: "_Seen | None" = None  # once the window may go on
+    seen: tuple[object, ...] | None = None  # once the window may go on
 
     def may_go_on(self) -> bool:
         """Prepares for another micro-batch; False if each needs a window of its own."""
@@ -226,14 +227,14 @@ class Adding(Engine):
         first = self.leaves[0]
         if structure != first.structure or not all(map(operator.is_, leaves, first.originals)):
             return False
-        if not are_plain(leaves) or self.seen != self._look():
-            return False
-        return not isinstance(self.visit, Visit) or self.visit.fits_still()
+        is_same = are_plain(leaves) and self.seen == self._look()
+        return is_same and (not isinstance(self.visit, Visit) or self.visit.fits_still())
 
-    def _look(self) -> "_Seen":
+    def _look(self) -> tuple[object, ...]:
+        """What must stay as it is for a window to go on: the thread, where its parameters lie, which require grad."""
         present = [original for original in self.leaves[0].originals if original is not None]
         looks = _ADDRESS, _STRIDES, _REQUIRES_GRAD
-        return _Seen(threading.get_ident(), *([*map(look, present)] for look in looks))
+        return threading.get_ident(), *([*map(look, present)] for look in looks)
 
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
         if self.seen is None:
@@ -246,12 +247,3 @@ class Adding(Engine):
         self.since = applied.last if applied.is_noted else None
         if self.watched:
             self.watch = GradsWatch(self.watched)
-
-
-class _Seen(NamedTuple):
-    """What must stay as it is for a window to go on: the thread, where the parameters lie, and which require grad."""
-
-    thread: int
-    addresses: list[int]
-    strides: list[tuple[int, ...]]
-    require_grad: list[bool]

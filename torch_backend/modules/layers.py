@@ -43,9 +43,8 @@ class Entries(NamedTuple):
 
     def are(self, before: "Entries") -> bool:
         """Whether these are the same objects as before, under the same names."""
-        if before.counts != self.counts or before.names != self.names:
-            return False
-        return all(map(operator.is_, before.values, self.values))
+        is_named_alike = before.counts == self.counts and before.names == self.names
+        return is_named_alike and all(map(operator.is_, before.values, self.values))
 
 
 def _entries(tables: Sequence[dict[str, Any]]) -> Entries:
