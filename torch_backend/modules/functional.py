@@ -27,7 +27,7 @@ Table = dict[str, torch.Tensor | None]
 # A table and the key of a tensor in it.
 Place = tuple[Table, str]
 # The same by the part that has the table, which may have another one in its place: its `__dict__`, and the kind.
-Slot = tuple[Space, str, str]
+Slot = tuple[tuple[Space, str], str]
 # Whether tensors are tied, and the names of those that are given; and the slots of a call, each with its name.
 Asked = tuple[object, ...]
 Planned = tuple[list[str], list[Slot]]
@@ -84,7 +84,7 @@ class Plan:
         filled = _filled(spaces)
         if _ids(spaces, filled) != self.ids:
             return None
-        return [(*filled[index], key) for index, key in self.indices]
+        return [(filled[index], key) for index, key in self.indices]
 
 
 def _spaces(module: nn.Module) -> list[Space]:
@@ -137,7 +137,7 @@ def call(
     if planned is None:
         return plain(module, tensors, args, kwargs, tie_weights=tie_weights, strict=strict)
     names, slots = planned
-    places = [(space[kind], key) for space, kind, key in slots]
+    places = [(space[kind], key) for (space, kind), key in slots]
     values = [tensors[name] for name in names]
     if noted.calls is not None and torch.is_grad_enabled():
         noted.calls.append((module.__dict__, places, values))
