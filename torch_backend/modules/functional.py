@@ -26,9 +26,9 @@ Space = dict[str, Any]
 Table = dict[str, torch.Tensor | None]
 # A table and the key of a tensor in it.
 Place = tuple[Table, str]
-# The same by the part that has the table, which may have another one in its place: its `__dict__`, and the kind.
+# The same whichever table the part has now, as a pure_loss exchanges them: its `__dict__` and the kind, and the key.
 Slot = tuple[tuple[Space, str], str]
-# Whether tensors are tied, and the names of those that are given; and the slots of a call, each with its name.
+# What a call asks for: whether tensors are tied, and all names that are given. And its slots, beside the name for each.
 Asked = tuple[object, ...]
 Planned = tuple[list[str], list[Slot]]
 
