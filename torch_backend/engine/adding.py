@@ -233,8 +233,7 @@ class Adding(Engine):
     def _look(self) -> tuple[object, ...]:
         """What must stay as it is for a window to go on: the thread, where its parameters lie, which require grad."""
         present = [original for original in self.leaves[0].originals if original is not None]
-        looks = _ADDRESS, _STRIDES, _REQUIRES_GRAD
-        return threading.get_ident(), *([*map(look, present)] for look in looks)
+        return threading.get_ident(), *([*map(look, present)] for look in (_ADDRESS, _STRIDES, _REQUIRES_GRAD))
 
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
         if self.seen is None:

@@ -28,8 +28,7 @@ Table = dict[str, torch.Tensor | None]
 Place = tuple[Table, str]
 # The same whichever table the part has now, as a pure_loss exchanges them: its `__dict__` and the kind, and the key.
 Slot = tuple[tuple[Space, str], str]
-# What a call asks for: whether tensors are tied, and all names that are given. And its slots, beside the name for each.
-Asked = tuple[object, ...]
+# The slots of a call, beside the name for each.
 Planned = tuple[list[str], list[Slot]]
 
 
@@ -42,7 +41,7 @@ class _Noted(threading.local):
     """
 
     calls: list[tuple[Space, list[Place], list[torch.Tensor]]] | None = None
-    last: tuple[()] | tuple[nn.Module, Asked, Planned] | None = None
+    last: tuple[()] | tuple[nn.Module, tuple[object, ...], Planned] | None = None
 
 
 noted = _Noted()
@@ -78,13 +77,13 @@ class Plan:
         if len({*self.indices}) < len(self.indices):
             raise LookupError("two names of one tensor")
 
-    def slots(self, module: nn.Module) -> list[Slot] | None:
-        """The slots, one for each of `names`; None if the module is no longer what the plan was made of."""
+    def on(self, module: nn.Module) -> Planned | None:
+        """The names and their slots; None if the module is no longer what the plan was made of."""
         spaces = _spaces(module)
         filled = _filled(spaces)
         if _ids(spaces, filled) != self.ids:
             return None
-        return [(filled[index], key) for index, key in self.indices]
+        return self.names, [(filled[index], key) for index, key in self.indices]
 
 
 def _spaces(module: nn.Module) -> list[Space]:
@@ -174,20 +173,17 @@ def _planned(module: nn.Module, tensors: dict[str, torch.Tensor], ties: bool) ->
     return planned
 
 
-def _looked_up(module: nn.Module, tensors: dict[str, torch.Tensor], asked: Asked) -> Planned | None:
+def _looked_up(module: nn.Module, tensors: dict[str, torch.Tensor], asked: tuple[object, ...]) -> Planned | None:
     """The same by a plan that fits the module as it is now, made if there is none."""
     plans = _PLANS.setdefault(module, {})
     plan = plans.get(asked)
-    slots = None if plan is None else plan.slots(module)
-    if plan is None or slots is None:
-        plan = _made(module, tensors, bool(asked[0]))
-        if plan is None:
-            return None
+    planned = None if plan is None else plan.on(module)
+    if planned is None and (plan := _made(module, tensors, bool(asked[0]))) is not None:
         if len(plans) >= _ENOUGH:
             plans.clear()
         plans[asked] = plan
-        slots = plan.slots(module)
-    return None if slots is None else (plan.names, slots)
+        planned = plan.on(module)
+    return planned
 
 
 # The methods that torch asks for the parameters of a module: one that has its own is left to torch.
@@ -214,8 +210,9 @@ def recomputing(puts_back: bool) -> Iterator[None]:
     """
     latest: dict[int, tuple[list[Place], list[torch.Tensor]] | None] = {}
     for space, places, tensors in noted.calls if noted.calls and puts_back else ():
-        key = id(space)
-        latest[key] = (places, tensors) if key not in latest or _is_same(latest[key], tensors) else None
+        earlier = latest.get(id(space), (places, tensors))
+        is_same = earlier is not None and (earlier[1] is tensors or [*map(id, earlier[1])] == [*map(id, tensors)])
+        latest[id(space)] = (places, tensors) if is_same else None
     calls = [call for call in latest.values() if call is not None]
     originals = [_put(*call) for call in calls]
     try:
@@ -224,11 +221,6 @@ def recomputing(puts_back: bool) -> Iterator[None]:
     finally:
         for (places, _), before in zip(reversed(calls), reversed(originals), strict=True):
             _put(places, before)
-
-
-def _is_same(call: tuple[list[Place], list[torch.Tensor]] | None, tensors: list[torch.Tensor]) -> bool:
-    """Whether an earlier call was with the same tensors."""
-    return call is not None and [*map(id, call[1])] == [*map(id, tensors)]
 
 
 _private.serve_functional_calls(call)
