@@ -14,7 +14,7 @@ from funcga._grad import GradientFunction
 from funcga._observe.readings import Readings
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays
+from torch_backend import _private, arrays
 from torch_backend.dtensor import is_dtensor
 
 _SHORT = 2**12  # elements of a gradient that may wait
@@ -45,7 +45,7 @@ class Observing:
         self.measured_leaves = [*[*self.short][:1], *(index for index in readings.in_value if index not in self.short)]
         # What has come to each leaf in the last pass: the measures of its gradient, or that itself.
         self.arrived: dict[int, list[torch.Tensor]] = {index: [] for index in readings.in_value}
-        self.handles = [leaf.register_hook(self._hook(index, leaf)) for index, leaf in hooked.items()]  # type: ignore[no-untyped-call]
+        self.hooks = [(leaf, leaf.register_hook(self._hook(index, leaf))) for index, leaf in hooked.items()]  # type: ignore[no-untyped-call]
 
     def _waits(self, leaf: torch.Tensor) -> bool:
         is_whole = self.takes_norms and self.readings.is_one_group and leaf.device == self.nothing.device
@@ -107,8 +107,8 @@ class Observing:
 
     def end(self) -> None:
         """Takes the hooks off: the leaves may be the parameters of a module."""
-        for handle in self.handles:
-            handle.remove()
+        for leaf, hook in self.hooks:
+            _private.remove_hook(leaf, hook)
 
 
 @dataclass(frozen=True, eq=False)

@@ -549,8 +549,7 @@ class Arrivals:
     def end(self) -> None:
         """Takes the hooks away again. They may be on the parameters of a module."""
         for leaf, hook in self.hooks:
-            hook.remove()
-            _private.forget_hooks(leaf)
+            _private.remove_hook(leaf, hook)
 
     def are_missed(self, loss: torch.Tensor, weight: Scalar, alone: bool) -> bool:
         """Whether a loss that reached no leaf is an error: it has a graph, or is a constant that nothing explains.

@@ -121,8 +121,9 @@ def test_a_hook_is_gone_when_its_handle_is_removed():
     assert step(params_of(module), x)["0.weight"].any()
 
 
+@pytest.mark.parametrize("observe", [None, funcga.gradient_noise()], ids=["", "observed"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_module_is_left_without_a_trace_of_hooks(fails):
+def test_a_module_is_left_without_a_trace_of_hooks(fails, observe):
     """Even an empty table of hooks is called from every later backward pass, those of others too."""
     module, x = net()
     handle = module[0].weight.register_hook(HOOKS["linear"])
@@ -138,7 +139,7 @@ def test_a_module_is_left_without_a_trace_of_hooks(fails):
 
     loss_fn = (lambda module, x: Failing.apply(mse(module, x))) if fails else mse
     with pytest.raises(RuntimeError, match="no gradient") if fails else nullcontext():
-        funcga.accumulate(module_value_and_grad(module, loss_fn), 2)(x)
+        funcga.accumulate(module_value_and_grad(module, loss_fn), 2, observe=observe)(x)
     weight, *others = module.parameters()
     assert [*weight._backward_hooks.values()] == [HOOKS["linear"]]
     assert {p._backward_hooks for p in others} == {None}
