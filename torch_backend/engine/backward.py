@@ -251,11 +251,10 @@ class Backward(Pass):
 
     def _take_rest(self, waiting: set[int], weight: Scalar) -> None:
         """Folds in what no hook has taken: short gradients together, and zeros where no gradient came."""
-        arrived = [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]
-        short = [leaf_index for leaf_index in self.layout.short if leaf_index in arrived]
+        short = self.layout.short
         if len(short) > 1:
-            self.buffers.add_short(short, [self._taken(leaf_index, waiting) for leaf_index in short], weight)
-        for leaf_index in waiting.intersection(arrived):
+            self.buffers.add_short([self._taken(leaf_index, waiting) for leaf_index in short], weight)
+        for leaf_index in [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]:
             self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
         self._add_zeros(waiting.intersection(self.layout.others), weight)
 
@@ -288,12 +287,11 @@ class Backward(Pass):
         self.buffers.add_leaf(leaf_index, gradient, weight, is_dense and is_alone(gradient))
 
     def _taken(self, leaf_index: int, waiting: set[int]) -> torch.Tensor:
-        """The gradient of a leaf, which does not wait for it any more."""
+        """The gradient of a leaf, which does not wait for it any more; zeros if none came."""
         leaf = self.leaves[leaf_index]
         gradient, leaf.grad = leaf.grad, None
         waiting.discard(leaf_index)
-        assert gradient is not None
-        return gradient
+        return torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
 
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""

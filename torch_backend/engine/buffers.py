@@ -38,6 +38,7 @@ class Buffers:
         self.reduced: list[Reduced] = [None] * len(self.folds)
         self.normalized: set[int] = set()  # sums that are divided already
         self.borrowed: set[int] = set()  # of a step that is compiled: what may be the memory of an argument
+        self.short: Reduced = None  # those of the leaves that the layout calls short, one after the other
         self.passed: dict[int, torch.Tensor] = {}
         self.collected: dict[int, list[torch.Tensor]] = {leaf_index: [] for leaf_index in self.outputs.collected}
 
@@ -138,15 +139,20 @@ class Buffers:
             else:
                 self._add_sums([index], {index: value}, share)
 
-    def add_short(self, leaf_indices: Sequence[int], values: Sequence[torch.Tensor], weight: Scalar) -> None:
-        """`add_leaf` for the leaves that the layout calls short, together."""
-        dense = [_strided(value).contiguous() for value in values]
-        indices = [self.layout.index_of[leaf_index] for leaf_index in leaf_indices]
+    def add_short(self, values: Sequence[torch.Tensor], weight: Scalar) -> None:
+        """`add_leaf` for all leaves that the layout calls short, as if they were one: their sums are one memory."""
+        indices = [self.layout.index_of[leaf_index] for leaf_index in self.layout.short]
         fold = self.folds[indices[0]]
-        for index, value in zip(indices, dense, strict=True):
-            if self.reduced[index] is None:
-                self.reduced[index] = elementwise.begun(fold, value)
-        elementwise.combine_together(fold, [self.reduced[index] for index in indices], dense, weight)
+        if self.short is None:
+            begun = [
+                elementwise.begun(fold, value) if self.reduced[index] is None else self.reduced[index]
+                for index, value in zip(indices, values, strict=True)
+            ]
+            self.short = elementwise.joined(begun)
+            for index, part in zip(indices, elementwise.parted(self.short, values), strict=True):
+                self.reduced[index] = part
+        whole = torch.cat([_strided(value).reshape(-1) for value in values])
+        elementwise.combine(fold, self.short, whole, weight, donate=True)
 
     def _count(self, weight: Scalar) -> None:
         self.steps += 1

@@ -60,21 +60,20 @@ def _added(before: exact.Sum, value: torch.Tensor, weight: Scalar, lift: Any, do
     return total if exact.is_wide(before) else exact.narrowed(total)
 
 
-def combine_together(
-    fold: LeafFold, reduced: Sequence[Reduced], values: Sequence[torch.Tensor], weight: Scalar
-) -> None:
-    """Folds a value into each of these, whose fold is one, as if all were one leaf: short ones take as long as one."""
-    whole = joined(reduced)
-    combine(fold, whole, torch.cat([value.reshape(-1) for value in values]), weight, donate=True)
-    sizes = [value.numel() for value in values]
-    for part, targets in zip(parts_of(whole), zip(*map(parts_of, reduced), strict=True), strict=True):
-        torch._foreach_copy_([target.view(-1) for target in targets], [*torch.split(part, sizes)])
-
-
 def joined(reduced: Sequence[Reduced]) -> Reduced:
     """What is reduced of several leaves, as that of one."""
     parts = [torch.cat([part.reshape(-1) for part in of_all]) for of_all in zip(*map(parts_of, reduced), strict=True)]
     return tuple(parts) if isinstance(reduced[0], tuple) else parts[0]
+
+
+def parted(whole: Reduced, likes: Sequence[torch.Tensor]) -> list[Reduced]:
+    """What is reduced of each of several leaves, which have these shapes, as views of what is `joined`."""
+    sizes = [like.numel() for like in likes]
+    rows = [
+        [row.view(like.shape) for row, like in zip(torch.split(part, sizes), likes, strict=True)]
+        for part in parts_of(whole)
+    ]
+    return [*zip(*rows, strict=True)] if isinstance(whole, tuple) else rows[0]
 
 
 def settled(fold: LeafFold, reduced: Reduced) -> Reduced:

@@ -124,9 +124,9 @@ def finish(total: Sum, tally: Tally, how: Finish) -> torch.Tensor | None:
     # The halves of the digit, of either sign, and what is above them: half a half is added, and taken away again.
     (digit,), bits, half = digits, form.digit, 1 << (form.digit - 1)
     digit.add_(half * ((1 << bits) + 1))
-    leading.add_(digit >> _BITS).mul_(unit)
-    high = (digit >> bits).bitwise_and_((1 << bits) - 1).sub_(half)
-    leading.add_(high.to(form.floats), alpha=unit * 2.0**-bits)
-    low = digit.bitwise_and_((1 << bits) - 1).sub_(half)
-    leading.add_(low.to(form.floats), alpha=unit * 2.0 ** (-2 * bits))
+    leading.add_((digit >> _BITS).to(form.integers)).mul_(unit)
+    for part, size in ((digit >> bits, unit * 2.0**-bits), (digit, unit * 2.0 ** (-2 * bits))):
+        # As an integer of 32 bits it keeps its lowest ones.
+        signed = part.to(form.integers).bitwise_and_((1 << bits) - 1).sub_(half)
+        leading.add_(signed.to(form.floats), alpha=size)
     return leading if divisor == 1 else leading.div_(divisor)
