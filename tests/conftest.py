@@ -16,13 +16,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
-    "examples", "wrapped", "parity", "laws", "compiled", "docs", "torch_backend", "replicas_jax", "multi_steps_jax",
-    "benchmarks_torch", "coupled", "sharded_jax", "coupled_jax", "compiled_loss", "verify", "coupled_replicas",
-    "accumulate", "scan_layers", "frameworks", "jax_backend", "architecture", "processes_jax", "totals",
-    "recipes_coupled", "engine", "fuzz_calls", "multi_steps_replicas_jax", "export_jax", "pure_loss", "nested",
-    "replicas", "nnx", "private", "totals_verify", "logsumexp", "totals_jax", "fuzz_jax", "fuzz_wrapped",
-    "optax_adapter", "replica_failures", "fuzz_verify", "dtensor", "training", "randomness", "totals_replicas",
-    "verify_coupled", "fuzz_mesh", "mappings", "replicated", "fuzz_replicas", "multi_steps", "benchmarks_jax",
+    "examples", "parity", "compiled", "replicas_jax", "multi_steps_jax", "wrapped", "docs", "torch_backend", "drop",
+    "verify", "exact", "totals", "sharded_jax", "coupled", "coupled_jax", "multi_steps_replicas_jax", "laws", "plan",
+    "recipes_coupled", "scan_layers", "accumulate", "benchmarks_torch", "compiled_loss", "jax_backend", "observe",
+    "nested", "plan_replicated", "reproducible_jax", "coupled_replicas", "replicas", "nnx", "private", "training",
+    "pipeline", "fuzz_verify", "logsumexp", "dtensor", "optax_adapter", "replicated", "processes_jax",
+    "totals_verify", "accumulate_from", "frameworks", "totals_jax", "export_jax", "architecture",
+    "reproducible_replicas", "pure_loss", "fuzz_jax", "experts", "windows", "randomness", "recipes", "apply",
+    "fuzz_mesh", "benchmarks_jax", "auto_n", "house", "totals_replicas", "verify_coupled", "fuzz_wrapped",
+    "drop_replicas", "mappings", "experts_jax", "typing", "engine", "multi_steps_reproducible", "teeth", "fuzz_calls",
+    "fuzz_modules", "replica_failures", "fuzz_replicas", "benchmarks", "multi_steps", "stream",
 )  # fmt: skip
 
 
@@ -55,6 +58,7 @@ def compile_quickly():
     # for each instruction set of the processor, to see whether it runs.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # of a whole process, for each graph
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     known = known_to_xla(QUICK)  # a process with a flag that XLA does not know is aborted
     os.environ["XLA_FLAGS"] = " ".join(

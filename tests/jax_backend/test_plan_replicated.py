@@ -52,22 +52,34 @@ def on_mesh(devices, params, batch):
     return jax.device_put(params, whole), jax.device_put(batch, cut)
 
 
+def look_at(n, monkeypatch):
+    """Plans look at this n, and at no other."""
+    monkeypatch.setattr("funcga._plan.smallest_that_fits", lambda measure, rows, memory: (measure(n) and n, True))
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("n", range(1, 9))
 def test_the_peak_is_that_of_the_real_step(devices, n, monkeypatch):
-    """Of micro-batches that are ragged, for most n; wherever the arrays lie, and of shapes alone."""
+    """Of micro-batches that are ragged, for most n."""
     params, batch = problem()
-    placed = on_mesh(devices, params, batch)
-    expected = bytes_of(over(devices, n), params, *batch)
-    # This n is looked at, and no other.
-    monkeypatch.setattr("funcga._plan.smallest_that_fits", lambda measure, rows, memory: (measure(n) and n, True))
-    for like, rows in ((params, batch), placed, shapes((params, batch))):
-        plan = funcga.plan(over(devices, 1), like, *rows, memory="1 GiB")
-        assert plan.peak_bytes == expected == bytes_of(over(devices, n), like, *rows)
-        assert plan.microbatch_size == -(-(88 // devices) // n)
-        assert plan.parts["parameters"] == F32 * (16 * 32 + 32 * 32)
-        assert plan.parts["batch"] == F32 * 17 * 88 // devices
-        assert plan.parts["results"] >= F32 * (16 * 32 + 32 * 32 + 1)
+    look_at(n, monkeypatch)
+    plan = funcga.plan(over(devices, 1), params, *batch, memory="1 GiB")
+    assert plan.peak_bytes == bytes_of(over(devices, n), params, *batch)
+    assert plan.microbatch_size == -(-(88 // devices) // n)
+    assert plan.parts["parameters"] == F32 * (16 * 32 + 32 * 32)
+    assert plan.parts["batch"] == F32 * 17 * 88 // devices
+    assert plan.parts["results"] >= F32 * (16 * 32 + 32 * 32 + 1)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_plan_is_the_same_wherever_the_arrays_lie(devices, monkeypatch):
+    """And of shapes alone."""
+    params, batch = problem()
+    look_at(3, monkeypatch)
+    expected = funcga.plan(over(devices, 1), params, *batch, memory="1 GiB")
+    for like, rows in (on_mesh(devices, params, batch), shapes((params, batch))):
+        assert funcga.plan(over(devices, 1), like, *rows, memory="1 GiB") == expected
+        assert expected.peak_bytes == bytes_of(over(devices, 3), like, *rows)
 
 
 def test_as_a_user_writes_it():
