@@ -201,6 +201,27 @@ def test_small_terms_have_room_until_they_are_carried(sign):
     assert torch.equal(in_place.finish(total, Tally((3.0,), 3), _exact.Finish("weight", LIMIT)), expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "number", "weight", "limit"),
+    [
+        (torch.float16, 2.0**-13, 1, 2.0),
+        (torch.float16, 2.0**-13, 2**24, LIMIT),
+        (torch.uint8, 16, 1, LIMIT),
+        (torch.float32, 2.0**-76, 2**21, 2.0**-40),
+        (torch.float32, 2.0**-75, 2**20, 2.0**-40),
+    ],
+)
+def test_numbers_whose_squares_or_weights_leave_their_dtype(dtype, number, weight, limit):
+    """The square is 0 there, or the weight in the unit of the sum is infinite."""
+    fold = funcga.mean() if dtype.is_floating_point else funcga.sum(dtype="float32")
+    rows = torch.zeros(64, 3, dtype=dtype)
+    rows[:, 1] = number
+    step = funcga.accumulate(
+        lambda v: v[0], 64, in_axes=0, fold=funcga.reproducible(fold, limit=limit), weight=lambda v: weight
+    )
+    assert step(rows).tolist() == [0, number * (1 if dtype.is_floating_point else 64), 0]
+
+
 # -- the fold
 
 

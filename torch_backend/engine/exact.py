@@ -69,13 +69,13 @@ def add(total: Sum, value: torch.Tensor, weight: float, limit: float, donate: bo
     leading, *digits = total
     form = format_of(torch, leading.dtype)
     unit, bound = unit_of(leading.ndim, limit, form), 2.0**form.mantissa / MOST * _ALMOST
-    greatest = _greatest(value, _SMALL * unit / abs(weight)) * abs(weight) / unit  # looked at before it is written to
-    if not greatest < bound:  # NaN is not
-        return False
+    rest = value if donate and value.dtype is form.floats else value.to(form.floats, copy=True)
+    greatest = _greatest(rest, _SMALL * unit / abs(weight)) * abs(weight) / unit
     # Usually all terms are below the unit, and begin with their first digit.
     has_leading = greatest >= _ALMOST
     scale = (1.0 if has_leading else 2.0**_BITS) / unit
-    rest = value if donate and value.dtype is form.floats else value.to(form.floats, copy=True)
+    if not (greatest < bound and abs(weight) * max(scale, 1.0) < torch.finfo(form.floats).max):  # NaN is not below
+        return False
     # The product is rounded before it is scaled, unless neither rounds.
     for factor in [weight * scale] if math.frexp(weight)[0] == 0.5 else [weight, scale]:
         rest.mul_(factor)
@@ -94,12 +94,13 @@ def add(total: Sum, value: torch.Tensor, weight: float, limit: float, donate: bo
 def _greatest(value: torch.Tensor, small: float) -> float:
     """The greatest absolute value; or a number that is above it, and below what is `small`."""
     flat = value.reshape(-1)
-    # No number is larger than the root of the sum of all squares, which is found in a third of the time.
+    # No number is larger than the root of the sum of all squares, which is found in a third of the time. Those of tiny
+    # numbers may be lost.
     squares = torch.dot(flat, flat)
     if type(squares) is _private.FAKE:
         return 0.0  # while planning nobody knows: as usual
     root = squares.item() ** 0.5
-    return root if root < small else max(abs(number.item()) for number in torch.aminmax(flat))
+    return root if root < small > 2.0**-60 else max(abs(number.item()) for number in torch.aminmax(flat))
 
 
 def carry(total: Sum) -> None:
