@@ -116,10 +116,11 @@ def plan(
     and those that the line leads to, the answer among them. In JAX the line bends, and a smaller n may fit as well.
 
     The arguments may be real arrays or shapes alone: tensors on `torch.device("meta")`, `jax.ShapeDtypeStruct`. Meta
-    tensors are planned as on torch's default device. A loss that asks for numbers, such as `.item()`, cannot be
-    planned, nor can a pipeline. In torch a step with `across=`, or of a module in DDP or FSDP, is planned as if all
-    replicas had the rows of this one; nothing is sent, so that one replica may plan alone. In JAX it is planned in
-    `jax_backend.replicated(step, mesh)`: the bytes and the rows are those of one device.
+    tensors are planned as on torch's default device. What `torch.compile` made is planned as if it was not compiled:
+    that usually takes more, and less only where a loss has checkpoints. A loss that asks for numbers, such as
+    `.item()`, cannot be planned, nor can a pipeline. In torch a step with `across=`, or of a module in DDP or FSDP, is
+    planned as if all replicas had the rows of this one; nothing is sent, so that one replica may plan alone. In JAX it
+    is planned in `jax_backend.replicated(step, mesh)`: the bytes and the rows are those of one device.
 
     Args:
         grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of its options, in

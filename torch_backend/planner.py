@@ -89,7 +89,7 @@ def peak(
         follower = _Follower({**params, **batch}, wrapper.held)
         step = window(replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step)))
         try:
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _nothing_sent(), mode, follower:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _planning(), mode, follower:
                 # FSDP1 compares the addresses of tensors. These have none, and it goes on as if all was the same.
                 warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
                 result = step(args, kwargs)
@@ -111,9 +111,8 @@ def peak(
 
 def _mode(program: Program) -> Any:
     """A mode in which tensors have no numbers. Raises FuncgaError for what cannot be planned."""
-    owner = owner_of(program.grad_fn)
     # Those of pipelines are another class.
-    if owner is not None and not isinstance(owner, ModuleGradient):
+    if not isinstance(owner_of(program.grad_fn), ModuleGradient | None):
         raise FuncgaError(
             "the plan of a step of a pipeline was asked for, whose stages wait for each other, and a plan runs in one "
             "process, where nobody answers. Plan the step of one stage, as a module."
@@ -139,11 +138,13 @@ def _mode(program: Program) -> Any:
 
 
 @contextmanager
-def _nothing_sent() -> Iterator[None]:
-    """A context in which all replicas are as this one, and nothing travels between them."""
+def _planning() -> Iterator[None]:
+    """A context in which all replicas are as this one, nothing travels between them, and nothing is compiled."""
     token = PLANNED.set(_Echo)
     try:
-        yield
+        # What torch.compile sees in such a mode it would leave as it is in real steps, too.
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         PLANNED.reset(token)
 

@@ -299,6 +299,21 @@ def test_over_replicas(n, how):
         assert sent == []
 
 
+@pytest.mark.parametrize("compiled", ["loss", "module"])
+def test_what_is_compiled_stays_so_after_a_plan(compiled):
+    graphs, (model, batch) = [], mlp()
+    torch._dynamo.reset()
+    compile = lambda function: torch.compile(function, backend=lambda graph, _: graphs.append(graph) or graph)
+    gradient = module_value_and_grad(
+        compile(model) if compiled == "module" else model, compile(mean_loss) if compiled == "loss" else mean_loss
+    )
+    plan = funcga.plan(gradient, *batch, memory=10**9)
+    assert not graphs
+    assert plan == funcga.plan(module_value_and_grad(model, mean_loss), *batch, memory=10**9)
+    funcga.accumulate(gradient, 1)(*batch)
+    assert len(graphs) == 1
+
+
 def test_errors_of_the_loss_pass():
     def broken(module, x, y):
         raise KeyError("mine")
