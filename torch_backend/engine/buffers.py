@@ -292,6 +292,10 @@ class Buffers:
         self.folds[short[0]].check_known(whole, folded, where)
         shapes = [largest(results[index]).shape for index in short]
         result = elementwise.normalized(self.folds[short[0]], whole, folded)
+        if isinstance(result, tuple):  # several arrays a leaf
+            for index in short:
+                results[index] = self.folds[index].result(results[index], folded)
+            return
         rows = torch.split(result, [*map(math.prod, shapes)])
         # Each in memory of its own: what is kept of one leaf would keep all of them.
         for index, row, shape in zip(short, rows, shapes, strict=True):

@@ -85,8 +85,8 @@ def _is_exact(fold: LeafFold, reduced: Reduced) -> bool:
     return isinstance(reduced, tuple) and isinstance(fold.fold.reducer.lift, Lift)
 
 
-def normalized(fold: LeafFold, reduced: Reduced, tally: Tally) -> torch.Tensor:
-    """The result, in the memory of the first array that is reduced if that has its dtype."""
+def normalized(fold: LeafFold, reduced: Reduced, tally: Tally) -> Reduced:
+    """The result. One array is in the memory of the first one that is reduced, if that has its dtype."""
     finish: Any = fold.fold.normalizer.apply
     parts, is_exact = parts_of(reduced), _is_exact(fold, reduced)
     on_host = is_exact and _is_on_host(parts[0], tally.total)
@@ -96,6 +96,8 @@ def normalized(fold: LeafFold, reduced: Reduced, tally: Tally) -> torch.Tensor:
         if number is None:
             held = exact.narrowed(piece) if is_exact else piece
             number = fold.normalize(tuple(held) if isinstance(reduced, tuple) else held[0], tally)
+        if isinstance(number, tuple):
+            return fold.normalize(reduced, tally)
         if number is not piece[0] or result is not parts[0]:
             target.copy_(number)
     return result

@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -997,3 +998,32 @@ def test_where_new_tensors_lie_by_default_makes_no_difference(rows, dtype):
     with torch.device("meta"):
         found = step(w, x)
     assert_same(found, expected)
+
+
+class Extent(NamedTuple):
+    """The sum of an element, and how often it was positive."""
+
+    total: torch.Tensor
+    count: torch.Tensor
+
+
+def test_a_fold_of_each_element_may_have_several_arrays_as_its_result():
+    """Of long leaves, which are folded in pieces, and of short ones, which are folded together."""
+    torch.manual_seed(0)
+    module, rows = torch.nn.Sequential(torch.nn.Linear(280, 280), torch.nn.LayerNorm(280)), torch.randn(6, 280)
+    both = funcga.Monoid(
+        lambda xp, like: tuple([xp.zeros_like(part) for part in like]), lambda xp, a, b: (a[0] + b[0], a[1] + b[1])
+    )
+    results = []
+    for per_element in (True, False):
+        fold = funcga.Fold(
+            funcga.Reducer(lambda xp, v, w: (v * w, (v > 0) * 1), both, kinds=("float",), per_element=per_element),
+            funcga.Normalizer(lambda xp, sums, tally: Extent(sums[0], sums[1] * 1.0), per_element=per_element),
+        )
+        loss_fn = torch_backend.pure_loss(module, lambda module, x: module(x).sin().mean())
+        results.append(funcga.accumulate(funcga.grad(loss_fn), 3, fold=fold)(dict(module.named_parameters()), rows))
+    for name, extent in results[0].items():
+        assert type(extent) is Extent
+        for part, expected in zip(extent, results[1][name], strict=True):
+            assert torch.equal(part, expected)
+            assert part.untyped_storage().nbytes() == part.nbytes
