@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from funcga._backend.prefixes import paths_and_leaves
 from funcga._transform import takes_weight
 from funcga._types import Tree
-from funcga.errors import FuncgaError, similar
+from funcga.errors import FuncgaError, refuses_arguments, similar
 from torch_backend import _private, trees
 
 Group = dict[str, Any]
@@ -93,15 +93,24 @@ def _at(options: Mapping[str, object], count: int, weight: object) -> Group:
 
 
 def _called(function: Callable[..., object], name: str, count: int, weight: object) -> object:
-    if not takes_weight(function):
-        return function(count)
-    if weight is None:
+    given: dict[str, object] = {}
+    if takes_weight(function):
+        given["weight"] = weight.item() if isinstance(weight, torch.Tensor) else weight
+    if given and weight is None:
         raise FuncgaError(
             f"the option {name} is a function of the window's weight, and the update was given none. Say it, "
             f"tx.update(grads, state, params, weight=tokens), or let funcga.multi_steps(tx, n) add up the weights of "
             f"its micro-batches."
         )
-    return function(count, weight=weight.item() if isinstance(weight, torch.Tensor) else weight)
+    try:
+        return function(count, **given)
+    except TypeError as error:
+        if not refuses_arguments(function, 1, given, error):
+            raise
+        raise FuncgaError(
+            f"the option {name} is a function that takes other arguments ({error}). It gets the number of updates "
+            f"before this one, and the window's weight if it asks for it by name: {name}=lambda count, weight: ..."
+        ) from error
 
 
 def check_names(optimizer: type[Optimizer], options: Mapping[str, object], says: str = "`{}`") -> None:
