@@ -161,6 +161,11 @@ def plan(
             "or coupled, so nothing says what its n is. Plan such a step alone, replicated(funcga.accumulate(grad_fn, "
             '1, across="data"), mesh), and count the state of an optimizer in: plan(..., state=tx.init(params)).'
         )
+    if program is not None and (fold != mean() or any(given is not None for given in (weight, in_axes, totals))):
+        raise FuncgaError(
+            "plan was given a step, which has options of its own, and fold=, weight=, in_axes= or totals= beside it. "
+            "Give these to the step alone: plan(funcga.accumulate(grad_fn, 1, weight=...), ...)."
+        )
     program = replace(program or read_program(grad_fn, fold, weight, in_axes, None, totals), on_each=on_each)
     backend = _backend(program, args, kwargs, state)
     return planned(program, backend, args, kwargs, None if memory is None else read_memory(memory), state, job)

@@ -314,6 +314,15 @@ def test_what_is_compiled_stays_so_after_a_plan(compiled):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("options", [{"weight": len}, {"in_axes": 0}, {"fold": funcga.sum()}, {"totals": len}])
+def test_options_beside_a_step_are_refused(options):
+    model, batch = mlp()
+    step, params = of_params(mean_loss)(model, 2)
+    with pytest.raises(funcga.FuncgaError, match="plan was given a step, which has options of its own"):
+        funcga.plan(step, *params, *batch, **options)
+    assert funcga.plan(step, *params, *batch, memory="1 GiB").n == 1
+
+
 def test_errors_of_the_loss_pass():
     def broken(module, x, y):
         raise KeyError("mine")

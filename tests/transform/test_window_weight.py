@@ -221,6 +221,23 @@ def total_over(group):
     return [float(weight) for weight in told]
 
 
+@pytest.mark.parametrize(
+    "rate", [lambda weight: 1.0, lambda weight, count: 1.0, lambda count, tokens: 1.0, lambda: 1.0]
+)
+def test_functions_that_take_something_else(rate):
+    params = {"w": torch.ones(2)}
+    tx = torch_backend.from_optimizer(torch.optim.SGD, lr=rate)
+    with pytest.raises(funcga.FuncgaError, match=r"the option lr is a function that takes other .* lr=lambda count, w"):
+        tx.update(params, tx.init(params), params, weight=2.0)
+
+
+def test_errors_of_an_option_function_pass():
+    params = {"w": torch.ones(2)}
+    tx = torch_backend.from_optimizer(torch.optim.SGD, lr=lambda count, weight: "1" + weight)
+    with pytest.raises(TypeError, match="can only concatenate str"):
+        tx.update(params, tx.init(params), params, weight=2.0)
+
+
 def test_over_replicas():
     assert processes().run(total_over, size=2) == [[129.0], [129.0]]
 
