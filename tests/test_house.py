@@ -3,7 +3,7 @@
 The limits are what the library has come to. Lower them when it shrinks; to raise one needs a reason. The last: `observe=`,
 `drop=`, `reproducible`, `plan` and pipelines are 24 files and 2,900 lines, in both frameworks and over replicas; a call without
 them enters no function more. `across=` for each leaf, and plans over replicas, are 480 lines and no file; plans of modules in
-DDP and FSDP are 130.
+DDP and FSDP are 130, plans over meshes and options of the window's weight 100, and exact sums in half of their passes 100.
 """
 
 import ast
@@ -12,7 +12,7 @@ import sys
 
 from tests import house
 
-MOST = {"files": 151, "code": 22_190, "Any / 1000": 40, "getattr / 1000": 4.5}
+MOST = {"files": 151, "code": 22_205, "Any / 1000": 40, "getattr / 1000": 4.5}
 # Functions entered, calls of them, and files that they are in.
 CALLS = {"torch, warm": (62, 124, 15), "JAX, first": (116, 229, 22), "torch multi_steps, warm": (51, 112, 12)}
 
