@@ -251,9 +251,8 @@ class Backward(Pass):
 
     def _take_rest(self, waiting: set[int], weight: Scalar) -> None:
         """Folds in what no hook has taken: short gradients together, and zeros where no gradient came."""
-        short = self.layout.short
-        if len(short) > 1:
-            self.buffers.add_short([self._taken(leaf_index, waiting) for leaf_index in short], weight)
+        if self.layout.short:
+            self.buffers.add_short([self._taken(leaf_index, waiting) for leaf_index in self.layout.short], weight)
         for leaf_index in [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]:
             self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
         self._add_zeros(waiting.intersection(self.layout.others), weight)

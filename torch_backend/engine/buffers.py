@@ -264,7 +264,7 @@ class Buffers:
         if left:
             folded = self.tally
             short = [self.layout.index_of[leaf_index] for leaf_index in self.layout.short]
-            if len(short) > 1 and {*short} <= {*left}:
+            if short and {*short} <= {*left}:
                 self._normalize_short(short, results, folded)
                 left = [index for index in left if index not in short]
             for index in left:

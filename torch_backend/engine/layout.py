@@ -110,7 +110,8 @@ class Layout:
         most = max([*kinds.values(), []], key=lambda alike: len(alike))
         most.sort(key=lambda leaf_index: leaves[leaf_index].numel())
         elements = [*accumulate(leaves[leaf_index].numel() for leaf_index in most)]
-        return most[: bisect_right(elements, sum(leaf.numel() for leaf in leaves.values()) // 32)]
+        short = most[: bisect_right(elements, sum(leaf.numel() for leaf in leaves.values()) // 32)]
+        return short if len(short) > 1 else []
 
     def _plan_cotangent(self, leaves: Sequence[torch.Tensor], scaled: bool) -> None:
         """Decides whether the cotangent can be the weight of a micro-batch."""
