@@ -1,9 +1,6 @@
 """The structural rows of the table that `python -m tests.house` prints: what must not grow again.
 
-The limits are what the library has come to. Lower them when it shrinks; to raise one needs a reason. The last: `observe=`,
-`drop=`, `reproducible`, `plan` and pipelines are 24 files and 2,900 lines, in both frameworks and over replicas; a call without
-them enters no function more. `across=` for each leaf, and plans over replicas, are 480 lines and no file; plans of modules in
-DDP and FSDP are 130, plans over meshes and options of the window's weight 100, and exact sums in half of their passes 100.
+Each limit is what the library has come to: lower it when the library shrinks. No row is raised.
 """
 
 import ast
@@ -12,7 +9,17 @@ import sys
 
 from tests import house
 
-MOST = {"files": 151, "code": 22_205, "Any / 1000": 40, "getattr / 1000": 4.5}
+MOST = {
+    "files": 151,
+    "tokens": 241_208,
+    "tokens of the core": 159_243,
+    "tokens of the core, torch": 73_023,
+    "tokens of tools": 81_965,
+    "attributes of a class": 39,
+    "fmt: skip": 43,
+    "Any": 628,
+    "getattr": 99,
+}
 # Functions entered, calls of them, and files that they are in.
 CALLS = {"torch, warm": (62, 124, 15), "JAX, first": (116, 229, 22), "torch multi_steps, warm": (51, 112, 12)}
 
@@ -20,7 +27,6 @@ CALLS = {"torch, warm": (62, 124, 15), "JAX, first": (116, 229, 22), "torch mult
 def test_the_library_stays_small():
     sizes = house.sizes()
     assert {name: sizes[name] for name, most in MOST.items() if sizes[name] > most} == {}
-    assert sizes["comments %"] >= 5
 
 
 def test_no_function_is_hard_to_follow():
@@ -44,7 +50,6 @@ def test_a_call_runs_through_few_functions():
 
 def test_the_counters_can_see():
     source = '"""Docstring."""\n# a comment\nfrom typing import Any\n\n\ndef f(x: Any) -> Any:\n    """Docstring."""\n    return getattr(x, "y")  # not a full line\n'
-    code, comments = house.code_and_comments(source)
-    assert (len(code), len(comments)) == (3, 1)
+    assert house.code_tokens(source) == 4 + 10 + 7
     assert house.cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
     assert house.trace(lambda: None) == (0, 0, 0)
