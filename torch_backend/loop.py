@@ -1,5 +1,6 @@
 """The loop over the micro-batches."""
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Arguments, groups, starts
+from funcga._call.arguments import Argument, Arguments, groups, starts
 from funcga._grad import GradientFunction
 from funcga._replicas import Memory
 from funcga._types import GradFn, Scalar, Tree
@@ -140,8 +141,15 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             kwargs = with_totals(program, backend, args, kwargs)
         with window_of(program, backend) as window:
             args, kwargs = window.detached(args), detached(kwargs, window.records) if kwargs else kwargs
-            arguments = program.read(args, backend)
-            cuts, devices = cut(program, arguments, window.may_be_short)
+            known = None if torch.compiler.is_compiling() else program.memory.keep(LastCut)
+            arguments = None if known is None else known.arguments_like_last(program, backend, args)
+            if known is not None and arguments is not None:
+                cuts, devices = known.cuts, 1
+            else:
+                arguments = program.read(args, backend)
+                cuts, devices = cut(program, arguments, window.may_be_short)
+                if known is not None:
+                    known.note(arguments, cuts)
             microbatches = iter([(arguments, start, count) for start, count in cuts])
             views = None
             if devices == 1 and not (program.is_exact or arguments.state):
@@ -151,6 +159,49 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             return folded(program, window, microbatches, lambda: arguments, kwargs, devices, views)
 
     return untraced(fold) if program.across is not None or runs_as_it_is(program) else fold
+
+
+class LastCut:
+    """Kept by a step: how it cut its last batch.
+
+    One of the same structure, shapes and dtypes is cut alike, without being read. Only a batch of plain tensors is
+    noted, none of which is threaded.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Argument] | None = None  # without values, and with shapes and dtypes in place of leaves
+        self.cuts: Sequence[tuple[int, int]] = ()
+
+    def note(self, arguments: Arguments, cuts: Sequence[tuple[int, int]]) -> None:
+        """Remembers how these arguments are cut."""
+        self.cuts, self.parts = cuts, None
+        if all(type(leaf) is torch.Tensor and type(axis) is int for leaf, axis in arguments):
+            self.parts = [
+                part._replace(value=None, leaves=[*map(_SHAPE, part.leaves), *map(_DTYPE, part.leaves)])
+                for part in arguments.parts
+            ]
+
+    def arguments_like_last(self, program: Program, backend: Backend, args: tuple[Tree, ...]) -> Arguments | None:
+        """The arguments, if they are cut as the last ones were; None if they have to be read."""
+        if self.parts is None or len(args) != len(self.parts):
+            return None
+        parts = []
+        for arg, last in zip(args, self.parts, strict=True):
+            leaves: list[Any] = []
+            if last.in_axes is not None:
+                leaves, structure = trees.flatten(arg)
+                # A nested tensor may be plain, and has no shape.
+                is_plain = {*map(type, leaves)} <= _PLAIN and not any(map(_IS_NESTED, leaves))
+                if not is_plain or structure != last.structure:
+                    return None
+                if [*map(_SHAPE, leaves), *map(_DTYPE, leaves)] != last.leaves:
+                    return None
+            parts.append(last._replace(value=arg, leaves=leaves))
+        return Arguments(tuple(parts), program.grad_fn, backend, program.in_axes is None)
+
+
+_SHAPE, _DTYPE, _IS_NESTED = (operator.attrgetter(name) for name in ("shape", "dtype", "is_nested"))
+_PLAIN = {torch.Tensor}
 
 
 def with_totals(program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> dict[str, Tree]:
