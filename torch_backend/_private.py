@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from traceback import walk_tb
 from typing import Any, NamedTuple, TypeVar
 
@@ -154,7 +154,7 @@ def in_forward_mode() -> bool:
 version: Callable[[torch.Tensor], int] = _reader("_version", otherwise=0)
 
 
-def hooks_of(tensor: object) -> Mapping[int, Callable[..., Any]] | None:
+def hooks_of(tensor: object) -> MutableMapping[int, Callable[..., Any]] | None:
     """The hooks that `register_hook` has put on a tensor, by number, which every version keeps there.
 
     Without this nobody knows of them, and they are not called.

@@ -443,6 +443,30 @@ def test_hooks_on_parameters_see_the_sum_once():
     check((value, grads), expected)
 
 
+def penalised(weight, scale, s):
+    return infonce(scale, s) + 0.3 * weight.square().sum()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", ["tower.0.weight", "scale"])
+def test_hooks_see_what_the_loss_itself_uses_of_a_parameter(way, name, n):
+    """The weight is used by the summaries and by the loss, the scale by the loss alone; the hook scales all of it."""
+    module, (x, y) = mlp(), batch()
+    of_module_itself = lambda module, s: penalised(module.tower[0].weight, module.scale, s)
+    of_params = lambda params, s: penalised(params["tower.0.weight"], params["scale"], s)
+    expected = one_graph(module, of_module_itself, x, y, 0, ROWS)
+    expected[1][name] *= 3
+    module.get_parameter(name).register_hook(lambda grad: 3 * grad)
+    if way is of_module:
+        result = of_module(module, of_module_itself, n)(x, y)
+    else:
+        call = lambda params: lambda *args: torch.func.functional_call(module, params, args)
+        of_call = lambda params, x, y: summary_of(call(params), x, y)
+        summary_fn = of_call if way is of_function else pure_loss(module, summary_of)
+        result = funcga.coupled(summary_fn, of_params, n)(trainable(module), x, y)
+    check(result, expected)
+
+
 @pytest.mark.parametrize("options", [{"has_aux": True}, {"scaled": True}], ids=str)
 def test_a_module_is_differentiated_by_coupled(options):
     summary_fn = module_value_and_grad(nn.Linear(3, 2), lambda module, x: module(x), **options)

@@ -6,7 +6,7 @@ that begins with the whole first pass, in which this micro-batch alone is record
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from funcga._backend import Backend
 from funcga._call.arguments import Argument, Arguments
 from funcga._coupled import Coupled, Summaries
 from funcga._types import Scalar, Tree
-from torch_backend import arrays, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.coupled.first_pass import FirstPass
 from torch_backend.coupled.parameters import parameters_of
@@ -148,7 +148,8 @@ class _Step:
             grads: Sequence[torch.Tensor | None] = [None] * len([*present, *variables])
             if loss.requires_grad:
                 self.parameters.check_of_loss(loss)
-                grads = torch.autograd.grad(loss, [*present, *variables], allow_unused=True)
+                with _without_hooks(present):
+                    grads = torch.autograd.grad(loss, [*present, *variables], allow_unused=True)
         of_variables = grads[len(present) :]
         self.job.check_depends(summaries.weigh_nothing or any(grad is not None for grad in of_variables))
         self.cotangents = summaries.cotangents(of_variables)
@@ -208,6 +209,20 @@ class _Step:
         pairs = [*zip(trees.flatten(parts)[0], trees.flatten(of_parts)[0], strict=True)]
         self.is_reached |= any(part.requires_grad for part, _ in pairs)
         return output, pairs
+
+
+@contextmanager
+def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A context in which no hook of these is called: it is to see the whole gradient once, in the second pass."""
+    tables = [table for table in map(_private.hooks_of, leaves) if table]
+    hooks = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, of_table in zip(tables, hooks, strict=True):
+            table.update(of_table)
 
 
 def _inner(array: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
