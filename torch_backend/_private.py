@@ -11,8 +11,10 @@ import itertools
 import math
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from traceback import walk_tb
 from typing import Any, NamedTuple, TypeVar
 
@@ -191,16 +193,48 @@ has_hooks_on_grad: Callable[[torch.Tensor], object] = _reader("_post_accumulate_
 PARAMETERS, BUFFERS, PARTS = "_parameters", "_buffers", "_modules"
 
 
-def serve_functional_calls(serve: Callable[..., Any]) -> None:
-    """Lets `serve` run each torch.func.functional_call, as serve(torch's own, module, tensors, args, kwargs, ...).
+class Replacements(AbstractContextManager[None]):
+    """A context in which attributes of torch are replaced. It may be entered many times, by any thread.
 
-    Torch 2.11 to 2.13 look up the function that it replaces at every call. Where that has other parameters, or another
-    name, torch's own runs, which takes longer.
+    The last exit restores them. What somebody else has replaced is left alone.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.count = threading.Lock(), 0
+        self.attributes: list[tuple[object, str, object, object]] = []  # owner, name, torch's own value, ours
+
+    def add(self, owner: object, name: str, value: object) -> None:
+        """Replaces one attribute more."""
+        self.attributes.append((owner, name, vars(owner).get(name, _ABSENT), value))
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.count += 1
+            for owner, name, own, value in self.attributes if self.count == 1 else ():
+                if vars(owner).get(name, _ABSENT) is own:
+                    setattr(owner, name, value)
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.count -= 1
+            for owner, name, own, value in () if self.count else self.attributes:
+                if vars(owner).get(name) is value:
+                    delattr(owner, name) if own is _ABSENT else setattr(owner, name, own)
+
+
+_ABSENT = object()
+replacements = Replacements()
+"""What windows on autograd replace while they last: how functional_call runs, and that nodes note their creation."""
+
+
+def serve_functional_calls(serve: Callable[..., Any]) -> None:
+    """Lets `serve` run each torch.func.functional_call while `replacements` last.
+
+    It is called as serve(torch's own, module, tensors, args, kwargs, ...). Torch 2.11 to 2.13 look up the function that
+    it replaces at every call. Where that has other parameters, or another name, torch's own runs, which takes longer.
     """
     plain: Callable[..., Any] | None = _attribute(nn.utils.stateless, "_functional_call", None)
-    if plain is None or hasattr(plain, "served"):
-        return
-    if [*inspect.signature(plain).parameters] != [*_CALL]:
+    if plain is None or [*inspect.signature(plain).parameters] != [*_CALL]:
         return
 
     @functools.wraps(plain)
@@ -210,8 +244,7 @@ def serve_functional_calls(serve: Callable[..., Any]) -> None:
     ) -> Any:  # fmt: skip
         return serve(plain, module, tensors, args, kwargs, tie_weights, strict)
 
-    functional_call.served = plain  # type: ignore[attr-defined]
-    nn.utils.stateless._functional_call = functional_call  # type: ignore[assignment]
+    replacements.add(nn.utils.stateless, "_functional_call", functional_call)
 
 
 _CALL = ("module", "parameters_and_buffers", "args", "kwargs", "tie_weights", "strict")

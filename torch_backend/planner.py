@@ -330,21 +330,24 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.deltas: list[int] = []  # of every allocation, and of every end
         self.ends: list[int] = []  # when backward passes ended
         self.in_backward = False
-        self.resize = torch.UntypedStorage.resize_
+        self.replacements = _private.Replacements()
 
     def __enter__(self) -> "_Follower":
         # FSDP frees memory by resizing storages, which no mode is told of.
+        own = torch.UntypedStorage.resize_
+
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            done = self.resize(storage, size)
+            done = own(storage, size)
             if storage.device.type == "meta" and (id(storage) in self.live or self._is_new(storage)):
                 self._follow(storage)
             return done
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        self.replacements.add(torch.UntypedStorage, "resize_", resize)
+        self.replacements.__enter__()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
-        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        self.replacements.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -32,7 +32,8 @@ from torch_backend.modules.checks import closed_over
 class _Applied:
     """`last` is another object once a function written in Python has been applied, recorded or not.
 
-    Without `is_noted` nobody tells. What was `last` before is to be remembered only with it.
+    It is noted while `_private.replacements` last, which every window enters. Without `is_noted` nobody tells. What was
+    `last` before is to be remembered only with it.
     """
 
     def __init__(self) -> None:
@@ -59,9 +60,10 @@ def _is_noted() -> bool:
         return False
     # Torch creates a node by calling its class, which has no __init__ so far. The probe shows whether this one is
     # called.
-    BackwardCFunction.__init__ = _note  # type: ignore[assignment, method-assign]
+    _private.replacements.add(BackwardCFunction, "__init__", _note)
     before = applied.last
-    _Probe.apply(torch.empty(0, device="cpu"))  # type: ignore[no-untyped-call]
+    with _private.replacements:
+        _Probe.apply(torch.empty(0, device="cpu"))  # type: ignore[no-untyped-call]
     return applied.last is not before
 
 

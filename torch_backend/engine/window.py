@@ -106,9 +106,11 @@ class Engine:
             # Tensors made in inference mode can never have a gradient, so the whole window runs outside of it.
             self.inference = torch.inference_mode(False)
             self.inference.__enter__()
+        _private.replacements.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        _private.replacements.__exit__()
         noted.calls, noted.last = self.noted_around
         self.held.__exit__(*error)
         self.inference.__exit__(*error)

@@ -167,7 +167,6 @@ class ModuleWindow:
         self.adds_late = program.dropping is not None or program.observers is not None
         self.observing: Observing | None = None
         self.folded: GradientFunction = self.parts  # whose output is folded
-        self.since = applied.last if applied.is_noted else None
         # The number of nodes of the last graph, and of the graph that was walked through last. NaN equals nothing.
         self.graph_size = self.walked_size = math.nan
         self.walked: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = (), []
@@ -182,6 +181,8 @@ class ModuleWindow:
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(_private.replacements)
+            self.since = applied.last if applied.is_noted else None
             stack.enter_context(self.wrapper.window())
             self.params: dict[str, torch.Tensor] = {**trainable(self.gradient.module)}
             # The user's `.grad`s are put aside, and come back when the stack closes.

@@ -1,5 +1,6 @@
 """torch.func.functional_call in a loss: the same as torch's own, whatever the module and the tensors are."""
 
+import contextlib
 import threading
 from unittest import mock
 
@@ -15,8 +16,15 @@ from torch_backend import _private, pure_loss
 from torch_backend.arrays import recording_loss
 from torch_backend.modules import functional
 
-plain = nn.utils.stateless._functional_call.served
+plain = nn.utils.stateless._functional_call
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@contextlib.contextmanager
+def in_a_window():
+    """Where functional_call is served as in the loss of a window."""
+    with _private.replacements, recording_loss():
+        yield
 
 
 def tied():
@@ -113,7 +121,7 @@ def test_it_is_that_of_torch(kind, names, ties):
     tensors = {name: torch.randn_like(state[name].double()) for name in names_of.get(names, all_names)}
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     for _ in range(2):  # a plan is made, and then used
-        with recording_loss():
+        with in_a_window():
             got = outcome(functional_call, module, tensors, tie_weights=ties)
         expected = outcome(plain, rival, copies, tie_weights=ties)
         if isinstance(expected[0], torch.Tensor):
@@ -129,7 +137,7 @@ def test_what_is_left_to_torch(kind):
     tensors = {name: torch.randn_like(p) for name, p in module.named_parameters()}
     plain = mock.Mock()
     call = lambda strict=False: functional.call(plain, module, tensors, X, None, True, strict)
-    with recording_loss():
+    with in_a_window():
         call()
         assert plain.call_count == (kind == "of its own")
         call(strict=True)
@@ -142,7 +150,7 @@ def test_a_module_that_changes_gets_another_plan():
     module = made("plain")
     call = lambda tensors: functional_call(module, tensors, (X,))
     tensors = {name: torch.randn_like(p) for name, p in module.named_parameters()}
-    with recording_loss():
+    with in_a_window():
         call(tensors)
         for change in ("part", "parameter", "tie", "new part"):
             if change == "part":
@@ -373,7 +381,7 @@ def test_a_plan_keeps_no_module_alive():
 
     module = Hooked(made("plain"))
     module.register_forward_hook(module.note)  # now the module leads to itself
-    with recording_loss():
+    with in_a_window():
         functional_call(module, dict(module.named_parameters()), (X,))
     assert module in functional._PLANS
     alive = weakref.ref(module)
@@ -383,13 +391,14 @@ def test_a_plan_keeps_no_module_alive():
 
 
 def test_without_the_function_that_is_replaced(monkeypatch):
-    """A version of torch in which it has another name, or other parameters, runs its own."""
-    for other in (None, lambda module, tensors, args: None):
+    """A version of torch in which it has another name, or in which somebody else has replaced it, runs that one."""
+    for other in (None, mock.Mock(side_effect=plain)):
         if other is None:
             monkeypatch.delattr(nn.utils.stateless, "_functional_call")
         else:
             monkeypatch.setattr(nn.utils.stateless, "_functional_call", other, raising=False)
-        _private.serve_functional_calls(functional.call)
+        with in_a_window():
+            assert getattr(nn.utils.stateless, "_functional_call", None) is other
         assert getattr(nn.utils.stateless, "_functional_call", None) is other
 
 
