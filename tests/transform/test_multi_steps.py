@@ -140,6 +140,16 @@ def test_n_may_be_a_weight(kit, weight):
     assert ends == [False, False, True, False, not isinstance(weight, int), True]
 
 
+@pytest.mark.parametrize(("tenths", "target"), [(1, 10), (3, 30), (7, 21), (11, 55), (1, 4096)])
+def test_weights_that_add_up_to_the_target_reach_it(kit, tenths, target):
+    """In decimals; binary fractions are rounded, and ten times 0.1 is less than 1."""
+    weight, target, n = tenths / 10, TargetWeight(target / 10), target // tenths
+    assert [len(window) for window in funcga.windows(range(2 * n + 1), target, weight=lambda _: weight)] == [n, n, 1]
+    if n < 100:
+        found, _ = run(funcga.multi_steps(counting(kit), target), kit, tree(kit, 1), grads_of(kit, n), [weight] * n)
+        assert [ends for _, ends in found] == [False] * (n - 1) + [True]
+
+
 def poisoned(kit, grads, value=float("nan")):
     leaves, structure = kit.backend.trees.flatten(grads)
     return kit.backend.trees.unflatten(structure, [leaves[0] * 0 + value, *leaves[1:]])
