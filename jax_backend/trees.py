@@ -61,11 +61,12 @@ def children(tree: Tree) -> list[tuple[str, Tree]] | None:
 class Static:
     """Of some arguments, all that is no array: the structure, and the other leaves with their places and types.
 
-    Two are equal if their leaves are equal and of the same type: 1, 1.0 and True make three programs.
+    Two are equal if their leaves are equal and of the same type, and numbers have the same digits: 1, 1.0 and True make
+    three programs, and so do 0.0 and -0.0.
     """
 
     structure: Structure
-    others: tuple[tuple[int, type, Hashable], ...]
+    others: tuple[tuple[int, Hashable, Hashable], ...]
 
     def tree(self, arrays: Sequence[Array]) -> Tree:
         """The arguments again, with these arrays."""
@@ -81,8 +82,12 @@ def partition(tree: Tree) -> tuple[Static, list[Array]]:
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
     if len(arrays) == len(leaves):  # as usual
         return Static(structure, ()), arrays
-    others = [(index, type(leaf), leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS)]
+    others = [(index, _kind(leaf), leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS)]
     return Static(structure, tuple(others)), arrays
+
+
+def _kind(leaf: object) -> Hashable:
+    return (type(leaf), repr(leaf)) if isinstance(leaf, float | complex) else type(leaf)
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)

@@ -255,10 +255,7 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
             raise _weightless(arguments, f"{described}, a scalar")
         scalar = f"{described}, a scalar: it has no axis {axis} to split."
         if backend.arrays.kind(leaf.dtype) == "other":  # a random key of JAX
-            raise FuncgaError(
-                f"{scalar} Give each row a key of its own, jax.random.split(key, rows), or thread one key with "
-                f"funcga.CARRY: passed whole, it would draw the same noise in every micro-batch."
-            )
+            raise FuncgaError(f"{scalar} {_KEYS}")
         raise FuncgaError(f"{scalar} Pass it whole: in_axes with None in its place, or as a keyword argument.")
     if not -rank <= axis < rank:
         raise FuncgaError(
@@ -268,6 +265,12 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
     # It may be a symbol, where a program is exported or compiled for any number of rows.
     rows: int = shape[axis]
     return rows
+
+
+_KEYS = (
+    "Give each row a key of its own, jax.random.split(key, rows), or thread one key with funcga.CARRY: passed whole, "
+    "it would draw the same noise in every micro-batch."
+)
 
 
 def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
@@ -319,6 +322,13 @@ def _uneven(arguments: Arguments, sizes: dict[int, int], streamed: bool) -> Func
     )
     if streamed:
         return _weightless(arguments, listed)
+    for leaf_index in sizes:
+        leaf = leaves[leaf_index][0]
+        if str(leaf.dtype) == "uint32" and leaf.ndim <= 2 and leaf.shape[-1] == 2:
+            return FuncgaError(
+                f"the split arguments have different numbers of rows: {listed}. `{arguments.path(leaf_index)}` looks "
+                f"like random keys of JAX. {_KEYS}"
+            )
     return FuncgaError(
         f"the split arguments have different numbers of rows: {listed}. Micro-batches cut all of them alike. Pass "
         f"what has no rows whole: in_axes with None in its place."

@@ -77,6 +77,14 @@ def test_static_and_traced_arguments():
     assert len(calls) == 3
 
 
+def test_zero_and_minus_zero_are_two_programs():
+    f = lambda p, x, t: p / jnp.float32(t) + 0 * x.mean()
+    step = funcga.accumulate(f, 2, in_axes=(None, 0, None))
+    p, x = jnp.float32(1), jnp.ones((4, 1))
+    numbers = [0.0, -0.0, complex(0.0, -0.0).imag, 0.0]
+    assert [float(step(p, x, t)) for t in numbers] == [float(f(p, x, t)) for t in numbers]
+
+
 def mesh():
     return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -409,3 +417,6 @@ def test_one_random_key_is_not_split():
     gradient = jax.value_and_grad(lambda params, x, key: (params * x).sum() + jax.random.uniform(key))
     with pytest.raises(funcga.FuncgaError, match=r"`key` is key<fry>\[\], a scalar.* Give each row a key of its own"):
         funcga.accumulate(gradient, 2)(jnp.ones(()), jnp.ones(4), jax.random.key(0))
+    for keys in (jax.random.PRNGKey(0), jax.random.split(jax.random.PRNGKey(0), 3)):
+        with pytest.raises(funcga.FuncgaError, match="`key` looks like random keys of JAX. Give each row a key of its"):
+            funcga.accumulate(gradient, 2)(jnp.ones(()), jnp.ones(4), keys)
