@@ -66,7 +66,7 @@ class Static:
     """
 
     structure: Structure
-    others: tuple[tuple[int, Hashable, Hashable], ...]
+    others: tuple[tuple[int, object, Hashable], ...]
 
     def tree(self, arrays: Sequence[Array]) -> Tree:
         """The arguments again, with these arrays."""
@@ -86,7 +86,7 @@ def partition(tree: Tree) -> tuple[Static, list[Array]]:
     return Static(structure, tuple(others)), arrays
 
 
-def _kind(leaf: object) -> Hashable:
+def _kind(leaf: object) -> object:
     return (type(leaf), repr(leaf)) if isinstance(leaf, float | complex) else type(leaf)
 
 

@@ -120,6 +120,11 @@ def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor
         raise
 
 
+def strided(array: torch.Tensor) -> torch.Tensor:
+    """The array as a dense one. The gradient of an embedding may be sparse, and a sum of several hardly is."""
+    return array if array.layout is torch.strided else array.to_dense()
+
+
 _LONG = 2**16  # elements whose squares the host adds to float32 sums with an error of less than 1e-6
 
 
@@ -132,6 +137,7 @@ def squared_norms(arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
 
 def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum of the squared absolute values of all elements, in this dtype."""
+    array = strided(array)
     if array.is_cpu and array.dtype is dtype and array.numel() <= _LONG and array.is_contiguous():
         # The fastest of all.
         row = array.view(-1)

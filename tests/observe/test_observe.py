@@ -227,6 +227,24 @@ def test_an_observer_of_ones_own_sees_every_leaf(kit):
         close(kit, observed["all"], abs(oracle.flat(kit.leaves(result[1]))).sum())
 
 
+@pytest.mark.parametrize("rows", [5, 50_000])
+def test_a_sparse_gradient_is_observed_as_a_dense_one(rows):
+    import torch
+
+    from torch_backend import module_value_and_grad
+
+    mine = funcga.Observer(funcga.max(), lambda xp, observed: observed.folded, lambda xp, leaf: abs(leaf).sum(), 1)
+    observers = [funcga.gradient_noise(), funcga.gradient_norms(), mine]
+    module = torch.nn.Embedding(rows, 3, sparse=True)
+    loss = lambda module, indices: module(indices).square().mean()
+    step = funcga.accumulate(module_value_and_grad(module, loss), 4, observe=observers)
+    indices = torch.arange(10) % 4
+    result = step(indices)
+    assert module.weight._backward_hooks is None
+    module.sparse = False
+    torch.testing.assert_close(result, step(indices), rtol=0, atol=0)
+
+
 def test_state_is_threaded_beside_observers(kit):
     params, batch, loss = problem(kit)
     grad_fn = lambda params, count, x, y: (funcga.grad(loss)(params, x, y), count + 1)

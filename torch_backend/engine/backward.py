@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from funcga._types import Scalar
 from funcga.errors import FuncgaError
-from torch_backend import _private
+from torch_backend import _private, arrays
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.others import Surroundings, applied, left_alone, reach
 
@@ -296,7 +296,7 @@ class Backward(Pass):
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
         reduced, sums, gradients = self.buffers.reduced, self.layout.added_sums, [*map(_GRAD, self.adding)]
         arrived = [at for at, index in enumerate(sums) if reduced[index] is None and gradients[at] is not None]
-        dense = [g if g.layout is torch.strided else g.to_dense() for g in map(gradients.__getitem__, arrived)]
+        dense = [arrays.strided(gradients[at]) for at in arrived]
         # Later gradients are added in place, so nobody else may hold this memory.
         for at, begun, alone in zip(arrived, dense, are_alone(dense), strict=True):
             reduced[sums[at]] = accumulator = begun if alone else begun.clone()

@@ -86,7 +86,7 @@ class Buffers:
     def add(self, leaves: Sequence[Any], weight: Scalar) -> list[Any]:
         """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
         layout, share = self.layout, self.share(weight)
-        values = {index: _strided(leaves[self.outputs.reduced[index]]) for index in layout.rest}
+        values = {index: arrays.strided(leaves[self.outputs.reduced[index]]) for index in layout.rest}
         self._add_sums(layout.rest_plain, values, 1)
         if share is None:
             self._add_masked(layout.rest_weighted, values, weight)
@@ -96,7 +96,7 @@ class Buffers:
             self._combine(index, values[index], weight)
         for leaf_index in layout.rest_collected:
             # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
-            self.collected[leaf_index].append(_strided(leaves[leaf_index]).clone())
+            self.collected[leaf_index].append(arrays.strided(leaves[leaf_index]).clone())
         self._count(weight)
         state = [self.passed.pop(leaf_index, leaves[leaf_index]) for leaf_index in self.outputs.threads]
         # Copied, because state may be a view of the micro-batch, which is freed next, or of a buffer of grad_fn's.
@@ -122,7 +122,7 @@ class Buffers:
 
         `alone`: nobody else holds it, so it may be written to.
         """
-        value = _strided(value)
+        value = arrays.strided(value)
         if leaf_index in self.outputs.threads:
             self.passed[leaf_index] = value
         elif leaf_index in self.collected:
@@ -151,7 +151,7 @@ class Buffers:
             self.short = elementwise.joined(begun)
             for index, part in zip(indices, elementwise.parted(self.short, values), strict=True):
                 self.reduced[index] = part
-        whole = torch.cat([_strided(value).reshape(-1) for value in values])
+        whole = torch.cat([arrays.strided(value).reshape(-1) for value in values])
         elementwise.combine(fold, self.short, whole, weight, donate=True)
 
     def _count(self, weight: Scalar) -> None:
@@ -348,11 +348,6 @@ def _divide_on_device(sums_here: list[torch.Tensor], divisor: torch.Tensor, unit
     divisor = torch.where(divisor != 0, divisor / unit, 1)
     for accumulator in sums_here:
         accumulator.div_(divisor.to(accumulator.device, accumulator.dtype))
-
-
-def _strided(value: torch.Tensor) -> torch.Tensor:
-    """The value as a dense tensor. The gradient of an embedding may be sparse, and a sum of several hardly is."""
-    return value if value.layout is torch.strided else value.to_dense()
 
 
 def power_below(number: float) -> float:

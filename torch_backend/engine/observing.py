@@ -62,6 +62,7 @@ class Observing:
 
     def _measure(self, index: int, gradient: torch.Tensor) -> None:
         readings = self.readings
+        gradient = arrays.strided(gradient)
         row = arrays.squared_norm(gradient, readings.dtype) if self.takes_norms else readings.measures_of([gradient])[0]
         self.arrived[index].append(row.to(self.nothing.device))
 
@@ -83,7 +84,7 @@ class Observing:
                 "observe= was given, and a parameter gets its gradient in several pieces, of which none has the norm "
                 "of the gradient, as reentrant checkpoints make it. Use use_reentrant=False."
             )
-        waiting = [gradient.reshape(-1) for index in self.short for gradient in self.arrived[index]]
+        waiting = [arrays.strided(gradient).reshape(-1) for index in self.short for gradient in self.arrived[index]]
         if waiting:
             whole = arrays.squared_norm(torch.cat(waiting), self.readings.dtype)
             self.arrived[self.measured_leaves[0]][:] = [whole]
