@@ -10,6 +10,7 @@ is given the same batch. Values and aux are known to the last stage, which tells
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -200,7 +201,7 @@ class PipelineWindow:
     def _weighed(
         self, output: Tree, microbatch: Microbatch, index: int, values: dict[int, tuple[torch.Tensor, Tree]]
     ) -> torch.Tensor:
-        weight, rows = microbatch.weight, self.pipeline.rows
+        rows = self.pipeline.rows
         leaves, structure = self.backend.trees.flatten(output)
         if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
             raise FuncgaError(
@@ -209,19 +210,22 @@ class PipelineWindow:
                 f"which does not see the rows that a micro-batch is filled up with."
             )
         leaves = [leaf if microbatch.rows == rows else leaf[: microbatch.rows] for leaf in leaves]
-        # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing gets no gradient. The host cannot
-        # see whether a weight on a device is 0.
-        if isinstance(weight, torch.Tensor):
-            leaves = [torch.where(weight.to(leaf.device) != 0, leaf, 0) for leaf in leaves]
-        visible = self.backend.trees.unflatten(structure, leaves if weight else [leaf.detach() for leaf in leaves])
+        visible = self.backend.trees.unflatten(structure, leaves)
         value = self.gradient.loss_fn(visible, microbatch.target, **microbatch.kwargs)
         loss, aux = self.parts.split(value, self.backend)
         values[index] = loss.detach(), detached(aux, recorded=True)
         self._make_room(loss.detach(), aux)
-        if weight is None or (not isinstance(weight, torch.Tensor) and not weight):
-            return _zero(self._tensors(output))
+        weight = microbatch.weight
         wide: torch.Tensor = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        return wide.mul(weight) if self.is_weighted else wide
+        if weight is not None and not self.is_weighted:
+            return wide
+        if isinstance(weight, torch.Tensor):
+            # The host cannot see whether it is 0, and a cotangent of 0 times a NaN is NaN.
+            for leaf in self._tensors(visible):
+                leaf.register_hook(partial(_where_counted, weight))  # type: ignore[no-untyped-call]
+        elif not weight:  # nothing of it counts, not even a NaN
+            return _zero(self._tensors(output))
+        return wide.mul(weight)
 
     def _tensors(self, output: Tree) -> list[torch.Tensor]:
         return [leaf for leaf in self.backend.trees.flatten(output)[0] if leaf.requires_grad]
@@ -309,6 +313,10 @@ class PipelineWindow:
             index = self.layout.index_of[leaf_index]
             dtype = gradient.dtype if self.layout.kinds[index] else self.layout.folds[index].accumulator_dtype
             buffers.reduced[index] = gradient.to(dtype)
+
+
+def _where_counted(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return torch.where(weight.to(gradient.device) != 0, gradient, 0)
 
 
 def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:

@@ -128,6 +128,35 @@ def uneven(group, name):
     assert all(p.grad.equal(grads_before[name]) for name, p in trainable(gradient.module).items())
 
 
+def summed(output, y):
+    return output.square().flatten(1).sum(1).dot(1.0 + y.sum(1).double().square())
+
+
+def weighing_nothing(group, name):
+    """What is summed counts whatever it weighs; of a mean a micro-batch of weight 0 is no part, not even its NaN."""
+    (x, y), counted = batch(9), torch.arange(9) >= 6  # two of three micro-batches weigh nothing
+    for in_last in (False, True):
+        rows = counted if in_last else counted.flip(0)
+        weights = [lambda x, y: y["counted"].sum().item(), lambda x, y: y["counted"].sum()]
+        for weight in weights:
+            gradient, stages = pipeline(name, mesh_of(group, 1), lambda output, y: summed(output, y["y"]))
+            model = nn.ModuleDict({str(index): part(index, stages) for index in range(stages)})
+            total = summed(nn.Sequential(*model.values())(x), y)
+            for fold, divisor in ((funcga.sum(), 1), (funcga.per_weight(), 3)):
+                grads = torch.autograd.grad(total / divisor, [*model.parameters()], retain_graph=True)
+                expected = total.detach() / divisor, dict(zip(trainable(model), grads, strict=True))
+                check(funcga.accumulate(gradient, 3, fold=fold, weight=weight)(x, {"y": y, "counted": rows}), expected)
+            # A mean over rows, which is NaN where none counts.
+            mean = lambda output, y: (output.square().flatten(1).sum(1)[y["counted"]]).mean()
+            gradient, _ = pipeline(name, mesh_of(group, 1), mean)
+            total = mean(nn.Sequential(*model.values())(x), {"counted": rows})
+            expected = (
+                total.detach(),
+                dict(zip(trainable(model), torch.autograd.grad(total, [*model.parameters()]), strict=True)),
+            )
+            check(funcga.accumulate(gradient, 3, weight=weight)(x, {"counted": rows}), expected)
+
+
 def several_steps(group, name):
     """A window of more micro-batches than a schedule runs at once, of a batch and of a stream; metrics everywhere."""
     mesh = mesh_of(group, 1)
@@ -151,6 +180,11 @@ def test_a_pipeline_is_the_model_on_one_device(name):
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
 def test_a_window_takes_several_steps_of_a_schedule(name):
     processes(4).run(several_steps, name, size=2)
+
+
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B"])
+def test_micro_batches_that_weigh_nothing(name):
+    processes(4).run(weighing_nothing, name, size=2)
 
 
 def test_four_stages_in_four_processes():
