@@ -1,6 +1,6 @@
 """`stream`: the same fold over any iterable of micro-batches; `windows`: an iterable of micro-batches, n at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar, overload
 
@@ -118,14 +118,16 @@ def stream(
             check_no_totals(kwargs)
         leading, items = _iterate(args, spread, twice=is_counted)
         first = next(items, None)
+        own: Sequence[Any] = ()
         if first is None and owner is not None:
             owner.check_stream()
+            own = owner.parameters()  # the only arrays, if there is no micro-batch
         if first is None and across is None:
             raise FuncgaError(
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
                 "loader, or that a generator was not used up before."
             )
-        backend = program.backend((*leading, *(first or ())), kwargs)
+        backend = program.backend((*leading, *(first or own)), kwargs)
         ahead = [] if first is None else [first]
         # This frame lives as long as the loop: a reference here would keep the first micro-batch in memory.
         del first

@@ -16,7 +16,7 @@ from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._observe import Observers
 from funcga._observe.readings import Readings, locate
 from funcga._replicas import Memory, check_one_for_all, step_of
-from funcga._types import Across, GradFn, Scalar, TotalsFn, Tree, WeightFn
+from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, refuses_arguments
 from funcga.folds import Fold, FoldTree
 
@@ -45,6 +45,10 @@ class OwningGradient(KnownGradient):
 
     def check_stream(self) -> None:
         """Raises FuncgaError, which says why, if it cannot be without a micro-batch."""
+
+    def parameters(self) -> Sequence[Array]:
+        """The parameters, which also say in which framework it runs."""
+        raise NotImplementedError
 
     def merged_over(self, across: Across) -> Across:
         """What its results are merged over where a step says `across=`."""

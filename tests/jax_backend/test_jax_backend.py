@@ -418,5 +418,7 @@ def test_one_random_key_is_not_split():
     with pytest.raises(funcga.FuncgaError, match=r"`key` is key<fry>\[\], a scalar.* Give each row a key of its own"):
         funcga.accumulate(gradient, 2)(jnp.ones(()), jnp.ones(4), jax.random.key(0))
     for keys in (jax.random.PRNGKey(0), jax.random.split(jax.random.PRNGKey(0), 3)):
-        with pytest.raises(funcga.FuncgaError, match=r"`key` looks like random keys of JAX\. Give each row a key of its"):
+        with pytest.raises(
+            funcga.FuncgaError, match=r"`key` looks like random keys of JAX\. Give each row a key of its"
+        ):
             funcga.accumulate(gradient, 2)(jnp.ones(()), jnp.ones(4), keys)

@@ -458,12 +458,13 @@ class Engine:
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
         """The result on a replica that has nothing to fold."""
         assert self.reduction is not None
-        bind = lambda value: self.program.bind(value, arguments)[0]
+        bind, with_arrays = lambda value: self.program.bind(value, arguments)[0], arguments
         if self.module is not None:
             self._begin_with_parameters(self.module)
             # The others say what their shards are like, and here the parameters are.
             bind = lambda value: self.program.bind(self._with_own_leaves(value), arguments)[0]
-        buffers = begun_by_others(bind, self.reduction, arguments)
+            with_arrays = self.whole((self.leaves[_OWN].tree,))
+        buffers = begun_by_others(bind, self.reduction, with_arrays)
         return self._on_meshes(buffers.result(self.reduction.finish(state)))
 
 

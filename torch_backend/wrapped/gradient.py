@@ -5,7 +5,7 @@ Only torch has this file: models of JAX are functions of their parameters.
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -103,6 +103,10 @@ class ModuleGradient(OwningGradient):
                     buffer.detach().copy_(values)
 
         return put_back
+
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The parameters of the module."""
+        return [*self.module.parameters()]
 
     def window(self, program: Program, backend: Backend, alone: bool = False) -> Window:
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""

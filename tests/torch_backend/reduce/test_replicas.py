@@ -361,6 +361,33 @@ def test_a_rank_without_data_takes_part(streams):
         assert max(difference(result, expected) for result in results) <= 1e-13
 
 
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Linear(5, 2, dtype=torch.float64)
+
+
+def module_idles(group, counted):
+    """The module has the only arrays of a rank without micro-batches, which the first rank has in every window but one."""
+    rank = dist.get_rank(group)
+    _, x, y, _ = problem(torch.float64)
+    loss = lambda module, x, y, totals=None: (
+        F.mse_loss(module(x), y) * (len(x) / totals["rows"].double() if totals else 1)
+    )
+    options = {"fold": funcga.sum(), "totals": lambda x, y: {"rows": len(x)}} if counted else {}
+    step = funcga.stream(torch_backend.module_value_and_grad(net(), loss), across=group, **options)
+    return [step([(x[:3], y[:3]), (x[3:7], y[3:7])] if rank or window == 1 else []) for window in range(3)]
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_rank_whose_module_has_the_only_arrays(counted):
+    module, (_, x, y, _) = net(), problem(torch.float64)
+    loss = F.mse_loss(module(x[:7]), y[:7])
+    loss.backward()
+    expected = loss.detach(), {name: p.grad for name, p in module.named_parameters()}
+    for results in processes().run(module_idles, counted, size=2):
+        assert max(difference(result, expected) for result in results) <= 1e-13
+
+
 def all_idle(group):
     params, *batch = problem()
     return made("engine", "per_weight", 2, group)(params, *(x[:0] for x in batch))
