@@ -147,12 +147,12 @@ def verify(
     concat() for a mean.
 
     The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
-    "wrong weight", "weight not additive", "totals not additive", "total of zero" where that makes the loss NaN,
-    "divided by n", "regulariser", "other normaliser", "batch statistics", "in-batch negatives", "coupled rows",
-    "row order", "fixed rows" where their number is written down, "randomness", "state", "per-example output",
-    "params unused", "by steps", "wrong gradient" where torch.func computes another one, "first-order step",
-    "small remainder" where the difference is less than 1e-5, as of an epsilon in a count, and "not decomposable"
-    where none of these explains it.
+    "wrong weight", "weight not additive", "totals not additive", "divided twice" by totals and by the fold,
+    "total of zero" where that makes the loss NaN, "divided by n", "regulariser", "other normaliser",
+    "batch statistics", "in-batch negatives", "coupled rows", "row order", "fixed rows" where their number is written down,
+    "randomness", "state", "per-example output", "params unused", "by steps", "wrong gradient" where torch.func computes
+    another one, "first-order step", "small remainder" where the difference is less than 1e-5, as of an epsilon in a
+    count, and "not decomposable" where none of these explains it.
 
     A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss is divided by a
     number which equals n, maybe by chance; that its value alone differs, by less than 1e-5; that every gradient is as
@@ -387,6 +387,8 @@ def _compared(probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: i
     # A division by n makes a mean under sum() right, for this n.
     if division:
         reasons = [each for each in reasons if each.name != "mean under sum"]
+    if any(each.name == "divided twice" for each in causes):
+        reasons = [each for each in reasons if each.name != "sum under mean"]
     causes += reasons + division + wrong_gradient(probe, limit)
     gradients = isinstance(probe.program.grad_fn, GradientFunction) or bool(probe.gradient_leaves())
     notes = [*notes, *small, *remainder, *doubts, *_of_comparison(probe, splits, gradients)]

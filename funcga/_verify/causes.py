@@ -15,7 +15,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from funcga._types import Tree
-from funcga._verify.denominators import Mixture, at_least_one, lines, not_additive, spoilt_by_zero
+from funcga._verify.denominators import Mixture, at_least_one, divided_twice, lines, not_additive, spoilt_by_zero
 from funcga._verify.divisors import ROWS, Count, counts, form
 from funcga._verify.probe import Limit, Probe, Rows, relative
 from funcga._verify.remedies import coupled_line
@@ -229,11 +229,12 @@ def _of_several(case: Case) -> Cause:
 
 
 def of_totals(probe: Probe, parts: tuple[Rows, Rows]) -> list[Cause]:
-    """What is wrong with the totals of a step: they do not add up, or spoil the loss where they are 0."""
+    """What is wrong with the totals of a step: they do not add up, divide beside the fold, or spoil the loss at 0."""
     if probe.program.totals is None:
         return []
-    apart, where = not_additive(probe, parts), spoilt_by_zero(probe, parts)
+    apart, where, twice = not_additive(probe, parts), spoilt_by_zero(probe, parts), divided_twice(probe)
     causes = [] if apart is None else [cause("totals not additive", **apart._asdict())]
+    causes += [] if twice is None else [cause("divided twice", where=twice)]
     return causes + ([] if where is None else [cause("total of zero", path=where, line=at_least_one(probe, where))])
 
 

@@ -108,5 +108,23 @@ def spoilt_by_zero(probe: Probe, parts: tuple[Rows, Rows]) -> str | None:
     return None
 
 
+def divided_twice(probe: Probe) -> str | None:
+    """The path of the first leaf that the loss divides by its totals, and the fold once more.
+
+    Twice such totals halve it.
+    """
+    leaves, structure = probe.backend.trees.flatten(probe.kwargs["totals"])
+    doubled = probe.backend.trees.unflatten(structure, [leaf * 2 for leaf in leaves])
+    values = probe.given(totals=doubled).try_values(probe.every)
+    if values is None:
+        return None
+    for leaf in probe.additive():
+        whole, by_twice = probe.whole[leaf], values[leaf]
+        is_divided = probe.folds[leaf].normalizer.divides_by is not None
+        if is_divided and np.any(whole) and np.allclose(2 * by_twice, whole, rtol=1e-6, atol=0):
+            return probe.paths[leaf]
+    return None
+
+
 def _paths(probe: Probe, totals: Tree) -> list[str]:
     return leaf_paths(totals, probe.backend.trees, "totals")

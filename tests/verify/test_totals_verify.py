@@ -110,6 +110,38 @@ def test_a_loss_that_a_total_of_zero_spoils(kit):
     verified(kit, guarded, count_mask).assert_exact()
 
 
+TOKENS = lambda batch: batch["mask"].sum()
+FOLDS = [(funcga.mean(), None), (funcga.mean(), TOKENS), (funcga.per_weight(), None), (funcga.per_weight(), TOKENS)]
+
+
+@pytest.mark.parametrize(("fold", "weight"), FOLDS, ids=["mean", "mean, tokens", "per_weight", "per_weight, tokens"])
+def test_a_loss_that_its_totals_and_the_fold_divide(kit, fold, weight):
+    """Every n gives the same under per_weight(), which divides even the whole batch twice."""
+    params, batch = mistakes.data(kit, dtype="float64")
+    loss = lambda params, batch, *, totals: mistakes.token_sum(params, batch) / totals["tokens"]
+    gradient = funcga.value_and_grad(loss)
+    verdict = funcga.verify(gradient, params, batch, fold=fold, weight=weight, totals=count_mask)
+    assert [cause.name for cause in verdict.causes if cause.name != "total of zero"] == ["divided twice"]
+    assert "fold=funcga.sum()," in next(cause.fix for cause in verdict.causes if cause.name == "divided twice")
+    whole = lambda params, batch: mistakes.token_sum(params, batch) / batch["mask"].sum()
+    expected = funcga.value_and_grad(whole)(params, batch)
+    step = funcga.accumulate(gradient, 3, fold=funcga.sum(), totals=count_mask)
+    assert difference(kit, step(params, batch), expected) < 1e-12
+    wrong = funcga.accumulate(gradient, 3, fold=fold, weight=weight, totals=count_mask)
+    assert difference(kit, wrong(params, batch), expected) > 0.1
+
+
+def test_totals_that_divide_nothing_go_with_a_mean(kit):
+    """They may be statistics of the batch."""
+    params, batch = mistakes.data(kit, dtype="float64")
+    totals = lambda batch: {"x": batch["x"].sum(), "rows": len(batch["x"])}
+
+    def loss(params, batch, *, totals):
+        return (((batch["x"] - totals["x"] / totals["rows"]).sum(1) @ params["w"]) ** 2).mean()
+
+    funcga.verify(funcga.value_and_grad(loss), params, batch, totals=totals, n=(3, 5)).assert_exact()
+
+
 def test_a_total_that_depends_on_the_cut(kit):
     loss = lambda params, batch, *, totals: mistakes.token_sum(params, batch) / (1 + totals["share"])
     verdict = verified(kit, loss, lambda batch: {"share": batch["mask"].mean()})
