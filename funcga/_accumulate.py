@@ -97,7 +97,8 @@ def accumulate(
     Args:
         grad_fn: Any pure function of arrays that returns a tree of arrays: torch.func.grad, jax.value_and_grad,
             funcga.value_and_grad(loss_fn) and so on.
-        n: How many micro-batches; their sizes differ by at most one. Or "auto": the smallest number that fits in
+        n: How many micro-batches; their sizes differ by at most one, and a batch of fewer rows, such as the last one of
+            an epoch, has one for each row. Or "auto": the smallest number that fits in
             memory. It begins with that of a `plan`, and if memory runs out all the same, or nothing can be planned, the
             window is replayed with more micro-batches, then with as few as fit. What is found is remembered for
             arguments of these shapes. The call that finds it takes the time of several windows; the result is exact in

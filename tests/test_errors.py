@@ -76,14 +76,6 @@ def test_functions():
     check_refused("argnums is 'x': it must be an int or a tuple of ints. Write argnums=0.", funcga.grad, len, "x")
 
 
-def test_more_microbatches_than_rows(kit):
-    check_refused(
-        "n=7 micro-batches were asked of a batch of 6 rows: a micro-batch has at least one. Write n=6 or less, or say "
-        "how large one is: microbatch_size=1.",
-        funcga.accumulate(lambda x: x.sum(), 7, in_axes=0), kit.arrays(X),
-    )  # fmt: skip
-
-
 def test_no_rows(kit):
     check_refused(
         "the batch has 0 rows (`x` is empty): there is nothing to fold.",
@@ -410,7 +402,6 @@ def test_nothing_is_changed_by_a_failed_call(kit):
     params, batch = kit.arrays(params), kit.arrays(batch)
     before = kit.leaves((params, batch))
     gradient, calls = counted(lambda p, x, y: p)
-    check_refused("n=13 micro-batches", funcga.accumulate(gradient, 13), params, *batch)
     check_refused("tree of folds", funcga.accumulate(gradient, 2, fold={"w": funcga.mean()}), params, *batch)
     assert len(calls) == 1
     for a, b in zip(before, kit.leaves((params, batch)), strict=True):

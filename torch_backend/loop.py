@@ -220,8 +220,6 @@ def cut(program: Program, arguments: Arguments, may_be_short: bool) -> tuple[Seq
     is_plain = all(type(leaf) is torch.Tensor for part in arguments.parts for leaf in part.leaves)
     devices = 1 if is_plain else _devices(program, arguments)
     n, size, rows = program.n, program.microbatch_size, rows // devices
-    if may_be_short and n is not None:
-        n = min(n, rows)
     if size is not None:
         size = max(1, size // devices)
     return starts(groups(rows, n, size)) if rows else (), devices

@@ -368,17 +368,13 @@ def argument_names(function: Callable[..., object], count: int) -> list[str]:
 def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[int, int]]:
     """(count, size) of the micro-batches in order: at most two sizes.
 
-    `n` micro-batches differ by at most one row; those of `microbatch_size` rows leave a smaller last one.
-    Raises FuncgaError if n is more than the rows.
+    `n` micro-batches, or one for each row if these are fewer, differ by at most one row; those of `microbatch_size`
+    rows leave a smaller last one.
     """
     if microbatch_size is not None:
         sizes = [(rows // microbatch_size, microbatch_size), (1, rows % microbatch_size)]
     elif n is not None:
-        if n > rows:
-            raise FuncgaError(
-                f"n={n} micro-batches were asked of a batch of {rows} rows: a micro-batch has at least one. Write "
-                f"n={rows} or less, or say how large one is: microbatch_size=1."
-            )
+        n = min(n, rows)
         # Not divmod, which torch.compile lacks for symbolic sizes. The first ones are longer by a row, as in
         # numpy.array_split.
         size, longer = rows // n, rows % n

@@ -149,10 +149,10 @@ def verify(
     The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
     "wrong weight", "weight not additive", "totals not additive", "divided twice" by totals and by the fold,
     "total of zero" where that makes the loss NaN, "divided by n", "regulariser", "other normaliser",
-    "batch statistics", "in-batch negatives", "coupled rows", "row order", "fixed rows" where their number is written down,
-    "randomness", "state", "per-example output", "params unused", "by steps", "wrong gradient" where torch.func computes
-    another one, "first-order step", "small remainder" where the difference is less than 1e-5, as of an epsilon in a
-    count, and "not decomposable" where none of these explains it.
+    "batch statistics", "in-batch negatives", "coupled rows", "row order", "fixed rows" where their number is written
+    down, "randomness", "state", "per-example output", "params unused", "by steps", "wrong gradient" where torch.func
+    computes another one, "first-order step", "small remainder" where the difference is less than 1e-5, as of an epsilon
+    in a count, and "not decomposable" where none of these explains it.
 
     A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss is divided by a
     number which equals n, maybe by chance; that its value alone differs, by less than 1e-5; that every gradient is as

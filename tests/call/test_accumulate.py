@@ -45,6 +45,23 @@ def test_every_spelling_of_a_gradient(kit):
     assert difference(kit, funcga.accumulate(second, 1)(params, *batch), second(params, *batch)) <= LIMITS["float32"]
 
 
+def test_a_batch_of_fewer_rows_than_n_has_one_micro_batch_for_each(kit):
+    """The last batch of an epoch is as exact as the others, also where statistics say how many there were."""
+    params, batch, loss = problems.regression()
+    params, batch = kit.arrays(params), kit.arrays(batch)
+    gradient = funcga.value_and_grad(loss)
+    few = [leaf[:3] for leaf in batch]
+    step = funcga.accumulate(lambda *args: (gradient(*args), len(args[1])), 7, fold=(funcga.mean(), funcga.sum()))
+    result, rows = step(params, *few)
+    assert int(rows) == 3
+    assert difference(kit, result, gradient(params, *few)) <= LIMITS["float32"]
+    moments = funcga.accumulate(lambda x: x.sum(), 7, in_axes=0, fold=funcga.moments())(few[0][:, 0])
+    assert difference(kit, moments.mean, few[0][:, 0].mean()) <= LIMITS["float32"]
+    result = funcga.coupled(lambda p, x: x * p, lambda p, s: (s @ s.T).sum(), 7)(batch[1].sum(), few[0])
+    whole = funcga.value_and_grad(lambda p, x: ((x * p) @ (x * p).T).sum())(batch[1].sum(), few[0])
+    assert difference(kit, result, whole) <= LIMITS["float32"]
+
+
 def test_in_a_transform_of_its_framework(kit):
     """accumulate can itself be differentiated and vmapped."""
     params, batch, loss = problems.regression()

@@ -108,7 +108,6 @@ REFUSED = {
     "parity --html .": "--html: '.' is not a file in a folder that exists",
     "parity --epochs 3": "unrecognized arguments: --epochs",
     "parity mnist": "'mnist' is not a problem: write one of digits, cnn, text, batchnorm, mixed, all, or the name of your own, FILE.py:problem.",
-    "parity digits --n 1798": "torch, float32: n=1798 micro-batches were asked of a batch of 1797 rows",
     "parity digits --device cuda:77": "torch, float32: device='cuda:77' is none that torch has here; it has 'cpu'",
     "parity absent.py": "absent.py: there is no file absent.py. Write FILE.py:problem, a path from the current folder.",
     "parity broken.py": "broken.py does not import: ModuleNotFoundError: No module named 'nothing_of_this_name' (line 1 of ",

@@ -269,7 +269,6 @@ REFUSALS = {
     "neither": ("neither of n and microbatch_size were given. Say one: coupled(", {"n": None}),
     "n": ("n is 0", {"n": 0}),
     "auto": ("n is 'auto'", {"n": "auto"}),
-    "more than rows": ("5", {"n": 5}),
     "split": ("in_axes splits argument 1: parameters are passed whole", {"argnums": 1}),
     "loss without s": ("loss_fn does not use the summaries", {"loss_fn": lambda w, s: w * 2}),
     "loss of constants": ("loss_fn does not use the summaries", {"loss_fn": lambda w, s: w**2}),
