@@ -307,7 +307,7 @@ class Finish:
                 is_beyond(xp, total),
                 f"a weighted value of one micro-batch is not below {most:.3g}, and an exact sum is held in a range "
                 f"that is fixed beforehand. Make the loss or the weights smaller, or the range larger: "
-                f"funcga.reproducible(fold, limit={min(self.limit * 2.0**20, GREATEST):.0f}.0)",
+                f"funcga.reproducible(fold, limit=2.0**{math.log2(min(self.limit * 2.0**20, GREATEST)):.0f})",
             ),
             (
                 tally.steps > MOST,

@@ -20,17 +20,19 @@ def reproducible(fold: Fold, *, limit: float = 2.0**20) -> Fold:
     with `microbatch_size=`; and the weights have a sum that a float64 holds, as counts do.
 
     Each value, times its weight rounded to the dtype of the accumulator, becomes a number in fixed point, of which only
-    what is below `limit / 2**73` is lost (float32; for float64 it is `limit / 2**162`). The sum of those is exact, and
-    the result within one unit in the last place of it. It takes 12 bytes an element instead of 4, and 24 instead of 8
-    for float64. NaN and infinity come through as in any sum.
+    what is below `limit / 2**73` is lost (float32; for float64 it is `limit / 2**162`). The sum of those is exact. The
+    result is within one unit in the last place of it, and a mean, which is divided as well, within one and a half. It
+    takes 12 bytes an element instead of 4, and 24 instead of 8 for float64. NaN and infinity come through as in any
+    sum.
 
     Args:
         fold: A fold whose reducer is `weighted` or `sum`, divided by the weight, the steps or nothing. Folds that are
             exact already, such as `max()`, are returned as they are.
         limit: A number, rounded up to a power of two, that every element of a weighted value must be below. For a leaf
             without axes, such as a loss, it is 2**30 times as large. Of a larger value the result is NaN, which is an
-            error where the host sees it: in torch on the CPU, and in JAX outside of jit. The same holds for more than
-            2,048 micro-batches in one window.
+            error where the host sees it: in torch on the CPU, and in JAX in an `Accumulator` and `multi_steps` outside
+            of jit. (A step of JAX is compiled, and returns NaN.) The same holds for more than 2,048 micro-batches in
+            one window.
 
     Returns:
         A Fold.

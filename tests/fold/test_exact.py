@@ -1,6 +1,7 @@
 """Exact sums, against rational numbers, NumPy's correctly rounded operations and each other's framework."""
 
 import math
+import re
 from fractions import Fraction
 
 import jax
@@ -403,14 +404,19 @@ def test_out_of_range_is_an_error_on_the_host_and_nan_in_jax():
     assert torch.equal(step(TORCH.arrays(rows / 2))["w"], torch.tensor([0.5, 0.0]))
 
 
+@pytest.mark.parametrize("exponent", [2, -20, -39, 50])
 @KITS
-def test_out_of_range_is_an_error_of_finalize(kit):
-    accumulator = funcga.Accumulator(funcga.reproducible(funcga.sum(), limit=4))
-    state = accumulator.update(
-        accumulator.init(kit.arrays(np.zeros(2, "float32"))), kit.arrays(np.full(2, 5, "float32"))
-    )
-    with pytest.raises(funcga.FuncgaError, match=r"the result of output is not known: .* limit=4194304.0"):
-        accumulator.finalize(state)
+def test_out_of_range_is_an_error_of_finalize(kit, exponent):
+    """It names a limit that is taken."""
+    fold = funcga.reproducible(funcga.sum(), limit=2.0**exponent)
+    accumulator = funcga.Accumulator(fold)
+    value = kit.arrays(np.full(2, 1.25 * 2.0**exponent, "float32"))
+    with pytest.raises(funcga.FuncgaError, match="the result of output is not known: ") as caught:
+        accumulator.finalize(accumulator.update(accumulator.init(value), value))
+    advised = re.search(r"limit=(2\.0\*\*-?\d+)\)", str(caught.value)).group(1)
+    accumulator = funcga.Accumulator(funcga.reproducible(funcga.sum(), limit=eval(advised)))
+    result = accumulator.finalize(accumulator.update(accumulator.init(value), value))
+    np.testing.assert_array_equal(kit.numpy(result), kit.numpy(value))
 
 
 def test_more_micro_batches_than_there_is_room_for():
