@@ -45,28 +45,12 @@ class Accumulation(NamedTuple):
             # Where the host sees all of them, it adds them in 64 bits: arrays of one number are slow.
             if isinstance(high, float) and isinstance(low, float):
                 return Tally(arrays.addends(high + (low + weight), wide=False), self.tally.steps + 1)
-        return self._tally_with(self.tally_of(weight))
+        return self.tally.merge(self.tally_of(weight))
 
     def tally_of(self, weight: Scalar) -> Tally:
         """The tally of one micro-batch of this weight, in as many bits as the window has."""
-        counted, arrays = self.tally.weight, self.outputs.backend.arrays
-        # The tally is one Python number so far, or one 64-bit array. The first weight that is an array turns a Python
-        # number into two addends, which a framework without 64-bit types can take over. It stays one scalar beside a
-        # 64-bit count, and beside sums in 64 bits.
-        turns = arrays.is_array(weight) and not arrays.is_array(counted[0]) and self.is_narrow
-        if len(counted) == 2 or turns:
-            return Tally(arrays.addends(weight, wide=False), 1)
-        tally: Tally = arrays.tally(weight)
-        return tally
-
-    def _tally_with(self, other: Tally) -> Tally:
-        """The tally of both. In torch one may count in a Python number, and the other in two addends."""
-        tallies = [self.tally, other]
-        if len(other.weight) != len(self.tally.weight):
-            for index, (weight, steps) in enumerate(tallies):
-                if isinstance(weight[0], int | float):
-                    tallies[index] = Tally(self.outputs.backend.arrays.addends(weight[0], wide=False), steps)
-        return Tally.merge(*tallies)
+        arrays = self.outputs.backend.arrays
+        return Tally(arrays.addends(weight, wide=len(self.tally.weight) == 1), 1)
 
     @property
     def is_narrow(self) -> bool:
@@ -84,12 +68,18 @@ class Accumulation(NamedTuple):
 
     def merge(self, other: "Accumulation") -> "Accumulation":
         """What both have folded; this one comes first, for folds that keep the order."""
-        accumulators = [
+        accumulators, rejected = self._combined(other.accumulators), self.rejected + other.rejected
+        return Accumulation(self.outputs, accumulators, self.tally.merge(other.tally), rejected)
+
+    def _combined(self, others: Sequence[Reduced]) -> list[Reduced]:
+        return [
             None if fold is None else fold.combine(first, second)
-            for fold, first, second in zip(self.outputs.folds, self.accumulators, other.accumulators, strict=True)
+            for fold, first, second in zip(self.outputs.folds, self.accumulators, others, strict=True)
         ]
-        rejected = self.rejected + other.rejected
-        return Accumulation(self.outputs, accumulators, self._tally_with(other.tally), rejected)
+
+    def updated(self, lifted: Sequence[Reduced], weight: Scalar) -> "Accumulation":
+        """The window with one more micro-batch of this weight, whose leaves are lifted."""
+        return self._replace(accumulators=self._combined(lifted), tally=self.tally_after(weight))
 
     def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
         """Itself where the condition is true, else the other window. The host need not see the condition."""
@@ -104,6 +94,13 @@ class Accumulation(NamedTuple):
         both = [(tuple(window.accumulators), tuple(window.tally), window.rejected) for window in (self, other)]
         accumulators, counted, rejected = select(*both)
         return Accumulation(self.outputs, accumulators, Tally(*counted), rejected, owned=True)
+
+
+def nothing(outputs: Outputs) -> Tally:
+    """The tally of a window that is empty, in arrays that both frameworks have: 64 bits only beside such sums."""
+    in_64_bits = any(fold.is_wide for fold in outputs.folds if fold is not None)
+    arrays = outputs.backend.arrays
+    return Tally(arrays.addends(0, in_64_bits), arrays.integer(0))
 
 
 class AccumulatorState(NamedTuple):
@@ -168,7 +165,7 @@ class Accumulator:
         # The state remembers dtypes and structure as 0-d arrays: unlike a dtype, an array passes through jit.
         zeros = backend.arrays.xp.zeros
         dtype_marks = [None if dtype is None else zeros((), dtype=dtype) for dtype in outputs.dtypes]
-        empty = Accumulation(outputs, outputs.identities(leaves), backend.arrays.tally(0, steps=0))
+        empty = Accumulation(outputs, outputs.identities(leaves), nothing(outputs))
         return self._closed(empty, outputs.structure_of(dtype_marks))
 
     def update(self, state: AccumulatorState, value: Tree, weight: Scalar = 1) -> AccumulatorState:
@@ -203,8 +200,7 @@ class Accumulator:
                 _check_shapes(window, leaf_index, fold.lift(leaf, weight))
         # `add` would give the same sums to rounding: it may multiply and add in one operation, which rounds once.
         lifted = window.outputs.backend.sums.lifted(window.outputs.folds, leaves, weight)
-        one = Accumulation(window.outputs, lifted, window.tally_of(weight))
-        return self._closed(window.merge(one), state.like)
+        return self._closed(window.updated(lifted, weight), state.like)
 
     def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
         """The state of what two states have folded: two halves of a window, or two replicas.

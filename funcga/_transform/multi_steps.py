@@ -11,7 +11,7 @@ from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
 from funcga._fold import LeafFold, Tally, check_narrow, check_weight, largest
-from funcga._fold.accumulator import Accumulation
+from funcga._fold.accumulator import Accumulation, nothing
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._grad import is_uninitialised, uninitialised
 from funcga._observe import Observers, ObserverTree
@@ -376,11 +376,9 @@ class MultiStepsUpdate(UpdateFunction):
             wide if self.observing is None else self.observing.with_room(wide, backend)
         )
         outputs = self._bound(leaves, structure, backend)
-        in_64_bits = any(fold.is_wide for fold in outputs.folds if fold is not None)
         # Every count is an array of its own, since one buffer cannot be donated twice.
         zero = partial(arrays.integer, 0)
-        nothing = Tally(arrays.addends(0, in_64_bits), zero())
-        empty = Accumulation(outputs, outputs.identities(leaves), nothing, zero())
+        empty = Accumulation(outputs, outputs.identities(leaves), nothing(outputs), zero())
         window = self._closed(empty, self._replicas(backend), is_empty=True)
         observed: Tree = ()
         if self.observing is not None:
