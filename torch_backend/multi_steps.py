@@ -249,6 +249,11 @@ def parted(window: Window, replicas: Replicas, is_empty: bool) -> Window:
 def in_order(windows: Sequence[Window]) -> list[Window]:
     """The parts of one window, in the order of the replicas. Raises FuncgaError if one is missing."""
     marks = [_part(window) for window in windows]
+    if len(windows) > 1 and any(isinstance(window.part, tuple) for window in windows):
+        raise FuncgaError(
+            f"{len(windows)} states were given to merge, and multi_steps was made without across=: each is a window of "
+            f"its own. Pass across= on every replica; or save one state, tx.merge([state])."
+        )
     # Each of them is already the window of all replicas.
     if {*marks} == {(0, 0)}:
         return [*windows[:1]]

@@ -209,7 +209,8 @@ class MultiSteps(Transform):
             The state of the whole window.
 
         Raises:
-            FuncgaError: A replica's state is missing or there twice, or the states are not of one moment.
+            FuncgaError: A replica's state is missing or there twice, the states are not of one moment, or there are
+                several without across=.
 
         Example:
             >>> tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD), 8, across=dist.group.WORLD)

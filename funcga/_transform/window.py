@@ -1,7 +1,7 @@
 """The window of `multi_steps`: its states, the gradients that fit into it, and those that are dropped."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, NoReturn
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import PathError, check_paths, leaf_paths
@@ -75,6 +75,11 @@ class MultiStepsState(NamedTuple):
     updated: Array
     dropped: Dropped
     observed: Tree = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        ours = {"mini_step": "offered", "gradient_step": "updates", "inner_opt_state": "inner"}
+        here = f", and what optax.MultiSteps calls so is state.{ours[name]}" if name in ours else ""
+        raise AttributeError(f"the state of multi_steps has no attribute {name!r}{here}")
 
 
 @dataclass(eq=False)
@@ -157,6 +162,12 @@ def _has_shape(leaf: Array, accumulator: Reduced, arrays: Arrays) -> bool:
 
 
 def _restructured(what: str, error: PathError) -> FuncgaError:
+    if what == "gradients" and all(f"`grads.{part}" in str(error) for part in ("fast", "slow")):
+        return FuncgaError(
+            "the state was made for params.fast and params.slow, as optax.lookahead has them, and its gradients are "
+            "those of params.fast alone. Let lookahead be outside, and count micro-batches: "
+            "optax.lookahead(funcga.multi_steps(tx, n), n * sync_period, slow_step_size)."
+        )
     return FuncgaError(
         f"the {what} have another structure than the params that the state was made for: {error}. Give all of these at "
         f"every call, gradients of zeros where there is nothing to add; or make a state for what there is: "

@@ -351,6 +351,19 @@ def refused(kit, call, *texts):
         assert text in str(error.value)
 
 
+def test_states_without_across_are_not_merged(kit):
+    tx = funcga.multi_steps(counting(kit), 2)
+    states = [tx.accumulate(grad, tx.init(tree(kit, 1))) for grad in grads_of(kit, 2)]
+    refused(kit, lambda: tx.merge(states), "merge", "across=")
+
+
+def test_the_names_of_optaxs_state_are_told(kit):
+    state = funcga.multi_steps(counting(kit), 2).init(tree(kit, 1))
+    for name, ours in (("mini_step", "state.offered"), ("gradient_step", "state.updates"), ("other", "'other'")):
+        with pytest.raises(AttributeError, match=ours):
+            getattr(state, name)
+
+
 @pytest.mark.parametrize("n", [0, -1, 2.5, "8", None, True])
 def test_n_must_be_a_number(n):
     with pytest.raises(funcga.FuncgaError, match=r"n is .*(TargetWeight|at least 1)"):
