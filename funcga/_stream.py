@@ -9,7 +9,7 @@ from funcga._call.dropping import DropScope, DropTest
 from funcga._call.totals import check_no_totals
 from funcga._fold import weight_on_host
 from funcga._observe import ObserverTree
-from funcga._transform.window_size import TargetWeight, almost
+from funcga._transform.window_size import TargetWeight, in_full
 from funcga._types import Across, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
@@ -274,7 +274,7 @@ def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterat
         first = False
         window.append(item)
         total += amount
-        if total >= almost(target):
+        if in_full(total) >= target:
             yield window
             window, total, updates = [], 0.0, updates + 1
             target = n.after(updates)

@@ -120,9 +120,10 @@ def _scheduled(schedule: Callable[[Any], Scalar], updates: Scalar, of_weight: bo
 def is_full(n: WindowSize, target: Scalar, steps: Array, weight: Callable[[], Scalar], arrays: Arrays) -> bool | Array:
     """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
     of_weight = isinstance(n, TargetWeight)
-    amount = weight() if of_weight else steps
-    if of_weight:
-        target = almost(target)
+    amount = in_full(weight()) if of_weight else steps
+    # JAX takes no int of more than 31 bits as an operand.
+    if of_weight and isinstance(target, int):
+        target = float(target)
     # One dtype for both. A weight is a float, and the target is cast to it; the number of steps is an int, and is cast
     # to what the schedule returns, which may be a float.
     if arrays.is_array(amount) and arrays.is_array(target) and amount.dtype != target.dtype:
@@ -132,12 +133,12 @@ def is_full(n: WindowSize, target: Scalar, steps: Array, weight: Callable[[], Sc
     return arrays.scalar(full) if arrays.is_array(full) else bool(full)
 
 
-def almost(target: Scalar) -> Scalar:
-    """What a total weight has to reach: a little less than the target, since ten times 0.1 is rounded to less than 1.
+def in_full(weight: Scalar) -> Scalar:
+    """A total weight with what rounding may have taken of it, as of ten times 0.1, which is less than 1.
 
     Counts of up to 10**12 are compared exactly.
     """
-    return target * (1 - 2.0**-40)
+    return weight * (1 + 2.0**-40)
 
 
 _Size = TypeVar("_Size")

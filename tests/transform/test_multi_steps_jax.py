@@ -661,6 +661,7 @@ def test_training_under_scan_can_be_differentiated_twice():
         assert float(found) == pytest.approx(float(expected), rel=1e-4)
 
 
+@jax.numpy_dtype_promotion("standard")  # of optax's lookahead
 def test_lookahead_is_outside():
     params = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
     inside = multi_steps(optax.lookahead(optax.sgd(0.1), 3, 0.5), 2)
