@@ -25,6 +25,7 @@ from funcga._grad import GradientFunction
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.modules.checks import closed_over
+from torch_backend.modules.visits import HELD
 
 # --- functions written in Python
 
@@ -103,13 +104,15 @@ def _is_compiled(kind: type) -> bool:
 class left_alone(AbstractContextManager[None]):  # noqa: N801 - a context, as torch.no_grad
     """A context in which these leaves have no `.grad`. Each gets its own back afterwards.
 
-    Leaves of less than 32 bits may get wider gradients meanwhile.
+    Leaves of less than 32 bits may get wider gradients meanwhile. Raises FuncgaError, before anything is changed, for
+    leaves that another thread has in such a context.
     """
 
     def __init__(self, leaves: Iterable[torch.Tensor]):
         self.leaves = [*leaves]
 
     def __enter__(self) -> None:
+        self.held = HELD.hold(self.leaves)
         self.grads = [*map(_GRAD, self.leaves)]
         is_narrow = any(dtype.itemsize < 4 for dtype in {*map(_DTYPE, self.leaves)})
         self.narrow = [(leaf, leaf.grad_dtype) for leaf in self.leaves if leaf.dtype.itemsize < 4] if is_narrow else []
@@ -126,6 +129,7 @@ class left_alone(AbstractContextManager[None]):  # noqa: N801 - a context, as to
                 leaf.grad_dtype = dtype
         for leaf, gradient in zip(self.leaves, self.grads, strict=True):
             leaf.grad = gradient
+        HELD.let_go(self.held)
 
 
 _GRAD, _DTYPE = operator.attrgetter("grad"), operator.attrgetter("dtype")

@@ -250,8 +250,9 @@ class Engine:
         self.leaves = {_OWN: Leaves(params, leaves, structure, leaves)}
         if not are_plain(leaves):
             self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, _OWN))
-        self.aside = left_alone(params.values())
-        self.aside.__enter__()
+        aside = left_alone(params.values())
+        aside.__enter__()
+        self.aside = aside
         self.merges_shards = self.reduction is not None and any(map(is_dtensor, leaves))
         self.visit, self.first = nullcontext(partial(called, self.gradient.loss_fn, module)), 0
 

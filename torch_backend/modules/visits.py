@@ -5,7 +5,7 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 
@@ -94,12 +94,14 @@ class Visit:
         Raises FuncgaError as a visit does. Otherwise `give_back` has to follow.
         """
         _REGISTER.begin(self)
-        if not self.is_prepared or any(self.empty):
-            try:
+        try:
+            if not self.is_prepared or any(self.empty):
                 self._prepare()
-            except BaseException:
-                _REGISTER.end(self)
-                raise
+            if HELD.threads and self.own is not None:
+                HELD.check({*map(id, self.own.entries.values)}, self.thread)
+        except BaseException:
+            _REGISTER.end(self)
+            raise
 
     def give_back(self) -> None:
         """Lets other threads enter."""
@@ -249,6 +251,48 @@ def _original(tensor: Array, thread: int) -> Array:
     while _thread_of(tensor) not in (None, thread):
         tensor = tensor._stands_in
     return tensor
+
+
+class _Held:
+    """The parameters whose `.grad`s a thread has gradients in, by their ids."""
+
+    def __init__(self) -> None:
+        self.lock, self.threads = threading.Lock(), dict[int, int]()
+
+    def hold(self, parameters: Sequence[object]) -> set[int]:
+        """Holds these for this thread, and returns what is to be let go: all that it does not hold already.
+
+        Raises FuncgaError if another thread holds one, or has put one into a module.
+        """
+        ids, thread = {*map(id, parameters)}, threading.get_ident()
+        with self.lock:
+            self.check(ids, thread)
+            if any(_thread_of(parameter) not in (None, thread) for parameter in parameters):
+                raise _in_two_threads()
+            ids -= self.threads.keys()
+            self.threads.update(dict.fromkeys(ids, thread))
+        return ids
+
+    def let_go(self, ids: set[int]) -> None:
+        """Ends what `hold` has begun."""
+        with self.lock:
+            for key in ids:
+                del self.threads[key]
+
+    def check(self, ids: set[int], thread: int) -> None:
+        """Raises FuncgaError if another thread holds one of these."""
+        if any(self.threads[key] != thread for key in ids & self.threads.keys()):
+            raise _in_two_threads()
+
+
+HELD = _Held()
+
+
+def _in_two_threads() -> FuncgaError:
+    return FuncgaError(
+        "two threads take gradients of one module at the same time, and would find those of each other in its "
+        "parameters. Give each thread a module of its own: copy.deepcopy(module)."
+    )
 
 
 def _thread_of(tensor: object) -> int | None:
