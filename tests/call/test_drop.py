@@ -159,6 +159,7 @@ def test_any_fold_leaves_a_micro_batch_out(kit, fold):
 
 def test_drop_if_is_asked_of_what_grad_fn_returns(kit):
     params, x, flags = problem(kit)
+    x = kit.numpy(x)
     x = kit.arrays(np.concatenate([x[:3], 100 * x[3:6], x[6:]]))
     rows = [row for row in range(10) if not 3 <= row < 6]
     large = lambda output: (output[1]["w"] ** 2).sum() < 1e-20  # where tanh is flat
@@ -538,12 +539,13 @@ def test_dropped_counts_and_norms_tell_which(kit, how, which):
             assert bool(kit.xp.isnan(observed["noise"].trace)) == (len(gone) > 2)
 
 
-def test_dropped_where_no_host_sees_it(monkeypatch):
+@pytest.mark.parametrize("fold", [funcga.mean(), funcga.reproducible(funcga.mean())], ids=lambda fold: fold.name)
+def test_dropped_where_no_host_sees_it(monkeypatch, fold):
     params, x, flags = problem(TORCH)
     flags[4, 0] = 1
     for drop in ("microbatch", "window"):
         observers = funcga.dropped(), funcga.gradient_norms()
-        step = funcga.accumulate(funcga.value_and_grad(loss_of(torch)), 4, drop=drop, observe=observers)
+        step = funcga.accumulate(funcga.value_and_grad(loss_of(torch)), 4, fold=fold, drop=drop, observe=observers)
         wanted = step(params, x, TORCH.arrays(flags))
         with monkeypatch.context() as patch:
             on_device(patch)

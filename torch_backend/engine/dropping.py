@@ -73,7 +73,8 @@ class DroppingBuffers(Buffers):
         for index in layout.rest_plain:
             self._add_sums([index], {index: _where(keep, values[index], 0)}, 1)
         for index in layout.rest_others:
-            before = self.reduced[index]
+            before = self.reduced[index]  # which some folds overwrite
+            before = tuple([part.clone() for part in before]) if isinstance(before, tuple) else before.clone()
             self._combine(index, values[index], weight)
             self.reduced[index] = selected(keep, self.reduced[index], before)
         more = arrays.tally(kept_weight)._replace(steps=keep.to(torch.int64))
