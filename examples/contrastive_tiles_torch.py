@@ -53,7 +53,7 @@ def in_tiles(n):
 def at_once(params, s):
     """The same loss, with a matrix of all similarities."""
     logits = params["scale"].exp() * s["a"] @ s["b"].T
-    labels = torch.arange(len(logits))
+    labels = torch.arange(len(logits), device=logits.device)
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 

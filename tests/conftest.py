@@ -31,6 +31,7 @@ LONGEST = (
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, metavar="N", help="generate N cases of each kind, in place of some hundred")
+    parser.addoption("--device", choices=["simulated", "cuda"], help="run the tests of devices, on this one")
 
 
 def pytest_configure(config):
@@ -43,7 +44,10 @@ def pytest_configure(config):
     if not is_worker:
         compile_quickly()
         share_what_is_compiled()
+    if config.option.device == "simulated":
+        importlib.import_module("tests.simulated").install_if_possible()
     if is_worker or config.getoption("dist", "no") == "no":
+        config.pluginmanager.register(importlib.import_module("tests.devices"))
         config.pluginmanager.register(importlib.import_module("tests.fixtures"))
 
 

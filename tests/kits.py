@@ -13,8 +13,9 @@ import torch
 import funcga
 import jax_backend
 import torch_backend
+from tests import simulated
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
+needs_cuda = pytest.mark.cuda
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,12 @@ class Kit:
         return self.backend.arrays.cast(x, self.backend.arrays.as_dtype(dtype))
 
 
-TORCH = Kit("torch", funcga.to_torch, torch, torch_backend.BACKEND)
+def arrays_of_torch(tree):
+    """On the device of this run."""
+    return funcga.to_torch(tree, device="cuda" if simulated.is_installed() else None)
+
+
+TORCH = Kit("torch", arrays_of_torch, torch, torch_backend.BACKEND)
 JAX = Kit("jax", funcga.to_jax, jnp, jax_backend.BACKEND)
 
 

@@ -45,10 +45,14 @@ def _serve(pipe, rank, world, port, backend):
     import torch
     import torch.distributed as dist
 
+    from tests import simulated
+
     torch.set_num_threads(1)
     gc.freeze()  # what was imported before the fork is never searched for cycles, which would copy its memory
     gc.set_threshold(100_000)  # nor is the rest at every other call
-    if backend == "nccl":
+    if backend == "simulated":
+        simulated.install()
+    if backend != "gloo":
         torch.cuda.set_device(rank)
     share_one_device()
     store = dist.TCPStore("localhost", port, is_master=False, timeout=TIMEOUT)

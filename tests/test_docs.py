@@ -86,6 +86,7 @@ def replica(tmp_path, request):
     dist.destroy_process_group()
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(
     ("kit", "page", "block"),
     CASES,

@@ -169,6 +169,7 @@ def test_mixed_frameworks():
 
 
 @pytest.mark.parametrize("bad", [-1, -0.5, float("nan"), float("inf"), np.float32(-1)])
+@pytest.mark.host
 def test_weights_out_of_range(kit, bad):
     step = funcga.accumulate(lambda x: x.sum(), 2, in_axes=0, weight=lambda x: bad)
     check_refused("it must be finite and at least 0, such as the number of rows or tokens in it.", step, kit.arrays(X))

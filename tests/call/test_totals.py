@@ -376,6 +376,7 @@ def test_a_loader_is_a_window():
     assert difference(TORCH, objectives.streaming(TORCH, "DAPO")(params, loader), expected) < LIMIT
 
 
+@pytest.mark.host
 def test_totals_follow_their_stream_to_the_device(kit):
     params, batch = problem(kit)
     where = "cpu" if kit is TORCH else jax.devices()[1]

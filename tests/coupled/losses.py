@@ -79,7 +79,9 @@ def _infonce_whole(xp, params, batch):
 def _signs(xp, square):
     # 1 on the diagonal, and -1 elsewhere.
     count = len(square)
-    eye = torch.eye(count, dtype=square.dtype) if xp is torch else xp.eye(count, dtype=square.dtype)
+    eye = (
+        torch.eye(count, dtype=square.dtype, device=square.device) if xp is torch else xp.eye(count, dtype=square.dtype)
+    )
     return 2 * eye - 1
 
 

@@ -127,6 +127,7 @@ def test_a_loss_scale_is_divided_out(kit):
     check(state.observed, gradients, WEIGHTS)
 
 
+@pytest.mark.host
 def test_a_state_goes_on_in_another_program(kit):
     gradients = numbers()
     make = lambda: funcga.multi_steps(optimizer(kit), 5, observe=OBSERVE)

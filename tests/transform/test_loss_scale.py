@@ -244,6 +244,7 @@ def test_what_tx_cannot_do_leaves_donated_gradients_as_they_were():
     torch.testing.assert_close(state.window.accumulated, grads, rtol=0, atol=0)
 
 
+@pytest.mark.host
 def test_a_state_goes_on_from_a_file(kit, tmp_path):
     tx = funcga.loss_scaled(momentum(kit), init_scale=4.0, growth_interval=3)
     params = kit.arrays({"w": np.ones(2, "float32")})
@@ -278,6 +279,7 @@ SCALES = {"-1": -1, "0.0": 0.0, "inf": float("inf"), "nan": float("nan")}
 
 @pytest.mark.parametrize("found", SCALES)
 @pytest.mark.parametrize("as_array", [False, True])
+@pytest.mark.host
 def test_a_scale_that_cannot_be_divided_by(kit, found, as_array):
     scale = kit.arrays(np.array(float(SCALES[found]), "float32")) if as_array else SCALES[found]
     said = repr(float(SCALES[found])) if as_array else found

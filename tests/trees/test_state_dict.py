@@ -89,6 +89,7 @@ def through_safetensors_numpy(state, like):
     ],
     ids=["torch-npz", "jax-npz", "torch-save", "torch-safetensors", "jax-safetensors"],
 )
+@pytest.mark.host
 def test_the_continuation_is_bit_identical(kit, through):
     tx = transform(kit)
     state, on = halfway(kit, tx)

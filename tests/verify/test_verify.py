@@ -31,6 +31,7 @@ def verified(kit, made):
 
 
 @pytest.mark.parametrize(("kit", "name"), CASES, ids=[f"{kit.name}-{name}" for kit, name in CASES])
+@pytest.mark.host
 def test_a_mistake_is_named(kit, name):
     _, made, names, fix = mistakes.MISTAKES[name]
     verdict = verified(kit, made)
@@ -40,6 +41,7 @@ def test_a_mistake_is_named(kit, name):
 
 
 @pytest.mark.parametrize(("kit", "name"), RIGHT, ids=[f"{kit.name}-{name}" for kit, name in RIGHT])
+@pytest.mark.host
 def test_a_right_loss_is_not_accused(kit, name):
     verdict = verified(kit, mistakes.RIGHT[name][1])
     assert verdict.ok, str(verdict)

@@ -206,6 +206,7 @@ CASES = [(TORCH, name) for name in MISTAKES] + [(JAX, name) for name in IN_JAX]
 
 
 @pytest.mark.parametrize(("kit", "name"), CASES, ids=[f"{kit.name}-{name}" for kit, name in CASES])
+@pytest.mark.host
 def test_a_mistake_is_named(kit, name):
     summary, loss, options, cause, text, fix = MISTAKES[name]
     step = steps(kit, summary, **({} if loss is None else {"loss": loss}), **options)

@@ -941,7 +941,7 @@ def test_nothing_waits_for_the_device(weighted):
     assert difference(TORCH, result, on_host) <= 1e-5
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_a_captured_cuda_graph_replays_right():
     params, batch, loss = regression()
     params, batch = tree_map(torch.Tensor.cuda, (params, tuple(batch)))

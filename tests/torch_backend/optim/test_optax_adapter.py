@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import funcga
 import torch_backend
 from funcga._transform import Transform
-from tests.kits import needs_cuda
 from tests.processes import processes
 from tests.test_errors import check_refused
 
@@ -294,7 +293,7 @@ def test_where_optax_is_not_installed(monkeypatch):
                   torch_backend.from_optax, None)  # fmt: skip
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_on_a_device():
     params, grads = funcga.to_torch(problem())
     on_device = lambda tree: jax.tree.map(lambda t: t.cuda(), tree)
