@@ -1,0 +1,56 @@
+"""Every feature on a device: the host's numbers, and as many launches and waits as the docs say."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+from tests import simulated
+from tests.processes import processes
+from tests.simulated import table
+from tests.simulated.features import FEATURES, OPTIONS, Problem, merged, whole
+
+
+def on_host(tree):
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def close(found, wanted):
+    # Weights that the host does not see are multiplied by as they are, and others as shares.
+    limits = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+    pairs = zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(wanted), strict=True)
+    for a, b in pairs:
+        limit = limits.get(a.dtype, 1e-5)
+        torch.testing.assert_close(a.cpu(), b.cpu(), rtol=limit, atol=limit / 10, equal_nan=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("n", [1, 4, 7])
+@pytest.mark.parametrize("name", [name for name in FEATURES if name != "autocast"])
+def test_a_device_has_the_numbers_of_the_host(name, n):
+    feature = FEATURES[name]
+    made = [feature.step(Problem(device, n, dtype=feature.dtype)) for device in ("cuda", "cpu")]
+    for _ in range(2):
+        found, wanted = (step() for step in made)
+        close(found, wanted)
+    assert all(leaf.is_cuda for leaf in torch.utils._pytree.tree_leaves(found))
+
+
+def _merged(group, name):
+    step = merged(name, group, Problem("cuda"))
+    step()
+    return on_host(step())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", OPTIONS)
+def test_devices_have_the_numbers_of_one_process(name):
+    wanted = whole(name, Problem("cpu", n=8))()
+    backend = "simulated" if simulated.is_installed() else "nccl"
+    for found in processes(torch.cuda.device_count(), backend).run(_merged, name):
+        close(found, wanted)
+
+
+@pytest.mark.simulated
+def test_the_page_has_the_numbers_of_this_run():
+    page = table.PAGE.read_text()
+    assert table.with_table(page) == page, "write the page anew: python -m tests.simulated"
