@@ -100,7 +100,7 @@ class Reduction:
 
         self.rebuild = rebuild
         self.announce()
-        self._agree()
+        self.agree()
         return self.agreement.outputs
 
     # -------------------------------------------------------------------------------------- the last backward pass runs
@@ -123,6 +123,21 @@ class Reduction:
         """What travels over the group of replicas of this number; if not from a device, from that of the plan."""
         replicas, device = self.agreement.groups[group], device or self.agreement.plan.device
         return Wire(replicas.channel.carrier(device, replicas.group), device, replicas.channel)
+
+    def meet(self, is_last: bool) -> bool:
+        """Waits for the other replicas, before what these reduce by themselves; whether it is the last such for all.
+
+        Raises FuncgaError, on all of them, if one has raised an error, or is in another window: collectives of two
+        windows would be taken for one another.
+        """
+        self.replicas.channel.settle()
+        reports = Header(self.replicas.channel, Report(*self._counts, digest=1, steps=is_last)).reports()
+        try:
+            check_in_step(reports)
+        except FuncgaError as problem:
+            self.problem = problem
+            raise
+        return all(report.steps for report in reports)
 
     def announce(self, weight: Scalar = 0, steps: int = 0) -> None:
         """Sends the header: what this replica will have folded after a last micro-batch of this weight, if any.
@@ -166,14 +181,14 @@ class Reduction:
         if self.header is None or not self.header.done:
             return
         try:
-            self._agree()
+            self.agree()
         except (FuncgaError, RuntimeError):  # `finish` raises it
             return
         with explained():
             while self.sums.next_is_complete:
                 self._send()
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         """Waits for the headers, and sets the unit. Raises FuncgaError, on all replicas, if they do not do the same."""
         assert self.header is not None
         if self.problem is not None:
@@ -206,7 +221,7 @@ class Reduction:
         if self.header is None:
             self.announce()
         try:
-            self._agree()
+            self.agree()
             likes = {leaf: _like(self.buffers.reduced[leaf], spec) for leaf, spec in self.agreement.specs.items()}
             with explained():
                 self._send_rest()
@@ -246,7 +261,7 @@ class Reduction:
             Header(self.replicas.channel, Report(*self._counts, failed=True))
             return
         try:
-            self._agree()
+            self.agree()
             # The mark travels in the last bucket. If that is sent already, the others have all of this window, and the
             # next header shows that it was not finished here.
             if self.sums.left:

@@ -4,7 +4,7 @@ import hashlib
 from typing import NamedTuple
 
 from funcga.errors import FuncgaError
-from torch_backend.replicas import Channel
+from torch_backend.replicas import Channel, Exchange
 
 
 class Report(NamedTuple):
@@ -43,18 +43,20 @@ class Header:
 
     def __init__(self, channel: Channel, mine: Report):
         *counts, numbers = mine
-        self._exchange = channel.exchange([*counts, *numbers, *[0.0] * (ROOM - len(numbers))])
+        said = [*counts, *numbers, *[0.0] * (ROOM - len(numbers))]
+        self._exchange: Exchange | None = channel.exchange(said)  # None once it is over
         self._reports: list[Report] = []
 
     @property
     def done(self) -> bool:
         """Whether the reports of all replicas are here."""
-        return bool(self._reports or self._exchange.done)
+        return self._exchange is None or self._exchange.done
 
     def reports(self) -> list[Report]:
         """Those of all replicas, in their order; waits for them."""
-        if not self._reports:
+        if self._exchange is not None:
             self._reports = [Report._make([*row[:-ROOM], tuple(row[-ROOM:])]) for row in self._exchange.rows()]
+            self._exchange = None
         return self._reports
 
 

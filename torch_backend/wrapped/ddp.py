@@ -36,6 +36,11 @@ class Wrapper:
     fresh = in_step = knows_outer = False
     remedy: str
 
+    @property
+    def begins_with_buffers(self) -> bool:
+        """Whether the first forward pass of a window may broadcast buffers."""
+        return False
+
     def __init__(self, wrapped: Sequence[nn.Module], name: str):
         self.wrapped, self.name = wrapped, name
 
@@ -181,6 +186,11 @@ class DDP(Wrapper):
     def modules(self) -> "Sequence[nn.parallel.DistributedDataParallel]":
         """The DistributedDataParallel objects."""
         return self.wrapped
+
+    @property
+    def begins_with_buffers(self) -> bool:
+        """Whether one of them broadcasts buffers, and has some."""
+        return any(ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()) for ddp in self.modules())
 
     @property
     def searches(self) -> bool:

@@ -157,7 +157,6 @@ class ModuleWindow:
             Reduction(progress, replicas, announces_all=True) for replicas in gradient.merged_over(program.across)
         ]
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
-        self.passes = 0  # micro-batches so far, whether they are dropped or not
         self.has_begun = False  # a pass, of which something may be left
         self.buffers: Buffers | None = None
         # What may be dropped has to be reduced alone.
@@ -206,8 +205,8 @@ class ModuleWindow:
             if error is not None:
                 for reduction in self.reductions:
                     reduction.give_up()
-                if self.has_begun:
-                    self.wrapper.recover()
+                # Also where nothing has begun here: what the wrapper does next has to be the same on all replicas.
+                self.wrapper.recover()
                 if is_of_a_collective(error):
                     error.add_note(COULD_NOT_MERGE)
         if autocasting(("cuda",)):
@@ -222,9 +221,7 @@ class ModuleWindow:
         scale = None
         if kwargs or self.parts.scaled:
             scale, kwargs = self.parts.read_scale(kwargs, self.backend)
-        if last:
-            self._begin_last(args, kwargs)
-        self.passes += 1
+        self._begin_pass(last)
         statistics = [] if self.kept is None else statistics_of(self.gradient.module)
         loss, aux, differentiated = self._forward(args, kwargs, weight, scale)
         # The first loss tells what becomes of every leaf. The cotangent depends on that.
@@ -238,21 +235,37 @@ class ModuleWindow:
             self.seed = cotangent if on_device else float(self.factor * (weight if self.is_weighted else 1))
             state = self._add(loss.detach(), aux, weight)
             put_back(statistics, True if self.kept is None else self.kept.last)
-            return state
-        # The loss is added first: while the last backward pass runs, the replicas hear what each of them has folded.
-        state = self._add(loss.detach(), aux, weight)
-        self._backward(differentiated, cotangent)
+        else:
+            # The loss is added first: before the last backward pass the replicas tell each other what they have folded.
+            state = self._add(loss.detach(), aux, weight)
+            self._backward(differentiated, cotangent)
+        if last:
+            self._keep_step(args, kwargs)
         return state
 
-    def _begin_last(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
-        """Runs the passes that this replica lacks, then ends the waiting: the next pass synchronises."""
-        n = self.program.n
-        # Here even passes that wait communicate. If other replicas run a pass and this one does not, they hang.
-        if n is not None and (self.wrapper.in_step or self.sync != "last"):
-            for _ in range(n - 1 - self.passes):
-                self._keep_step(args, kwargs)
-        self.waiting.close()
-        self.is_last = True
+    @property
+    def _is_in_step(self) -> bool:
+        """Whether every pass communicates, so that all replicas need equally many."""
+        return self.wrapper.in_step or self.sync != "last"
+
+    def _begin_pass(self, last: bool) -> None:
+        """Meets the other replicas if the next pass communicates, and ends the waiting if it is the last of all.
+
+        `last`: whether it is the last that this replica needs.
+        """
+        if self._is_in_step:
+            last = self._meet(last)
+        elif not self.has_begun and self.wrapper.begins_with_buffers:
+            self._meet(last)
+        if last:
+            self.waiting.close()
+            self.is_last = True
+
+    def _meet(self, last: bool) -> bool:
+        """Waits for the other replicas; whether the next pass is the last for all. FuncgaError if one has failed."""
+        for reduction in self.reductions:
+            last = reduction.meet(last)
+        return last
 
     def _forward(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, scale: Scalar
@@ -328,10 +341,15 @@ class ModuleWindow:
             if others:
                 stack.enter_context(left_alone(others))
             if self.is_last:
-                # In a first window the replicas have more to tell each other, and would wait. `finish` announces it.
-                if self.reductions[0].agreement.steps and not self.adds_late:
+                # From here on a replica that has failed could not be told from one that is slow.
+                if self.adds_late:
+                    self._meet(True)
+                else:
                     self.reductions[0].announce()
+                    self.reductions[0].agree()
                 stack.enter_context(self.wrapper.synchronising(self.sync, self.params))
+            elif self._is_in_step:
+                self._meet(False)
             with recording_loss():
                 _private.run_backward(loss, cotangent, inputs, on_host=False)
 
@@ -375,10 +393,16 @@ class ModuleWindow:
 
     # --- replicas with fewer micro-batches than others
 
-    def _keep_step(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], arguments: Arguments | None = None) -> None:
-        """Forward and backward passes that add nothing, while other replicas have micro-batches and this one has none.
+    def _keep_step(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+        """Runs passes that add nothing while other replicas have micro-batches and this one has none left."""
+        while not self.is_last:
+            self._begin_pass(True)
+            self._run_nothing(args, kwargs)
 
-        With `arguments` room is made for outputs like its own. The module's buffers are as before.
+    def _run_nothing(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], arguments: Arguments | None = None) -> None:
+        """Forward and backward passes that add nothing. The module's buffers are as before.
+
+        With `arguments` room is made for outputs like its own.
         """
         module = self.gradient.module
         if any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in module.modules()):
@@ -410,8 +434,9 @@ class ModuleWindow:
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
         arguments = with_a_blank_row(arguments)
         args = arguments.cut(0, 1, state)
-        self._begin_last(args, kwargs)
-        self._keep_step(args, kwargs, arguments)
+        self._begin_pass(True)
+        self._run_nothing(args, kwargs, arguments)
+        self._keep_step(args, kwargs)
         return self.result(state)
 
     # --- the result
