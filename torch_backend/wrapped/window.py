@@ -54,7 +54,7 @@ from torch_backend.replicas import (
 )
 from torch_backend.sums import divide, is_power_of_two
 from torch_backend.wrapped.ddp import Wrapper
-from torch_backend.wrapped.dropping import AgreedBuffers, KeptSums, check_droppable
+from torch_backend.wrapped.dropping import WindowBuffers, check_droppable
 from torch_backend.wrapped.gradient import ModuleGradient
 
 _NOTHING = nullcontext()
@@ -160,8 +160,7 @@ class ModuleWindow:
         self.has_begun = False  # a pass, of which something may be left
         self.buffers: Buffers | None = None
         # What may be dropped has to be reduced alone.
-        self.sync = gradient.sync if program.dropping is None else "every"
-        self.kept: KeptSums | None = None
+        self.sync = gradient.sync
         # Whether what is beside the gradients is added after the backward pass, which tells what that is.
         self.adds_late = program.dropping is not None or program.observers is not None
         self.observing: Observing | None = None
@@ -190,7 +189,6 @@ class ModuleWindow:
             self.waiting.enter_context(self.wrapper.waiting(self.sync))
             if self.program.dropping is not None:
                 self.statistics_before = statistics_of(self.gradient.module)
-                self.kept = KeptSums(self.params.values(), self.wrapper.groups()[0], self.backend)
             self.stack = stack.pop_all()
         return self
 
@@ -222,7 +220,6 @@ class ModuleWindow:
         if kwargs or self.parts.scaled:
             scale, kwargs = self.parts.read_scale(kwargs, self.backend)
         self._begin_pass(last)
-        statistics = [] if self.kept is None else statistics_of(self.gradient.module)
         loss, aux, differentiated = self._forward(args, kwargs, weight, scale)
         # The first loss tells what becomes of every leaf. The cotangent depends on that.
         if self.buffers is None:
@@ -234,7 +231,6 @@ class ModuleWindow:
             on_device = self.is_weighted and isinstance(weight, torch.Tensor)
             self.seed = cotangent if on_device else float(self.factor * (weight if self.is_weighted else 1))
             state = self._add(loss.detach(), aux, weight)
-            put_back(statistics, True if self.kept is None else self.kept.last)
         else:
             # The loss is added first: before the last backward pass the replicas tell each other what they have folded.
             state = self._add(loss.detach(), aux, weight)
@@ -333,8 +329,6 @@ class ModuleWindow:
                 f"synchronise in. Return a loss that is computed from module(x), 0 times that if need be."
             )
         inputs, others = self._inputs_and_others(loss)
-        if self.kept is not None:
-            self.kept.clear()
         with ExitStack() as stack:
             for device in autocasting((loss.device.type,)):
                 stack.enter_context(torch.autocast(device, enabled=False))
@@ -374,7 +368,7 @@ class ModuleWindow:
         """Folds the loss and its aux in, and returns the state that is threaded to the next micro-batch."""
         buffers, layout = self.buffers, self.layout
         assert buffers is not None
-        is_lone = layout.is_loss_alone and loss.dtype == layout.head.dtypes[0] and not (self.observing or self.kept)
+        is_lone = layout.is_loss_alone and loss.dtype == layout.head.dtypes[0] and not self.adds_late
         share = buffers.share(weight) if is_lone else None
         if share is not None:
             buffers.add_value(loss, weight, share)  # the usual case
@@ -419,8 +413,6 @@ class ModuleWindow:
         self._backward(loss, torch.zeros_like(loss, requires_grad=False))
         if self.observing is not None:
             self.observing.forget()
-        if self.kept is not None:
-            self.kept.vote(True)
         for buffer, values in before:
             buffer.copy_(values)
 
@@ -445,23 +437,23 @@ class ModuleWindow:
         """The normalised result, in the structure of grad_fn's output, the same on every replica."""
         buffers = self.buffers
         assert buffers is not None
-        if self.kept is not None:
-            self.kept.put()
         with torch.no_grad():
             gradients = [taken(p, self.wrapper.fresh) for p in self.params.values()]
             # Of a DTensor only the local shard is divided.
             sums = local_tensors(gradients)
             # The wrapper has divided the sum by a scale, usually the number of replicas.
             scale = rescaled(sums, self.scales)
+            if isinstance(buffers, WindowBuffers):
+                buffers.look_at(sums)
             # The wrapper has merged the gradients already, so they join the buffers only after the rest is merged.
             for reduction in self.reductions:
                 state = reduction.finish(state)
-            if not buffers.steps and self.kept is None:
+            if not buffers.steps and self.program.dropping is None:
                 raise nothing_to_fold()
             self._put(buffers, sums, scale / self.factor)
             result = buffers.result(state)
             before, (value, folded) = ((), result) if self.program.observers is None else result
-            if self.program.dropping is not None and self.program.dropping.scope == "window":
+            if self.program.dropping is not None:
                 put_back(self.statistics_before, buffers.rejected == 0)
         # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor. Only a result in
         # another dtype has memory of its own.
@@ -512,9 +504,8 @@ class ModuleWindow:
         layout = self.program.memory.keep(Kept).layout_of(
             self.folded, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
         )
-        self.layout, self.buffers = layout, Buffers(layout)
-        if self.kept is not None and self.program.dropping is not None:
-            self.buffers = AgreedBuffers(self.program.dropping, self.kept, layout)
+        dropping, self.layout = self.program.dropping, layout
+        self.buffers = Buffers(layout) if dropping is None else WindowBuffers(dropping, layout)
         if self.program.observers is not None:
             computed_with = self.wrapper.leaf_of()
             in_backward = zip(layout.in_backward, self.params.values(), strict=True)

@@ -197,81 +197,76 @@ def test_a_loss_that_communicates_is_refused():
     assert all(kind == "FuncgaError" and "collectives of that group" in text for kind, text in failed.value.errors)
 
 
-# -- wrapped modules: a micro-batch is that of all replicas
+# -- wrapped modules: only the gradient of all replicas can be looked at, once a window
 
 
-def wrapped_windows(group, wrapper, hidden=False):
+def wrapped_windows(group, wrapper, sync):
     module = WRAPPERS[wrapper](group, made(torch.float64))
     rank, found = dist.get_rank(group), []
-    gradient = torch_backend.module_value_and_grad(module, loss_of_tokens)
-    for drop in ("microbatch", "window"):
-        step = funcga.stream(gradient, weight=count, drop=drop)
-        for spoilt_at in [None, (0, 0), (1, 1), (0, 2), (1, 2)]:
-            own = batches(3, rank, torch.float64)
-            if spoilt_at is not None and spoilt_at[0] == rank:
-                own[spoilt_at[1]][0][0, 0, 0] = float("nan" if rank else "inf")
-            loss, grads = step(own)
-            found.append((drop, spoilt_at, loss, full(module, grads)))
+    gradient = torch_backend.module_value_and_grad(module, loss_of_tokens, sync=sync)
+    step = funcga.stream(gradient, weight=count, drop="window")
+    for spoilt_at in [None, (0, 0), (1, 1), None, (0, 2), (1, 2), None]:
+        own = batches(3, rank, torch.float64)
+        if spoilt_at is not None and spoilt_at[0] == rank:
+            own[spoilt_at[1]][0][0, 0, 0] = float("nan" if rank else "inf")
+        loss, grads = step(own)
+        found.append((spoilt_at, loss, full(module, grads)))
     return found, [p.grad for p in module.parameters() if p.grad is not None]
 
 
-def whole_of(kept):
-    """The loss and gradients of the micro-batches at some positions, of both ranks, on one device."""
+def whole_of():
+    """The loss and gradients of all micro-batches of both ranks, on one device."""
     module = made(torch.float64)
-    parts = [batches(3, rank, torch.float64)[position] for rank in range(2) for position in kept]
+    parts = [microbatch for rank in range(2) for microbatch in batches(3, rank, torch.float64)]
     x, y, mask = (torch.cat(each) for each in zip(*parts, strict=True))
     loss = loss_of_tokens(module, x, y, mask)
     loss.backward()
     return loss.detach(), [p.grad for p in module.parameters()]
 
 
+@pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "fsdp1", "fsdp2", "replicated"])
-def test_wrapped_modules_drop_a_micro_batch_of_all_replicas(wrapper):
-    for found, left in processes().run(wrapped_windows, wrapper, size=2):
+def test_wrapped_modules_drop_a_window_of_all_replicas(wrapper, sync):
+    wanted = whole_of()
+    for found, left in processes().run(wrapped_windows, wrapper, sync, size=2):
         assert not left
-        for drop, spoilt_at, loss, grads in found:
-            if spoilt_at is not None and drop == "window":
+        for spoilt_at, loss, grads in found:
+            if spoilt_at is not None:
                 assert loss == 0
                 assert not any(gradient.any() for gradient in grads)
                 continue
-            wanted = whole_of([at for at in range(3) if spoilt_at is None or at != spoilt_at[1]])
             torch.testing.assert_close((loss, grads), wanted, rtol=1e-12, atol=1e-14)
 
 
-def uneven(group):
-    """Replicas with 3 and 2 micro-batches of 10 rows, and one where every micro-batch is dropped."""
-    module = WRAPPERS["ddp"](group, made(torch.float64))
-    rank = dist.get_rank(group)
-    gradient = torch_backend.module_value_and_grad(module, lambda module, x: (module(x) ** 2).mean())
-    x = torch.arange(3 * 4.0, dtype=torch.float64).reshape(3, 4)[: 3 - rank] / 10 + rank
-    step = funcga.accumulate(gradient, 3, drop="microbatch")
-    first = step(x)
-    if rank:
-        x = x * float("nan")
-    return first, step(x)
+def overflows(group):
+    """The loss is finite, and the gradient is not; then running statistics are as before the window."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).double()
+    module = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
+    before = [buffer.clone() for buffer in net.buffers()]
+    loss_fn = lambda module, x: (0 * module(x).abs().sum()).sqrt() + 1
+    loss, grads = funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), 2, drop="window")(
+        torch.ones(4, 3, dtype=torch.float64)
+    )
+    return loss.item(), all(not grad.any() for grad in grads.values()), [*map(torch.equal, before, net.buffers())]
 
 
-def test_wrapped_modules_with_uneven_replicas():
-    module = made(torch.float64)
-    rows = torch.arange(12.0, dtype=torch.float64).reshape(3, 4) / 10
-    x = torch.cat([rows, rows[:2] + 1])
-    value = (module(x) ** 2).mean()
-    value.backward()
-    (first, second), (other, also_second) = processes().run(uneven, size=2)
-    for loss, grads in (first, other):
-        torch.testing.assert_close(loss, value.detach(), rtol=1e-12, atol=1e-14)
-        wanted = [p.grad for p in module.parameters()]
-        torch.testing.assert_close([*grads.values()], wanted, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(second, also_second, rtol=0, atol=0)
+def test_a_gradient_that_is_not_finite_drops_the_window():
+    assert processes().run(overflows, size=2) == [(0.0, True, [True] * 3)] * 2
 
 
-def refused_test(group):
+def refused_drop(group, options):
     module = WRAPPERS["ddp"](group, made())
     gradient = torch_backend.module_value_and_grad(module, lambda module, x: module(x).mean())
-    return funcga.accumulate(gradient, 2, drop="window", drop_if=lambda output: False)(torch.ones(4, 4))
+    return funcga.accumulate(gradient, 2, **options)(torch.ones(4, 4))
 
 
-def test_a_test_of_ones_own_is_refused_for_wrapped_modules():
+@pytest.mark.parametrize("options", [{"drop": "microbatch"}, {"drop": "window", "drop_if": bool}], ids=str)
+def test_what_needs_single_micro_batches_is_refused_for_wrapped_modules(options):
     with pytest.raises(Failed) as failed:
-        processes().run(refused_test, size=2)
-    assert all(kind == "FuncgaError" and "Leave drop_if out" in text for kind, text in failed.value.errors)
+        processes().run(refused_drop, options, size=2)
+    what = "drop_if= was given" if "drop_if" in options else 'drop="microbatch" was given'
+    for kind, text in failed.value.errors:
+        assert kind == "FuncgaError"
+        assert text.startswith(what)
+        assert 'Write drop="window"' in text

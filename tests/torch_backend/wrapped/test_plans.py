@@ -115,7 +115,7 @@ CASES = {
     "on a square": ("on_a_square", "last", {}),
     "every, FSDP1": ("fsdp1", "every", {}),
     "every, DDP": ("ddp_views", "every", {}),
-    "dropping": ("sharded", "last", {"drop": "microbatch"}),
+    "dropping": ("sharded", "last", {"drop": "window"}),
     "observing": ("sharded", "last", {"observe": funcga.gradient_noise()}),
     "max": ("ddp", "last", {"fold": (funcga.max(), funcga.mean())}),
 }
