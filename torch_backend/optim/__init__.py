@@ -49,9 +49,9 @@ def from_optimizer(
     the same, in the memory of the state it is given, and it may write to the gradients. With `funcga.apply` the new
     parameters come back instead of the difference, and are bitwise identical to those of `optimizer.step()`, too.
 
-    `update(..., closure=f)`: `f(params) -> (loss, grads)`, pure, for optimizers that evaluate the loss themselves. For
-    LBFGS with max_iter=1 and no line search the gradients are enough. Other extra arguments are ignored, as they may be
-    meant for other transforms of a chain.
+    An optimizer that evaluates the loss several times in an update is refused, as LBFGS is without max_iter=1: call its
+    own step with a closure. Other extra arguments than `closure` are ignored, as they may be meant for other transforms
+    of a chain.
 
     The state is complete from init on, so a checkpoint can be restored into it: one step on a copy of each parameter by
     itself finds what the optimizer keeps. What it does not keep in such a step appears with the first update, as for
@@ -228,7 +228,9 @@ class _Update(UpdateFunction):
 
         If the state is `owned`, it lies in its memory, and the gradients may be written to.
         """
-        function, weight = extra.get("closure"), extra.get("weight")
+        weight = extra.get("weight")
+        if "closure" in extra:
+            raise _evaluates_again("closure= was given, and a transform")
         if not copies:
             return arguments.state_after([], [], owned, weight)
         if not self.is_stock:
@@ -238,10 +240,7 @@ class _Update(UpdateFunction):
         with self.builder.built(copies, arguments, count, weight) as optimizer:
             if isinstance(optimizer, torch.optim.SparseAdam):
                 _check_sparse(arguments)
-            # The gradients come before the step: a closure, if there is one, replaces them inside of it.
-            closure = _constant(optimizer) if self.needs_closure and function is None else None
-            if function is not None:
-                closure = _evaluating(function, arguments, copies)
+            closure = _constant(optimizer) if self.needs_closure else None
             for copy, grad in zip(copies, self._gradients(optimizer, arguments, copies, owned), strict=True):
                 copy.grad = grad
             in_use = [slot if started else {} for slot, started in zip(arguments.slots, arguments.started, strict=True)]
@@ -329,9 +328,7 @@ def _step_from(arguments: UpdateArguments, optimizer: Optimizer, closure: Closur
     try:
         _step(optimizer, closure)
     except KeyError as error:
-        # With a closure the KeyError may be the closure's own.
-        if closure is None:
-            arguments.check_keys([error.args] * len(arguments.slots), type(optimizer).__name__)
+        arguments.check_keys([error.args] * len(arguments.slots), type(optimizer).__name__)
         raise
 
 
@@ -346,36 +343,13 @@ def _constant(optimizer: Optimizer) -> Closure:
     """A closure that leaves the gradients as they are; FuncgaError if the optimizer asks for them more than once."""
     for group in optimizer.param_groups:
         if group.get("max_iter") != 1 or group.get("line_search_fn") is not None:
-            name = type(optimizer).__name__
-            raise FuncgaError(
-                f"{name} evaluates the loss several times in an update, and was given the gradients of one place. Give "
-                f"it the function: tx.update(grads, state, params, closure=f), f = lambda params: "
-                f"funcga.value_and_grad(loss_fn)(params, batch); or let it take one step without a search: "
-                f"from_optimizer({name}, max_iter=1)."
-            )
+            raise _evaluates_again(f"{type(optimizer).__name__} evaluates the loss several times in an update, and")
     return lambda: torch.zeros(())
 
 
-def _evaluating(function: object, arguments: UpdateArguments, copies: list[torch.Tensor]) -> Closure:
-    """A closure that sets the gradients to those of `function(params)`, (loss, grads), where the copies are now."""
-    if not callable(function):
-        raise FuncgaError(_no_closure(f"closure is {function!r}"))
-
-    def closure() -> torch.Tensor:
-        output = function(arguments.tree([copy.detach() for copy in copies]))
-        if not (isinstance(output, tuple) and len(output) == 2):
-            raise FuncgaError(_no_closure(f"closure returned {type(output).__name__}"))
-        loss, grads = output
-        gradients = arguments.gradients(grads)
-        for leaf_index, copy in zip(arguments.leaf_indices, copies, strict=True):
-            copy.grad = gradients[leaf_index]
-        return loss  # type: ignore[no-any-return]
-
-    return closure
-
-
-def _no_closure(problem: str) -> str:
-    return (
-        f"{problem}. It is a function of the parameters that returns (loss, grads): "
-        f"closure=lambda params: funcga.value_and_grad(loss_fn)(params, batch)."
+def _evaluates_again(found: str) -> FuncgaError:
+    return FuncgaError(
+        f"{found} is given the gradients of one place. Call the optimizer itself, optimizer.step(closure), with a "
+        f"closure that assigns what accumulate returns; or let it take one step without a search: "
+        f"from_optimizer(torch.optim.LBFGS, max_iter=1)."
     )

@@ -5,7 +5,6 @@ Only torch has this file: in JAX every device runs the same program, and a value
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import trees
-from torch_backend.replicas import as_bytes, channel_of
+from torch_backend.replicas import channel_of
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
@@ -45,7 +44,7 @@ def told_by_last(mine: Told, group: dist.ProcessGroup, device: torch.device) -> 
     text = None if mine.error is None else f"{type(mine.error).__name__}: {mine.error}"
     is_last = mine.values is not None
     # An error itself may not be picklable, and values are of no use beside one.
-    values = None if mine.values is None or text is not None else _packed(mine.values)
+    values = None if mine.values is None or text is not None else _moved(mine.values, torch.device("cpu"))
     said = channel_of(group).gathered((mine.weights, is_last, values, text))
     if mine.error is not None:
         raise mine.error
@@ -63,41 +62,15 @@ def told_by_last(mine: Told, group: dist.ProcessGroup, device: torch.device) -> 
                 f"batches weigh {_shown(others)}, and on rank {last}, which has the last stage, {_shown(weights)}. "
                 f"Pass the same batch, inputs and target, in every process of one pipeline."
             )
-    return mine.values if mine.values is not None else _unpacked(values, device)
+    return mine.values if mine.values is not None else _moved(values, device)
 
 
-class _Bytes(NamedTuple):
-    """A tensor as it travels. Pickled as it is, it would be saved as a file of its own."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    data: bytes
-
-
-def _packed(values: Values) -> tuple[Tree, list[Any]]:
-    """The structure of the values, and their leaves, the tensors as bytes."""
+def _moved(values: Values, device: torch.device) -> Values:
+    """The values, whose tensors are on this device."""
     leaves, structure = trees.flatten(values)
-    skeleton = trees.unflatten(structure, [*range(len(leaves))])
-    return skeleton, [
-        _Bytes(leaf.dtype, tuple(leaf.shape), as_bytes(leaf.cpu()).numpy().tobytes())
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in leaves
-    ]
-
-
-def _unpacked(packed: tuple[Tree, list[Any]], device: torch.device) -> Values:
-    """The values again, with their tensors on this device."""
-    skeleton, leaves = packed
-    tensors = [_tensor(leaf).to(device) if isinstance(leaf, _Bytes) else leaf for leaf in leaves]
-    values: Values = trees.unflatten(trees.flatten(skeleton)[1], tensors)
-    return values
-
-
-def _tensor(packed: _Bytes) -> torch.Tensor:
-    if not packed.data:
-        return torch.empty(packed.shape, dtype=packed.dtype)
-    return torch.frombuffer(bytearray(packed.data), dtype=packed.dtype).reshape(packed.shape)
+    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    on_device: Values = trees.unflatten(structure, moved)
+    return on_device
 
 
 def _shown(weights: Sequence[float | None]) -> str:

@@ -22,7 +22,6 @@ from tests.torch_backend.optim.test_from_optimizer import (
     Theirs,
     flat,
     problem,
-    quadratic,
     same,
     tensors,
 )
@@ -129,28 +128,6 @@ def test_parameters_without_a_gradient_and_one_that_is_none(optimizer, donate):
     after, _ = funcga.apply(tx, given, tx.init(with_none), with_none, donate=donate)
     assert after["none"] is None
     assert list(after) == list(with_none)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("options", [{"max_iter": 4}, {"max_iter": 6, "line_search_fn": "strong_wolfe"}])
-def test_lbfgs_with_a_closure(options, donate):
-    function, params = funcga.value_and_grad(quadratic), {"x": torch.ones(3)}
-    tx, own = from_optimizer(optim.LBFGS, **options), torch.ones(3, requires_grad=True)
-    made, state = optim.LBFGS([own], **options), tx.init(params)
-
-    def closure():
-        made.zero_grad()
-        value = quadratic({"x": own})
-        value.backward()
-        return value
-
-    for _ in range(4):
-        made.step(closure)
-        at = addresses(params)
-        grads = function(params)[1]
-        params, state = funcga.apply(tx, grads, state, params, donate=donate, closure=function)
-        assert torch.equal(params["x"], own.detach())
-        assert (addresses(params) == at) == donate
 
 
 def test_the_parameters_of_a_module_are_stepped_in_place_and_keep_their_grads():
