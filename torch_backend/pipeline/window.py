@@ -33,7 +33,7 @@ from torch_backend.pipeline.told import Told, agreed, told_by_last
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replicas import InTurn, channel_of
+from torch_backend.replicas import InTurn, Replicas, channel_of
 from torch_backend.wrapped.ddp import DDP, Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import check_folds, rescaled, taken, with_a_blank_row
@@ -73,13 +73,14 @@ class PipelineWindow:
         several = across if isinstance(across, InTurn) else [] if across is None else [program.replicas(backend)]
         progress = program.memory.keep(Progress, program.memory.step)
         self.reductions = [Reduction(progress, replicas) for replicas in several]
+        # The processes that have the stages merge nothing, and meet before each step of the schedule.
+        self.stages = Reduction(progress, Replicas(pipeline.group))
         self.stack = ExitStack()
         self.waiting: list[Microbatch] = []  # for the next step of the schedule
         self.weights: list[Scalar] = []  # of all that are folded
         self.values: list[tuple[torch.Tensor, Tree]] = []  # the loss and aux of each, on the last stage
         self.error: Exception | None = None  # the first one of the loss
         self.steps = 0  # of the schedule
-        self.has_begun = False
         self.arguments: Arguments | None = None  # of the first micro-batch
         self.buffers: Buffers | None = None
 
@@ -104,12 +105,12 @@ class PipelineWindow:
     def __exit__(self, *error: Any) -> None:
         with self.stack:
             if error[0] is not None:
-                for reduction in self.reductions:
+                for reduction in (self.stages, *self.reductions):
                     reduction.give_up()
-                if self.has_begun:
-                    self.pipeline.forget()
-                    if self.wrapper is not None:
-                        self.wrapper.recover()
+                # Also where no step has begun here: what follows has to be the same in all processes.
+                self.pipeline.forget()
+                if self.wrapper is not None:
+                    self.wrapper.recover()
 
     # --- micro-batches
 
@@ -146,7 +147,8 @@ class PipelineWindow:
 
     def _run(self) -> None:
         """A step of the schedule with the micro-batches that wait, filled up."""
-        self.has_begun = True
+        for reduction in (self.stages, *(self.reductions if self.wrapper is not None else ())):
+            reduction.meet(False)
         # A window that does not say how many it has is not shorter than the last one, for which a schedule is built.
         at_least = max(self.pipeline.count, self.pipeline.stages[0].num_stages)
         missing = (self.count or max(len(self.waiting), at_least)) - len(self.waiting)
@@ -245,6 +247,7 @@ class PipelineWindow:
     def result(self, state: list[Array]) -> Tree:
         """The normalised result, in the structure of grad_fn's output: the value is the same in every process."""
         values = self._told()
+        self.stages.is_over, self.stages.history.finished = True, self.stages.window
         self._make_room(*values[0])
         buffers = self.buffers
         assert buffers is not None

@@ -187,6 +187,49 @@ def test_micro_batches_that_weigh_nothing(name):
     processes(4).run(weighing_nothing, name, size=2)
 
 
+class Broken(Exception):
+    pass
+
+
+def fails_alone(group, name, where, failing):
+    """What each of four windows came to, where one process fails in the second, before or between steps."""
+    gradient, stages = pipeline(name, mesh_of(group, 1), n_microbatches=4)
+    found, weighed = [], []
+
+    def weight(x, y):
+        weighed.append(1)
+        if where == "weight" and len(found) == 1 and group.rank() == failing and len(weighed) == 6:
+            raise Broken
+        return tokens(x, y)
+
+    step = funcga.accumulate(gradient, 8, weight=weight)
+    for window in range(4):
+        weighed.clear()
+        x, y = batch(11, seed=window)
+        short = where == "split" and window == 1 and group.rank() == failing
+        try:
+            result = step(x, y[:-1] if short else y)
+        except (Broken, funcga.FuncgaError) as error:
+            found.append(str(error) or "Broken")
+            continue
+        check(result, whole(stages, x, y))
+        found.append("exact")
+    return found
+
+
+@pytest.mark.parametrize("where", ["split", "weight"])
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_an_error_of_one_process_ends_the_window_of_all(name, where):
+    for failing in (0, 1):
+        found = processes(4).run(fails_alone, name, where, failing, size=2)
+        for rank, (first, second, *later) in enumerate(found):
+            assert (first, later) == ("exact", ["exact", "exact"])
+            if rank == failing:
+                assert second == "Broken" or "different numbers of rows" in second
+            else:
+                assert f"rank {failing} has raised an error in this window" in second
+
+
 def test_four_stages_in_four_processes():
     processes(4).run(uneven, "Schedule1F1B")
 
