@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import threading
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -410,27 +409,6 @@ def test_errors_of_the_user_pass_and_leave_nothing(way, call):
     expected = one_graph(module, loss_of, x, y, *bounds(ROWS, 3))
     torch.manual_seed(3)
     check(step(x, y), expected)
-
-
-def test_steps_in_threads():
-    module, (x, y), results = Towers(), batch(), []
-    expected = one_graph(module, loss_of, x, y, 0, ROWS)
-    in_module = of_pure_loss(module)
-    rows = lambda params, x: F.normalize(x @ params["tower.weight"].T + params["tower.bias"], dim=1)
-    plain = funcga.coupled(lambda params, x, y: {"a": rows(params, x), "b": rows(params, y)}, loss_of_params, 3)
-    own = {name: p.detach().clone() for name, p in trainable(module).items()}
-    steps = [in_module, lambda x, y: plain(own, x, y)]
-    threads = [
-        threading.Thread(target=lambda step=step: results.extend(step(x, y) for _ in range(5)))
-        for step in [*steps, *steps]
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 20
-    for result in results:
-        check(result, expected)
 
 
 def test_hooks_on_parameters_see_the_sum_once():

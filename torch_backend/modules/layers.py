@@ -57,9 +57,10 @@ class Parts:
 
     def __init__(self, module: nn.Module):
         self.owners = [*owners(module)]
-        self.ids = frozenset([id(owner) for _, owner in self.owners])
         self.spaces = [owner.__dict__ for _, owner in self.owners]
         self.inside = _entries(self.tables(_private.PARTS))
+        # The parts that have parameters or buffers. Others, such as an activation, may be in any number of modules.
+        self.ids = frozenset([id(s) for s in self.spaces if s[_private.PARAMETERS] or s[_private.BUFFERS]])
 
     def tables(self, kind: str) -> list[dict[str, Any]]:
         """The tables of this kind that they have now: `PARAMETERS`, `BUFFERS` or `PARTS`."""

@@ -1,10 +1,9 @@
-"""Visits: a thread puts tensors into a module and takes them out again, while other threads wait.
+"""Visits: a thread puts tensors into a module and takes them out again, while other threads may not.
 
 Only torch has this file: in JAX the arrays of a model are arguments.
 """
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -89,7 +88,7 @@ class Visit:
         _REGISTER.end(self)
 
     def reserve(self) -> None:
-        """Waits until no other thread is in the module, which keeps its own parameters, and keeps others out.
+        """Keeps other threads out of the module, which keeps its own parameters.
 
         Raises FuncgaError as a visit does. Otherwise `give_back` has to follow.
         """
@@ -290,8 +289,8 @@ HELD = _Held()
 
 def _in_two_threads() -> FuncgaError:
     return FuncgaError(
-        "two threads take gradients of one module at the same time, and would find those of each other in its "
-        "parameters. Give each thread a module of its own: copy.deepcopy(module)."
+        "two threads use one module at the same time, and would find parameters or gradients of each other in it. Give "
+        "each thread a module of its own: copy.deepcopy(module)."
     )
 
 
@@ -300,86 +299,25 @@ def _thread_of(tensor: object) -> int | None:
     return vars(tensor).get("_in_thread") if isinstance(tensor, torch.Tensor) else None
 
 
-# If a thread is in a module and has used less CPU time than `_LITTLE` in `_PATIENCE` seconds, it is taken to wait for
-# the thread that waits for it: in `Thread.join`, for instance, which nothing reports.
-_PATIENCE, _LITTLE = 30.0, 0.01
-
-
 class _Register:
-    """The visits of all threads, and the threads that each waiting thread waits for.
-
-    A process has each module once, so it has one register for all of its threads.
-    """
+    """The visits of all threads. A process has each module once, so it has one register for all of its threads."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.visits: list[Visit] = []
-        self.waits_for: dict[int, set[int]] = {}
+        self.lock, self.visits = threading.Lock(), list[Visit]()
 
     def begin(self, visit: Visit) -> None:
-        """Waits until no other thread is in the module. Raises FuncgaError if they would wait for one another."""
+        """Lets the thread enter. Raises FuncgaError if another one is in the module, or in one that overlaps it."""
         visit.thread = threading.get_ident()
-        with self.changed:
-            if self.visits:
-                self._wait(visit)
+        with self.lock:
+            for other in self.visits:
+                if other.thread != visit.thread and not other.parts.ids.isdisjoint(visit.parts.ids):
+                    raise _in_two_threads()
             self.visits.append(visit)
 
     def end(self, visit: Visit) -> None:
         """Lets others enter the module."""
-        with self.changed:
+        with self.lock:
             self.visits.remove(visit)
-            if self.waits_for:
-                self.changed.notify_all()
-
-    def _wait(self, visit: Visit) -> None:
-        before, worked_before, since = set[int](), 0.0, 0.0
-        # Woken whenever a visit ends, and now and then, to see whether the others still work.
-        while threads := self._threads_inside(visit):
-            worked = sum(map(_seconds_worked, threads))
-            if threads != before or worked - worked_before > _LITTLE:
-                before, worked_before, since = threads, worked, time.monotonic()
-            # A cycle of visits is seen at once. One through a lock of the user's, or a join, is not: then nobody works.
-            if visit.thread in self._awaited_by(threads) or time.monotonic() - since > _PATIENCE:
-                raise _deadlock(visit.loss.module)
-            self.waits_for[visit.thread] = threads
-            try:
-                self.changed.wait(_PATIENCE / 10)
-            finally:
-                del self.waits_for[visit.thread]
-
-    def _threads_inside(self, visit: Visit) -> set[int]:
-        """The other threads that are in the module, or in one that overlaps with it."""
-        return {
-            other.thread
-            for other in self.visits
-            if other.thread != visit.thread and not other.parts.ids.isdisjoint(visit.parts.ids)
-        }
-
-    def _awaited_by(self, threads: set[int]) -> set[int]:
-        """These threads and those that they wait for, themselves or through others."""
-        awaited, waiting = set[int](), [*threads]
-        while waiting:
-            thread = waiting.pop()
-            if thread not in awaited:
-                awaited.add(thread)
-                waiting += self.waits_for.get(thread, ())
-        return awaited
 
 
 _REGISTER = _Register()
-
-
-def _seconds_worked(thread: int) -> float:
-    """The CPU time of a thread; where the system does not tell, the clock, as if the thread never rested."""
-    try:
-        return time.clock_gettime(time.pthread_getcpuclockid(thread))
-    except AttributeError:
-        return time.monotonic()
-
-
-def _deadlock(module: nn.Module) -> FuncgaError:
-    return FuncgaError(
-        f"two threads would wait for one another for ever: this one wants to put parameters into a module of type "
-        f"{type(module).__name__}, which another thread is using, and that one waits for this one. Give each thread a "
-        f"module of its own: copy.deepcopy(module)."
-    )

@@ -342,20 +342,6 @@ def test_gradients_that_functional_call_loses_are_refused(recompute, own, as_lis
     assert_equal(grads, mean_by_hand(module, lambda m, x: m.loss(x), x, 2))
 
 
-def test_two_threads_share_a_module(recompute):
-    module, x = net()
-    loss = lambda module, x: module.loss(x, recompute)
-    expected, results = mean_by_hand(module, loss, x, 3), []
-    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)
-    run = lambda: results.extend([step(params_of(module), x) for _ in range(10)])
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert len(results) == 20
-    for grads in results:
-        assert_equal(grads, expected)
-
-
 def test_state_and_streams(recompute):
     module, x = net()
 

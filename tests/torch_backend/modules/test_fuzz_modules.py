@@ -6,7 +6,6 @@ Each case is a seed. `FUNCGA_FUZZ=5000 pytest tests/torch_backend/modules/test_f
 import copy
 import os
 import random
-import threading
 
 import pytest
 import torch
@@ -276,36 +275,6 @@ def test_the_ways_to_a_gradient_agree(seed):
     for gradient in (torch_backend.pure_loss(module, loss_of), plain) if frozen else ():
         with pytest.raises(funcga.FuncgaError, match=r"is frozen, requires_grad=False"):
             funcga.accumulate(funcga.value_and_grad(gradient), n)(dict(module.named_parameters()), x, y)
-
-
-@pytest.mark.parametrize("seed", range(3 * CASES, 3 * CASES + CASES // 10))
-def test_threads_that_share_a_module(seed):
-    """Some with the module as it is, some with a part of it; each has parameters of its own."""
-    r, module, _, x, y = case(seed)
-    parts = [module, module[:-1], module[0]]
-    losses = [torch_backend.pure_loss(part, loss_of) for part in (r.choice(parts) for _ in range(3))]
-    n, rows = cut(x, y, r)
-    untouched, jobs = Untouched(module), []
-    for i, loss in enumerate(losses):
-        own = {name: p.detach() * (1 + 0.1 * i) for name, p in loss.module.named_parameters()}
-        params = {name: own[name] for name, p in loss.module.named_parameters() if p.requires_grad}
-        params = params or own
-        jobs.append((loss, params, by_hand_of_part(loss.module, params, rows)))
-    wrong = []
-
-    def run(loss, params, expected):
-        try:
-            for _ in range(2):
-                check_close(funcga.accumulate(funcga.value_and_grad(loss), n)(params, x, y), expected)
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=run, args=job) for job in jobs]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    if wrong:
-        raise wrong[0]
-    untouched.check()
 
 
 def by_hand_of_part(part, params, rows):

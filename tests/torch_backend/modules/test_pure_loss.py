@@ -2,9 +2,7 @@
 
 import copy
 import operator
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,7 +17,6 @@ import funcga
 import torch_backend
 from tests.kits import LIMITS, TORCH, counted, difference
 from torch_backend import pure_loss
-from torch_backend.modules import visits
 from torch_backend.modules.visits import own_parameters
 
 
@@ -237,34 +234,6 @@ def test_statistics_inside_of_a_checkpoint_are_those_of_the_forward_pass(reenter
     assert int(buffers["inner.1.num_batches_tracked"]) == 3
 
 
-def test_threads_that_read_the_parameters_while_others_are_in_the_module():
-    """`dict(module.named_parameters())` then holds another thread's: the module's own are meant."""
-    module, (x, y) = net(), batch()
-    untouched = Untouched(module)
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)
-    expected, results, failures = step(dict(module.named_parameters()), x, y), [], []
-
-    def run():
-        try:
-            for _ in range(40):
-                results.append(step(dict(module.named_parameters()), x, y))
-        except Exception as error:
-            failures.append(error)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        threads = [threading.Thread(target=run) for _ in range(3)]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures
-    assert len(results) == 120
-    assert all(difference(TORCH, result, expected) == 0 for result in results)
-    untouched.check()
-
-
 def test_a_thread_that_reads_the_parameters_and_uses_them_when_the_other_one_has_left():
     module, (x, y) = net(), batch()
     seen = {}
@@ -328,29 +297,6 @@ def test_a_thread_that_is_given_what_another_one_has_put_into_the_module():
     assert torch.equal(values[0], pure_loss(module, mse)(averaged, x, y))
 
 
-def test_threads_with_modules_that_overlap():
-    torch.manual_seed(0)
-    encoder, head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)
-    model, (x, y) = nn.Sequential(encoder, head), batch()
-    untouched = Untouched(model)
-    losses = [(model, mse), (encoder, lambda m, x, y: m(x).square().mean())]
-    steps = [funcga.accumulate(funcga.value_and_grad(pure_loss(m, f)), 4) for m, f in losses]
-    sets = [{name: p.detach() * (2 + i) for name, p in m.named_parameters()} for i, (m, _) in enumerate(losses)]
-    expected = [step(p, x, y) for step, p in zip(steps, sets, strict=True)]
-    wrong = []
-
-    def run(i):
-        for _ in range(30):
-            if difference(TORCH, steps[i](sets[i], x, y), expected[i]) > 0:
-                wrong.append(i)
-
-    threads = [threading.Thread(target=run, args=(i % 2,)) for i in range(4)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    assert not wrong
-    untouched.check()
-
-
 def test_zero_grad_inside_of_the_loss_is_refused():
     module, (x, y) = net(), batch()
     untouched = Untouched(module)
@@ -386,26 +332,6 @@ def test_what_goes_in_is_worked_out_once_a_window(monkeypatch):
     step(dict(module.named_parameters()), x, y)
     funcga.stream(funcga.grad(pure_loss(module, mse)))(dict(module.named_parameters()), [(x, y), (x, y)])
     assert len(made[1]) == 2
-
-
-def test_threads_with_parameters_of_their_own_share_a_module():
-    module, (x, y) = net(), batch()
-    untouched = Untouched(module)
-    sets = [{name: p.detach() * (1 + i) for name, p in module.named_parameters()} for i in range(4)]
-    expected = [funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)(p, x, y) for p in sets]
-    results = {}
-
-    def run(i):
-        step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, mse)), 4)
-        results[i] = [step(sets[i], x, y) for _ in range(10)]
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    for i, found in results.items():
-        assert all(difference(TORCH, result, expected[i]) == 0 for result in found)
-    assert len(results) == 4
-    untouched.check()
 
 
 @pytest.mark.parametrize(
@@ -686,91 +612,6 @@ def test_a_module_that_changes_between_windows(change, whose):
         torch.testing.assert_close(found, (whole.detach(), expected))
 
 
-def test_two_threads_whose_losses_step_the_other_s_module():
-    modules, (x, y) = [net(), net()], batch()
-    both, errors, results = threading.Barrier(2), [], []
-
-    def inner(module):
-        return funcga.accumulate(funcga.grad(pure_loss(module, mse)), 2)(dict(module.named_parameters()), x, y)
-
-    def outer(i):
-        def loss(module, x, y):
-            if both is not None and not results and not errors:
-                both.wait(20)
-            inner(modules[1 - i])
-            return mse(module, x, y)
-
-        try:
-            step = funcga.accumulate(funcga.grad(pure_loss(modules[i], loss)), 1)
-            results.append(step(dict(modules[i].named_parameters()), x, y))
-        except funcga.FuncgaError as error:
-            errors.append(str(error))
-
-    untouched = [Untouched(module) for module in modules]
-    threads = [threading.Thread(target=outer, args=(i,), daemon=True) for i in range(2)]
-    [t.start() for t in threads]
-    [t.join(60) for t in threads]
-    assert len(results) == 1
-    assert errors == [
-        "two threads would wait for one another for ever: this one wants to put parameters into a module of type Net, which "
-        "another thread is using, and that one waits for this one. Give each thread a module of its own: "
-        "copy.deepcopy(module)."
-    ]  # fmt: skip
-    [u.check() for u in untouched]
-
-
-@pytest.mark.skipif(
-    not hasattr(time, "pthread_getcpuclockid"), reason="the system does not say how much a thread works"
-)
-def test_a_loss_that_joins_a_thread_that_steps_the_same_module(monkeypatch):
-    monkeypatch.setattr(visits, "_PATIENCE", 0.5)
-    module, (x, y) = net(), batch()
-    untouched, errors = Untouched(module), []
-
-    def run():
-        try:
-            pure_loss(module, mse)(dict(module.named_parameters()), x, y)
-        except funcga.FuncgaError as error:
-            errors.append(str(error))
-
-    def joins(module, x, y):
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(60)
-        return mse(module, x, y)
-
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, joins)), 1)
-    value, _ = step(dict(module.named_parameters()), x, y)
-    assert len(errors) == 1
-    assert "two threads would wait for one another for ever" in errors[0]
-    untouched.check()
-    assert torch.equal(value, mse(module, x, y).detach())
-
-
-@pytest.mark.skipif(
-    not hasattr(time, "pthread_getcpuclockid"), reason="the system does not say how much a thread works"
-)
-def test_a_thread_that_works_for_long_is_waited_for(monkeypatch):
-    monkeypatch.setattr(visits, "_PATIENCE", 0.5)
-    module, (x, y) = net(), batch()
-    inside, results = threading.Event(), []
-
-    def works(module, x, y):
-        inside.set()
-        until = time.thread_time() + 1.2
-        while time.thread_time() < until:
-            pass
-        return mse(module, x, y)
-
-    params = dict(module.named_parameters())
-    thread = threading.Thread(target=lambda: results.append(pure_loss(module, works)(params, x, y)))
-    thread.start()
-    assert inside.wait(20)
-    results.append(pure_loss(module, mse)(params, x, y))
-    thread.join()
-    assert torch.equal(results[0], results[1])
-
-
 # --- embeddings that shorten their rows
 
 
@@ -823,36 +664,6 @@ def test_an_embedding_with_a_norm_that_is_used_twice():
     grads = funcga.accumulate(funcga.grad(loss), 2)({"encoder.weight": layer.weight}, torch.arange(4))
     assert (layer.max_norm, "forward" in layer.__dict__, layer.weight.grad) == (10.0, False, None)
     assert grads["encoder.weight"].abs().sum() > 0
-
-
-def test_an_embedding_with_max_norm_in_two_threads():
-    """The second thread arrives while the first looks up a row, which is when the layer has no max_norm."""
-    looking_up, errors = threading.Event(), []
-
-    class Slow(nn.Embedding):
-        def forward(self, rows):
-            looking_up.set()
-            time.sleep(0.05)
-            return super().forward(rows)
-
-    layer = Slow(4, 2, max_norm=10.0)
-    loss_fn = pure_loss(layer, lambda layer, rows: layer(rows).square().mean())
-    step = funcga.accumulate(funcga.grad(loss_fn), 2)
-    expected = {"weight": layer.weight.detach() / 4}  # each of the four rows once
-
-    def run():
-        try:
-            funcga.compare(step(dict(layer.named_parameters()), torch.arange(4)), expected).assert_close()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    threads[0].start()
-    assert looking_up.wait(60)
-    threads[1].start()
-    [thread.join() for thread in threads]
-    assert errors == []
-    assert layer.max_norm == 10.0
 
 
 def test_embeddings_with_a_norm_are_not_compiled():
