@@ -45,24 +45,19 @@ __all__ = [
 
 BACKEND = Backend("torch", trees, arrays, dlpack, gradients, loop, coupled, replicas, sums, transforms, planner)
 
-# States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True. Each type is also known
-# by the module that it has in states that were saved before the modules were moved.
-_SAVED_IN = {
-    AccumulatorState: "funcga.accumulator",
-    Dropped: "funcga.window",
-    LossScaledState: "funcga.loss_scaling",
-    MultiStepsState: "funcga.window",
-    Number: "torch_backend.slots",
-    OptimizerState: "torch_backend.optimizer_state",
-    Parts: "funcga.window",
-    Tally: "funcga.tally",
-    Window: "funcga.window",
-}
+# States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(
     [
-        *_SAVED_IN,
+        AccumulatorState,
         ClipNormState,
+        Dropped,
         GradientNoise,
-        *((kind, f"{module}.{kind.__name__}") for kind, module in _SAVED_IN.items()),
+        LossScaledState,
+        MultiStepsState,
+        Number,
+        OptimizerState,
+        Parts,
+        Tally,
+        Window,
     ]
 )

@@ -21,6 +21,7 @@ import numpy as np
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
+from funcga._fold import has_no_axes
 from funcga._types import Array
 from funcga._verify.probe import Probe, Rows, as_numbers
 
@@ -189,7 +190,7 @@ def _is_library(module: object) -> bool:
 
 def _number(value: Any) -> float | None:
     """The value of a number, or of an array without axes."""
-    if isinstance(value, bool) or not (isinstance(value, Real) or getattr(value, "shape", None) == ()):
+    if isinstance(value, bool) or not (isinstance(value, Real) or has_no_axes(value)):
         return None
     # A random key and a complex number have no such value, and one that is being compiled has none yet.
     try:

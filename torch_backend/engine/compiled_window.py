@@ -80,8 +80,6 @@ class CompiledWindow(Engine):
         if isinstance(self.visit, Visit):
             self.visit.reserve()  # the module and its parameters are checked
             self.visit.give_back()
-            if self.visit.embeddings:  # with max_norm: their rows are renormalised around a loss
-                return False
         return True
 
     def _kind(self) -> Kind | None:

@@ -372,65 +372,15 @@ def called(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs
         ) from error
 
 
-def embeddings_with_max_norm(owners: Owners) -> dict[str, nn.Embedding]:
-    """The embeddings among the parts of a module that shorten rows of their weights, by name."""
-    layers = {
-        id(layer): (prefix.removesuffix("."), layer)  # once, even if it is used in several places
-        for prefix, layer in owners
-        if layer.__dict__.get("max_norm") is not None and isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-    }
-    return dict(layers.values())  # type: ignore[arg-type]
-
-
-@contextmanager
-def within_norm(embeddings: Mapping[str, nn.Embedding]) -> Iterator[None]:
-    """A context in which these layers leave their weights alone. Where they cannot, they raise FuncgaError."""
-    before = [(layer, layer.__dict__.get("forward")) for layer in embeddings.values()]
-    for name, layer in embeddings.items():
-        layer.__dict__["forward"] = partial(_looked_up, name, layer, layer.forward)
-    try:
-        yield
-    finally:
-        for layer, forward in before:
-            if forward is None:
-                del layer.__dict__["forward"]
-            else:
-                layer.__dict__["forward"] = forward
-
-
-def _looked_up(
-    name: str, layer: nn.Embedding, forward: Callable[..., R], *args: torch.Tensor, **kwargs: torch.Tensor
-) -> R:
-    """The forward pass of an embedding, all of whose rows must be within the norm already."""
-    max_norm, weight = layer.max_norm, layer.weight.detach()
-    assert max_norm is not None
-    rows = weight[args[0] if args else kwargs["input"]]
-    # The norms as torch computes them. The margin is for rows that torch has just shortened, to the norm and a
-    # rounding.
-    norms = torch.linalg.vector_norm(rows, layer.norm_type, dim=-1)
-    if bool((norms > max_norm * (1 + 2 * torch.finfo(weight.dtype).eps)).any()):
-        raise FuncgaError(
-            f"{_spelt(name)} has max_norm={max_norm}, and this micro-batch uses a row of norm "
-            f"{float(norms.max()):.4g}: torch would shorten it in place, and a pure loss changes no parameter. Shorten "
-            f"the rows between two steps, in torch.no_grad(): "
-            f"embedding.weight.renorm_({layer.norm_type}, 0, {max_norm})."
-        )
-    # Nothing is to be shortened. Without max_norm torch does not look for it either, and does not write.
-    layer.max_norm = None
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        layer.max_norm = max_norm
-
-
-def _spelt(name: str) -> str:
-    return f"the embedding `{name}`" if name else "the embedding"
-
-
 def check_no_max_norm(owners: Owners) -> None:
-    """Raises FuncgaError if there is such an embedding where torch.compile traces, and norms are not known."""
-    for name, layer in embeddings_with_max_norm(owners).items():
-        raise FuncgaError(
-            f"{_spelt(name)} has max_norm={layer.max_norm}, and is in a function that torch.compile compiles, "
-            f"where norms are not known. Call the step without torch.compile; the loss itself may be compiled."
-        )
+    """Raises FuncgaError for an embedding that shortens rows of its weights, as a pure loss changes no parameter."""
+    for prefix, layer in owners:
+        if layer.__dict__.get("max_norm") is not None and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            name, most = prefix.removesuffix("."), layer.max_norm
+            which = f"the embedding `{name}`" if name else "the embedding"
+            raise FuncgaError(
+                f"{which} has max_norm={most}, with which its forward pass shortens rows in place, and a pure loss "
+                f"changes no parameter. Make it without max_norm, and shorten the rows between two steps, in "
+                f"torch.no_grad(): embedding.weight.renorm_({layer.norm_type}, 0, {most}). Or use "
+                f"torch_backend.module_value_and_grad."
+            )

@@ -5,11 +5,10 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch import nn
 
 from funcga._types import Array
 from funcga.errors import FuncgaError
@@ -22,7 +21,7 @@ from torch_backend.modules.checks import (
     check_hooks_called,
     check_not_wrapped,
 )
-from torch_backend.modules.layers import Own, Walk, Watch, called, embeddings_with_max_norm, named, own_of, within_norm
+from torch_backend.modules.layers import Own, Walk, Watch, called, check_no_max_norm, named, own_of
 
 Table = dict[str, torch.Tensor | None]
 Space = dict[str, Table]  # the `__dict__` of a part
@@ -57,8 +56,6 @@ class Visit:
         self.buffers: list[Table] = []
         self.empty: list[Table] = []  # the tables of modules without buffers
         self.is_prepared = self.in_transform = False
-        self.embeddings: dict[str, nn.Embedding] = {}
-        self.guard = ExitStack()  # of the embeddings
         self.watch: Watch | None = None
 
     def __enter__(self) -> Callable[..., Output]:
@@ -69,15 +66,11 @@ class Visit:
         self.buffers = [space[BUFFERS] for space in self.with_buffers]
         for space, stand_in in zip(self.with_parameters, self.stand_ins, strict=True):
             space[PARAMETERS] = stand_in.copy()
-        if self.embeddings:
-            self.guard.enter_context(within_norm(self.embeddings))
         # Around the loss of a module without buffers there is nothing to do.
         acts = self.buffers or self.loss.buffers or self.watch is not None
         return self if acts else partial(called, self.loss.loss_fn, self.loss.module)
 
     def __exit__(self, *error: object) -> None:
-        if self.embeddings:
-            self.guard.close()
         for space, original in zip(self.with_parameters, self.parameters, strict=True):
             space[PARAMETERS] = original
         for space, original in zip(self.with_buffers, self.buffers, strict=True):
@@ -109,8 +102,7 @@ class Visit:
     def _prepare(self) -> None:
         """Works out what stands in for the parameters: the same whenever the visit begins again."""
         spaces = self.parts.spaces
-        # Read here, where no other thread is in the module: one that looks up a row takes `max_norm` away meanwhile.
-        self.embeddings = embeddings_with_max_norm(self.parts.owners)
+        check_no_max_norm(self.parts.owners)
         self.in_transform = arrays.in_transform()
         self.own = own_of(self.parts)
         places = self.walk.places_of(self.params, self.own)

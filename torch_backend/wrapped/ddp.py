@@ -61,15 +61,6 @@ class Wrapper:
         """Those of the part that is reduced over most replicas: the weights of a window are counted over these."""
         return max(self.groups(), key=lambda groups: prod(group.size() for group in groups))
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether parts are reduced over some of the replicas of the widest alone, as experts are."""
-        return False
-
-    def group_of(self, param: torch.Tensor) -> dist.ProcessGroup:
-        """Where there are experts: what the gradient of a parameter is reduced over."""
-        raise NotImplementedError
-
     def over_different(self) -> FuncgaError:
         """The error for parts that are reduced over different ranks."""
         groups = self.groups()
@@ -84,7 +75,7 @@ class Wrapper:
     def check(self, sync: str) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
         groups = self.groups()
-        if len({tuple(map(tuple, map(_ranks, of_part))) for of_part in groups}) > 1 and not self.has_experts:
+        if len({tuple(map(tuple, map(_ranks, of_part))) for of_part in groups}) > 1:
             raise self.over_different()
         has_outer = self.knows_outer and all(len(groups_of_part) == 2 for groups_of_part in groups)
         if sync == "outer" and not has_outer:

@@ -61,19 +61,6 @@ class FSDP2(Wrapper):
         """The group of the mesh, or for a mesh of two dimensions the one that shards, then the one that replicates."""
         return [_private.process_groups_of(group) for group in self._param_groups()]
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether parts are sharded over some of the replicas of the widest alone, as experts are."""
-        ranks = [{*dist.get_process_group_ranks(inner)} for inner, *outer in self.groups() if not outer]
-        widest = max(ranks, key=len, default=set())
-        return len(ranks) == len(self.groups()) and any(map(widest.__gt__, ranks)) and all(map(widest.__ge__, ranks))
-
-    def group_of(self, param: torch.Tensor) -> dist.ProcessGroup:
-        """Where there are experts: what the gradient of a parameter is reduced over."""
-        group = next(g for g in self._param_groups() if any(p is param for p in _private.sharded_params(g)))
-        inner: dist.ProcessGroup = _private.process_groups_of(group)[0]
-        return inner
-
     def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
         """FSDP2 averages, or divides by set_gradient_divide_factor, which each part may have of its own."""
         factors: dict[int, float] = {}

@@ -15,11 +15,9 @@ from functools import cached_property
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from funcga._backend import Backend
-from funcga._backend.prefixes import named_by_leaf
 from funcga._call import Program
 from funcga._call.arguments import CARRY, Arguments
 from funcga._fold import LeafFold
@@ -27,7 +25,7 @@ from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, scaled_loss
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
-from torch_backend import _private, arrays, trees
+from torch_backend import _private, arrays
 from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.backward import autocasting, holds, is_alone
@@ -45,12 +43,7 @@ from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import (
     COULD_NOT_MERGE,
-    WRITE_LEAVES,
-    Replicas,
-    is_group,
     is_of_a_collective,
-    names_leaves,
-    replicas_of,
 )
 from torch_backend.sums import divide, is_power_of_two
 from torch_backend.wrapped.ddp import Wrapper
@@ -76,42 +69,13 @@ class WrappedGradient(ModuleGradient):
     def window(self, program: Program, backend: Backend, alone: bool = False) -> "ModuleWindow":
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
-        if self.wrapper.has_experts and (program.dropping is not None or program.observers is not None):
-            what = "drop=" if program.dropping is not None else "observe="
-            raise FuncgaError(
-                f"{what} was given, and parts of the module are wrapped by {self.wrapper.name} over fewer replicas "
-                f"than others: their gradients have what the micro-batches of several replicas add to them, and cannot "
-                f"be told apart. Leave {what} out, and look at the gradient that the step returns."
-            )
         if program.dropping is not None:
             check_droppable(program.dropping, self.wrapper.name)
         return ModuleWindow(program, self, backend, alone)
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas: its process groups, one after the other."""
-        if not self.wrapper.has_experts:
-            return self.wrapper.replicas(across)
-        # Parts over other replicas than the rest may be a mistake, so it has to be said that they are meant.
-        if not names_leaves(across):
-            raise self.wrapper.over_different()
-        self._check_named(replicas_of(across).leaves)
-        return self.wrapper.replicas(None)
-
-    def _check_named(self, leaves: Tree) -> None:
-        """Raises FuncgaError for a parameter that is reduced over other processes than across= names."""
-        params = {**trainable(self.module)}
-        # Whatever stands beside the gradients is merged with the weights.
-        if isinstance(leaves, tuple | list) and len(leaves) == 2:
-            leaves = 0, leaves[1]
-        is_named = lambda value: value == 0 or is_group(value)
-        named = named_by_leaf(leaves, (0, params), is_named, trees, "output", WRITE_LEAVES)[1:]
-        for (name, param), group in zip(params.items(), named, strict=True):
-            ranks, expected = Replicas(group).ranks, dist.get_process_group_ranks(self.wrapper.group_of(param))
-            if sorted(ranks) != sorted(expected):
-                raise FuncgaError(
-                    f"across= names the ranks {ranks} for `{name}`, and {self.wrapper.name} reduces its gradient over "
-                    f"the ranks {expected}. Name those, or shard it over the mesh that across= names."
-                )
+        return self.wrapper.replicas(across)
 
     def check_counted(self, grad_fn: GradFn) -> None:
         """Raises FuncgaError for a function around it, which is called for each micro-batch alone."""

@@ -124,3 +124,18 @@ def test_a_copy_for_each_thread(way, switching_often):
     for scale, grads in results:
         expected = by_hand(scale)
         assert all(torch.allclose(grads[name], expected[name], rtol=1e-10) for name in expected)
+
+
+def test_modules_in_two_threads_may_share_what_has_no_state(switching_often):
+    torch.manual_seed(0)
+    activation, results = nn.Tanh(), []
+    modules = [nn.Sequential(nn.Linear(3, 4), activation, nn.Linear(4, 1)).double() for _ in range(2)]
+    expected = [of_pure_loss(module)(X)[0] for module in modules]
+    run = lambda index: results.extend((index, of_pure_loss(modules[index])(X)[0]) for _ in range(20))
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 40
+    assert all(torch.equal(value, expected[index]) for index, value in results)
