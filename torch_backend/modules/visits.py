@@ -260,9 +260,15 @@ class _Held:
             self.check(ids, thread)
             if any(_thread_of(parameter) not in (None, thread) for parameter in parameters):
                 raise _in_two_threads()
-            ids -= self.threads.keys()
-            self.threads.update(dict.fromkeys(ids, thread))
-        return ids
+            held = ids - self.threads.keys()
+            self.threads.update(dict.fromkeys(held, thread))
+        # Each says first what it does, and then looks at the others: so one of two at least sees the other.
+        for visit in [*_REGISTER.visits]:
+            own = () if visit.own is None else visit.own.entries.values
+            if visit.thread != thread and not ids.isdisjoint(map(id, own)):
+                self.let_go(held)
+                raise _in_two_threads()
+        return held
 
     def let_go(self, ids: set[int]) -> None:
         """Ends what `hold` has begun."""
