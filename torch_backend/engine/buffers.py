@@ -32,6 +32,9 @@ class Buffers:
         self.steps = 0
         self.counted: Tally | None = None
         self.rejected: Scalar = 0  # micro-batches that are dropped
+        # A weight that only a device knows, on each device and in each dtype that a hook of its micro-batch has asked for.
+        self.factors_of: torch.Tensor | None = None
+        self.factors: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         # What is held of a weighted sum is the sum divided by the unit. None before the first weight.
         self.unit: float | None = None
         self.unit_is_fixed = False
@@ -159,8 +162,11 @@ class Buffers:
         if not isinstance(weight, torch.Tensor):
             self.weight += weight
             return
-        more = arrays.tally(weight, steps=0)
+        self._count_on_device(arrays.tally(weight, steps=0))
+
+    def _count_on_device(self, more: Tally) -> None:
         self.counted = more if self.counted is None else self.counted.merge(more)
+        self.factors_of = None  # the next weight may be the same tensor with another number
 
     def _combine(self, index: int, value: torch.Tensor, weight: Scalar, donate: bool = False) -> None:
         fold = self.folds[index]
@@ -215,26 +221,31 @@ class Buffers:
 
     def _add_masked(self, indices: list[int], values: Mapping[int, torch.Tensor], weight: torch.Tensor) -> None:
         """Adds weight * value to each sum, for a weight on a device. One leaf at a time, so that one mask is alive."""
-        # The weight on each device that leaves are on, in each dtype, and whether it is not 0.
-        factors: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         for index in indices:
             value, dtype = values[index], self.folds[index].accumulator_dtype
-            kind = value.device, dtype
-            if kind not in factors:
-                here = weight.to(value.device)
-                factors[kind] = here.to(dtype) / (self.unit or 1.0), here != 0
-            factor, counts = factors[kind]
+            factor, counts, zero = self._factor(weight, value.device, dtype)
             # `where` selects: of a weight of 0 not even a NaN is added.
             if self.reduced[index] is None:
-                product = torch.where(counts, local(value).to(dtype), 0).mul_(factor)
+                product = torch.where(counts, local(value).to(dtype), zero).mul_(factor)
                 self.reduced[index] = as_dtensor(product, value)
             elif torch.compiler.is_compiling():
                 # The sum may be borrowed.
-                product = torch.where(counts, local(value).to(dtype), 0) * factor
+                product = torch.where(counts, local(value).to(dtype), zero) * factor
                 self._add_sums([index], {index: as_dtensor(product, value)}, 1)
             else:
                 accumulator, more = local_tensors([self.reduced[index], redistributed(value, self.reduced[index])])
-                accumulator.addcmul_(torch.where(counts, more.to(dtype), 0), factor)
+                accumulator.addcmul_(torch.where(counts, more.to(dtype), zero), factor)
+
+    def _factor(self, weight: torch.Tensor, *kind: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The weight on a device and in a dtype, in the unit; whether it is not 0; and a 0, which is a kernel as well."""
+        if weight is not self.factors_of:
+            self.factors_of, self.factors = weight, {}
+        if kind not in self.factors:
+            here = weight.to(kind[0])
+            factor = here.to(kind[1])
+            factor = factor if self.unit in (None, 1) else factor / self.unit
+            self.factors[kind] = factor, here != 0, torch.zeros_like(factor)
+        return self.factors[kind]
 
     # --- the end of the window
 
@@ -324,11 +335,8 @@ class Buffers:
             sums_here = local_tensors([*map(self.reduced.__getitem__, indices)])
             if not isinstance(divisor, torch.Tensor):
                 sums.divide(sums_here, float(divisor / unit if weighted else divisor))
-            elif weighted or by == "steps":
-                _divide_on_device(sums_here, divisor, unit if weighted else 1.0)
             else:
-                # A plain sum need not be 0 where the total weight is: the normalizer has to select.
-                left += indices
+                _divide_on_device(sums_here, divisor, unit if weighted else 1.0, not weighted and by == "weight")
         for index in self.layout.undivided_weighted:
             local(self.reduced[index]).mul_(unit)
         return left
@@ -342,12 +350,18 @@ class Buffers:
         return [quotients for quotients in left if quotients.indices]
 
 
-def _divide_on_device(sums_here: list[torch.Tensor], divisor: torch.Tensor, unit: float) -> None:
-    """Divides in place by a number that the host does not see, in this unit."""
-    # It may be 0. Nothing was added then, so the sums are zeros already, and any other divisor leaves them so.
-    divisor = torch.where(divisor != 0, divisor / unit, 1)
+def _divide_on_device(sums_here: list[torch.Tensor], divisor: torch.Tensor, unit: float, plain: bool) -> None:
+    """Divides in place by a number that the host does not see, in this unit; by 0, to zeros."""
+    # Of weight 0 nothing is added to weighted sums: they are zeros then, and any other divisor leaves them so.
+    is_zero = divisor == 0
+    nonzero = torch.where(is_zero, 1, divisor / unit)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for accumulator in sums_here:
-        accumulator.div_(divisor.to(accumulator.device, accumulator.dtype))
+        groups.setdefault((accumulator.device, accumulator.dtype), []).append(accumulator)
+    for kind, alike in groups.items():
+        torch._foreach_div_(alike, nonzero.to(*kind))
+    for accumulator in sums_here if plain else ():
+        accumulator.masked_fill_(is_zero.to(accumulator.device), 0)
 
 
 def power_below(number: float) -> float:

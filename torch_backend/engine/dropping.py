@@ -77,8 +77,7 @@ class DroppingBuffers(Buffers):
             before = tuple([part.clone() for part in before]) if isinstance(before, tuple) else before.clone()
             self._combine(index, values[index], weight)
             self.reduced[index] = selected(keep, self.reduced[index], before)
-        more = arrays.tally(kept_weight)._replace(steps=keep.to(torch.int64))
-        self.counted = more if self.counted is None else self.counted.merge(more)
+        self._count_on_device(arrays.tally(kept_weight)._replace(steps=keep.to(torch.int64)))
         return [leaves[leaf_index] for leaf_index in self.outputs.threads]
 
     def result(self, state: list[Any]) -> Tree:
