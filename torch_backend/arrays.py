@@ -302,6 +302,19 @@ def are_plain(values: Sequence[Any]) -> bool:
 _PLAIN, _STRIDE = {torch.Tensor}, torch.Tensor.stride
 
 
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in memory of their own; on a device one kernel copies many tensors."""
+    copied, there = list[torch.Tensor](), list[int]()
+    for index, tensor in enumerate(tensors):
+        is_there = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_cpu
+        copied.append(torch.empty_like(tensor, requires_grad=False) if is_there else tensor.clone())
+        if is_there:
+            there.append(index)
+    if there:
+        torch._foreach_copy_([copied[index] for index in there], [tensors[index] for index in there])
+    return copied
+
+
 def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     """The tensors, ready to be written to: cloned where two of them, or two elements of one, share memory.
 

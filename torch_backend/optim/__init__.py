@@ -13,7 +13,7 @@ from funcga._transform import DonatingTransform, UpdateFunction, takes_weight
 from funcga._types import Tree
 from funcga.errors import FuncgaError, check_callable
 from torch_backend import trees
-from torch_backend.arrays import all_with_strides_of, without_overlap
+from torch_backend.arrays import all_with_strides_of, copies, without_overlap
 from torch_backend.dtensor import local_tensors
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.built import Builder
@@ -207,7 +207,7 @@ class _Update(UpdateFunction):
                 # Tied parameters become two: each has a step and a state of its own.
                 stepped = without_overlap([parameter.detach() for parameter in arguments.parameters])
             else:
-                stepped = [parameter.detach().clone() for parameter in arguments.parameters]
+                stepped = copies([parameter.detach() for parameter in arguments.parameters])
             after = self._step(arguments, stepped, extra, donate)
             return arguments.tree(without_grads(stepped)), after
 
@@ -217,9 +217,9 @@ class _Update(UpdateFunction):
         arguments = UpdateArguments(grads, state, params)
         with torch.no_grad():
             # The caller's parameters are never written to.
-            copies = [parameter.detach().clone() for parameter in arguments.parameters]
-            after = self._step(arguments, copies, extra, owned)
-            return arguments.tree(arguments.differences(copies)), after
+            stepped = copies([parameter.detach() for parameter in arguments.parameters])
+            after = self._step(arguments, stepped, extra, owned)
+            return arguments.tree(arguments.differences(stepped)), after
 
     def _step(
         self, arguments: UpdateArguments, copies: list[torch.Tensor], extra: dict[str, object], owned: bool

@@ -82,7 +82,8 @@ def from_slots(slots: Sequence[Slot], owned: bool, likes: Sequence[torch.Tensor]
     # contiguous, or has sizes of 1.
     values: list[Any] = [value for slot in slots for value in slot.values()]
     if are_plain(values) and are_plain(likes) and not any(1 in like.shape for like in likes):
-        return [slot.copy() if owned else on_tensors(torch.clone, slot) for slot in slots]
+        kept = iter(values if owned else arrays.copies(values))
+        return [{name: next(kept) for name in slot} for slot in slots]
     return [from_slot(slot, owned, like) for slot, like in zip(slots, likes, strict=True)]
 
 
