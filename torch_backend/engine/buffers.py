@@ -32,7 +32,8 @@ class Buffers:
         self.steps = 0
         self.counted: Tally | None = None
         self.rejected: Scalar = 0  # micro-batches that are dropped
-        # A weight that only a device knows, on each device and in each dtype that a hook of its micro-batch has asked for.
+        # A weight that only a device knows, and for each device and dtype that hooks of its
+        # micro-batch have asked for: the weight in the unit, whether it is not 0, and a 0.
         self.factors_of: torch.Tensor | None = None
         self.factors: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         # What is held of a weighted sum is the sum divided by the unit. None before the first weight.
@@ -237,7 +238,7 @@ class Buffers:
                 accumulator.addcmul_(torch.where(counts, more.to(dtype), zero), factor)
 
     def _factor(self, weight: torch.Tensor, *kind: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The weight on a device and in a dtype, in the unit; whether it is not 0; and a 0, which is a kernel as well."""
+        """The weight on a device and in a dtype, whether it is not 0, and a 0 to select."""
         if weight is not self.factors_of:
             self.factors_of, self.factors = weight, {}
         if kind not in self.factors:
