@@ -441,13 +441,12 @@ def test_a_dtype_that_would_be_narrowed():
     assert 'jax.config.update("jax_enable_x64", True)' in says
 
 
-def test_states_of_two_widths():
-    accumulator = funcga.Accumulator()
-    value = funcga.to_jax(X)
-    narrow = accumulator.init(value)
+def test_states_of_two_widths(kit):
+    value = kit.arrays(X)
     with jax.enable_x64(True):
-        wide = accumulator.init(value)
-        check_refused("one state counts in 64 bits and the other in 32:", accumulator.merge, narrow, wide)
+        narrow, wide = (funcga.Accumulator(funcga.mean(dtype=dtype)) for dtype in ("float32", "float64"))
+        states = [each.update(each.init(value), value) for each in (narrow, wide)]
+        check_refused("one state counts in 64 bits and the other in 32:", wide.merge, *states)
 
 
 def test_states_that_are_none(kit):

@@ -11,10 +11,8 @@ import itertools
 import math
 import operator
 import sys
-import threading
 import types
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from traceback import walk_tb
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
+
+from torch_backend.replacements import replacements
 
 T = TypeVar("T")
 
@@ -191,40 +191,6 @@ has_hooks_on_grad: Callable[[torch.Tensor], object] = _reader("_post_accumulate_
 # they are in every module that was saved whole. Without them no other parameters can be put into a module: then
 # `pure_loss` runs on torch.func.functional_call alone, where torch.compile traces it.
 PARAMETERS, BUFFERS, PARTS = "_parameters", "_buffers", "_modules"
-
-
-class Replacements(AbstractContextManager[None]):
-    """A context in which attributes of torch are replaced. It may be entered many times, by any thread.
-
-    The last exit restores them. What somebody else has replaced is left alone.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.count = threading.Lock(), 0
-        self.attributes: list[tuple[object, str, object, object]] = []  # owner, name, torch's own value, ours
-
-    def add(self, owner: object, name: str, value: object) -> None:
-        """Replaces one attribute more."""
-        self.attributes.append((owner, name, vars(owner).get(name, _ABSENT), value))
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.count += 1
-            for owner, name, own, value in self.attributes if self.count == 1 else ():
-                if vars(owner).get(name, _ABSENT) is own:
-                    setattr(owner, name, value)
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.count -= 1
-            for owner, name, own, value in () if self.count else self.attributes:
-                if vars(owner).get(name) is value:
-                    delattr(owner, name) if own is _ABSENT else setattr(owner, name, own)
-
-
-_ABSENT = object()
-replacements = Replacements()
-"""What windows on autograd replace while they last: how functional_call runs, and that nodes note their creation."""
 
 
 def serve_functional_calls(serve: Callable[..., Any]) -> None:

@@ -29,6 +29,7 @@ from funcga.folds import Fold
 from torch_backend import _private, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
 from torch_backend.modules.checks import ModuleLoss
+from torch_backend.replacements import Replacements
 from torch_backend.replicas import PLANNED, Channel
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -330,7 +331,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.deltas: list[int] = []  # of every allocation, and of every end
         self.ends: list[int] = []  # when backward passes ended
         self.in_backward = False
-        self.replacements = _private.Replacements()
+        self.replacements = Replacements()
 
     def __enter__(self) -> "_Follower":
         # FSDP frees memory by resizing storages, which no mode is told of.

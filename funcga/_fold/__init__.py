@@ -42,8 +42,8 @@ class Tally(NamedTuple):
         a, b, steps = self.weight, other.weight, self.steps + other.steps
         if len(a) != len(b):
             raise FuncgaError(
-                "one state counts in 64 bits and the other in 32: they were made with and without JAX's 64-bit types. "
-                'Choose once for the whole program: jax.config.update("jax_enable_x64", True)'
+                "one state counts in 64 bits and the other in 32: "
+                "their folds accumulate in different dtypes. Make both with one Accumulator."
             )
         if len(a) == 1:
             return Tally((a[0] + b[0],), steps)

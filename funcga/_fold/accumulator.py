@@ -68,8 +68,8 @@ class Accumulation(NamedTuple):
 
     def merge(self, other: "Accumulation") -> "Accumulation":
         """What both have folded; this one comes first, for folds that keep the order."""
-        accumulators, rejected = self._combined(other.accumulators), self.rejected + other.rejected
-        return Accumulation(self.outputs, accumulators, self.tally.merge(other.tally), rejected)
+        tally, rejected = self.tally.merge(other.tally), self.rejected + other.rejected
+        return Accumulation(self.outputs, self._combined(other.accumulators), tally, rejected)
 
     def _combined(self, others: Sequence[Reduced]) -> list[Reduced]:
         return [

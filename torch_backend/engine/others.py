@@ -26,6 +26,7 @@ from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.modules.checks import closed_over
 from torch_backend.modules.visits import HELD
+from torch_backend.replacements import replacements
 
 # --- functions written in Python
 
@@ -33,7 +34,7 @@ from torch_backend.modules.visits import HELD
 class _Applied:
     """`last` is another object once a function written in Python has been applied, recorded or not.
 
-    It is noted while `_private.replacements` last, which every window enters. Without `is_noted` nobody tells. What was
+    It is noted while `replacements` last, which every window enters. Without `is_noted` nobody tells. What was
     `last` before is to be remembered only with it.
     """
 
@@ -61,9 +62,9 @@ def _is_noted() -> bool:
         return False
     # Torch creates a node by calling its class, which has no __init__ so far. The probe shows whether this one is
     # called.
-    _private.replacements.add(BackwardCFunction, "__init__", _note)
+    replacements.add(BackwardCFunction, "__init__", _note)
     before = applied.last
-    with _private.replacements:
+    with replacements:
         _Probe.apply(torch.empty(0, device="cpu"))  # type: ignore[no-untyped-call]
     return applied.last is not before
 

@@ -44,6 +44,7 @@ from torch_backend.modules.layers import Walk, called
 from torch_backend.modules.visits import own_parameters
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
+from torch_backend.replacements import replacements
 from torch_backend.replicas import InTurn, Listener
 
 _NOTHING = nullcontext()
@@ -106,11 +107,11 @@ class Engine:
             # Tensors made in inference mode can never have a gradient, so the whole window runs outside of it.
             self.inference = torch.inference_mode(False)
             self.inference.__enter__()
-        _private.replacements.__enter__()
+        replacements.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _private.replacements.__exit__()
+        replacements.__exit__()
         noted.calls, noted.last = self.noted_around
         self.held.__exit__(*error)
         self.inference.__exit__(*error)

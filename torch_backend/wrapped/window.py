@@ -41,6 +41,7 @@ from torch_backend.modules.layers import called
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.header import nothing_to_fold
+from torch_backend.replacements import replacements
 from torch_backend.replicas import (
     COULD_NOT_MERGE,
     is_of_a_collective,
@@ -143,7 +144,7 @@ class ModuleWindow:
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(_private.replacements)
+            stack.enter_context(replacements)
             self.since = applied.last if applied.is_noted else None
             stack.enter_context(self.wrapper.window())
             self.params: dict[str, torch.Tensor] = {**trainable(self.gradient.module)}

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import funcga
 from tests.processes import processes
-from torch_backend import Replicas, _private, pure_loss
+from torch_backend import Replicas, pure_loss
 from torch_backend.engine import backward, others
 from torch_backend.engine.backward import Backward
+from torch_backend.replacements import replacements
 
 
 class Recompute(torch.autograd.Function):
@@ -293,7 +294,7 @@ def test_every_function_is_noted():
 
     leaf = torch.ones(3, requires_grad=True)
     plain, kept = lambda x: Recompute.apply(torch.sin, x), lambda x: checkpoint(torch.sin, x, use_reentrant=True)
-    with warnings.catch_warnings(), _private.replacements:
+    with warnings.catch_warnings(), replacements:
         warnings.simplefilter("ignore")
         for call, given in [(f, t) for f in (plain, kept, in_thread) for t in (x, leaf)] + [(broken, leaf)] * 2:
             before = others.applied.last

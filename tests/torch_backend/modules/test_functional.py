@@ -12,9 +12,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import funcga
-from torch_backend import _private, pure_loss
+from torch_backend import pure_loss
 from torch_backend.arrays import recording_loss
 from torch_backend.modules import functional
+from torch_backend.replacements import replacements
 
 plain = nn.utils.stateless._functional_call
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -23,7 +24,7 @@ X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_se
 @contextlib.contextmanager
 def in_a_window():
     """Where functional_call is served as in the loss of a window."""
-    with _private.replacements, recording_loss():
+    with replacements, recording_loss():
         yield
 
 
