@@ -15,21 +15,23 @@ from torch.nn.utils.rnn import PackedSequence
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments, groups, starts
+from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
 from funcga._replicas import Memory
 from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import devices_of_rows, local_rows
+from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine import Window, ordered
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.compiled import MicroStep, micro_step_of, of_compiled_loss
 from torch_backend.engine.compiled_window import CompiledWindow
-from torch_backend.engine.dropping import DroppingEngine, buffers_of, fold_or_drop
+from torch_backend.engine.dropping import DroppingBuffers, buffers_of, fold_or_drop, put_back, statistics_of
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, begun_by_others, detached, reductions_of
+from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.reduce import Reduction
 from torch_backend.replicas import Listener
@@ -44,32 +46,33 @@ def window_of(program: Program, backend: Backend) -> Window:
         raise _differentiated_across()
     if dist.is_available() and dist.is_initialized():
         check_unwrapped(grad_fn, program.memory)
-    if isinstance(grad_fn, ModuleGradient):
+    drops = program.dropping is not None
+    if isinstance(grad_fn, ModuleGradient) and (grad_fn.reduces or not drops):
         return grad_fn.window(program, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
     # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
     runs_autograd = not (torch.compiler.is_compiling() or arrays.in_transform())
     gradient: GradientFunction | None = grad_fn if isinstance(grad_fn, GradientFunction) else None
+    if isinstance(grad_fn, ModuleGradient):
+        grad_fn.check_not_traced()
+        return Calls(program, grad_fn, reductions, grad_fn.parts, records=True)
     if gradient is None and runs_autograd:
         gradient = program.memory.keep(_OfCompiledLoss, grad_fn).gradient
     if gradient is None:
         return Calls(program, grad_fn, reductions)
     if not runs_autograd:
         return Calls(program, gradient.bound(backend), reductions, gradient)
+    if drops:
+        # Autograd cannot take back what it has added, so each gradient is computed alone, and looked at first.
+        return Calls(program, partial(value_alone, gradient, backend), reductions, gradient, records=True)
     reduction = next(iter(reductions), None)
     # A compiled micro-step adds gradients that nobody sees.
-    if (reduction, program.dropping, program.observers) != (None, None, None):
-        return _engine(program, gradient, backend, reduction)
+    if (reduction, program.observers) != (None, None):
+        return Engine(program, gradient, backend, reduction)
     step = program.memory.keep(_LastGradient).step_of(gradient)
     if step is not None:
         return CompiledWindow(program, gradient, backend, step)
     return Engine(program, gradient, backend, None)
-
-
-def _engine(program: Program, gradient: GradientFunction, backend: Backend, reduction: Reduction | None) -> Engine:
-    """The window of gradients that are merged, observed, or looked at before they are added."""
-    kind = Engine if program.dropping is None else DroppingEngine
-    return kind(program, gradient, backend, reduction)
 
 
 def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
@@ -399,10 +402,9 @@ class Calls:
     """One window of any grad_fn, which is called for each micro-batch.
 
     `reductions`: what merges it over replicas, one after the other. `gradient`: funcga's own gradient function, if
-    grad_fn is made of one for a transform or a compiled program.
+    grad_fn is made of one. `records`: whether grad_fn itself runs on autograd, and takes its arguments as they are.
     """
 
-    records = False
     looks_ahead = False
 
     def __init__(
@@ -411,12 +413,22 @@ class Calls:
         grad_fn: GradFn,
         reductions: list[Reduction],
         gradient: GradientFunction | None = None,
+        records: bool = False,
     ):
         self.program, self.grad_fn, self.reductions, self.gradient = program, grad_fn, reductions, gradient
+        self.records = records
+        owner = grad_fn if isinstance(grad_fn, ModuleGradient) else None
+        self.parameters = [] if owner is None else owner.parameters()
+        # What a module writes in a forward pass, which a micro-batch that is dropped takes back.
+        self.module = None if owner is None or program.dropping is None else owner.module
+        self.statistics_before = statistics_of(self.module)
+        self.parameters_by_leaf: dict[int, torch.Tensor] = {}  # where gradients are to lie that are DTensors
         self.buffers: Buffers | None = None
         for reduction in reductions:
             reduction.buffers_of = buffers_of(program)
+        # What hears collectives of the loss: of any group, and of those that gradients travel over.
         self.listener = Listener() if reductions else None
+        self.own_groups = [Listener(reduction.replicas.group) for reduction in reductions]
         self.may_be_short = bool(reductions)
         # Whether nobody has said that the first argument is passed whole.
         no_axes = program.in_axes is None and program.default_in_axes is None
@@ -431,6 +443,8 @@ class Calls:
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
+        if self.records:
+            return args
         if self.gradient is not None and not leading:
             for argnum in self.gradient.arg_indices(len(args)):
                 check_unfrozen(trees.flatten(args[argnum])[0], args[argnum], self.gradient, argnum)
@@ -442,34 +456,62 @@ class Calls:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         if self.buffers is not None and not self.buffers.pure and torch.compiler.is_compiling():
             args = ordered.after(self.buffers.begun_sums, arguments, args)
-        value = self._called(arguments, args, kwargs) if self.assumes_whole else self.grad_fn(*args, **kwargs)
+        statistics = statistics_of(self.module)
+        value = self._called(arguments, args, kwargs)
+        if self.program.dropping is not None and any(listener.heard for listener in self.own_groups):
+            raise _drops_what_communicates(self.program.dropping.scope)
         if self.program.observers is not None:
             value = self.program.readings(value, arguments).measured(value, weight)
         if self.buffers is None:
             outputs, leaves = self.program.bind(value, arguments)
             self.buffers = buffers_of(self.program)(Layout(outputs))
+            if self.records and any(map(is_dtensor, leaves)):
+                self.parameters_by_leaf = self._parameters_by_leaf(outputs, args)
             if self.reductions:
                 self.reductions[0].begin(self.buffers, leaves)
         else:
             leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.steps + 1}")
         del value
         with nullcontext() if self.buffers.pure else torch.no_grad():
-            return self.buffers.add(leaves, weight)
+            state = self.buffers.add(leaves, weight)
+        if isinstance(self.buffers, DroppingBuffers):
+            put_back(statistics, self.buffers.kept)
+        return state
 
     def _called(self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        """grad_fn's output; the gradient function of a module that it calls sees what the call is a part of."""
+        """grad_fn's output."""
+        if self.records:
+            with torch.no_grad():  # so that parameters that require grad ask for no second derivative
+                return self.grad_fn(*args, **kwargs)
+        if not self.assumes_whole:
+            return self.grad_fn(*args, **kwargs)
+        # The gradient function of a module that it calls sees what the call is a part of.
         outer, calling.microbatch = calling.microbatch, (arguments, args)
         try:
             return self.grad_fn(*args, **kwargs)
         finally:
             calling.microbatch = outer
 
+    def _parameters_by_leaf(self, outputs: Outputs, args: tuple[Tree, ...]) -> dict[int, torch.Tensor]:
+        """The parameters, by the leaf indices of their gradients in the output."""
+        assert self.gradient is not None
+        gradient = self.gradient.gradient_in(outputs.value_of(range(len(outputs.folds))))
+        if isinstance(self.grad_fn, ModuleGradient):
+            params: Tree = trainable(self.grad_fn.module)
+        else:
+            params = [args[argnum] for argnum in self.gradient.arg_indices(len(args))]
+        return dict(zip(trees.flatten(gradient)[0], trees.flatten(params)[0], strict=True))
+
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.buffers is not None
         with nullcontext() if self.buffers.pure else torch.no_grad():
-            self.buffers.settle({})
-            return self._merged(self.buffers, state)
+            self.buffers.settle(self.parameters_by_leaf)
+            result = self._merged(self.buffers, state)
+        dropping = self.program.dropping
+        if dropping is not None and dropping.scope == "window":
+            put_back(self.statistics_before, self.buffers.rejected == 0)
+        return result
 
     def _merged(self, buffers: Buffers, state: list[Any]) -> Tree:
         """The result of these buffers, which the first reduction has begun with."""
@@ -486,13 +528,21 @@ class Calls:
         first, *others = self.reductions
         if not others:
             bind = lambda value: self.program.bind(value, arguments)[0]
-            return self._merged(begun_by_others(bind, first, arguments), state)
+            return self._merged(begun_by_others(bind, first, arguments, self.parameters), state)
         # All replicas of the first group may be without rows. What the others count is like the totals of a row of
         # zeros, which are not added.
         outputs, leaves = self.program.bind(self.grad_fn(*with_a_blank_row(arguments).cut(0, 1, state)), arguments)
         buffers = Buffers(Layout(outputs))
         first.begin(buffers, leaves)
         return self._merged(buffers, state)
+
+
+def _drops_what_communicates(scope: str | None) -> FuncgaError:
+    return FuncgaError(
+        f"drop={scope!r} was given together with across=, and the loss itself calls collectives of that group, as a "
+        f"SyncBatchNorm layer does: what one replica drops is a part of what the others have computed. Leave drop out; "
+        f"or compute the loss of each replica's own rows."
+    )
 
 
 def is_traced(tree: Any) -> bool:

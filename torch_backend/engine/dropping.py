@@ -1,10 +1,10 @@
-"""A window that leaves micro-batches out, by a test of their gradients.
+"""Sums that leave micro-batches out, by a test of their values.
 
 Only torch has this file: in JAX a loop selects what it carries.
 
-Autograd adds gradients where it computes them, and cannot take them back. So here it adds to nothing: each micro-batch
-leaves its gradients in the leaves, to be looked at and then added, all of them or none. One micro-batch's gradients
-are held at a time. Where only a device knows the answer, nothing waits for it: what is added is selected.
+Autograd adds gradients where it computes them, and cannot take them back. So a step that drops calls its gradient
+function for each micro-batch alone, looks at the value, and adds all of it or nothing. One micro-batch's gradients are
+held at a time. Where only a device knows the answer, nothing waits for it: what is added is selected.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,20 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Arguments
 from funcga._call.dropping import DroppingStep
-from funcga._grad import GradientFunction
 from funcga._types import Scalar, Tree
-from funcga.errors import FuncgaError
-from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import is_dtensor, local
-from torch_backend.engine.backward import Backward, autocasting, ran_backward
+from torch_backend import arrays, trees
+from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.layout import Layout, Leaves
-from torch_backend.engine.window import Engine, changed_in_place, tensors_of
-from torch_backend.reduce import Reduction
+from torch_backend.engine.layout import Layout
 
 NAN = float("nan")
 
@@ -125,106 +118,6 @@ def selected(keep: bool | torch.Tensor, after: Any, before: Any) -> Any:
     if not isinstance(keep, torch.Tensor):
         return after if keep else before
     return _where(keep, after, before) if isinstance(after, torch.Tensor) else after
-
-
-class DroppingEngine(Engine):
-    """A window of a gradient that autograd computes, whose micro-batches are looked at before they are added."""
-
-    buffers: DroppingBuffers
-
-    def __init__(
-        self,
-        program: Program,
-        gradient: GradientFunction,
-        backend: Backend,
-        reduction: Reduction | None,
-        module: nn.Module | None = None,
-    ):
-        super().__init__(program, gradient, backend, reduction, module)
-        self.buffers_of = buffers_of(program)
-        self.own: dict[int, Leaves] = {}  # of the arguments that are not split
-        # A test of the user's runs between two micro-batches.
-        self.is_uninterrupted = self.is_uninterrupted and program.dropping is not None and program.dropping.test is None
-        self.looks_ahead = False  # what is folded is known when the window is over, and nothing is sent before
-        if reduction is not None:
-            reduction.buffers_of = self.buffers_of
-
-    def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
-        super()._begin(arguments, args)
-        # The `leaves` of a window are those that autograd adds to. Here these are none.
-        self.own, self.leaves, self.is_whole = self.leaves, dict[int, Leaves](), False
-        self.versions_before = self._versions()
-        self.statistics_before = statistics_of(self.module)
-
-    def _versions(self) -> int:
-        """A number that changes with every write to a parameter."""
-        return sum(map(_private.version, tensors_of(self.own)))
-
-    def _with_those_of(self, args: tuple[Tree, ...]) -> tuple[dict[int, Leaves], list[torch.Tensor]]:
-        """All leaves. Each micro-batch begins without gradients in them."""
-        self._clear()
-        argnums = self._differentiated(len(args))
-        leaves = {
-            argnum: self.own[argnum] if argnum in self.own else self._leaves_of(args[argnum], argnum)
-            for argnum in argnums
-        }
-        return leaves, tensors_of(leaves)
-
-    def _clear(self) -> None:
-        for leaf in tensors_of(self.own):
-            leaf.grad = None
-
-    def fold(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
-    ) -> list[Any]:
-        """Folds one micro-batch in, or nothing of it, and returns the state that it threads to the next."""
-        statistics = statistics_of(self.module)
-        state = super().fold(arguments, args, kwargs, weight, last)
-        put_back(statistics, self.buffers.kept)
-        return state
-
-    def _evaluate(self, *args: Any) -> tuple[torch.Tensor, Tree, torch.Tensor]:
-        evaluated = super()._evaluate(*args)
-        if any(leaf.grad is not None for leaf in tensors_of(self.own)):
-            raise ran_backward()
-        return evaluated
-
-    def _listen(self, weight: Scalar, last: bool) -> tuple[None, bool]:
-        heard = super()._listen(weight, last=False)[1]
-        if self.reduction is not None and self.reduction.history.communicates:
-            raise FuncgaError(
-                f"drop={self.buffers.dropping.scope!r} was given together with across=, and the loss itself calls "
-                f"collectives of that group, as a SyncBatchNorm layer does: what one replica drops is a part of what "
-                f"the others have computed. Leave drop out; or compute the loss of each replica's own rows."
-            )
-        return None, heard
-
-    def _bind(
-        self, loss: torch.Tensor, aux: Tree, leaves: dict[int, Leaves], moving: Sequence[torch.Tensor],
-        arguments: Arguments,
-    ) -> Backward:  # fmt: skip
-        backward = super()._bind(loss, aux, leaves, moving, arguments)
-        self.lone_dtype = self.noted_dtype = None  # the loss is added with the gradients
-        backward.autocast = autocasting({leaf.device.type for leaf in moving})
-        if any(map(is_dtensor, moving)):
-            # Partial sums are reduced to the placements of the parameters.
-            output = self.gradient.without_aux(self.layout.outputs.value_of(range(len(self.layout.outputs.folds))))
-            leaf_indices = trees.flatten(output[1] if self.gradient.with_value else output)[0]
-            in_order = [leaf for argument in leaves.values() for leaf in argument.leaves]
-            pairs = zip(leaf_indices, in_order, strict=True)
-            backward.leaves = {leaf_index: leaf for leaf_index, leaf in pairs if leaf is not None}
-        return backward
-
-    def result(self, state: list[Any]) -> Tree:
-        """The normalised result, in the structure of grad_fn's output."""
-        self._clear()
-        if self.module is None and self._versions() != self.versions_before:
-            raise changed_in_place()
-        self.leaves = self.own
-        result = super().result(state)
-        if self.program.dropping is not None and self.program.dropping.scope == "window":
-            put_back(self.statistics_before, self.buffers.rejected == 0)
-        return result
 
 
 def fold_or_drop(window: Any, state: list[Any], *microbatch: Any, last: bool) -> list[Any]:

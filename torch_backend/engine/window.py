@@ -479,12 +479,15 @@ def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
     return [Reduction(progress, replicas) for replicas in several]
 
 
-def begun_by_others(bind: Callable[[Tree], Outputs], reduction: Reduction, arguments: Arguments) -> Buffers:
-    """The buffers of a replica that has nothing to fold; `arguments` are all that it was called with.
+def begun_by_others(
+    bind: Callable[[Tree], Outputs], reduction: Reduction, arguments: Arguments, parameters: Sequence[Any] = ()
+) -> Buffers:
+    """The buffers of a replica that has nothing to fold; `arguments` are all that it was called with, or `parameters`.
 
     `bind(value)` is the Outputs of a value like those of the others.
     """
     leaves = [leaf for part in arguments.parts for leaf in trees.flatten(part.value)[0] if arrays.is_array(leaf)]
+    leaves += parameters
     reduction.take_part(bind, leaves[0].device if leaves else torch.device("cpu"))
     return reduction.buffers
 

@@ -23,6 +23,8 @@ class PipelineGradient(ModuleGradient):
     `module` has the stages by their indices, and `wrapper` is what wraps them; None if nothing does.
     """
 
+    reduces = True
+
     pipeline: Pipeline
     n_microbatches: int | None
     wrapper: Wrapper | None

@@ -22,7 +22,6 @@ from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
 from torch_backend.engine import Window
-from torch_backend.engine.dropping import DroppingEngine
 from torch_backend.engine.window import Engine, reductions_of
 
 
@@ -43,6 +42,7 @@ class ModuleGradient(OwningGradient):
     loss_fn: LossFn
     has_aux: bool
     scaled: bool
+    reduces = False  # whether the module's wrapper reduces the gradients
 
     @property
     def __signature__(self) -> inspect.Signature | None:
@@ -112,8 +112,7 @@ class ModuleGradient(OwningGradient):
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
         reduction = None if program.across is None else reductions_of(program, backend)[0]
-        kind = Engine if program.dropping is None else DroppingEngine
-        return kind(program, self.parts, backend, reduction, self.module)
+        return Engine(program, self.parts, backend, reduction, self.module)
 
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""

@@ -58,6 +58,8 @@ _NOTHING = nullcontext()
 class WrappedGradient(ModuleGradient):
     """The gradient function of the parameters of a module that is wrapped to reduce them."""
 
+    reduces = True
+
     sync: str
     wrapper: Wrapper
 
