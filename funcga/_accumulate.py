@@ -13,7 +13,7 @@ from funcga._call.totals import check_no_totals
 from funcga._grad import GradientFunction
 from funcga._observe import ObserverTree
 from funcga._replicas import Memory
-from funcga._types import Across, GradFn, P, R, TotalsFn, Tree, WeightFn
+from funcga._types import Across, P, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
 
@@ -179,8 +179,6 @@ def accumulate(
             f"accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
         )
     searches = isinstance(n, str) and n == "auto"
-    if searches:
-        _check_search(grad_fn, across)
     program = read_program(
         grad_fn,
         fold,
@@ -193,6 +191,7 @@ def accumulate(
         drop_if=drop_if,
         n=None if n is None or searches else check_count(n, "n", ', or n="auto"'),
         microbatch_size=None if microbatch_size is None else check_count(microbatch_size, "microbatch_size"),
+        searches=searches,
     )
     search = Search(program) if searches else None
 
@@ -222,19 +221,6 @@ def accumulate(
     # For code that wraps the step and has to know what it splits.
     accumulated.program = program  # type: ignore[attr-defined]
     return accumulated
-
-
-def _check_search(grad_fn: GradFn, across: Across) -> None:
-    """Raises FuncgaError if a window cannot be replayed, to look for the n that fits in memory."""
-    if across is not None:
-        raise FuncgaError(
-            'n="auto" was given together with across=: a replica that runs out of memory would begin anew while the '
-            "others wait for it. Plan n first, on the replica with the most rows, and give the number: n=8 of "
-            "funcga.plan(step, params, batch)."
-        )
-    owner = owner_of(grad_fn)
-    if owner is not None:
-        owner.check_search()
 
 
 # -- n="auto": the smallest number of micro-batches whose memory suffices, planned, and then tried out

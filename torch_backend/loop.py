@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments, groups, starts
+from funcga._call.supported import MODULE
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
 from funcga._replicas import Memory
@@ -47,7 +48,7 @@ def window_of(program: Program, backend: Backend) -> Window:
     if dist.is_available() and dist.is_initialized():
         check_unwrapped(grad_fn, program.memory)
     drops = program.dropping is not None
-    if isinstance(grad_fn, ModuleGradient) and (grad_fn.reduces or not drops):
+    if isinstance(grad_fn, ModuleGradient) and (grad_fn.kind != MODULE or not drops):
         return grad_fn.window(program, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
     # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.

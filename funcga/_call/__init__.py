@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
 from funcga._call.dropping import DroppingStep, DropScope, DropTest, read_dropping
+from funcga._call.supported import ANY, MODULE, check_supported
 from funcga._call.totals import Count, Totals, check_taken, check_totals, exact_sum, whole_state
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
@@ -32,12 +34,14 @@ class KnownGradient:
 class OwningGradient(KnownGradient):
     """A gradient function that brings parameters of its own: all of its arguments are split, unless in_axes says."""
 
+    @property
+    def kind(self) -> str:
+        """Its row of the table of what is supported."""
+        return MODULE
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value and gradient of one micro-batch."""
         raise NotImplementedError
-
-    def check_search(self) -> None:
-        """Raises FuncgaError if a window of it cannot be replayed, to look for the n that fits in memory."""
 
     def snapshot(self) -> Callable[[], None]:
         """What a window writes besides its result, as it is now; calling it puts that back."""
@@ -241,14 +245,30 @@ def read_program(
     n: int | None = None,
     microbatch_size: int | None = None,
     device: object = None,
+    searches: bool = False,
 ) -> Program:
-    """The Program of these choices. Raises FuncgaError for a grad_fn or a weight that cannot be called."""
+    """The Program of these choices; one that `searches` looks for its n.
+
+    Raises FuncgaError for a grad_fn or a weight that cannot be called, and for what is not supported.
+    """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     if totals is not None:
         check_totals(totals, grad_fn)
-    dropping = None if (drop, drop_if) == (None, None) else read_dropping(drop, drop_if, grad_fn, totals)
+    features = {
+        "across=": across is not None,
+        'n="auto"': searches,
+        "totals=": totals is not None,
+        "observe=": observe is not None,
+        "drop=": drop is not None,
+        f'drop="{drop}"': drop is not None,
+        "drop_if=": drop_if is not None,
+        "scaled=True": getattr(grad_fn, "scaled", False),
+    }
+    owner = owner_of(grad_fn)
+    check_supported(itertools.compress(features, features.values()), ANY if owner is None else owner.kind)
+    dropping = None if (drop, drop_if) == (None, None) else read_dropping(drop, drop_if, grad_fn)
     # No import is left for the first call, which torch.compile may be tracing.
     load_imported()
     step = None if across is None else step_of(grad_fn)

@@ -7,33 +7,17 @@ from typing import Literal, NamedTuple
 from funcga._fold.dropping import Dropping
 from funcga._fold.outputs import Outputs
 from funcga._reproducible import plain
-from funcga._types import Array, GradFn, Scalar, TotalsFn, Tree
+from funcga._types import Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 
 DropScope = Literal["microbatch", "window"]
 DropTest = Callable[[Tree], object]
 
 
-def read_dropping(
-    drop: DropScope | None, drop_if: DropTest | None, grad_fn: GradFn, totals: TotalsFn | None
-) -> "DroppingStep | None":
-    """What a step of grad_fn drops; None if it drops nothing. Raises FuncgaError for what cannot be dropped."""
+def read_dropping(drop: DropScope | None, drop_if: DropTest | None, grad_fn: GradFn) -> "DroppingStep | None":
+    """What a step of grad_fn drops; None if it drops nothing. Raises FuncgaError for no scope, or no test."""
     dropping = DroppingStep(drop, drop_if, getattr(grad_fn, "without_aux", _whole))
-    if drop is None:
-        return None
-    if getattr(grad_fn, "scaled", False):
-        raise FuncgaError(
-            f"drop is {drop!r}, and grad_fn was made with scaled=True: the loss_scaled that divides by the scale has "
-            f"to see what is not finite, or the scale would never back off. Leave drop out: loss_scaled skips such "
-            f"updates itself."
-        )
-    if totals is not None and drop == "microbatch":
-        raise FuncgaError(
-            'drop="microbatch" was given together with totals=, which are counted before the first micro-batch is '
-            "evaluated: they would have what is dropped in them, and every loss was divided by them. Drop the whole "
-            'window, drop="window"; or divide by a weight: fold=funcga.per_weight(), weight=...'
-        )
-    return dropping
+    return None if drop is None else dropping
 
 
 def _whole(output: Tree) -> Tree:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from funcga._backend import Backend
 from funcga._call import Program
+from funcga._call.supported import PIPELINE
 from funcga._types import Across, GradFn
 from funcga.errors import FuncgaError
 from torch_backend.pipeline.schedule import Pipeline
@@ -23,11 +24,14 @@ class PipelineGradient(ModuleGradient):
     `module` has the stages by their indices, and `wrapper` is what wraps them; None if nothing does.
     """
 
-    reduces = True
-
     pipeline: Pipeline
     n_microbatches: int | None
     wrapper: Wrapper | None
+
+    @property
+    def kind(self) -> str:
+        """Its row of the table of what is supported."""
+        return PIPELINE
 
     @property
     def __signature__(self) -> inspect.Signature | None:
@@ -36,13 +40,6 @@ class PipelineGradient(ModuleGradient):
     def window(self, program: Program, backend: Backend, alone: bool = False) -> PipelineWindow:
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
-        if program.observers is not None or program.dropping is not None:
-            what = "observe=" if program.observers is not None else "drop="
-            raise FuncgaError(
-                f"{what} was given, and grad_fn is that of a pipeline, whose schedule runs the micro-batches of a "
-                f"window together: none can be looked at alone. Leave {what} out, and measure the gradient that the "
-                f"step returns."
-            )
         return PipelineWindow(program, self, backend, self.pipeline, self.n_microbatches, self.wrapper)
 
     def merged_over(self, across: Across) -> Across:
@@ -57,13 +54,6 @@ class PipelineGradient(ModuleGradient):
                 "for each micro-batch alone. Write accumulate(gradient, n, totals=totals), with the gradient function "
                 "itself."
             )
-
-    def check_search(self) -> None:
-        """Raises FuncgaError, as all stages would have to search together."""
-        raise FuncgaError(
-            'n="auto" replays a window when memory runs out, and grad_fn is that of a pipeline: the other stages would '
-            "wait for ever. Say how many: accumulate(gradient, n=8)."
-        )
 
     def check_stream(self) -> None:
         """Raises FuncgaError, as a stream without micro-batches does not show what they are like."""

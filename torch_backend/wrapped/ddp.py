@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from funcga._call import supported
 from funcga._replicas import check_one_for_all
 from funcga._types import Array
 from funcga.errors import FuncgaError
@@ -30,10 +31,12 @@ class Wrapper:
 
     `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the gradients lie in memory
     that nobody else will write to. `in_step`: whether all replicas need equally many micro-batches, even if all but the
-    last wait. `knows_outer`: whether sync="outer" is for it. `remedy`: what to do where sums in 16 bits are refused.
+    last wait. `kind`: its row of the table of what is supported. `knows_outer`: whether sync="outer" is for it.
+    `remedy`: what to do where sums in 16 bits are refused.
     """
 
     fresh = in_step = knows_outer = False
+    kind = supported.WRAPPED
     remedy: str
 
     @property

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from funcga._call.dropping import DroppingStep
 from funcga._types import Scalar
-from funcga.errors import FuncgaError
 from torch_backend import arrays
 from torch_backend.engine.dropping import DroppingBuffers
 
@@ -27,16 +25,3 @@ class WindowBuffers(DroppingBuffers):
         """Drops the window if its gradients are not finite."""
         finite = self.outputs.backend.transforms.finite(sums)
         self.rejected = self.rejected + arrays.scalar((~finite).to(torch.int64))
-
-
-def check_droppable(dropping: DroppingStep, name: str) -> None:
-    """Raises FuncgaError for what needs the gradients of single micro-batches, or replicas."""
-    if dropping.scope == "window" and dropping.test is None:
-        return
-    what = 'drop="microbatch"' if dropping.test is None else "drop_if="
-    raise FuncgaError(
-        f"{what} was given, and the module is wrapped by {name}: what can be looked at is the gradient of all replicas "
-        f'together, once a window. Write drop="window", to drop what is not finite; or let funcga reduce: '
-        f"accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), n, across=group), with the "
-        f"module that was wrapped."
-    )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from funcga._call import supported
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.wrapped.ddp import Wrapper, assigned, in_no_sync, mark
@@ -20,6 +21,7 @@ class FSDP1(Wrapper):
     """torch.distributed.fsdp.FullyShardedDataParallel: reduce-scatters one flat gradient for each wrapped module."""
 
     in_step = True
+    kind = supported.FSDP1
     remedy = (
         'Keep the parameters in float32 and write module_value_and_grad(module, loss_fn, sync="every"), which sums '
         "shards in their dtype; or use fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32)."
@@ -37,15 +39,6 @@ class FSDP1(Wrapper):
     def leaves(self) -> list[torch.Tensor]:
         """The flat parameters."""
         return [flat for part in self.parts if (flat := _private.flat_param_of(part)) is not None]
-
-    def leaf_of(self) -> dict[int, torch.Tensor]:
-        """Raises FuncgaError: one gradient comes for all parameters of a part."""
-        raise FuncgaError(
-            "observe= was given, and the module is wrapped by FullyShardedDataParallel, which computes one flat "
-            "gradient for all parameters of a part: those of its parameters cannot be told apart. Use fully_shard; or "
-            "let funcga reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), n, "
-            "across=group), with the module that was wrapped."
-        )
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""

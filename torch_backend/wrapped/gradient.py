@@ -42,7 +42,6 @@ class ModuleGradient(OwningGradient):
     loss_fn: LossFn
     has_aux: bool
     scaled: bool
-    reduces = False  # whether the module's wrapper reduces the gradients
 
     @property
     def __signature__(self) -> inspect.Signature | None:

@@ -48,7 +48,7 @@ from torch_backend.replicas import (
 )
 from torch_backend.sums import divide, is_power_of_two
 from torch_backend.wrapped.ddp import Wrapper
-from torch_backend.wrapped.dropping import WindowBuffers, check_droppable
+from torch_backend.wrapped.dropping import WindowBuffers
 from torch_backend.wrapped.gradient import ModuleGradient
 
 _NOTHING = nullcontext()
@@ -58,10 +58,13 @@ _NOTHING = nullcontext()
 class WrappedGradient(ModuleGradient):
     """The gradient function of the parameters of a module that is wrapped to reduce them."""
 
-    reduces = True
-
     sync: str
     wrapper: Wrapper
+
+    @property
+    def kind(self) -> str:
+        """Its row of the table of what is supported."""
+        return self.wrapper.kind
 
     @cached_property
     def other_modules(self) -> list[nn.Module]:
@@ -72,8 +75,6 @@ class WrappedGradient(ModuleGradient):
     def window(self, program: Program, backend: Backend, alone: bool = False) -> "ModuleWindow":
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
-        if program.dropping is not None:
-            check_droppable(program.dropping, self.wrapper.name)
         return ModuleWindow(program, self, backend, alone)
 
     def merged_over(self, across: Across) -> Across:
@@ -89,13 +90,6 @@ class WrappedGradient(ModuleGradient):
                 f"accumulate(module_value_and_grad(module, loss_fn), n, totals=totals), and pass keyword arguments to "
                 f"the step."
             )
-
-    def check_search(self) -> None:
-        """Raises FuncgaError, as the replicas would have to search together."""
-        raise FuncgaError(
-            f'n="auto" replays a window when memory runs out, and the module is wrapped by {self.wrapper.name}: '
-            f"the other replicas would wait for ever. Say how many: accumulate(f, n=8), or plan(f, *batch).n of a rank."
-        )
 
     def check_stream(self) -> None:
         """Raises FuncgaError, as a replica without micro-batches would make the others wait."""

@@ -1011,8 +1011,9 @@ PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
         ),
         (
             "auto",
-            'n="auto" replays a window when memory runs out, and the module is wrapped by DistributedDataParallel: the '
-            "other replicas would wait for ever. Say how many: accumulate(f, n=8), or plan(f, *batch).n of a rank.",
+            'n="auto" was given, and the gradient is that of a module in DDP, replicate or fully_shard: a window is '
+            "replayed when memory runs out, and the other replicas or stages would hang. Say how many: "
+            "accumulate(gradient, n=8), or the n of a plan of one rank.",
         ),
         (
             "empty",
