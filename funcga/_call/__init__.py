@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -266,8 +265,10 @@ def read_program(
         "drop_if=": drop_if is not None,
         "scaled=True": getattr(grad_fn, "scaled", False),
     }
-    owner = owner_of(grad_fn)
-    check_supported(itertools.compress(features, features.values()), ANY if owner is None else owner.kind)
+    used = [feature for feature, is_used in features.items() if is_used]
+    if used:
+        owner = owner_of(grad_fn)
+        check_supported(used, ANY if owner is None else owner.kind)
     dropping = None if (drop, drop_if) == (None, None) else read_dropping(drop, drop_if, grad_fn)
     # No import is left for the first call, which torch.compile may be tracing.
     load_imported()

@@ -4,7 +4,7 @@ One table, which is checked when a step is made, and printed in the documentatio
 be, and what to write instead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Literal
 
 from funcga.errors import FuncgaError
@@ -69,9 +69,8 @@ EXCLUSIVE: dict[tuple[str, str], str] = {
 }
 
 
-def check_supported(features: Iterable[str], kind: str) -> None:
+def check_supported(features: Sequence[str], kind: str) -> None:
     """Raises FuncgaError if a gradient function of this kind cannot do one of these, or they do not go together."""
-    features = [*features]
     for feature in features:
         why = SUPPORTED[kind].get(feature, True)
         if why is not True:

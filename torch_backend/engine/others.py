@@ -25,7 +25,7 @@ from funcga._grad import GradientFunction
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.modules.checks import closed_over
-from torch_backend.modules.visits import HELD
+from torch_backend.modules.visits import IN_USE
 from torch_backend.replacements import replacements
 
 # --- functions written in Python
@@ -113,7 +113,7 @@ class left_alone(AbstractContextManager[None]):  # noqa: N801 - a context, as to
         self.leaves = [*leaves]
 
     def __enter__(self) -> None:
-        self.held = HELD.hold(self.leaves)
+        self.in_use = IN_USE.begin(map(id, self.leaves))
         self.grads = [*map(_GRAD, self.leaves)]
         is_narrow = any(dtype.itemsize < 4 for dtype in {*map(_DTYPE, self.leaves)})
         self.narrow = [(leaf, leaf.grad_dtype) for leaf in self.leaves if leaf.dtype.itemsize < 4] if is_narrow else []
@@ -130,7 +130,7 @@ class left_alone(AbstractContextManager[None]):  # noqa: N801 - a context, as to
                 leaf.grad_dtype = dtype
         for leaf, gradient in zip(self.leaves, self.grads, strict=True):
             leaf.grad = gradient
-        HELD.let_go(self.held)
+        IN_USE.end(self.in_use)
 
 
 _GRAD, _DTYPE = operator.attrgetter("grad"), operator.attrgetter("dtype")

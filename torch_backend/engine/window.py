@@ -11,7 +11,7 @@ themselves, whose `.grad`s are put aside meanwhile.
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -41,7 +41,7 @@ from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_no_params, check_unfrozen
 from torch_backend.modules.functional import noted, recomputing
 from torch_backend.modules.layers import Walk, called
-from torch_backend.modules.visits import own_parameters
+from torch_backend.modules.visits import IN_USE
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.replacements import replacements
@@ -59,7 +59,6 @@ class Engine:
 
     records = True
     detaches_aux = True  # whether what comes with a loss has no graph
-    inference: AbstractContextManager[object] = _NOTHING  # in which tensors can be recorded
 
     def __init__(
         self,
@@ -83,10 +82,9 @@ class Engine:
         self.backward: Backward | None = None  # None before the first loss
         self.hooked = False  # whether a parameter has hooks
         self.watch: GradsWatch | None = None
-        self.aside: AbstractContextManager[None] = _NOTHING  # in which the `.grad`s of a module are put aside
-        # Whether no code of the user's runs between two micro-batches; and the visit that lasts for the window then.
+        self.stack = ExitStack()  # of the contexts that last as long as the window
+        # Whether no code of the user's runs between two micro-batches.
         self.is_uninterrupted = bool(program.n or program.microbatch_size) and program.weight is None
-        self.held: AbstractContextManager[object] = _NOTHING
         # Whether the replicas merge the shards of parameters that lie on other meshes, once the window is over.
         self.merges_shards = False
         self.observing: Observing | None = None  # what observers are told, from the first loss on
@@ -105,24 +103,20 @@ class Engine:
                 self.given_group = Listener(self.reduction.replicas.group)
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode can never have a gradient, so the whole window runs outside of it.
-            self.inference = torch.inference_mode(False)
-            self.inference.__enter__()
-        replacements.__enter__()
+            self.stack.enter_context(torch.inference_mode(False))
+        self.stack.enter_context(replacements)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        replacements.__exit__()
         noted.calls, noted.last = self.noted_around
-        self.held.__exit__(*error)
-        self.inference.__exit__(*error)
         if self.observing is not None:
             self.observing.end()
         if error[0] is not None and self.reduction is not None:
             self.reduction.give_up()
-        # After an exception, too, the `.grad`s are as before.
+        # After an exception, too, modules and `.grad`s are as before.
         if self.watch is not None:
             self.watch.changed()
-        self.aside.__exit__(*error)
+        self.stack.__exit__(*error)
         # Autocast caches a cast of each leaf. The leaves end with the window, and the casts would outlive them.
         if _private.is_any_autocast_enabled() and autocasting(("cuda",)):
             torch.clear_autocast_cache()
@@ -239,21 +233,20 @@ class Engine:
         self.visit, self.first = loss.entered(params, recorded=True), 1
         if self.is_uninterrupted and self.reduction is None and not (loss.buffers or loss.statistics):
             # One visit lasts for the window. Otherwise the module is as it was between micro-batches.
-            entered, self.held = self.visit.__enter__(), self.visit
-            self.visit = nullcontext(entered)
+            self.visit = nullcontext(self.stack.enter_context(self.visit))
 
     def _begin_with_parameters(self, module: nn.Module) -> None:
         """Takes the module's own parameters for the leaves. None of them is an argument."""
-        params = self.program.memory.keep(Walk).trainable(module)
+        walk = self.program.memory.keep(Walk)
+        self.stack.enter_context(IN_USE.using(walk.ids(module)))
+        params = walk.trainable(module)
         leaves: list[torch.Tensor | None] = [*params.values()]
         structure = trees.flatten(params)[1]
         self.arity, self.whole_args, self.is_whole = 0, {_OWN: params}, True
         self.leaves = {_OWN: Leaves(params, leaves, structure, leaves)}
         if not are_plain(leaves):
             self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, _OWN))
-        aside = left_alone(params.values())
-        aside.__enter__()
-        self.aside = aside
+        self.stack.enter_context(left_alone(params.values()))
         self.merges_shards = self.reduction is not None and any(map(is_dtensor, leaves))
         self.visit, self.first = nullcontext(partial(called, self.gradient.loss_fn, module)), 0
 
@@ -268,7 +261,6 @@ class Engine:
         originals, structure = trees.flatten(tree)
         is_plain = are_plain(originals)
         if not is_plain:
-            originals = own_parameters(originals)
             check_unfrozen(originals, tree, self.gradient, argnum)
         try:
             leaves = [leaf if leaf is None else leaf.detach().requires_grad_() for leaf in originals]

@@ -4,7 +4,7 @@ Only torch has this file: layers of torch keep their state in themselves, in JAX
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -112,11 +112,18 @@ class Walk:
             self.known = Parts(module)
         return self.known
 
+    def ids(self, module: nn.Module) -> Collection[int]:
+        """The ids of the parts that have parameters or buffers."""
+        try:
+            return self.through(module).ids
+        except KeyError:  # a part of TorchScript has other tables, which are no dicts
+            return ()
+
     def trainable(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """`{name: parameter}` of those that require grad; the same dict for as long as they stay the same."""
         try:
             own = own_of(self.through(module))
-        except KeyError:  # a part of TorchScript has other tables, which are no dicts
+        except KeyError:  # of TorchScript
             return trainable(module)
         if self.trained is None or not own.is_as(self.trained[0]):
             self.trained = own, trainable(module)

@@ -4,13 +4,12 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 
-from funcga._types import Array
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend._private import BUFFERS, PARAMETERS
@@ -46,7 +45,7 @@ class Visit:
         self.loss, self.params, self.recorded, self.walk = loss, params, recorded, walk
         self.parts = walk.through(loss.module)
         self.own: Own | None = None  # the module's own parameters, once this is prepared
-        self.thread = 0  # which one is in the module
+        self.in_use: Collection[int] = ()  # what `give_back` ends
         # The `__dict__`s of the parts that have parameters, what stands in for each table there, and the module's own
         # tables during a visit; then the same of buffers.
         self.with_parameters: list[Space] = []
@@ -78,26 +77,24 @@ class Visit:
         if any(self.empty):  # the loss has registered some
             for registered in self.empty:
                 registered.clear()
-        _REGISTER.end(self)
+        self.give_back()
 
     def reserve(self) -> None:
         """Keeps other threads out of the module, which keeps its own parameters.
 
         Raises FuncgaError as a visit does. Otherwise `give_back` has to follow.
         """
-        _REGISTER.begin(self)
+        self.in_use = IN_USE.begin(self.parts.ids)
         try:
             if not self.is_prepared or any(self.empty):
                 self._prepare()
-            if HELD.threads and self.own is not None:
-                HELD.check({*map(id, self.own.entries.values)}, self.thread)
         except BaseException:
-            _REGISTER.end(self)
+            self.give_back()
             raise
 
     def give_back(self) -> None:
         """Lets other threads enter."""
-        _REGISTER.end(self)
+        IN_USE.end(self.in_use)
 
     def _prepare(self) -> None:
         """Works out what stands in for the parameters: the same whenever the visit begins again."""
@@ -163,18 +160,17 @@ class Visit:
         if tensor is None or replacement is tensor:
             return tensor
         if replacement is not None:
-            # An alias is marked, and not the caller's own tensor, which another thread may use as a parameter too.
+            # An alias is marked, and not the caller's own tensor, which may be a parameter elsewhere.
             if not (self.recorded or self.in_transform):
                 replacement = replacement[...] if replacement.requires_grad else replacement.detach()
         else:
-            if self.in_transform and _thread_of(tensor) == self.thread:
+            if self.in_transform and hasattr(tensor, "_stands_in"):
                 return tensor
             # A leaf only if autograd is to record what is not differentiated, as a loop by hand would.
             replacement = tensor.detach()
             if self.recorded and tensor.requires_grad:
                 replacement.requires_grad_()
-        # Two attributes, as a pair would be one more object a tensor for the garbage collector to go through.
-        replacement._stands_in, replacement._in_thread = tensor, self.thread  # type: ignore[attr-defined]
+        replacement._stands_in = tensor  # type: ignore[attr-defined]
         return replacement
 
 
@@ -228,94 +224,47 @@ def _copies_in_one_memory(sharing: list[torch.Tensor]) -> dict[int, torch.Tensor
     return copies
 
 
-def own_parameters(tensors: list[Array]) -> list[Array]:
-    """The tensors, with the module's own parameter for a stand-in that another thread has put into a module.
+class _InUse:
+    """What one thread uses alone: parts of modules that have other parameters meanwhile, and parameters whose `.grad`s
+    hold its sums. Both are known by their ids.
 
-    A tensor may have been read from the module while the other thread was in it.
+    A process has each module once, so it has one of these for all of its threads.
     """
-    thread = threading.get_ident()
-    return [_original(tensor, thread) for tensor in tensors]
-
-
-def _original(tensor: Array, thread: int) -> Array:
-    # Visits may be one inside of the other: each stand-in remembers what it stood in for.
-    while _thread_of(tensor) not in (None, thread):
-        tensor = tensor._stands_in
-    return tensor
-
-
-class _Held:
-    """The parameters whose `.grad`s a thread has gradients in, by their ids."""
 
     def __init__(self) -> None:
         self.lock, self.threads = threading.Lock(), dict[int, int]()
 
-    def hold(self, parameters: Sequence[object]) -> set[int]:
-        """Holds these for this thread, and returns what is to be let go: all that it does not hold already.
+    def begin(self, ids: Iterable[int]) -> Collection[int]:
+        """Uses these in this thread, and returns what is to end: all but what the thread uses already.
 
-        Raises FuncgaError if another thread holds one, or has put one into a module.
+        Raises FuncgaError if another thread uses one of them.
         """
-        ids, thread = {*map(id, parameters)}, threading.get_ident()
+        thread, begun = threading.get_ident(), {*ids}
         with self.lock:
-            self.check(ids, thread)
-            if any(_thread_of(parameter) not in (None, thread) for parameter in parameters):
-                raise _in_two_threads()
-            held = ids - self.threads.keys()
-            self.threads.update(dict.fromkeys(held, thread))
-        # Each says first what it does, and then looks at the others: so one of two at least sees the other.
-        for visit in [*_REGISTER.visits]:
-            own = () if visit.own is None else visit.own.entries.values
-            if visit.thread != thread and not ids.isdisjoint(map(id, own)):
-                self.let_go(held)
-                raise _in_two_threads()
-        return held
+            shared = begun & self.threads.keys()
+            if any(self.threads[key] != thread for key in shared):
+                raise FuncgaError(
+                    "two threads use one module at the same time, and would find parameters or gradients of each other "
+                    "in it. Give each thread a module of its own: copy.deepcopy(module)."
+                )
+            begun -= shared
+            self.threads.update(dict.fromkeys(begun, thread))
+        return begun
 
-    def let_go(self, ids: set[int]) -> None:
-        """Ends what `hold` has begun."""
+    def end(self, begun: Iterable[int]) -> None:
+        """Ends what `begin` has begun."""
         with self.lock:
-            for key in ids:
+            for key in begun:
                 del self.threads[key]
 
-    def check(self, ids: set[int], thread: int) -> None:
-        """Raises FuncgaError if another thread holds one of these."""
-        if any(self.threads[key] != thread for key in ids & self.threads.keys()):
-            raise _in_two_threads()
+    @contextmanager
+    def using(self, ids: Iterable[int]) -> Iterator[None]:
+        """A context in which these are used."""
+        begun = self.begin(ids)
+        try:
+            yield
+        finally:
+            self.end(begun)
 
 
-HELD = _Held()
-
-
-def _in_two_threads() -> FuncgaError:
-    return FuncgaError(
-        "two threads use one module at the same time, and would find parameters or gradients of each other in it. Give "
-        "each thread a module of its own: copy.deepcopy(module)."
-    )
-
-
-def _thread_of(tensor: object) -> int | None:
-    """The thread that has put this tensor into a module, where it stands in for another one."""
-    return vars(tensor).get("_in_thread") if isinstance(tensor, torch.Tensor) else None
-
-
-class _Register:
-    """The visits of all threads. A process has each module once, so it has one register for all of its threads."""
-
-    def __init__(self) -> None:
-        self.lock, self.visits = threading.Lock(), list[Visit]()
-
-    def begin(self, visit: Visit) -> None:
-        """Lets the thread enter. Raises FuncgaError if another one is in the module, or in one that overlaps it."""
-        visit.thread = threading.get_ident()
-        with self.lock:
-            for other in self.visits:
-                if other.thread != visit.thread and not other.parts.ids.isdisjoint(visit.parts.ids):
-                    raise _in_two_threads()
-            self.visits.append(visit)
-
-    def end(self, visit: Visit) -> None:
-        """Lets others enter the module."""
-        with self.lock:
-            self.visits.remove(visit)
-
-
-_REGISTER = _Register()
+IN_USE = _InUse()

@@ -28,6 +28,8 @@ from torch_backend.engine.others import left_alone
 from torch_backend.engine.window import detached
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_params
+from torch_backend.modules.layers import Walk
+from torch_backend.modules.visits import IN_USE
 from torch_backend.pipeline.schedule import Pipeline
 from torch_backend.pipeline.told import Told, agreed, told_by_last
 from torch_backend.reduce import Reduction
@@ -95,6 +97,7 @@ class PipelineWindow:
                 stack.enter_context(torch.inference_mode(False))
             if self.wrapper is not None:
                 stack.enter_context(self.wrapper.window())
+            stack.enter_context(IN_USE.using(self.program.memory.keep(Walk).ids(self.gradient.module)))
             self.params: dict[str, torch.Tensor] = {**trainable(self.gradient.module)}
             inner = [] if self.wrapper is None else self.wrapper.leaves()
             # The user's `.grad`s are put aside, and come back when the stack closes.

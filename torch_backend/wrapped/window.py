@@ -37,7 +37,8 @@ from torch_backend.engine.others import applied, left_alone, reach
 from torch_backend.engine.window import detached
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_params, modules_in
-from torch_backend.modules.layers import called
+from torch_backend.modules.layers import Walk, called
+from torch_backend.modules.visits import IN_USE
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.header import nothing_to_fold
@@ -143,6 +144,7 @@ class ModuleWindow:
             stack.enter_context(replacements)
             self.since = applied.last if applied.is_noted else None
             stack.enter_context(self.wrapper.window())
+            stack.enter_context(IN_USE.using(self.program.memory.keep(Walk).ids(self.gradient.module)))
             self.params: dict[str, torch.Tensor] = {**trainable(self.gradient.module)}
             # The user's `.grad`s are put aside, and come back when the stack closes.
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))

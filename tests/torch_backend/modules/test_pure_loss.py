@@ -1,7 +1,6 @@
 """`pure_loss`: a module's loss as a pure function of its parameters, on the engine, in torch.func and compiled."""
 
 import copy
-import operator
 import threading
 
 import pytest
@@ -16,7 +15,6 @@ import funcga
 import torch_backend
 from tests.kits import LIMITS, TORCH, counted, difference
 from torch_backend import pure_loss
-from torch_backend.modules.visits import own_parameters
 
 
 class Net(nn.Module):
@@ -245,55 +243,8 @@ def test_a_thread_that_reads_the_parameters_and_uses_them_when_the_other_one_has
     other = threading.Thread(target=funcga.accumulate(funcga.grad(pure_loss(module, reads)), 2), args=(params, x, y))
     other.start()
     other.join()
-    assert not any(seen[name] is p for name, p in params.items())
-    assert all(own is p for own, p in zip(own_parameters([*seen.values()]), module.parameters(), strict=True))
     step = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 2)
     assert difference(TORCH, step(seen, x, y), step(params, x, y)) == 0
-
-
-def test_a_thread_that_reads_the_parameters_of_a_window_inside_of_another_one():
-    module, (x, y) = net(), batch()
-    params, inside, done = dict(module.named_parameters()), threading.Event(), threading.Event()
-
-    def waits(module, x, y):
-        inside.set()
-        assert done.wait(20)
-        return mse(module, x, y)
-
-    def nests(module, x, y):
-        doubled = {name: 2 * p.detach() for name, p in module.named_parameters()}
-        return pure_loss(module, waits)(doubled, x, y)
-
-    tripled = {name: 3 * p.detach() for name, p in params.items()}
-    nested = threading.Thread(target=pure_loss(module, nests), args=(tripled, x, y))
-    nested.start()
-    assert inside.wait(20)
-    read = [*module.parameters()]
-    found = own_parameters(read)
-    done.set()
-    nested.join()
-    assert all(own is p and own is not r for own, p, r in zip(found, params.values(), read, strict=True))
-
-
-def test_a_thread_that_is_given_what_another_one_has_put_into_the_module():
-    """Tensors of the caller's own, such as an average of parameters, are parameters in both."""
-    module, (x, y) = net(), batch()
-    averaged = {name: 2 * p.detach() for name, p in module.named_parameters()}
-    inside, done, values = threading.Event(), threading.Event(), []
-
-    def waits(module, x, y):
-        inside.set()
-        assert done.wait(20)
-        return mse(module, x, y)
-
-    evaluation = threading.Thread(target=lambda: values.append(pure_loss(module, waits)(averaged, x, y)))
-    evaluation.start()
-    assert inside.wait(20)
-    found = own_parameters([*averaged.values()])
-    done.set()
-    evaluation.join()
-    assert all(map(operator.is_, found, averaged.values()))
-    assert torch.equal(values[0], pure_loss(module, mse)(averaged, x, y))
 
 
 def test_zero_grad_inside_of_the_loss_is_refused():
