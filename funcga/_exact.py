@@ -125,7 +125,7 @@ def expanded(xp: Namespace, term: Array, limit: float) -> tuple[Array, ...]:
         if left:
             rest = rest - whole
     outside = (bits & ~below).view(form.floats)
-    beyond = xp.clip(xp.abs(outside) * (BEYOND / unit), 0.0, BEYOND)
+    beyond = (~below & form.bits_of(BEYOND)).view(form.floats)
     return leading + (beyond + _not_finite(xp, outside)), *digits
 
 

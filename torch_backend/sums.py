@@ -57,7 +57,7 @@ def _combined(
     if pure:
         return fold.combine(accumulator, fold.lift(leaf, weight))
     if donate and elementwise.fits(fold, leaf):
-        elementwise.combine(fold, accumulator, leaf.detach(), weight, donate=False)
+        elementwise.combine(fold, accumulator, leaf.detach(), weight)
         return accumulator
     return fold.combine(accumulator, fold.lift(leaf.detach(), weight))
 

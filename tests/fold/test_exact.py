@@ -12,10 +12,9 @@ import torch
 import funcga
 import torch_backend
 from funcga import _exact
-from funcga._fold import Tally
+from funcga._fold import LeafFold, Tally
 from tests.kits import JAX, TORCH
-from torch_backend.engine import exact as in_place
-from torch_backend.engine.buffers import Buffers
+from torch_backend.engine import elementwise
 
 LIMIT = 2.0**20
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -39,7 +38,6 @@ def parts_of(dtype):
 def values_of(total, dtype):
     """The rational numbers that a sum of arrays stands for."""
     bits, unit = parts_of(dtype)
-    bits = 60 if funcga.to_numpy(total[1]).dtype == "int64" else bits
     rows = [funcga.to_numpy(part).ravel().tolist() for part in total]
     return [
         unit * sum(Fraction(part) / 2 ** (bits * place) for place, part in enumerate(element))
@@ -165,41 +163,25 @@ def test_what_is_not_finite_comes_through(kit, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("weight", [1, 0.3, 4])
-def test_torch_adds_in_place_what_the_formulas_say(dtype, weight):
-    """Terms of one size at a time: those below the unit have no leading number, and none is added."""
+@pytest.mark.parametrize("shape", [(2, 5), ()])
+def test_torch_adds_in_place_what_the_formulas_say(dtype, weight, shape):
+    """Terms of one size at a time, some of which are out of range."""
     r = np.random.default_rng(0)
     unit = float(parts_of(dtype)[1])
-    near = np.array([np.nextafter(unit, 0), -unit, unit * (1 - 2**-21), unit / 2, 3 * unit / 2], dtype)
+    near = np.array([np.nextafter(unit, 0), -unit, unit / 2, 3 * unit / 2, LIMIT / 2, -0.0], dtype).reshape(6, 1, 1)
     drawn_terms = [[r.uniform(-1, 1, (2, 5)) * 2.0**power for _ in range(3)] for power in range(-75, 18)]
-    for terms in [*drawn_terms, [near[None] / weight, -near[None] / weight, near[None]]]:
-        terms = [term.astype(dtype) for term in terms]
-        total = in_place.zeros(TORCH.arrays(terms[0]), getattr(torch, dtype))
+    fold = LeafFold(funcga.reproducible(funcga.mean()), *[getattr(torch, dtype)] * 2, TORCH.backend.arrays)
+    for terms in [*drawn_terms, near + np.zeros((2, 5))]:
+        terms = [TORCH.arrays((term if shape else term.flat[0]).astype(dtype).reshape(shape)) for term in terms]
+        total = elementwise.begun(fold, terms[0])
+        expected = fold.identity(terms[0])
         for term in terms:
-            assert in_place.add(total, TORCH.arrays(term), weight, LIMIT, donate=False)
-        total = in_place.narrowed(total)
-        expected = summed(TORCH, [term * np.array(weight, dtype) for term in terms])
+            elementwise.combine(fold, total, term, weight)
+            expected = fold.combine(expected, fold.lift(term, weight))
         assert all(map(torch.equal, total, expected))
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_small_terms_have_room_until_they_are_carried(sign):
-    """As many as there may be, of the largest that are not carried one by one, on a sum whose digit is full."""
-    small = np.nextafter(np.float32(2.0**-9 * 2**7), np.float32(0)) * sign
-    first = np.full(3, np.nextafter(np.float32(2.0**7), np.float32(0)), "float32")
-    total = in_place.zeros(torch.zeros(3), torch.float32)
-    assert in_place.add(total, torch.from_numpy(first), 1.0, LIMIT, donate=False)
-    before = total[0].clone()
-    for _ in range(_exact.MOST - 1):
-        assert in_place.add(total, torch.full((3,), small), 1.0, LIMIT, donate=False)
-    exact = [Fraction(float(first[0])) + (_exact.MOST - 1) * Fraction(float(small))] * 3
-    assert torch.equal(total[0], before)  # nothing was carried
-    assert values_of(total, "float32") == exact
-    narrow = in_place.narrowed([part.clone() for part in total])
-    assert values_of(narrow, "float32") == exact
-    assert all(0 <= int(digit.min()) <= int(digit.max()) < 2**30 for digit in narrow[1:])
-    assert values_of(in_place.widened(narrow), "float32") == exact
-    expected = _exact.quotient(torch, _exact.rounded(torch, narrow, LIMIT), 3.0)
-    assert torch.equal(in_place.finish(total, Tally((3.0,), 3), _exact.Finish("weight", LIMIT)), expected)
+        tally = Tally((3.0,), len(terms))
+        result = elementwise.normalized(fold, total, tally)
+        torch.testing.assert_close(result, fold.normalize(expected, tally), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -326,13 +308,8 @@ class Many(torch.nn.Module):
 
 
 @pytest.mark.parametrize("weighed", [False, True])
-def test_short_leaves_are_folded_together_and_have_the_same_bits(weighed, monkeypatch):
-    """In a backward pass they wait for its end. An Accumulator folds each leaf by itself."""
-    together = []
-    add_short = Buffers.add_short
-    monkeypatch.setattr(
-        Buffers, "add_short", lambda self, *args: [together.append(len(args[0])), add_short(self, *args)]
-    )
+def test_a_backward_pass_and_an_accumulator_have_the_same_bits(weighed):
+    """The pass folds each gradient as soon as it is there. One leaf is reached by some rows alone."""
     torch.manual_seed(0)
     module, rows = Many(), torch.randn(12, 32)
     params = {name: p.detach() for name, p in module.named_parameters()}
@@ -340,8 +317,6 @@ def test_short_leaves_are_folded_together_and_have_the_same_bits(weighed, monkey
     fold = funcga.reproducible(funcga.mean())
     weight = (lambda x: 3.0 if bool(x[0, 0] > 0.5) else 0.7) if weighed else None
     grads = funcga.accumulate(gradient, microbatch_size=2, fold=fold, weight=weight)(params, rows)
-    assert len(together) == 6
-    assert together == [5] * 6  # as many leaves as make a 32nd of all, in six micro-batches
     accumulator = funcga.Accumulator(fold)
     state = accumulator.init(params)
     for x in (rows[k : k + 2].clone() for k in range(0, 12, 2)):
@@ -353,7 +328,7 @@ def test_short_leaves_are_folded_together_and_have_the_same_bits(weighed, monkey
     assert grads["extra"].any()
 
 
-def test_a_short_leaf_that_leaves_the_range_is_named():
+def test_a_leaf_that_leaves_the_range_is_named():
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 1))
     fold = funcga.reproducible(funcga.mean(), limit=8)
     loss_fn = lambda module, x: module(x).sum() + 9 * module[1].bias[3]

@@ -14,7 +14,6 @@ from funcga._types import Scalar, Tree
 from torch_backend import _private, trees
 from torch_backend.coupled.parameters import Parameters
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.elementwise import settled
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import begun_by_others, detached, reductions_of
 from torch_backend.randomness import generator_states, put_generator_states
@@ -157,8 +156,7 @@ class FirstPass:
             torch.cat(buffers.collected.pop(leaf_index), dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype)
             for leaf_index, fold in zip(outputs.collected, outputs.collected_folds, strict=True)
         ]
-        reduced = [*map(settled, buffers.folds, buffers.reduced)]
-        return Summaries(self.job, outputs, reduced, collected, state, lambda fold: tally)
+        return Summaries(self.job, outputs, buffers.reduced, collected, state, lambda fold: tally)
 
     # --- what the second pass asks
 

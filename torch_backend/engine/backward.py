@@ -250,9 +250,7 @@ class Backward(Pass):
             self._take_rest(waiting, weight)
 
     def _take_rest(self, waiting: set[int], weight: Scalar) -> None:
-        """Folds in what no hook has taken: short gradients together, and zeros where no gradient came."""
-        if self.layout.short:
-            self.buffers.add_short([self._taken(leaf_index, waiting) for leaf_index in self.layout.short], weight)
+        """Folds in what no hook has taken, and zeros where no gradient came."""
         for leaf_index in [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]:
             self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
         self._add_zeros(waiting.intersection(self.layout.others), weight)
@@ -262,11 +260,10 @@ class Backward(Pass):
         waiting: set[int],
         ready: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
-        """The pass, with a hook on each leaf `waiting` that takes its gradient, but for the short ones."""
+        """The pass, with a hook on each leaf `waiting` that takes its gradient."""
         # The hooks run after autograd has added the gradient to `.grad`, so they find it whole there.
         handles = [
-            _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting))
-            for leaf_index in waiting.difference(self.layout.short)
+            _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting)) for leaf_index in waiting
         ]
         if ready is not None:
             handles += [
@@ -281,16 +278,11 @@ class Backward(Pass):
 
     def _take(self, leaf_index: int, weight: Scalar, waiting: set[int], _: torch.Tensor) -> None:
         """Folds in the gradient of a leaf, and frees it."""
-        gradient = self._taken(leaf_index, waiting)
-        is_dense = type(gradient) in (torch.Tensor, _private.FAKE) and gradient.layout is torch.strided
-        self.buffers.add_leaf(leaf_index, gradient, weight, is_dense and is_alone(gradient))
-
-    def _taken(self, leaf_index: int, waiting: set[int]) -> torch.Tensor:
-        """The gradient of a leaf, which does not wait for it any more; zeros if none came."""
         leaf = self.leaves[leaf_index]
         gradient, leaf.grad = leaf.grad, None
         waiting.discard(leaf_index)
-        return torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
+        assert gradient is not None
+        self.buffers.add_leaf(leaf_index, gradient, weight)
 
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""

@@ -42,7 +42,6 @@ class Buffers:
         self.reduced: list[Reduced] = [None] * len(self.folds)
         self.normalized: set[int] = set()  # sums that are divided already
         self.borrowed: set[int] = set()  # of a step that is compiled: what may be the memory of an argument
-        self.short: Reduced = None  # those of the leaves that the layout calls short, one after the other
         self.passed: dict[int, torch.Tensor] = {}
         self.collected: dict[int, list[torch.Tensor]] = {leaf_index: [] for leaf_index in self.outputs.collected}
 
@@ -121,11 +120,8 @@ class Buffers:
         self.weight += weight
         self.steps += 1
 
-    def add_leaf(self, leaf_index: int, value: torch.Tensor, weight: Scalar, alone: bool = False) -> None:
-        """Folds in one leaf of the backward pass, whose memory is from now on the buffers' own.
-
-        `alone`: nobody else holds it, so it may be written to.
-        """
+    def add_leaf(self, leaf_index: int, value: torch.Tensor, weight: Scalar) -> None:
+        """Folds in one leaf of the backward pass, whose memory is from now on the buffers' own."""
         value = arrays.strided(value)
         if leaf_index in self.outputs.threads:
             self.passed[leaf_index] = value
@@ -135,28 +131,13 @@ class Buffers:
             index = self.layout.index_of[leaf_index]
             share = self.share(weight)
             if self.layout.kinds[index] is None:
-                self._combine(index, value, weight, alone)
+                self._combine(index, value, weight)
             elif self.layout.kinds[index] == "plain":
                 self._add_sums([index], {index: value}, 1)
             elif share is None:
                 self._add_masked([index], {index: value}, weight)
             else:
                 self._add_sums([index], {index: value}, share)
-
-    def add_short(self, values: Sequence[torch.Tensor], weight: Scalar) -> None:
-        """`add_leaf` for all leaves that the layout calls short, as if they were one: their sums are one memory."""
-        indices = [self.layout.index_of[leaf_index] for leaf_index in self.layout.short]
-        fold = self.folds[indices[0]]
-        if self.short is None:
-            begun = [
-                elementwise.begun(fold, value) if self.reduced[index] is None else self.reduced[index]
-                for index, value in zip(indices, values, strict=True)
-            ]
-            self.short = elementwise.joined(begun)
-            for index, part in zip(indices, elementwise.parted(self.short, values), strict=True):
-                self.reduced[index] = part
-        whole = torch.cat([arrays.strided(value).reshape(-1) for value in values])
-        elementwise.combine(fold, self.short, whole, weight, donate=True)
 
     def _count(self, weight: Scalar) -> None:
         self.steps += 1
@@ -169,12 +150,12 @@ class Buffers:
         self.counted = more if self.counted is None else self.counted.merge(more)
         self.factors_of = None  # the next weight may be the same tensor with another number
 
-    def _combine(self, index: int, value: torch.Tensor, weight: Scalar, donate: bool = False) -> None:
+    def _combine(self, index: int, value: torch.Tensor, weight: Scalar) -> None:
         fold = self.folds[index]
         if not self.pure and elementwise.fits(fold, value):
             if self.reduced[index] is None:
                 self.reduced[index] = elementwise.begun(fold, value)
-            elementwise.combine(fold, self.reduced[index], value, weight, donate)
+            elementwise.combine(fold, self.reduced[index], value, weight)
             return
         before = fold.identity(value) if self.reduced[index] is None else self.reduced[index]
         combined = fold.combine(before, fold.lift(value, weight))
@@ -275,10 +256,6 @@ class Buffers:
                 results[index] = results[index].to(self.folds[index].result_dtype)
         if left:
             folded = self.tally
-            short = [self.layout.index_of[leaf_index] for leaf_index in self.layout.short]
-            if short and {*short} <= {*left}:
-                self._normalize_short(short, results, folded)
-                left = [index for index in left if index not in short]
             for index in left:
                 results[index] = self._normalized(index, results[index], folded)
         # What belongs to no group is a leaf that was None in every micro-batch.
@@ -291,28 +268,6 @@ class Buffers:
         for leaf_index, value in zip(self.outputs.threads, state, strict=True):
             leaves[leaf_index] = value
         return self.outputs.backend.trees.unflatten(self.outputs.structure, leaves)
-
-    def _normalize_short(self, short: list[int], results: list[Reduced], folded: Tally) -> None:
-        """Puts results in the place of sums, of the leaves that the layout calls short."""
-
-        def where() -> str:
-            for index in short[:-1]:  # the check of all has failed, so that of one does
-                self._check_known(index, results[index], folded)
-            return self.outputs.paths()[self.outputs.reduced[short[-1]]]
-
-        whole = elementwise.joined([results[index] for index in short])
-        if largest(whole).is_cpu:
-            self.folds[short[0]].check_known(whole, folded, where)
-        shapes = [largest(results[index]).shape for index in short]
-        result = elementwise.normalized(self.folds[short[0]], whole, folded)
-        if isinstance(result, tuple):  # several arrays a leaf
-            for index in short:
-                results[index] = self.folds[index].result(results[index], folded)
-            return
-        rows = torch.split(result, [*map(math.prod, shapes)])
-        # Each in memory of its own: what is kept of one leaf would keep all of them.
-        for index, row, shape in zip(short, rows, shapes, strict=True):
-            results[index] = row.clone().view(shape)
 
     def _check_known(self, index: int, reduced: Reduced, folded: Tally) -> None:
         if torch.compiler.is_compiling() or not largest(reduced).is_cpu:

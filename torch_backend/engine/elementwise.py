@@ -8,15 +8,13 @@ torch to use all cores.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
-from funcga._exact import Lift
+from funcga._exact import MOST, Finish, Lift, format_of, rounded, unit_of
 from funcga._fold import LeafFold, Tally, parts_of
 from funcga._types import Reduced, Scalar
-from torch_backend import _private
-from torch_backend.engine import exact
+from torch_backend import _private, arrays
 
 # Elements. A device has no such cache, and each operation costs a launch.
 _PIECE, _PIECE_ON_DEVICE = 2**16, 2**22
@@ -30,82 +28,78 @@ def fits(fold: LeafFold, value: object) -> bool:
 
 def begun(fold: LeafFold, value: torch.Tensor) -> Reduced:
     """What is reduced of nothing, in memory of its own."""
-    if isinstance(fold.fold.reducer.lift, Lift) and fold.accumulator_dtype.is_floating_point:
-        return exact.zeros(value, fold.accumulator_dtype)
     one = fold.identity(value.new_zeros([1] * value.ndim))
     parts = [torch.empty_like(value, dtype=part.dtype, requires_grad=False).copy_(part) for part in parts_of(one)]
     return tuple(parts) if isinstance(one, tuple) else parts[0]
 
 
-def combine(fold: LeafFold, reduced: Reduced, value: torch.Tensor, weight: Scalar, donate: bool) -> None:
-    """Folds a value into what is reduced, in its memory; `donate`: the value may be written to."""
-    parts, lift = parts_of(reduced), fold.fold.reducer.lift
-    is_exact = _is_exact(fold, reduced)
+def _is_added_exactly(fold: LeafFold, total: Sequence[torch.Tensor], value: torch.Tensor, weight: Scalar) -> bool:
+    """Adds to an exact sum on the host what funcga._exact says, in fewer passes; False, and nothing, if it cannot.
+
+    Usually every term is below the limit, and eager kernels contract nothing.
+    """
+    (leading, *digits), lift = total, fold.fold.reducer.lift
+    if not (digits and isinstance(lift, Lift) and value.is_cpu and value.numel()) or isinstance(weight, torch.Tensor):
+        return False
+    form = format_of(torch, leading.dtype)
+    unit, mask = unit_of(leading.ndim, lift.limit, form), (1 << form.digit) - 1
+    term = lift.lift(torch, value.to(form.floats), float(weight))
+    least, greatest = torch.aminmax(term)
+    limit = unit * 2.0**form.mantissa / MOST
+    if arrays.scalar((least > -limit) & (greatest < limit)) is not True:
+        return False
+    rest = term * (1 / unit)
+    whole = rest.round()
+    leading.add_(whole)
+    for digit in digits:
+        rest.sub_(whole).mul_(2.0**form.digit)
+        digit.add_(torch.round(rest, out=whole).to(form.integers))
+    for digit, above in zip(digits[::-1], (*digits[-2::-1], leading), strict=True):
+        above.add_(digit >> form.digit)
+        digit.bitwise_and_(mask)
+    return True
+
+
+def combine(fold: LeafFold, reduced: Reduced, value: torch.Tensor, weight: Scalar) -> None:
+    """Folds a value into what is reduced, in its memory."""
+    parts = parts_of(reduced)
     for *before, piece in _pieces([*parts, _like(value, parts[0])]):
-        after = _added(before, piece, weight, lift, donate) if is_exact and _is_on_host(value, weight) else None
-        if after is None:
-            held = exact.narrowed(before) if is_exact else before
-            after = fold.combine(tuple(held) if isinstance(reduced, tuple) else held[0], fold.lift(piece, weight))
-            after = exact.widened(after) if is_exact and exact.is_wide(before) else parts_of(after)
+        if _is_added_exactly(fold, before, piece, weight):
+            continue
+        held = tuple(before) if isinstance(reduced, tuple) else before[0]
+        after = parts_of(fold.combine(held, fold.lift(piece, weight)))
         for target, part in zip(before, after, strict=True):
             if target is not part:
                 target.copy_(part)
 
 
-def _added(before: exact.Sum, value: torch.Tensor, weight: Scalar, lift: Any, donate: bool) -> exact.Sum | None:
-    """An exact sum with one more value, in the form that it has, in its memory; None if a number is not usual."""
-    total = exact.widened(before)
-    if not exact.add(total, value, float(weight) if lift.is_weighted else 1.0, lift.limit, donate):
+def _exact_quotient(fold: LeafFold, total: Sequence[torch.Tensor], tally: Tally) -> torch.Tensor | None:
+    """The result of an exact sum on the host, which divides correctly; None if it may be below the normal numbers."""
+    (leading, *digits), finish = total, fold.fold.normalizer.apply
+    if not (digits and isinstance(finish, Finish) and leading.is_cpu):
         return None
-    return total if exact.is_wide(before) else exact.narrowed(total)
-
-
-def joined(reduced: Sequence[Reduced]) -> Reduced:
-    """What is reduced of several leaves, as that of one."""
-    parts = [torch.cat([part.reshape(-1) for part in of_all]) for of_all in zip(*map(parts_of, reduced), strict=True)]
-    return tuple(parts) if isinstance(reduced[0], tuple) else parts[0]
-
-
-def parted(whole: Reduced, likes: Sequence[torch.Tensor]) -> list[Reduced]:
-    """What is reduced of each of several leaves, which have these shapes, as views of what is `joined`."""
-    sizes = [like.numel() for like in likes]
-    rows = [
-        [row.view(like.shape) for row, like in zip(torch.split(part, sizes), likes, strict=True)]
-        for part in parts_of(whole)
-    ]
-    return [*zip(*rows, strict=True)] if isinstance(whole, tuple) else rows[0]
-
-
-def settled(fold: LeafFold, reduced: Reduced) -> Reduced:
-    """What is reduced, in the form that all others know: an exact sum has one of its own while its window lasts."""
-    return tuple(exact.narrowed(reduced)) if _is_exact(fold, reduced) else reduced
-
-
-def _is_exact(fold: LeafFold, reduced: Reduced) -> bool:
-    return isinstance(reduced, tuple) and isinstance(fold.fold.reducer.lift, Lift)
+    form = format_of(torch, leading.dtype)
+    divisor = {"weight": tally.total, "steps": tally.steps, None: 1}[finish.divides_by]
+    last = unit_of(leading.ndim, finish.limit, form) * 2.0 ** (-form.digit * len(digits))
+    if isinstance(divisor, torch.Tensor) or not 0 < divisor < last / torch.finfo(form.floats).tiny:
+        return None
+    number: torch.Tensor = rounded(torch, total, finish.limit)
+    return number.div_(divisor)
 
 
 def normalized(fold: LeafFold, reduced: Reduced, tally: Tally) -> Reduced:
     """The result. One array is in the memory of the first one that is reduced, if that has its dtype."""
-    finish: Any = fold.fold.normalizer.apply
-    parts, is_exact = parts_of(reduced), _is_exact(fold, reduced)
-    on_host = is_exact and _is_on_host(parts[0], tally.total)
+    parts = parts_of(reduced)
     result = parts[0] if parts[0].dtype == fold.result_dtype else torch.empty_like(parts[0], dtype=fold.result_dtype)
     for *piece, target in _pieces([*parts, result]):
-        number = exact.finish(exact.widened(piece), tally, finish) if on_host else None
+        number: Reduced = _exact_quotient(fold, piece, tally)
         if number is None:
-            held = exact.narrowed(piece) if is_exact else piece
-            number = fold.normalize(tuple(held) if isinstance(reduced, tuple) else held[0], tally)
+            number = fold.normalize(tuple(piece) if isinstance(reduced, tuple) else piece[0], tally)
         if isinstance(number, tuple):
             return fold.normalize(reduced, tally)
         if number is not piece[0] or result is not parts[0]:
             target.copy_(number)
     return result
-
-
-def _is_on_host(array: torch.Tensor, scalar: Scalar) -> bool:
-    """Whether the numbers of an array may be looked at without waiting for a device, and the scalar is a number."""
-    return array.is_cpu and bool(array.numel()) and not isinstance(scalar, torch.Tensor)
 
 
 def _like(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,8 @@ Two indices: a `leaf_index` counts all leaves of grad_fn's output, an `index` on
 """
 
 import operator
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -92,26 +90,7 @@ class Layout:
                 self.added.append(Added(position, leaf_index, index, kind == "plain", wide))
         self.added_sums = [added.sum_index for added in self.added]
         self.widens = any(added.wide is not None for added in self.added)
-        self.short = self._short_ones(present) if self.others else []
         self._plan_cotangent([*present.values()], scaled)
-
-    def _short_ones(self, leaves: Mapping[int, torch.Tensor]) -> list[int]:
-        """Of the others that are folded element by element, by one fold, the shortest: a 32nd of all elements at most.
-
-        Their gradients may wait for the end of a backward pass, to be folded together.
-        """
-        kinds: dict[object, list[int]] = {}
-        for leaf_index in self.others:
-            fold = self.folds[self.index_of[leaf_index]] if leaf_index in self.index_of else None
-            leaf = leaves[leaf_index]
-            if fold is not None and fold.fold.is_per_element and leaf.ndim and leaf.is_contiguous():
-                kind = fold.fold, fold.accumulator_dtype, fold.result_dtype, leaf.dtype, leaf.device, type(leaf)
-                kinds.setdefault(kind, []).append(leaf_index)
-        most = max([*kinds.values(), []], key=lambda alike: len(alike))
-        most.sort(key=lambda leaf_index: leaves[leaf_index].numel())
-        elements = [*accumulate(leaves[leaf_index].numel() for leaf_index in most)]
-        short = most[: bisect_right(elements, sum(leaf.numel() for leaf in leaves.values()) // 32)]
-        return short if len(short) > 1 else []
 
     def _plan_cotangent(self, leaves: Sequence[torch.Tensor], scaled: bool) -> None:
         """Decides whether the cotangent can be the weight of a micro-batch."""

@@ -19,7 +19,6 @@ from funcga._types import Reduced
 from torch_backend import trees
 from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.elementwise import settled
 from torch_backend.replicas import Channel, as_bytes
 
 # So few elements are not worth a bucket of their own.
@@ -334,7 +333,7 @@ def _sent(buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.dev
     """What this replica sends of a leaf."""
     sent = buffers.folds[leaf].fold.reducer.monoid.sent
     assert sent is not None  # or it is gathered
-    return sent(torch, settled(buffers.folds[leaf], _lifted(buffers, leaf, shape, device)))
+    return sent(torch, _lifted(buffers, leaf, shape, device))
 
 
 # -------------------------------------------------------------------------------------------------- what is gathered

@@ -1008,7 +1008,7 @@ class Extent(NamedTuple):
 
 
 def test_a_fold_of_each_element_may_have_several_arrays_as_its_result():
-    """Of long leaves, which are folded in pieces, and of short ones, which are folded together."""
+    """Of long leaves, which are folded in pieces, and of short ones."""
     torch.manual_seed(0)
     module, rows = torch.nn.Sequential(torch.nn.Linear(280, 280), torch.nn.LayerNorm(280)), torch.randn(6, 280)
     both = funcga.Monoid(
