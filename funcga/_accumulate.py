@@ -150,7 +150,7 @@ def accumulate(
         pair of that and the observation.
 
     Raises:
-        FuncgaError: The input is bad. It is raised before any work.
+        FuncgaError: If an argument is invalid, before any work.
 
     Example:
         >>> loss_fn = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()

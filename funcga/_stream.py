@@ -96,7 +96,7 @@ def stream(
         observation.
 
     Raises:
-        FuncgaError: The input is bad, or the iterable has no micro-batch, and no other replica has one.
+        FuncgaError: If an argument is invalid, or neither this iterable nor that of another replica has a micro-batch.
 
     Example:
         >>> step = funcga.stream(funcga.grad(lambda w, x: (w * x).mean()))

@@ -431,7 +431,7 @@ class Calls:
         self.listener = Listener() if reductions else None
         self.own_groups = [Listener(reduction.replicas.group) for reduction in reductions]
         self.may_be_short = bool(reductions)
-        # Whether nobody has said that the first argument is passed whole.
+        # True if in_axes was left at its default, which passes the first argument whole.
         no_axes = program.in_axes is None and program.default_in_axes is None
         self.assumes_whole = no_axes and gradient is None and not torch.compiler.is_compiling()
 

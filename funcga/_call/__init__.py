@@ -164,7 +164,7 @@ class Program:
         return self.memory.keep(_Readings).of(self.observers, self, value, arguments)
 
     def observed(self, result: Tree, kwargs: dict[str, Tree], arguments: Arguments | None = None) -> Tree:
-        """(the value, what the observers say) of what a window with observers has come to.
+        """(the value, the observation): a finished window's result, where there are observers.
 
         `arguments` are those of the call where no micro-batch has shown the structure of the value.
         """

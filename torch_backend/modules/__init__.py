@@ -31,8 +31,8 @@ def pure_loss(module: nn.Module, loss_fn: LossFn, *, buffers: bool = False, stat
 
     The module is left as it was, its parameters, buffers and `.grad`s too, whatever happens. The loss works in
     torch.func and torch.compile. In `accumulate` and `stream` over `funcga.grad(loss)` the parameters are in the module
-    during a micro-batch; between two of them it has its own. Other threads that use the module through a pure_loss wait
-    meanwhile. Give it to `funcga.grad` as it is if the module has checkpoints: they run it again in the backward pass,
+    during a micro-batch; between two of them it has its own. Another thread that uses the module meanwhile is refused.
+    Give it to `funcga.grad` as it is if the module has checkpoints: they run it again in the backward pass,
     and find the parameters only then. More terms of the loss can be written in loss_fn, which has the parameters as
     `module.parameters()`.
 
@@ -63,8 +63,8 @@ def pure_loss(module: nn.Module, loss_fn: LossFn, *, buffers: bool = False, stat
     Raises:
         FuncgaError: for names that the module does not have, for gradients of frozen parameters, for modules wrapped in
             DDP or FSDP, whose gradients would silently not be reduced, for a micro-batch with one value per channel of
-            a BatchNorm layer, for an embedding with max_norm that would shorten a row, and where threads would wait for
-            one another for ever. With statistics=True if there is no such layer, if one runs twice in a forward pass,
+            a BatchNorm layer, for an embedding with max_norm that would shorten a row, and for a module that
+            another thread uses. With statistics=True if there is no such layer, if one runs twice in a forward pass,
             or is a SyncBatchNorm.
 
     Example:
@@ -157,7 +157,7 @@ class PureLoss(ModuleLoss):
         backward pass may be recorded for their sake alone.
 
         It can be entered again and again. While it is entered, other threads that want to put parameters into the
-        module, or into one that overlaps with it, wait.
+        module, or into one that overlaps with it, are refused.
         """
         return Visit(self, params, recorded, self.walk)
 

@@ -26,7 +26,7 @@ from torch_backend.engine.window import Engine, reductions_of
 
 
 class _Calling(threading.local):
-    """The arguments, and those of the micro-batch, that a grad_fn is called for whose in_axes nobody has said."""
+    """The arguments, and those of the micro-batch, of a call of grad_fn whose in_axes was left at its default."""
 
     microbatch: tuple[Arguments, tuple[Tree, ...]] | None = None
 
