@@ -275,7 +275,7 @@ class Engine:
         return Leaves(trees.unflatten(structure, leaves), leaves, structure, originals)
 
     def whole(self, args: tuple[Tree, ...]) -> Arguments:
-        """args as a single, unsplit micro-batch."""
+        """The arguments as a single, unsplit micro-batch."""
         return Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self.gradient, self.backend)
 
     def _paths(self, tree: Tree, argnum: int) -> list[str]:
@@ -488,8 +488,8 @@ def changed_in_place() -> FuncgaError:
     """The error for parameters that were written to in a window."""
     return FuncgaError(
         "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of its "
-        "micro-batches were taken at different parameter values. Write to a copy, `p = p + ...`, and update the parameters when "
-        "the window is done."
+        "micro-batches were taken at different parameter values. Write to a copy, `p = p + ...`, and update the "
+        "parameters when the window is done."
     )
 
 
