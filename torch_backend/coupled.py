@@ -115,9 +115,8 @@ class _Parameters:
             summarise = partial(called, source.loss_fn, module)
             if self.own is not None:
                 return loss(summarise, batch, kwargs)
-            params = {name: operator.attrgetter(name)(module) for name in self.params[0]}
             without_params = lambda _, *batch, **kwargs: summarise(*batch, **kwargs)
-            return loss(without_params, (params, *batch), kwargs)
+            return loss(without_params, (*self.params, *batch), kwargs)
 
         return of_module if self.pure is None else replace(self.pure, loss_fn=of_module)
 
@@ -137,8 +136,10 @@ class _Parameters:
         summaries = fold(args, kwargs)
         leaves = trees.flatten(summaries)[0]
         self.job.check_reached(any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves))
-        params = [args[arg_index] for arg_index in self.arg_indices]
-        loss, aux = self.job.loss_of(params if self.own is None else [self.own.module], summaries, self.backend)
+        params = [args[arg_index] for arg_index in self.arg_indices] if self.own is None else [self.own.module]
+        if self.pure is not None:  # then the module has them
+            params = [{name: operator.attrgetter(name)(self.pure.module) for name in self.params[0]}]
+        loss, aux = self.job.loss_of(params, summaries, self.backend)
         return (loss, aux) if self.job.gradient.has_aux else loss
 
     def gradient(self, loss: Loss, has_aux: bool) -> GradFn:
@@ -328,7 +329,9 @@ class _SecondPass:
             put_generator_states(first.devices, first.generators[number])
             # One that counts for nothing is masked as a whole.
             weight = first.weights[number] + (1 - self.counts[number])
-        output = self.parameters.job.first(self.parameters.backend, grad_fn=summarise).grad_fn(*args, **kwargs)
+        if cotangents.keeps:
+            summarise = self.parameters.job.first(self.parameters.backend, grad_fn=summarise).grad_fn
+        output = summarise(*args, **kwargs)
         parts = cotangents.parts(output, weight)
         leaves = trees.flatten(parts)[0]
         # Of weights that are all 0 a loss may have no derivative at all.
