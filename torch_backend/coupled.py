@@ -30,7 +30,6 @@ from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import Alone
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.elementwise import settled
-from torch_backend.engine.layout import Leaves
 from torch_backend.engine.window import Engine, detached, reductions_of
 from torch_backend.loop import Calls, accumulate, cut, folded, untraced, window_of, with_totals
 from torch_backend.modules import PureLoss, trainable
@@ -87,22 +86,6 @@ class _Parameters:
         # Buffers and statistics that come with the summary are composed by the pure_loss itself.
         is_plain = isinstance(summary_fn, PureLoss) and not (summary_fn.buffers or summary_fn.statistics)
         self.pure: PureLoss | None = summary_fn if is_plain and self.arg_indices == (0,) else None
-
-    def summarise(self) -> Callable[..., Tree]:
-        """The function that computes the summary of a micro-batch in the first pass."""
-        if self.own is not None:
-            return partial(called, self.own.loss_fn, self.own.module)
-        if self.pure is None:
-            return self.job.program.grad_fn
-        # What stands in for the parameters is worked out once, and not for each micro-batch.
-        visit = self.pure.entered(*self.params)
-
-        @wraps(self.pure, updated=())
-        def summarise(_: Tree, *batch: Tree, **kwargs: Tree) -> Tree:
-            with visit as summary_fn:
-                return summary_fn(*batch, **kwargs)
-
-        return summarise
 
     def recorded(self, loss: Loss) -> Callable[..., Tree]:
         """The loss as a function of what summary_fn takes, or of a module and that, for a gradient function."""
@@ -162,10 +145,10 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
     has_state = bool(program.read(args, backend).state)
     # There is one argument more than in the first pass, which says what the loss is.
     gradient = parameters.gradient(lambda summarise, args, kwargs: args[-1](summarise, args[:-1], kwargs), has_state)
-    counts: list[Scalar] = []
-    each = iter(counts)
+    counts: list[Scalar] = []  # the weights of the second pass
+    next_count = iter(counts).__next__
     fold: FoldTree = ((_SUM, program.fold), _SUM) if has_state else _SUM
-    second = replace(job.second(gradient, fold, program.in_axes), weight=lambda *args: next(each))
+    second = replace(job.second(gradient, fold, program.in_axes), weight=lambda *args: next_count())
     window, is_wrapped = window_of(second, backend), parameters.wrapper is not None
     put_back = parameters.owner.snapshot()
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
@@ -176,7 +159,7 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
             arguments = program.read(args, backend)
             job.check_whole(arguments, parameters.arg_indices)
             pairs = zip(parameters.params, parameters.arg_indices, strict=True)
-            leaves = [window.leaves_of(*pair) for pair in pairs] if isinstance(window, Engine) else []
+            params = [window.leaves_of(*pair).tree for pair in pairs] if isinstance(window, Engine) else []
             cuts, devices = cut(first.program, arguments, first.may_be_short)
             # A weight may be 0, where NaN has to be kept out.
             if len(cuts) == 1 and (program.across, program.weight, parameters.wrapper) == (None, None, None):
@@ -185,7 +168,7 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
             summaries = folded(first.program, first, microbatches, lambda: arguments, kwargs, devices)
         if not is_wrapped:
             stack.enter_context(window)  # from here on it listens to what losses send
-        after = _SecondPass(parameters, first, summaries, leaves)
+        after = _SecondPass(parameters, first, summaries, params)
         del summaries
         counts += after.counts
         generators, put_after = generator_states(first.devices), parameters.owner.snapshot()
@@ -197,13 +180,13 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
 
         microbatches = ((numbered(number), *each) for number, each in enumerate(cuts))
         _, grads = folded(second, window, microbatches, lambda: numbered(None), kwargs, devices)
+        # The loss is the same on every replica, and so is its own gradient.
+        leaves, structure = trees.flatten([*grads] if parameters.own is None else [grads])
+        leaves = [grad if own is None else grad + own for grad, own in zip(leaves, after.of_params, strict=True)]
         put_generator_states(first.devices, generators)
         put_after()
     job.check_reached(after.is_reached or not cuts)
-    # The loss is the same on every replica, and so is its own gradient.
-    added, structure = trees.flatten([*grads] if parameters.own is None else [grads])
-    added = [grad if own is None else grad + own for grad, own in zip(added, after.of_params, strict=True)]
-    return job.gradient.compose(after.loss, after.aux, trees.unflatten(structure, added))
+    return job.gradient.compose(after.loss, after.aux, trees.unflatten(structure, leaves))
 
 
 class _FirstPass(Calls):
@@ -213,18 +196,18 @@ class _FirstPass(Calls):
     """
 
     def __init__(self, parameters: _Parameters, args: Tree):
-        backend, owner = parameters.backend, parameters.owner
-        across = owner.merged_over(parameters.job.program.across)
-        program = parameters.job.first(backend, grad_fn=parameters.summarise(), across=across)
+        backend, own = parameters.backend, parameters.own
+        across = parameters.owner.merged_over(parameters.job.program.across)
+        summarise = parameters.summary_fn if own is None else partial(called, own.loss_fn, own.module)
+        program = parameters.job.first(backend, grad_fn=summarise, across=across)
         super().__init__(program, program.grad_fn, [] if across is None else reductions_of(program, backend))
         self.source, self.starts, self.weights = parameters, list[list[int]](), list[Scalar]()
         # How often all replicas have to run a module that communicates in each forward pass; and how often it ran.
-        own, self.ran = parameters.own, 0
         is_in_step = isinstance(own, WrappedGradient) and (own.wrapper.in_step or own.sync != "last")
-        self.runs = (program.n or 0) if is_in_step else 0
-        tensors = [leaf for leaf in trees.flatten(args)[0] if isinstance(leaf, torch.Tensor)]
+        self.runs, self.ran = (program.n or 0) if is_in_step else 0, 0
+        tensors = [*trees.flatten(args)[0], *([] if own is None else own.parameters())]
         # Those whose random numbers a summary may draw, besides the host's.
-        devices = {leaf.device for leaf in (*tensors, *(() if own is None else own.parameters()))}
+        devices = {leaf.device for leaf in tensors if isinstance(leaf, torch.Tensor)}
         self.devices = [device for device in devices if device.type not in ("cpu", "meta")]
         self.generators: list[list[torch.Tensor]] = []  # before each micro-batch
 
@@ -258,10 +241,11 @@ class _FirstPass(Calls):
         if self.ran < self.runs:
             self._pad(*self.last)
         outputs = buffers.outputs
-        axes = [fold.fold.reducer.monoid.axis or 0 for fold in outputs.collected_folds]
+        pairs = zip(outputs.collected, outputs.collected_folds, strict=True)
+        leaves = [(leaf_index, fold, fold.fold.reducer.monoid.axis or 0) for leaf_index, fold in pairs]
         starts: Callable[[], list[list[int]]] = lambda: [
             [*accumulate_numbers([chunk.shape[axis] for chunk in buffers.collected[leaf_index]], initial=0)]
-            for leaf_index, axis in zip(outputs.collected, axes, strict=True)
+            for leaf_index, _, axis in leaves
         ]
         self.starts = starts()
         for reduction in self.reductions:
@@ -273,7 +257,7 @@ class _FirstPass(Calls):
         tally = buffers.tally
         collected = [
             torch.cat(buffers.collected.pop(leaf_index), dim=axis).to(fold.result_dtype)
-            for leaf_index, axis, fold in zip(outputs.collected, axes, outputs.collected_folds, strict=True)
+            for leaf_index, fold, axis in leaves
         ]
         # Nothing of it stays here: summaries are freed before the second pass.
         reduced, self.buffers, self.reductions = [*map(settled, buffers.folds, buffers.reduced)], None, []
@@ -287,18 +271,18 @@ class _SecondPass:
     nothing, as their weight is 0, and 1 for all others. `is_reached`: whether a summary depends on a parameter.
     """
 
-    def __init__(self, parameters: _Parameters, first: _FirstPass, summaries: Summaries, recorded: list[Leaves]):
+    def __init__(self, parameters: _Parameters, first: _FirstPass, summaries: Summaries, params: list[Any]):
         self.parameters, self.first, self.is_reached = parameters, first, False
         job, own, wrapper, pure = parameters.job, parameters.own, parameters.wrapper, parameters.pure
         variables = [variable.detach().requires_grad_() for variable in summaries.variables()]
         # Autocast must not take a cast that was not recorded, or is part of another graph.
         torch.clear_autocast_cache()
-        params: list[Any] = [argument.tree for argument in recorded] if own is None else [own.module]
+        params = params if own is None else [own.module]
         visit = nullcontext() if pure is None else pure.entered(params[0], recorded=True)  # loss_fn may use its module
         with torch.enable_grad(), recording_loss(), visit:
             loss, aux = job.loss_of(params, summaries.tree(variables), parameters.backend)
             leaves = [*trainable(own.module).values()] if own is not None else trees.flatten(params)[0]
-            shards = wrapper.leaves() if wrapper is not None and wrapper.in_step else []
+            shards = [] if wrapper is None else wrapper.leaves()
             inputs = [leaf for leaf in (*leaves, *shards, *variables) if leaf is not None]
             grads = torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else ()
         torch.clear_autocast_cache()
@@ -314,8 +298,8 @@ class _SecondPass:
             )
         self.of_params = [grad_of.get(id(leaf)) for leaf in leaves]
         # A wrapper waits for the gradients of parameters that only the loss uses, unless it searches for such.
-        waits = wrapper is not None and not wrapper.searches
-        self.waiting = [leaf for leaf in leaves if id(leaf) in grad_of] if waits else []
+        is_done = wrapper is None or wrapper.searches
+        self.waiting = [] if is_done else [leaf for leaf in leaves if id(leaf) in grad_of]
         self.cotangents = summaries.cotangents(of_variables)
         self.counts = [(weight != 0) * 1 if self.cotangents.are_weighed else 1 for weight in first.weights]
 
