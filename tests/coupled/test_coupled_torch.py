@@ -357,6 +357,28 @@ def test_nothing_outside_is_changed(way, grad_mode):
         assert result[1][name].data_ptr() not in (p.data_ptr(), p.grad.data_ptr())
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_parameters_and_rows_made_in_inference_mode(n):
+    module, (x, y) = mlp(), batch()
+    expected = one_graph(module, loss_of, x, y, *bounds(ROWS, n))
+    call = lambda params: lambda *args: torch.func.functional_call(module, params, args)
+    step = funcga.coupled(lambda params, x, y: summary_of(call(params), x, y), loss_of_params, n)
+    with torch.inference_mode():
+        params = {name: p.clone() for name, p in trainable(module).items()}
+        result = step(params, x.clone(), y.clone())
+    check(result, expected)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_aux_may_be_anything(way, n):
+    module, (x, y) = mlp(), batch()
+    loss_fn = lambda module, s: (loss_of(module, s), {"rows": torch.tensor(len(s["a"])), "name": "loss", "a": s["a"]})
+    (value, aux), grads = way(module, loss_fn, n, has_aux=True)(x, y)
+    check((value, grads), one_graph(module, loss_of, x, y, 0, ROWS))
+    assert (aux["rows"], aux["name"], aux["a"].requires_grad) == (ROWS, "loss", False)
+    torch.testing.assert_close(aux["a"], module(x).detach())
+
+
 def test_bytes_of_one_micro_batch_and_of_the_summaries():
     width, rows, n = 64, 256, 16
     module = nn.Sequential(nn.Linear(width, 16 * width), nn.Tanh(), nn.Linear(16 * width, 8))
