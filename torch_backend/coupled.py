@@ -29,12 +29,12 @@ from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import Alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.elementwise import settled
 from torch_backend.engine.window import Engine, detached, reductions_of
 from torch_backend.loop import Calls, accumulate, cut, folded, untraced, window_of, with_totals
 from torch_backend.modules import PureLoss, trainable
 from torch_backend.modules.layers import called
 from torch_backend.randomness import generator_states, put_generator_states
+from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import LossOfModule, ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient, with_a_blank_row
 
@@ -260,8 +260,8 @@ class _FirstPass(Calls):
             for leaf_index, fold, axis in leaves
         ]
         # Nothing of it stays here: summaries are freed before the second pass.
-        reduced, self.buffers, self.reductions = [*map(settled, buffers.folds, buffers.reduced)], None, []
-        return Summaries(self.source.job, outputs, reduced, collected, state, lambda fold: tally)
+        self.buffers, self.reductions = None, []
+        return Summaries(self.source.job, outputs, buffers.reduced, collected, state, lambda fold: tally)
 
 
 class _SecondPass:
@@ -273,35 +273,47 @@ class _SecondPass:
 
     def __init__(self, parameters: _Parameters, first: _FirstPass, summaries: Summaries, params: list[Any]):
         self.parameters, self.first, self.is_reached = parameters, first, False
-        job, own, wrapper, pure = parameters.job, parameters.own, parameters.wrapper, parameters.pure
+        self.waiting: list[torch.Tensor] = []
+        job, own = parameters.job, parameters.own
         variables = [variable.detach().requires_grad_() for variable in summaries.variables()]
         # Autocast must not take a cast that was not recorded, or is part of another graph.
         torch.clear_autocast_cache()
-        params = params if own is None else [own.module]
+        grad_of = self._differentiate(params if own is None else [own.module], variables, summaries)
+        torch.clear_autocast_cache()
+        of_variables = [grad_of.get(variable) for variable in variables]
+        job.check_depends(summaries.weigh_nothing or any(grad is not None for grad in of_variables))
+        self.cotangents = summaries.cotangents(of_variables)
+        self.counts = [(weight != 0) * 1 if self.cotangents.are_weighed else 1 for weight in first.weights]
+
+    def _differentiate(
+        self, params: list[Any], variables: list[torch.Tensor], summaries: Summaries
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """Computes the loss, and returns its gradients by the leaves that it depends on."""
+        own, pure, wrapper = self.parameters.own, self.parameters.pure, self.parameters.wrapper
         visit = nullcontext() if pure is None else pure.entered(params[0], recorded=True)  # loss_fn may use its module
         with torch.enable_grad(), recording_loss(), visit:
-            loss, aux = job.loss_of(params, summaries.tree(variables), parameters.backend)
+            loss, aux = self.parameters.job.loss_of(params, summaries.tree(variables), self.parameters.backend)
             leaves = [*trainable(own.module).values()] if own is not None else trees.flatten(params)[0]
             shards = [] if wrapper is None else wrapper.leaves()
-            inputs = [leaf for leaf in (*leaves, *shards, *variables) if leaf is not None]
+            inputs = [leaf for leaf in (*variables, *leaves, *shards) if leaf is not None]
             grads = torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else ()
-        torch.clear_autocast_cache()
         self.loss, self.aux = loss.detach(), detached(aux, recorded=True)
-        grad_of = {id(leaf): grad for leaf, grad in zip(inputs, grads, strict=False) if grad is not None}
-        of_variables = [grad_of.pop(id(variable), None) for variable in variables]
-        job.check_depends(summaries.weigh_nothing or any(grad is not None for grad in of_variables))
-        if wrapper is not None and wrapper.in_step and grad_of:
+        grad_of = {leaf: grad for leaf, grad in zip(inputs, grads, strict=False) if grad is not None}
+        self.of_params = [grad_of.get(leaf) for leaf in leaves]
+        if wrapper is not None:
+            self._check_wrapped(wrapper, grad_of.keys() - {*variables})
+        return grad_of
+
+    def _check_wrapped(self, wrapper: Wrapper, used: set[torch.Tensor]) -> None:
+        """Raises FuncgaError if the loss itself uses parameters that are sharded, or what is gathered of them."""
+        if wrapper.in_step and used:
             raise FuncgaError(
                 f"loss_fn uses parameters of the module itself, which {wrapper.name} shards, so that their gradients "
                 f"would not be those of the whole. Let the module return what the loss needs of them, and summary_fn "
                 f'too, under mean(): fold={{"x": funcga.concat(), "scale": funcga.mean()}}.'
             )
-        self.of_params = [grad_of.get(id(leaf)) for leaf in leaves]
-        # A wrapper waits for the gradients of parameters that only the loss uses, unless it searches for such.
-        is_done = wrapper is None or wrapper.searches
-        self.waiting = [] if is_done else [leaf for leaf in leaves if id(leaf) in grad_of]
-        self.cotangents = summaries.cotangents(of_variables)
-        self.counts = [(weight != 0) * 1 if self.cotangents.are_weighed else 1 for weight in first.weights]
+        # It waits for the gradients of parameters that only the loss uses, unless it searches for such.
+        self.waiting = [] if wrapper.searches else [*used]
 
     def inner_product(self, number: int | None, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
         """The inner product of the cotangents with what the micro-batch of this number contributes.
