@@ -15,7 +15,7 @@ from typing import Any
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program, read_program
-from funcga._call.arguments import argument_names
+from funcga._call.arguments import Arguments, argument_names
 from funcga._call.totals import check_no_totals
 from funcga._fold import LeafFold, Tally, bind, parts_of
 from funcga._fold.outputs import Outputs, broadcast_folds
@@ -52,9 +52,9 @@ def coupled(
         grads = the gradient of loss_fn(params, s(params))
 
     The first pass computes the summaries, the second one runs each micro-batch again, and pulls the gradient of the
-    loss by its summary back through it. So there is one forward pass more, but for that of the last micro-batch, whose
-    graph is kept; and memory for one micro-batch's activations, and for the summaries twice. With `concat()` this is
-    the gradient cache of Gao et al.; with `mean()` the summaries are of one size, whatever that of the batch.
+    loss by its summary back through it. So there are 2n forward passes, and memory for one micro-batch's activations,
+    and for the summaries twice; n = 1 takes one pass. With `concat()` this is the gradient cache of Gao et al.; with
+    `mean()` the summaries are of one size, whatever that of the batch.
 
     The second pass draws the random numbers of the first, as for dropout: in torch the generators' states are put back;
     in JAX keys are arguments. Parameters that loss_fn itself uses, such as a temperature, count once.
@@ -200,14 +200,15 @@ class Coupled:
     gradient: GradientFunction
     memory: Memory
 
-    def first(self, backend: Backend) -> Program:
+    def first(self, backend: Backend, **changes: Any) -> Program:
         """The fold of the summaries: of sums what they come to, and of any other fold what it is made of.
 
-        Where a fold neither adds nor collects, as max(), the summary has an axis more, and what all micro-batches have
-        is collected along it: then the framework differentiates the fold itself. Such a program returns {"summary":
-        ..., "weight": ...}: that of the micro-batch, [1, 2], as two addends, or None if no such fold weighs.
+        `changes` are those of the program. Where a fold neither adds nor collects, as max(), the summary has an axis
+        more, and what all micro-batches have is collected along it: then the framework differentiates the fold itself.
+        Such a program returns {"summary": ..., "weight": ...}: that of the micro-batch, [1, 2], as two addends, or None
+        if no such fold weighs.
         """
-        program, trees = replace(self.program, totals=None), backend.trees
+        program, trees = replace(self.program, totals=None, **changes), backend.trees
         folds, structure = trees.flatten(program.fold, _is_fold)
         if not self.keeps(backend):
             return program
@@ -294,10 +295,10 @@ class Coupled:
         """The arguments that are differentiated. Raises FuncgaError for one that is not there."""
         return self.gradient.arg_indices(len(args))
 
-    def check_whole(self, axes: Sequence[Sequence[Any]]) -> None:
-        """Raises FuncgaError if an argument that is differentiated has axes, so that it is no parameter."""
-        for arg_index in self.gradient.arg_indices(len(axes)):
-            if axes[arg_index]:
+    def check_whole(self, arguments: Arguments, arg_indices: Sequence[int]) -> None:
+        """Raises FuncgaError if one of these arguments, which are differentiated, is split: it is no parameter."""
+        for arg_index in arg_indices:
+            if arguments.parts[arg_index].axes:
                 raise FuncgaError(
                     f"argnums is {self.gradient.argnums!r}, and in_axes splits argument {arg_index}: parameters are "
                     f"passed whole. Name the arguments to differentiate by in argnums, and write None for them in "

@@ -44,8 +44,8 @@ class _Step:
             counting = Accumulate(job.program.counting(backend), backend)
             kwargs = {**kwargs, "totals": counting.traced(spread, args, {})}
         arguments = job.program.read(args, backend)
-        job.check_whole([part.axes for part in arguments.parts])
         arg_indices = job.arg_indices(args)
+        job.check_whole(arguments, arg_indices)
         params = [args[arg_index] for arg_index in arg_indices]
         of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)  # whose arguments have their names there
         for arg_index, param in zip(arg_indices, params, strict=True):

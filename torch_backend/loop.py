@@ -468,8 +468,8 @@ class Calls:
             self.buffers = buffers_of(self.program)(Layout(outputs))
             if self.records and any(map(is_dtensor, leaves)):
                 self.parameters_by_leaf = self._parameters_by_leaf(outputs, args)
-            if self.reductions:
-                self.reductions[0].begin(self.buffers, leaves)
+            for reduction in self.reductions:
+                reduction.begin(self.buffers, leaves)
         else:
             leaves = self.buffers.outputs.leaves(value, f"micro-batch {self.buffers.steps + 1}")
         del value
@@ -515,11 +515,8 @@ class Calls:
         return result
 
     def _merged(self, buffers: Buffers, state: list[Any]) -> Tree:
-        """The result of these buffers, which the first reduction has begun with."""
-        for index, reduction in enumerate(self.reductions):
-            if index:
-                # Only totals are merged more than once, and their sums are like the leaves.
-                reduction.begin(buffers, buffers.reduced)
+        """The result of these buffers, which the reductions have begun with."""
+        for reduction in self.reductions:
             reduction.unweighed = self.listener is not None and self.listener.heard
             state = reduction.finish(state)
         return buffers.result(state)
@@ -534,7 +531,8 @@ class Calls:
         # zeros, which are not added.
         outputs, leaves = self.program.bind(self.grad_fn(*with_a_blank_row(arguments).cut(0, 1, state)), arguments)
         buffers = Buffers(Layout(outputs))
-        first.begin(buffers, leaves)
+        for reduction in self.reductions:
+            reduction.begin(buffers, leaves)
         return self._merged(buffers, state)
 
 

@@ -133,7 +133,6 @@ def test_state_is_threaded_once(kit):
     assert difference(kit, state, final[-1]) < LIMIT
 
 
-@pytest.mark.host  # on a device, whose weights the host does not see, the gradient is NaN still
 @pytest.mark.parametrize("fold", [funcga.mean(), funcga.moments()], ids=["mean", "moments"])
 @pytest.mark.parametrize("masked", [[2], [0, 1], [0, 1, 2]], ids=str)
 def test_micro_batches_of_weight_0_add_nothing(kit, masked, fold):

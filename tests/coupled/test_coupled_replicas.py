@@ -340,7 +340,7 @@ def broken(group, where):
     return found
 
 
-# In the first pass, in what is recorded of it, in the second pass, and in the loss.
+# In the first pass, at its beginning and end, in the second pass, and in the loss.
 @pytest.mark.parametrize("where", [1, 3, 4, "loss"])
 def test_an_error_on_one_rank_reaches_the_others(where):
     first, second = processes().run(broken, where, size=2, limit=60)

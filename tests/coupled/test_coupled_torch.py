@@ -327,11 +327,11 @@ def test_the_order_of_a_dict_may_change():
 
 
 @pytest.mark.parametrize("n", [1, 3, 7])
-def test_the_last_micro_batch_is_not_run_twice(way, n):
+def test_a_single_micro_batch_takes_one_pass_and_several_take_two(way, n):
     module, (x, y) = mlp(), batch()
     summary_fn, calls = counted(summary_of)
     check(way(module, n=n, summary_fn=summary_fn)(x, y), one_graph(module, loss_of, x, y, 0, ROWS))
-    assert len(calls) == 2 * n - 1
+    assert len(calls) == (1 if n == 1 else 2 * n)
 
 
 @pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -357,6 +357,28 @@ def test_nothing_outside_is_changed(way, grad_mode):
         assert result[1][name].data_ptr() not in (p.data_ptr(), p.grad.data_ptr())
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_parameters_and_rows_made_in_inference_mode(n):
+    module, (x, y) = mlp(), batch()
+    expected = one_graph(module, loss_of, x, y, *bounds(ROWS, n))
+    call = lambda params: lambda *args: torch.func.functional_call(module, params, args)
+    step = funcga.coupled(lambda params, x, y: summary_of(call(params), x, y), loss_of_params, n)
+    with torch.inference_mode():
+        params = {name: p.clone() for name, p in trainable(module).items()}
+        result = step(params, x.clone(), y.clone())
+    check(result, expected)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_aux_may_be_anything(way, n):
+    module, (x, y) = mlp(), batch()
+    loss_fn = lambda module, s: (loss_of(module, s), {"rows": torch.tensor(len(s["a"])), "name": "loss", "a": s["a"]})
+    (value, aux), grads = way(module, loss_fn, n, has_aux=True)(x, y)
+    check((value, grads), one_graph(module, loss_of, x, y, 0, ROWS))
+    assert (aux["rows"], aux["name"], aux["a"].requires_grad) == (ROWS, "loss", False)
+    torch.testing.assert_close(aux["a"], module(x).detach())
+
+
 def test_bytes_of_one_micro_batch_and_of_the_summaries():
     width, rows, n = 64, 256, 16
     module = nn.Sequential(nn.Linear(width, 16 * width), nn.Tanh(), nn.Linear(16 * width, 8))
@@ -380,7 +402,7 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, "loss"])
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6, "loss"])
 def test_errors_of_the_user_pass_and_leave_nothing(way, call):
     module, (x, y) = mlp(nn.Dropout(0.2)), batch()
     expected_after = copy.deepcopy(module.state_dict())

@@ -216,7 +216,7 @@ class Engine:
         self.arity, argnums = len(args), self._differentiated(len(args))
         self.whole_args = {argnum: args[argnum] for argnum in argnums if not arguments.parts[argnum].axes}
         self.is_whole = len(self.whole_args) == len(argnums)
-        self.leaves = {argnum: self._leaves_of(arg, argnum) for argnum, arg in self.whole_args.items()}
+        self.leaves = {argnum: self.leaves_of(arg, argnum) for argnum, arg in self.whole_args.items()}
         # A loss that runs .backward() on the parameters themselves would write to their `.grad`s.
         originals = [original for leaves in self.leaves.values() for original in leaves.originals]
         self.watched = [tensor for tensor in originals if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
@@ -253,11 +253,12 @@ class Engine:
     def _with_those_of(self, args: tuple[Tree, ...]) -> "tuple[dict[int, Leaves], list[torch.Tensor]]":
         """All leaves, and the tensors among them that only this micro-batch has: these get their `.grad`."""
         argnums = self._differentiated(len(args))
-        moving = {argnum: self._leaves_of(args[argnum], argnum) for argnum in argnums if argnum not in self.leaves}
+        moving = {argnum: self.leaves_of(args[argnum], argnum) for argnum in argnums if argnum not in self.leaves}
         leaves = {argnum: moving[argnum] if argnum in moving else self.leaves[argnum] for argnum in argnums}
         return leaves, tensors_of(moving)
 
-    def _leaves_of(self, tree: Tree, argnum: int) -> "Leaves":
+    def leaves_of(self, tree: Tree, argnum: int) -> "Leaves":
+        """Leaves of an argument, with its hooks. Raises FuncgaError if it cannot be differentiated."""
         originals, structure = trees.flatten(tree)
         is_plain = are_plain(originals)
         if not is_plain:
@@ -313,13 +314,6 @@ class Engine:
         reduction.unweighed, reduction.weights = self.backward.unweighed, self.backward.weights
         reduction.announce(weight, steps=1)
         return reduction.ready
-
-    def listen_anew(self) -> None:
-        """Forgets the collectives that were called so far: they were not those of a loss."""
-        if self.any_group is not None:
-            self.any_group = Listener()
-        if self.given_group is not None and self.reduction is not None:
-            self.given_group = Listener(self.reduction.replicas.group)
 
     def _note_collectives(self) -> None:
         """Remembers a loss that calls collectives of the group that gradients may travel over."""
