@@ -47,33 +47,42 @@ def window_of(program: Program, backend: Backend) -> Window:
         raise _differentiated_across()
     if dist.is_available() and dist.is_initialized():
         check_unwrapped(grad_fn, program.memory)
-    drops = program.dropping is not None
-    if isinstance(grad_fn, ModuleGradient) and (grad_fn.kind != MODULE or not drops):
-        return grad_fn.window(program, backend)
+    if isinstance(grad_fn, ModuleGradient):
+        return _window_of_module(program, grad_fn, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
     # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
     runs_autograd = not (torch.compiler.is_compiling() or arrays.in_transform())
     gradient: GradientFunction | None = grad_fn if isinstance(grad_fn, GradientFunction) else None
-    if isinstance(grad_fn, ModuleGradient):
-        grad_fn.check_not_traced()
-        return Calls(program, grad_fn, reductions, grad_fn.parts, records=True)
     if gradient is None and runs_autograd:
         gradient = program.memory.keep(_OfCompiledLoss, grad_fn).gradient
     if gradient is None:
         return Calls(program, grad_fn, reductions)
     if not runs_autograd:
         return Calls(program, gradient.bound(backend), reductions, gradient)
-    if drops:
+    return _window_on_autograd(program, gradient, backend, reductions)
+
+
+def _window_of_module(program: Program, gradient: ModuleGradient, backend: Backend) -> Window:
+    if program.dropping is None or gradient.kind != MODULE:  # others drop what they have reduced
+        return gradient.window(program, backend)
+    gradient.check_not_traced()
+    reductions = [] if program.across is None else reductions_of(program, backend)
+    return Calls(program, gradient, reductions, gradient.parts, records=True)
+
+
+def _window_on_autograd(
+    program: Program, gradient: GradientFunction, backend: Backend, reductions: list[Reduction]
+) -> Window:
+    if program.dropping is not None:
         # Autograd cannot take back what it has added, so each gradient is computed alone, and looked at first.
         return Calls(program, partial(value_alone, gradient, backend), reductions, gradient, records=True)
     reduction = next(iter(reductions), None)
     # A compiled micro-step adds gradients that nobody sees.
-    if (reduction, program.observers) != (None, None):
-        return Engine(program, gradient, backend, reduction)
-    step = program.memory.keep(_LastGradient).step_of(gradient)
+    is_plain = reduction is None and program.observers is None
+    step = program.memory.keep(_LastGradient).step_of(gradient) if is_plain else None
     if step is not None:
         return CompiledWindow(program, gradient, backend, step)
-    return Engine(program, gradient, backend, None)
+    return Engine(program, gradient, backend, reduction)
 
 
 def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
