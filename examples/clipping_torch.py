@@ -43,7 +43,8 @@ def transformed(module, loader, n):
     for window in funcga.windows(loader, n):
         for x, y in window:
             state = tx.accumulate(gradient(params, x, y), state, weight=len(x))
-        params, state = tx.flush_into(state, params)
+        updates, state = tx.flush(state, params)
+        params = torch_backend.apply_updates(params, updates)
     return params
 
 

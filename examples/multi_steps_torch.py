@@ -55,7 +55,8 @@ def functional(module):
         if tx.has_updated(state):
             print(f"update {int(state.updates)}: loss {loss:.3f}")
     if state.offered > 0:
-        params, state = tx.flush_into(state, params)
+        updates, state = tx.flush(state, params)
+        params = torch_backend.apply_updates(params, updates)
         print(f"update {int(state.updates)}: loss {loss:.3f}, of the last two micro-batches")
     return params
 

@@ -60,7 +60,8 @@ def main(arguments=None):
         loss, grads = gradient(params, tokens)
         state, total = tx.accumulate(grads, state, weight=count), mean.update(total, loss, weight=count)
         if is_last:
-            params, state = tx.flush_into(state, params)
+            updates, state = tx.flush(state, params)
+            params = torch_backend.apply_updates(params, updates)
             curve, total = [*curve, mean.finalize(total).item()], mean.init(loss)
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             with saving(args) as file:

@@ -10,12 +10,11 @@ from jax.sharding import PartitionSpec
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._fold import LeafFold, Tally
-from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Memory
 from funcga._transform.multi_steps import MultiSteps
-from funcga._transform.window import Dropped, MultiStepsState, Window, WindowMemory
-from funcga._types import Array, GradFn, Reduced, Scalar, Tree
+from funcga._transform.window import Dropped, MultiStepsState, Window
+from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 from jax_backend.arrays import as_varying, typed_axes, varying_axes
@@ -222,22 +221,6 @@ def _typed(tree: Tree, like: Tree) -> Tree:
     """The tree sharded and varying as another one is, or as types say."""
     types = jax.tree.map(lambda b: jax.typeof(b) if isinstance(b, jax.Array) else b, like)
     return jax.tree.map(arrays.typed, tree, types)
-
-
-def add_from(
-    gradient: GradFn,
-    args: tuple[Tree, ...],
-    kwargs: dict[str, Tree],
-    window: Accumulation,
-    read: Callable[[Tree], tuple[Tree, list[Array]]],
-    weight: Scalar,
-    donate: bool,
-    memory: WindowMemory,
-) -> tuple[Tree, Accumulation]:
-    """(value, the window with one more micro-batch): what a gradient function returns at these arguments."""
-    # Under jit both are one program, in which the compiler adds where it computes.
-    value, leaves = read(gradient(*args, **kwargs))
-    return value, window.add(leaves, weight, donate)
 
 
 def finite(leaves: Sequence[Array]) -> jax.Array:

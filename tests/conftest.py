@@ -21,7 +21,7 @@ LONGEST = (
     "recipes_coupled", "scan_layers", "accumulate", "benchmarks_torch", "compiled_loss", "jax_backend", "observe",
     "nested", "plan_replicated", "reproducible_jax", "coupled_replicas", "replicas", "nnx", "private", "training",
     "pipeline", "fuzz_verify", "logsumexp", "dtensor", "optax_adapter", "replicated", "processes_jax",
-    "totals_verify", "accumulate_from", "frameworks", "totals_jax", "export_jax", "architecture",
+    "totals_verify", "frameworks", "totals_jax", "export_jax", "architecture",
     "reproducible_replicas", "pure_loss", "fuzz_jax", "experts", "windows", "randomness", "recipes", "apply",
     "fuzz_mesh", "benchmarks_jax", "auto_n", "house", "totals_replicas", "verify_coupled", "fuzz_wrapped",
     "drop_replicas", "mappings", "experts_jax", "typing", "engine", "multi_steps_reproducible", "teeth", "fuzz_calls",

@@ -56,14 +56,13 @@ def test_float32_sums_of_16_bits_cost_what_the_loop_with_such_sums_costs():
 
 
 def test_a_window_makes_what_the_optimizers_loop_makes():
-    only = ("funcga", "transform", "split", "update")
+    only = ("funcga", "transform", "update")
     about, made = structure(Case("", "update", "torch_optimizer", "tiny", n=2, only=only))
     for key in ("funcga", "transform"):
         assert made[key]["peak_bytes"] <= 1.01 * made["loop"]["peak_bytes"]
     size = about["parameter_bytes"]
     assert made["loop"]["peak_bytes"] > 3 * size  # two moments, which are kept, and gradients
-    for key in ("split", "update"):  # moments, sums and a gradient
-        assert 4 * size <= made[key]["peak_bytes"] <= 4.02 * size
+    assert 4 * size <= made["update"]["peak_bytes"] <= 4.02 * size  # moments, sums and a gradient
 
 
 def test_counted_as_the_allocator_counts():
@@ -230,9 +229,7 @@ def test_rivals_have_sources_and_ours_are_what_they_are_compared_with(setting):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found, _ = registry.contenders(setting, "update")
-    mine = {
-        c.key for c in found if c.key.startswith("funcga") or c.key in ("transform", "update", "split", "one_by_one")
-    }
+    mine = {c.key for c in found if c.key.startswith("funcga") or c.key in ("transform", "update")}
     for contender in found:
         assert bool(contender.source) == bool(contender.against) == (contender.key not in mine)
         assert set(contender.against) <= mine

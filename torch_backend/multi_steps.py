@@ -7,21 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from funcga._backend.dispatch import load
 from funcga._fold import Tally, largest
-from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
-from funcga._grad import GradientFunction
 from funcga._replicas import Memory
-from funcga._transform.window import Window, WindowMemory
-from funcga._types import Array, GradFn, Reduced, Scalar, Tree
+from funcga._transform.window import Window
+from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor, local
-from torch_backend.engine.adding import Adding, adds, kept_for
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
-from torch_backend.loop import check_unwrapped
 from torch_backend.optim.parameters import added as added
 from torch_backend.optim.parameters import narrowed as narrowed
 from torch_backend.reduce import Reduction
@@ -93,50 +88,6 @@ def _view_of_zero(zeros: dict[object, torch.Tensor], like: torch.Tensor) -> torc
 
 def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
     return arrays.accumulator_dtype(like.dtype) if arrays.kind(like.dtype) in ("float", "complex") else like.dtype
-
-
-def add_from(
-    gradient: GradFn,
-    args: tuple[Tree, ...],
-    kwargs: dict[str, Tree],
-    window: Accumulation,
-    read: Callable[[Tree], tuple[Tree, list[Array]]],
-    weight: Scalar,
-    donate: bool,
-    memory: WindowMemory,
-) -> tuple[Tree, Accumulation]:
-    """(value, the window with one more micro-batch): what a gradient function returns at these arguments."""
-    # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
-    is_free = not (torch.compiler.is_compiling() or arrays.in_transform())
-    adding = _adding(gradient, args, window, memory) if is_free and isinstance(gradient, GradientFunction) else None
-    if adding is None:
-        value, leaves = read(gradient(*args, **kwargs))
-        return value, window.add(leaves, weight, donate)
-    (loss, aux), sums = adding.add(window, args, kwargs, weight, donate)
-    if adding.may_go_on():
-        memory.open.append(adding)
-    value = (loss, aux) if adding.gradient.has_aux else loss
-    return value if adding.gradient.with_value else aux, window._replace(
-        accumulators=sums, tally=window.tally_after(weight), owned=True
-    )
-
-
-def _adding(
-    gradient: GradientFunction, args: tuple[Tree, ...], window: Accumulation, memory: WindowMemory
-) -> Adding | None:
-    """What adds this gradient to the sums of a window; None if autograd cannot."""
-    try:
-        adding = memory.open.pop()  # so that no other thread has it
-    except IndexError:
-        adding = None
-    if isinstance(adding, Adding) and adding.goes_on(window, gradient, args):
-        return adding
-    if not adds(window, gradient, args):
-        return None
-    kept = kept_for(gradient, memory)
-    if dist.is_available() and dist.is_initialized():
-        check_unwrapped(gradient, kept.memory)
-    return Adding(kept, load("torch"), window.outputs)
 
 
 def finite(leaves: Sequence[Array]) -> torch.Tensor:

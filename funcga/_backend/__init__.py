@@ -19,8 +19,6 @@ Outputs = Any
 Tally = Any
 Window = Any
 Memory = Any
-Accumulation = Any
-WindowMemory = Any
 
 
 # A module implements each of these protocols: `torch_backend.arrays` is an Arrays, `jax_backend.arrays` another one.
@@ -330,24 +328,6 @@ class Transforms(Protocol):
         """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
 
         And whether it held. `donate`: the zeros need no memory, and then are not to be written to.
-        """
-        ...
-
-    def add_from(
-        self,
-        gradient: GradFn,
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
-        window: Accumulation,
-        read: Callable[[Tree], tuple[Tree, list[Array]]],
-        weight: Scalar,
-        donate: bool,
-        memory: WindowMemory,
-    ) -> tuple[Tree, Accumulation]:
-        """(value, the window with one more micro-batch): what a gradient function returns at these arguments.
-
-        `read(output)` takes that apart: (value, the leaves of the gradient). Where the gradient is added as it is
-        computed there is no such output.
         """
         ...
 

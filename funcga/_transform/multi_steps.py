@@ -27,7 +27,6 @@ from funcga._transform import (
     wrapped_transform,
 )
 from funcga._transform.apply import applied, check_donates
-from funcga._transform.from_gradient import check_gradient, value_and_grads
 from funcga._transform.observing import ObservingUpdates, selected
 from funcga._transform.window import (
     Dropped,
@@ -35,13 +34,12 @@ from funcga._transform.window import (
     MultiStepsState,
     Parts,
     Window,
-    WindowMemory,
     matched_grads,
     matched_params,
     restored_params,
 )
 from funcga._transform.window_size import WindowSize, check_target, is_full, target_of
-from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Structure, Tree
+from funcga._types import Array, Dtype, Reduced, Scalar, Structure, Tree
 from funcga.errors import FuncgaError, explains_arguments
 from funcga.folds import FoldTree, mean, sum
 
@@ -85,52 +83,6 @@ class MultiSteps(Transform):
         """
         return self.update.accumulate(grads, state, weight)
 
-    def accumulate_from(
-        self,
-        gradient: GradFn,
-        state: MultiStepsState,
-        params: Tree,
-        *batch: Tree,
-        weight: Scalar = 1,
-        **kwargs: Tree,
-    ) -> tuple[Tree, MultiStepsState]:
-        """`accumulate` of the gradient at these arguments, which is added where it is computed.
-
-        It returns what `value, grads = gradient(params, *batch, **kwargs)` and
-        `state = tx.accumulate(grads, state, weight=weight)` do. In torch, outside of transforms and torch.compile, the
-        gradients of `funcga.grad` and `funcga.value_and_grad` are added by autograd itself, to the sums of the state:
-        in place with `donate=True`, otherwise to a copy. So there is never a tree of gradients, as in a loop of
-        `.backward()`. That needs a fold that is a sum of what has the parameter's dtype, or of 16 bits; every other
-        fold, `drop`, and gradient functions of other libraries take the two steps. In JAX, under jit, both are the same
-        program.
-
-        After an error the state is as good as before, unless it is donated and the backward pass itself has failed:
-        then a part of this micro-batch is in the window, as a loop of `.backward()` leaves it in `.grad`. A note on the
-        exception says so.
-
-        Args:
-            gradient: `funcga.value_and_grad(loss_fn)`, `funcga.grad(loss_fn)`, or any function that returns the
-                gradients of its first argument, alone or in a pair with a value.
-            state: What `init` or an earlier call returned.
-            params: The parameters, the first argument of `gradient`.
-            *batch: Its other arguments: one micro-batch, which is not split.
-            weight: The weight of the micro-batch, a number or a 0-d array >= 0. By default 1, as in `accumulate`.
-            **kwargs: Keyword arguments of `gradient`, such as loss_scale.
-
-        Returns:
-            (value, state). The value is what `gradient` returns beside the gradients: the loss, (loss, aux), or aux;
-            None if it returns gradients alone.
-
-        Raises:
-            FuncgaError: As `accumulate` and `gradient` do.
-
-        Example:
-            >>> gradient = funcga.value_and_grad(lambda params, x: (x * params["w"]).mean())
-            >>> x = jnp.ones((4, 2))
-            >>> loss, state = tx.accumulate_from(gradient, state, params, x, weight=len(x))
-        """
-        return self.update.accumulate_from(gradient, state, (params, *batch), kwargs, weight)
-
     def flush(self, state: MultiStepsState, params: Tree = None, **extra: Any) -> tuple[Tree, MultiStepsState]:
         """The update of the micro-batches that are in the window, however few they are; the window is then empty.
 
@@ -152,32 +104,6 @@ class MultiSteps(Transform):
             >>> updates, state = tx.flush(state, params)
         """
         return self.update.flush(state, params, extra)
-
-    def flush_into(
-        self, state: MultiStepsState, params: Tree, *, donate: bool = False, **extra: Any
-    ) -> tuple[Tree, MultiStepsState]:
-        """The parameters after the update of the micro-batches in the window, and the state: `apply` for `flush`.
-
-        Inside of jit an empty window goes unnoticed, and params come back as they are. It is the same with `drop` if
-        every micro-batch was dropped.
-
-        Args:
-            state: What `init` or an earlier call returned.
-            params: The parameters.
-            donate: As that of `funcga.apply`: in torch, give away params and state.
-            **extra: Further arguments of the wrapped transform.
-
-        Returns:
-            (params, state).
-
-        Raises:
-            FuncgaError: The window is empty.
-
-        Example:
-            >>> state = tx.accumulate(grads, state)
-            >>> params, state = tx.flush_into(state, params)
-        """
-        return self.update.flush_into(donate, state, params, extra)
 
     def has_updated(self, state: MultiStepsState) -> bool | Array:
         """Whether the call that returned this state was an update.
@@ -273,8 +199,7 @@ def multi_steps(
             it at every call.)
         observe: As in `accumulate`: what a window says of its gradients, `gradient_noise()` for instance. It is in
             `state.observed` after each update, and stays there until the next. Not with gradient_norms(), whose list
-            would grow in the state; and gradients are then given to `accumulate`, or computed by `accumulate_from`,
-            before they are added.
+            would grow in the state.
         donate: In torch, use the memory of the state that is passed in for the one that is returned, as
             jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. Using it all the
             same goes unnoticed. After an error in tx what was folded is there again, to rounding. Updates of a window
@@ -322,14 +247,12 @@ class _Binding:
     """What a transform keeps from one call to the next, so as not to work it out again.
 
     `outputs` is its fold bound to gradients in a `structure`, with dtypes and shapes, their `kinds`. `counted` is the
-    same with the number of rejected micro-batches as one more leaf, for `merging` over replicas. `adding` is what a
-    backend keeps that adds gradients where they are computed. `tells_weight`: whether the wrapped transform gets the
-    weight of a window.
+    same with the number of rejected micro-batches as one more leaf, for `merging` over replicas. `tells_weight`:
+    whether the wrapped transform gets the weight of a window.
     """
 
     merging: Memory
     tells_weight: bool
-    adding: WindowMemory = field(default_factory=WindowMemory)
     kinds: list[tuple[Dtype, object]] | None = None
     structure: Structure = None
     outputs: Outputs | None = None
@@ -466,47 +389,10 @@ class MultiStepsUpdate(UpdateFunction):
         window, state = self._added(grads, self._opened(state.window, backend, replicas), state, weight, replicas)
         return state._replace(window=self._closed(window, replicas))
 
-    def accumulate_from(
-        self, gradient: GradFn, state: MultiStepsState, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
-    ) -> tuple[Tree, MultiStepsState]:
-        """(value, state) with one more micro-batch in its window: what gradient returns at these arguments."""
-        check_gradient(gradient)
-        backend = _backend_of_state(state)
-        replicas = self._replicas(backend)
-        window = self._opened(state.window, backend, replicas)
-        # To be dropped or observed, the gradients have to be seen first.
-        if self.dropping.scope is not None or self.observing is not None:
-            value, grads = value_and_grads(gradient, gradient(*args, **kwargs), window.of_value())
-            window, state = self._added(grads, window, state, weight, replicas)
-        else:
-
-            def read(output: Tree) -> tuple[Tree, list[Array]]:
-                value, grads = value_and_grads(gradient, output, window)
-                leaves = matched_grads(grads, window)
-                backend.transforms.check_merged(leaves, partial(window.outputs.paths, "grads"), replicas)
-                return value, leaves
-
-            weight = _checked_weight(weight, window, replicas)
-            value, window = backend.transforms.add_from(
-                gradient, args, kwargs, window, read, weight, self.donate, self.binding.adding
-            )
-            state = _offered(state, state.dropped, backend)
-        return value, state._replace(window=self._closed(window, replicas))
-
     def flush(self, state: MultiStepsState, params: Tree, extra: dict[str, Any]) -> tuple[Tree, MultiStepsState]:
         """(updates, state) of what is in the window."""
         backend, leaves, trained, has_any = self._flushed(state, params, extra)
         return self._emitted(backend, leaves, self.donate, has_any, state, (trained, extra))
-
-    def flush_into(
-        self, donate: bool, state: MultiStepsState, params: Tree, extra: dict[str, Any]
-    ) -> tuple[Tree, MultiStepsState]:
-        """(params, state) after the update of what is in the window."""
-        if donate and not self.donate:
-            return self._donating(state).flush_into(donate, state, params, extra)
-        backend, leaves, trained, has_any = self._flushed(state, params, extra)
-        _, (after, state) = self._emitted_into(backend, leaves, self.donate, has_any, donate, (trained, state), extra)
-        return restored_params(params, trained, after, backend), state
 
     def _flushed(
         self, state: MultiStepsState, params: Tree, extra: dict[str, Any]
@@ -672,7 +558,6 @@ class MultiStepsUpdate(UpdateFunction):
         state: MultiStepsState, update: Callable[[bool | Array, Tree, Tally], tuple[Tree, Tree, Scalar]],
     ) -> tuple[Tree, MultiStepsState]:  # fmt: skip
         """What an update returned, and the state with empty windows; `update(keep, grads, total)` makes both."""
-        self.binding.adding.open.clear()
         # First the windows of all replicas become one.
         arrays, replicas = backend.arrays, self._replicas(backend)
         window = self._opened(state.window, backend, replicas)

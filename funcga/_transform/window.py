@@ -1,6 +1,6 @@
 """The window of `multi_steps`: its states, the gradients that fit into it, and those that are dropped."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, NoReturn
 
 from funcga._backend import Arrays, Backend
@@ -8,7 +8,6 @@ from funcga._backend.prefixes import PathError, check_paths, leaf_paths
 from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.dropping import Dropping
-from funcga._replicas import Memory
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 
@@ -80,13 +79,6 @@ class MultiStepsState(NamedTuple):
         ours = {"mini_step": "offered", "gradient_step": "updates", "inner_opt_state": "inner"}
         here = f", and what optax.MultiSteps calls so is state.{ours[name]}" if name in ours else ""
         raise AttributeError(f"the state of multi_steps has no attribute {name!r}{here}")
-
-
-@dataclass(eq=False)
-class WindowMemory(Memory):
-    """What a backend keeps between calls; `open` is what it has prepared for the next micro-batch of a window."""
-
-    open: list[object] = field(default_factory=list)  # until the window ends
 
 
 def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:

@@ -102,20 +102,6 @@ def test_what_is_dropped_is_not_observed(kit):
     check(state.observed, gradients[:2], [1, 1])
 
 
-def test_a_gradient_function_is_observed(kit):
-    loss_fn = lambda params, x: ((x @ params["w"] + params["b"]) ** 2).mean()
-    x = kit.arrays(np.random.default_rng(1).normal(size=(8, 3)))
-    start = kit.arrays({"w": np.ones((3, 2)), "b": np.ones(2)})
-    tx = funcga.multi_steps(optimizer(kit), 4, observe=OBSERVE)
-    state, gradients = tx.init(start), []
-    for rows in (x[:3], x[3:5], x[5:]):
-        _, state = tx.accumulate_from(funcga.value_and_grad(loss_fn), state, start, rows, weight=len(rows))
-        gradient = funcga.grad(loss_fn)(start, rows)
-        gradients.append({name: kit.numpy(leaf) for name, leaf in gradient.items()})
-    _, state = tx.flush_into(state, start)
-    check(state.observed, gradients, [3, 2, 3])
-
-
 def test_a_loss_scale_is_divided_out(kit):
     gradients = numbers()
     scaled = funcga.loss_scaled(optimizer(kit), init_scale=1024.0)

@@ -1,4 +1,4 @@
-"""`apply` and `flush_into`: in both frameworks the update and the sum of before, through every transform of funcga's."""
+"""`apply`: in both frameworks the update and the sum of before, through every transform of funcga's."""
 
 import jax
 import numpy as np
@@ -67,9 +67,6 @@ def test_it_is_update_and_a_sum(kit, drop, scaled):
         assert equal(kit, (params, state), (other, twin))
         if int(state.updates) == count:
             assert all(params[name] is before[name] for name in params)
-    params, state = tx.flush_into(state, params)
-    updates, twin = tx.flush(twin, other)
-    assert equal(kit, (params, state), (apply_updates(kit)(other, updates), twin))
 
 
 @standard
@@ -97,22 +94,20 @@ def test_with_optax_it_compiles_and_has_the_same_bits(n):
 
 
 @standard
-def test_a_window_that_is_flushed_inside_of_jit():
+def test_a_call_that_only_accumulates_inside_of_jit():
     tx = funcga.multi_steps(optax.adamw(0.1), 8)
     params = JAX.arrays(tree(0))
     params["b"] = -jax.numpy.zeros(4)
     state = tx.init(params)
-    flush_into = jax.jit(lambda params, state: tx.flush_into(state, params))
-    empty, unchanged = flush_into(params, state)
-    assert equal(JAX, jax.numpy.signbit(empty["b"]), np.ones(4, bool))
-    assert equal(JAX, (empty, unchanged), (params, state))
-    state = tx.accumulate(JAX.arrays(tree(1)), state, weight=3)
-    updates, after = jax.jit(tx.flush)(state, params)
-    assert equal(JAX, flush_into(params, state), (optax.apply_updates(params, updates), after))
+    grads = JAX.arrays(tree(1))
+    applied = jax.jit(lambda params, state: funcga.apply(tx, grads, state, params, weight=3))
+    unchanged, after = applied(params, state)
+    assert equal(JAX, jax.numpy.signbit(unchanged["b"]), np.ones(4, bool))
+    assert equal(JAX, (unchanged, after), (params, tx.accumulate(grads, state, weight=3)))
     # given away, in the order of the results
-    donating = jax.jit(lambda params, state: tx.flush_into(state, params), donate_argnums=(0, 1))
+    donating = jax.jit(lambda params, state: funcga.apply(tx, grads, state, params, weight=3), donate_argnums=(0, 1))
     copies = jax.tree.map(jax.numpy.copy, (params, state))
-    assert equal(JAX, donating(*copies), (optax.apply_updates(params, updates), after))
+    assert equal(JAX, donating(*copies), (params, after))
     assert all(leaf.is_deleted() for leaf in copies[0].values())
 
 

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,11 @@ def trained(kit, tx, call, flush):
         yield params, state
 
 
+def flushed(kit, tx, state, params):
+    updates, state = tx.flush(state, params)
+    return (TORCH_APPLY if kit is TORCH else optax.apply_updates)(params, updates), state
+
+
 def in_two_calls(kit, tx):
     apply = TORCH_APPLY if kit is TORCH else optax.apply_updates
 
@@ -100,11 +106,7 @@ def in_two_calls(kit, tx):
         updates, state = tx.update(grads, state, params, weight=tokens)
         return apply(params, updates), state
 
-    def flush(state, params):
-        updates, state = tx.flush(state, params)
-        return apply(params, updates), state
-
-    return trained(kit, tx, call, flush)
+    return trained(kit, tx, call, partial(flushed, kit, tx))
 
 
 TORCH_APPLY = torch_backend.apply_updates
@@ -112,12 +114,12 @@ TORCH_APPLY = torch_backend.apply_updates
 
 def in_one(kit, tx, donate=False):
     call = lambda grads, state, params, t: funcga.apply(tx, grads, state, params, weight=t, donate=donate)
-    return trained(kit, tx, call, lambda state, params: tx.flush_into(state, params, donate=donate))
+    return trained(kit, tx, call, partial(flushed, kit, tx))
 
 
 def jitted(kit, tx):
     call = jax.jit(lambda g, s, p, t: funcga.apply(tx, g, s, p, weight=t)[::-1], donate_argnums=(1,))
-    flush = jax.jit(lambda s, p: tx.flush_into(s, p))
+    flush = jax.jit(partial(flushed, kit, tx))
     return trained(kit, tx, lambda *args: call(*args)[::-1], flush)
 
 

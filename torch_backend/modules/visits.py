@@ -124,10 +124,6 @@ class Visit:
             self.watch = Watch(self.loss.module)
         self.is_prepared = True
 
-    def fits_still(self) -> bool:
-        """Whether the module has the parts and the parameters that it had when this was prepared."""
-        return own_of(self.walk.through(self.loss.module)).is_as(self.own)
-
     def __call__(self, *args: object, **kwargs: object) -> Output:
         """The loss of a batch, on copies of the module's own buffers, or of those that are threaded."""
         loss, threaded = self.loss, dict[str, torch.Tensor]()

@@ -9,7 +9,7 @@ from benchmarks.torch_problem import Problem, Step
 
 NAME = "a `.backward()` loop, `optimizer.step()`"
 SOURCE = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
-AGAINST = ("funcga", "transform", "funcga_updates", "update", "split", "one_by_one", "funcga_one_by_one")
+AGAINST = ("funcga", "transform", "funcga_updates", "update", "funcga_one_by_one")
 
 
 def make(problem: Problem) -> Step:

@@ -11,7 +11,7 @@ from benchmarks.torch_problem import Problem, Step
 
 NAME, AGAINST = (
     "TorchOpt's `adamw`, the best torch.func loop",
-    ("funcga", "transform", "funcga_updates", "update", "split", "one_by_one"),
+    ("funcga", "transform", "funcga_updates", "update"),
 )
 SOURCE = "https://torchopt.readthedocs.io/en/latest/optimizer/optim.html"
 

@@ -236,25 +236,6 @@ def test_over_a_window(given, donate):
         params, state = after, new_state
 
 
-@pytest.mark.parametrize("donate", [False, True])
-def test_the_last_window_is_flushed_into_the_parameters(donate):
-    params, grads = problem(optim.AdamW)
-    own = parameters(params)
-    total = {k: (grads[0][k] + grads[1][k]) / 2 for k in params}
-    ((wanted, kept),) = steps(optim.AdamW([*own.values()], fused=True), own, [total])
-    tx = funcga.multi_steps(from_optimizer(optim.AdamW, fused=True), 8)
-    state = tx.accumulate(grads[1], tx.accumulate(grads[0], tx.init(params)))
-    place, before = addresses(params), copy.deepcopy(params)
-    after, state = tx.flush_into(state, params, donate=donate)
-    assert same((after, flat(state.inner.slots)), (wanted, kept))
-    assert (addresses(after) == place) == donate
-    assert same(params, before) != donate
-    assert int(state.updates) == 1
-    assert int(state.offered) == 0
-    with pytest.raises(funcga.FuncgaError, match="the window is empty"):
-        tx.flush_into(state, params)
-
-
 @pytest.mark.parametrize("drop", ["microbatch", "window"])
 def test_a_window_that_is_dropped_changes_no_bit(drop):
     params, grads = problem(optim.SGD)
@@ -472,7 +453,7 @@ def over_ranks(group):
         if not same(mine, wanted):
             return False
         state = tx.accumulate(grads[rank], state)
-        mine, state = tx.flush_into(state, mine, donate=donate)
+        _, state = tx.flush(state, mine)
         if int(state.updates) != 2:
             return False
     return True

@@ -155,7 +155,7 @@ def test_the_parameters_of_a_module(reduction):
 # --- a transform
 
 
-def trained(group, gives):
+def trained(group, calls):
     """Two windows of two micro-batches with multi_steps, and by hand on all experts."""
     grid = Grid(group)
     params, batch = problem()
@@ -166,10 +166,10 @@ def trained(group, gives):
     halves = [[leaf[:2] for leaf in mine], [leaf[2:] for leaf in mine]]
     for half in halves * 2:
         weight = count_of(*half)
-        if gives == "gradients":
+        if calls == "update":
             updates, state = tx.update(gradient(own, *half), state, own, weight=weight)
         else:
-            _, state = tx.accumulate_from(gradient, state, own, *half, weight=weight)
+            state = tx.accumulate(gradient(own, *half), state, weight=weight)
             updates, state = tx.flush(state, own) if half is halves[1] else (None, state)
         if updates is not None:
             own = torch_backend.apply_updates(own, updates)
@@ -179,9 +179,9 @@ def trained(group, gives):
     return difference(TORCH, own, own_experts(params, grid.ep))
 
 
-@pytest.mark.parametrize("gives", ["gradients", "micro-batches"])
-def test_updates(gives):
-    assert max(processes().run(trained, gives)) <= 1e-12
+@pytest.mark.parametrize("calls", ["update", "accumulate and flush"])
+def test_updates(calls):
+    assert max(processes().run(trained, calls)) <= 1e-12
 
 
 def weighed(group):
